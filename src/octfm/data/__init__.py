@@ -1,0 +1,1 @@
+"""Data side: from files to batches; numpy only, never torch."""

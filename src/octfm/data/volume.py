@@ -1,0 +1,73 @@
+"""Volume: one OCT acquisition, its voxels plus the geometry needed to interpret them; every operation keeps both true."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+Laterality = Literal["R", "L"]
+Shape3 = tuple[int, int, int]
+Spacing3 = tuple[float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Volume:
+    """Axes are always [D, H, W] = (B-scan, axial, lateral); row 0 is the vitreous side."""
+
+    voxels: np.ndarray
+    """[D, H, W], uint8 or uint16, display (log) intensities as the instrument exports them."""
+    spacing_mm: Spacing3
+    """(dz, dy, dx): distance between B-scans, between axial pixels, between A-scans."""
+    laterality: Laterality | None = None
+    """Right or left eye; None is unknown, and nothing downstream will guess it."""
+    scanner: str = "unknown"
+    """OCT instrument, for example heidelberg_spectralis."""
+    protocol: str = "unknown"
+    participant: str = "unknown"
+    acquisition: str = "unknown"
+    """SOP Instance UID where there is one."""
+    superior_first: bool | None = None
+    """True: B-scan 0 is superior; False: inferior; None: frame positions do not tell."""
+    source: str = "memory"
+    """Where the voxels came from; named in every error."""
+
+    def __post_init__(self):
+        if self.voxels.ndim != 3 or 0 in self.voxels.shape:
+            raise ValueError(
+                f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got shape {self.voxels.shape}"
+            )
+        if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
+            raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
+
+    @property
+    def shape(self) -> Shape3:
+        d, h, w = self.voxels.shape
+        return d, h, w
+
+    @property
+    def extent_mm(self) -> Spacing3:
+        """Physical size (D, H, W) in mm. A macular cube has about (6, 2, 6)."""
+        z, y, x = (n * mm for n, mm in zip(self.shape, self.spacing_mm, strict=True))
+        return z, y, x
+
+    @property
+    def eye_id(self) -> str:
+        """Participant and laterality: the unit that both eyes of a participant do not share."""
+        return f"{self.participant}_{self.laterality or 'unknown'}"
+
+    def with_voxels(self, voxels: np.ndarray) -> "Volume":
+        """The same acquisition resampled: the physical extent is kept, so spacing follows the new shape."""
+        z, y, x = (mm / n for mm, n in zip(self.extent_mm, voxels.shape, strict=True))
+        return replace(self, voxels=voxels, spacing_mm=(z, y, x))
+
+    def mirrored(self) -> "Volume":
+        """Left and right exchanged, voxels and laterality together; an unknown laterality is refused, never guessed."""
+        if self.laterality is None:
+            raise ValueError(f"{self.source}: laterality is unknown, so mirroring it would be a guess")
+        return replace(self, voxels=self.voxels[:, :, ::-1], laterality="L" if self.laterality == "R" else "R")
+
+    def superior_to_inferior(self) -> "Volume":
+        """B-scan 0 superior where positions tell; unchanged otherwise."""
+        if self.superior_first is not False:
+            return self
+        return replace(self, voxels=self.voxels[::-1], superior_first=True)

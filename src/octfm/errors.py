@@ -1,0 +1,29 @@
+"""The one error family: every message says where, what was expected, what was found and what to do next."""
+
+
+class OctfmError(Exception):
+    """A problem the user can act on. The command line prints it as one line and exits with code 1."""
+
+
+class ConfigError(OctfmError):
+    """A configuration that cannot be run as written."""
+
+
+class ReadError(OctfmError):
+    """A file that cannot become a Volume. `code` is the reason code that ends up in rejects.parquet."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class StoreError(OctfmError):
+    """A prepared store that is missing, damaged, of another version, or contradicts what is asked of it."""
+
+
+class CheckpointError(OctfmError):
+    """A checkpoint that is missing, damaged, of another version, or contradicts what is asked of it."""
+
+
+class EvaluationError(OctfmError):
+    """An evaluation that would not mean what it seems to mean (leakage, too few participants, no labels)."""

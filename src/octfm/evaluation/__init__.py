@@ -1,0 +1,1 @@
+"""What a frozen encoder is worth: embeddings, probes, statistics."""

@@ -1,0 +1,1 @@
+"""Networks and objectives: torch only, no files."""

@@ -1,0 +1,1 @@
+"""One self-contained page that says what was run and what came out; never imports torch."""

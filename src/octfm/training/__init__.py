@@ -1,0 +1,1 @@
+"""From a store to a checkpoint: runtime, schedules, health, the loop."""

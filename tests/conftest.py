@@ -1,0 +1,16 @@
+"""What every test may use: the real OCT data (internal, never committed) or a skip that says where it was looked for."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    folder = Path(os.environ.get("OCTFM_REAL_DATA", ROOT.parent / "shared" / "data"))
+    if not (folder / "medvisbonn_amd_spectralis_145.npz").is_file():
+        pytest.skip(f"real OCT data not found in {folder}; set OCTFM_REAL_DATA")
+    return folder
