@@ -1,0 +1,176 @@
+"""Preprocessing: the one home of everything that happens to a Volume before the model sees it (F15)."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from octfm.config import Config
+from octfm.data.resampling import resample, seen_rows
+from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
+from octfm.data.transform import Transform
+from octfm.data.volume import Shape3, Spacing3, Volume
+from octfm.errors import ReadError
+
+ALGORITHM = 1
+"""Raised whenever the same settings would give other voxels or another band, so that old stores are told apart."""
+
+RETINA_MM = 0.3
+"""A typical ILM-to-BM thickness, for `Coverage`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """One volume as the model gets it, with the way back."""
+
+    voxels: np.ndarray
+    """uint8 [D, H, W], exactly `image_size`; padding is 0."""
+    band: np.ndarray
+    """float32 [2, D, W], upper and lower surface of the tissue band in prepared rows: ILM - 50 µm and BM + 50 µm; row h is inside
+    where upper <= h < lower. The whole valid interval where the search is not confident; both 0 on padding."""
+    valid: np.ndarray
+    """int16 [2, D, W], first row that holds image and one past the last; both 0 on padding."""
+    confident: bool
+    confidence: dict[str, float]
+    transform: Transform
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a target grid makes of a scan of given size, known before any voxel is read (F14)."""
+
+    valid_share: float
+    """Share of the prepared voxels that hold image; the rest is padding."""
+    kept_share: float
+    """Share of the scanned field that is kept; the rest is cropped away."""
+    valid_rows: int
+    """Rows of H that hold image."""
+    retina_rows: float
+    """Rows that a retina of 0.3 mm spans."""
+
+    def sentence(self, image_size: Shape3) -> str:
+        return (
+            f"{self.valid_rows} of {image_size[1]} rows hold image, a 0.3 mm retina spans {self.retina_rows:.0f} rows; "
+            f"{1 - self.valid_share:.0%} of the grid is padding, {1 - self.kept_share:.0%} of the scan is cropped away"
+        )
+
+
+class Preprocessing(Config):
+    """Frozen settings; calling them turns a Volume into Prepared. Travels in store and checkpoint."""
+
+    image_size: Shape3 = (64, 384, 384)
+    """Prepared voxels [D, H, W]."""
+    target_spacing: Spacing3 = (0.094, 0.0052, 0.0156)
+    """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched."""
+    margin_mm: float = Field(MARGIN_MM, ge=0)
+    """The tissue band reaches this far above ILM and below BM."""
+    center: Literal["fovea", "field"] = "fovea"
+    """Where a larger scan is cropped around: the foveal pit where it is found, else the middle of the field."""
+    register_bscans: bool = True
+    """Undo axial eye motion before anything is averaged across B-scans."""
+    uint16_full_scale: int = Field(65535, gt=0)
+    """The uint16 value that becomes 255. Fixed, so that brightness never depends on the content of one volume."""
+    intensity_mean: float = 0.2
+    """Subtracted from voxels / 255 on the device."""
+    intensity_std: float = Field(0.2, gt=0)
+    """Divides voxels / 255 - intensity_mean on the device."""
+
+    def fingerprint(self) -> str:
+        """Stable hash of every setting and of the algorithm's version: equal exactly when stores are interchangeable."""
+        text = json.dumps({"algorithm": ALGORITHM, **self.model_dump(mode="json")}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __call__(self, volume: Volume) -> Prepared:
+        """Prepare one volume. Raises ReadError for pixels that are not 8 or 16 bit, or that are blank."""
+        canonical = volume.superior_to_inferior()
+        mirrored = volume.laterality == "L"
+        if mirrored:
+            canonical = canonical.mirrored()
+        voxels = self._to_uint8(canonical)
+        tissue = find_tissue(voxels, canonical.spacing_mm)
+        if not self.register_bscans:
+            tissue = replace(tissue, displacement=np.zeros(len(voxels)))
+        transform = self._place(canonical, tissue, reversed_bscans=volume.superior_first is False, mirrored=mirrored)
+        seen = seen_rows(voxels)
+        out, valid = resample(voxels, seen, transform)
+        band = self._band(tissue, valid, transform)
+        return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform)
+
+    def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:
+        """How much of the grid a scan of this size fills and how much of the scan is kept."""
+        native = np.multiply(native_shape, native_spacing_mm)
+        target = np.multiply(self.image_size, self.target_spacing)
+        shared = np.minimum(native, target)
+        return Coverage(
+            valid_share=float(np.prod(shared / target)),
+            kept_share=float(np.prod(shared / native)),
+            valid_rows=round(float(shared[1]) / self.target_spacing[1]),
+            retina_rows=RETINA_MM / self.target_spacing[1],
+        )
+
+    def _to_uint8(self, volume: Volume) -> np.ndarray:
+        voxels = volume.voxels
+        if voxels.dtype == np.uint16:
+            scaled = voxels.astype(np.float32) * np.float32(255 / self.uint16_full_scale)
+            voxels = np.minimum(scaled + np.float32(0.5), 255).astype(np.uint8)
+        elif voxels.dtype != np.uint8:
+            raise ReadError(
+                "unsupported_pixels",
+                f"{volume.source}: voxels are {voxels.dtype}, expected uint8 or uint16 display intensities; convert them when reading",
+            )
+        if voxels.min() == voxels.max():
+            raise ReadError("blank_volume", f"{volume.source}: every voxel is {voxels.flat[0]}; nothing was imaged, export it again")
+        return voxels
+
+    def _place(self, volume: Volume, tissue: Tissue, *, reversed_bscans: bool, mirrored: bool) -> Transform:
+        """Put the target window on the scan: around the band axially, around the fovea (or the middle) across."""
+        scale = tuple(t / n for t, n in zip(self.target_spacing, volume.spacing_mm, strict=True))
+        depth, height, width = volume.shape
+        fovea = tissue.fovea if self.center == "fovea" and tissue.confident else None
+        registered = (tissue.ilm + tissue.bm) / 2 - tissue.displacement[:, None]
+        middle = (
+            fovea[0] if fovea else (depth - 1) / 2,
+            float(np.median(registered)) if tissue.confident else (height - 1) / 2,
+            fovea[1] if fovea else (width - 1) / 2,
+        )
+        low = (0.0, -float(tissue.displacement.max()), 0.0)
+        high = (depth - 1.0, height - 1 - float(tissue.displacement.min()), width - 1.0)
+        origin = tuple(
+            _first_index(center, n, step, first, last)
+            for center, n, step, first, last in zip(middle, self.image_size, scale, low, high, strict=True)
+        )
+        return Transform(
+            native_shape=volume.shape,
+            native_spacing_mm=volume.spacing_mm,
+            shape=self.image_size,
+            origin=origin,  # type: ignore[arg-type]
+            scale=scale,  # type: ignore[arg-type]
+            displacement=tuple(float(d) for d in tissue.displacement),
+            reversed_bscans=reversed_bscans,
+            mirrored=mirrored,
+        )
+
+    def _band(self, tissue: Tissue, valid: np.ndarray, transform: Transform) -> np.ndarray:
+        if not tissue.confident:
+            return valid.astype(np.float32)
+        margin = self.margin_mm / transform.native_spacing_mm[1]
+        upper, lower = (
+            np.nan_to_num(transform.canonical_rows_to_prepared(surface)) for surface in (tissue.ilm - margin, tissue.bm + margin)
+        )
+        return np.clip(np.stack([upper, lower]), valid[0], valid[1]).astype(np.float32)
+
+
+def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
+    """Native index of the first prepared voxel: centred, then moved so that no padding appears while there is image left to show."""
+    span = count * step
+    available = last - first + 1
+    start = center - span / 2 + 0.5
+    if span <= available:
+        start = min(max(start, first), last + 1 - span)
+    else:
+        start = min(max(start, last + 1 - span), first)
+    # `start` is the lower edge in units where native voxel i covers [i, i + 1); its centre lies half a step further.
+    return start + step / 2 - 0.5

@@ -1,0 +1,53 @@
+"""Axial registration of B-scans: eye motion displaces neighbours by 10-60 µm, which any interpolation across them would smear."""
+
+import numpy as np
+
+
+def register_bscans(coarse_DHW: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35) -> np.ndarray:
+    """Axial displacement of every B-scan in rows of `coarse_DHW`, float64 [D], positive downwards; blank B-scans are interpolated.
+
+    Neighbours are compared by cross-correlation summed over A-scans. Slow drift cannot be told from the shape of the eye, so the
+    best quadratic in the B-scan position is left in place as anatomy (curvature and tilt), and the rest is motion.
+    """
+    seen = np.flatnonzero(coarse_DHW.std(axis=(1, 2)) > 0)
+    displacement = np.zeros(len(coarse_DHW))
+    if len(seen) < 2:
+        return displacement
+    steps = _neighbour_shifts(coarse_DHW[seen], reach=max(2, round(reach_mm / spacing_mm[1])))
+    path = np.concatenate([[0.0], np.cumsum(steps)])
+    motion = path - _robust_quadratic(seen.astype(float), path)
+    displacement[:] = np.interp(np.arange(len(displacement)), seen, motion)
+    return displacement
+
+
+def _neighbour_shifts(planes_DHW: np.ndarray, reach: int) -> np.ndarray:
+    """Shift of each B-scan against the one before, in fractional rows, [D - 1]."""
+    height = planes_DHW.shape[1]
+    reach = min(reach, height // 2)
+    # Zero padding keeps the circular correlation from wrapping a retina at the bottom onto the top.
+    length = 1 << int(np.ceil(np.log2(height + reach)))
+    spectra = np.fft.rfft(planes_DHW - planes_DHW.mean(axis=1, keepdims=True), length, axis=1).astype(np.complex64)
+    product = (np.conj(spectra[:-1]) * spectra[1:]).sum(axis=2)
+    correlation = np.fft.irfft(product, length, axis=1)
+    lags = np.arange(-reach, reach + 1)
+    near = correlation[:, lags]
+    best = near.argmax(axis=1)
+    inner = np.clip(best, 1, len(lags) - 2)
+    pairs = np.arange(len(near))
+    below, peak, above = near[pairs, inner - 1], near[pairs, inner], near[pairs, inner + 1]
+    curvature = below - 2 * peak + above
+    parabola = np.divide(below - above, 2 * curvature, out=np.zeros_like(peak), where=curvature < 0)
+    return lags[best] + np.where(best == inner, np.clip(parabola, -0.5, 0.5), 0.0)
+
+
+def _robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
+    """The quadratic that most of the path follows; a saccade in a few B-scans does not bend it."""
+    degree = 2 if len(path) >= 8 else 0
+    basis = np.vander((position - position.mean()) / max(np.ptp(position), 1), degree + 1)
+    weights = np.ones(len(path))
+    fit = path
+    for _ in range(5):
+        fit = basis @ np.linalg.lstsq(basis * weights[:, None], path * weights, rcond=None)[0]
+        residual = np.abs(path - fit)
+        weights = 1 / np.sqrt(np.maximum(residual, max(np.median(residual), 0.25)))
+    return fit
