@@ -27,3 +27,7 @@ class CheckpointError(OctfmError):
 
 class EvaluationError(OctfmError):
     """An evaluation that would not mean what it seems to mean (leakage, too few participants, no labels)."""
+
+
+class TrainingError(OctfmError):
+    """A run that cannot go on without doing harm."""

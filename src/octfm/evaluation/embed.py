@@ -1,0 +1,96 @@
+"""One vector per acquisition of a store, written as parquet with the key of what made it; aligned by id, never by order."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from octfm.data.store import Store
+from octfm.errors import EvaluationError
+from octfm.evaluation.encoder import Encoder
+
+BATCH = 16
+HISTOGRAM_BINS = 64
+
+
+def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print) -> Path:
+    """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
+    if store.preprocessing.fingerprint() != encoder.preprocessing.fingerprint():
+        raise EvaluationError(
+            f"{store.path}: prepared with other settings than {encoder.source} was trained on; "
+            "prepare the volumes with the checkpoint's own Preprocessing (octfm prepare --like RUN) (F15)"
+        )
+    target = Path(out) / f"{name}.parquet"
+    if stored_key(target) == encoder.key and _rows_of(target) == [row.acquisition for row in store.rows]:
+        echo(f"{target}: already there for these weights")
+        return target
+    vectors = _over(store, encoder.embed_arrays, encoder.width)
+    return _write(
+        target, store, vectors, {"key": encoder.key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
+    )
+
+
+def histogram_baseline(store: Store, out: str | Path) -> Path:
+    """The plain descriptor that every result is compared with: a 64-bin intensity histogram of the voxels that hold image."""
+
+    def describe(arrays) -> np.ndarray:
+        rows = np.arange(arrays.voxels.shape[2])[:, None]
+        described = []
+        for voxels, valid in zip(arrays.voxels, arrays.valid, strict=True):
+            image = (rows >= valid[0][:, None, :]) & (rows < valid[1][:, None, :])
+            counts = np.bincount(voxels[image] // (256 // HISTOGRAM_BINS), minlength=HISTOGRAM_BINS)
+            described.append(counts / max(1, counts.sum()))
+        return np.array(described, np.float32)
+
+    vectors = _over(store, describe, HISTOGRAM_BINS)
+    facts = {
+        "key": f"histogram-{HISTOGRAM_BINS}-{store.preprocessing.fingerprint()}",
+        "encoder": "intensity histogram",
+        "name": "histogram",
+    }
+    return _write(Path(out) / "histogram.parquet", store, vectors, facts | {"precision": "fp32"})
+
+
+def stored_key(path: Path) -> str | None:
+    """The key of an embeddings file; None when there is no such file."""
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return None
+    metadata = pq.read_schema(path).metadata or {}
+    return json.loads(metadata.get(b"octfm", b"{}")).get("key")
+
+
+def _rows_of(path: Path) -> list[str]:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path, columns=["acquisition"])["acquisition"].to_pylist()
+
+
+def _over(store: Store, describe: Callable, width: int) -> np.ndarray:
+    vectors = np.empty((len(store), width), np.float32)
+    for first in range(0, len(store), BATCH):
+        rows = np.arange(first, min(first + BATCH, len(store)))
+        vectors[rows] = describe(store.read(rows))
+    return vectors
+
+
+def _write(path: Path, store: Store, vectors: np.ndarray, facts: dict) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = store.rows
+    columns = {
+        name: [getattr(row, name) for row in rows]
+        for name in ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
+    }
+    columns["participant_labels"] = [json.dumps(row.participant_labels) for row in rows]
+    columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]).cast(pa.list_(pa.float32()))
+    facts = facts | {"preprocessing": store.preprocessing.model_dump(mode="json"), "width": int(vectors.shape[1])}
+    table = pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    pq.write_table(table, partial)
+    partial.replace(path)
+    return path

@@ -1,0 +1,187 @@
+"""Which tokens a step uses (kept), which the encoder sees (context) and which the predictor must recover (target)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from octfm.config import Config
+
+Shape3 = tuple[int, int, int]
+
+PADDING, BACKGROUND, TISSUE = 0, 1, 2
+"""Values of a token map."""
+
+
+def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
+    """Tokens per axis (d, h, w); a volume that patches do not tile is refused."""
+    if any(n % p for n, p in zip(image_size, patch_size, strict=True)):
+        raise ValueError(f"image_size {tuple(image_size)} is not divisible by patch_size {tuple(patch_size)}; change one of them")
+    d, h, w = (n // p for n, p in zip(image_size, patch_size, strict=True))
+    return d, h, w
+
+
+def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3, tissue_share: float = 0.25) -> np.ndarray:
+    """Padding, background or tissue for every token: uint8 [..., d, h, w].
+
+    band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
+    image and one past the last. A token is tissue when at least `tissue_share` of its voxels lie in the band, and padding
+    when fewer than half of them hold image. Derive it after every crop or shift of the voxels, from shifted surfaces.
+    """
+    d, h, w = token_grid(image_size, patch_size)
+    pd, ph, pw = patch_size
+    first, last = valid[..., 0, :, :].astype(np.float32), valid[..., 1, :, :].astype(np.float32)
+    upper, lower = np.maximum(band[..., 0, :, :], first), np.minimum(band[..., 1, :, :], last)
+    rows = np.arange(h, dtype=np.float32) * ph
+
+    def share(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Share of each token's voxels between two surfaces."""
+        inside = np.clip(np.minimum(stop[..., None], rows + ph) - np.maximum(start[..., None], rows), 0, ph)
+        per_token = inside.reshape(*inside.shape[:-3], d, pd, w, pw, h).sum((-4, -2))
+        return np.moveaxis(per_token, -1, -2) / (pd * ph * pw)
+
+    tokens = np.full((*band.shape[:-3], d, h, w), BACKGROUND, np.uint8)
+    tokens[share(upper, lower) >= tissue_share] = TISSUE
+    tokens[share(first, last) < 0.5] = PADDING
+    return tokens
+
+
+class MaskConfig(Config):
+    """Multi-block masking on a fixed budget of tokens, so that shapes never change."""
+
+    budget: int | None = Field(3072, ge=8)
+    """Tokens kept per volume (K): tissue first, the rest drawn at random from background; null keeps the whole grid."""
+    mask_ratio: float = Field(0.6, gt=0, lt=1)
+    """Share of the kept tokens that the predictor must recover."""
+    context_ratio: float = Field(0.35, gt=0, lt=1)
+    """Share of the kept tokens that the context encoder sees."""
+    block_area: float = Field(0.15, gt=0, le=1)
+    """Area of one block as a share of its plane. Blocks are added until they cover the wanted number of targets."""
+    aspect: tuple[float, float] = (0.75, 1.5)
+    """Range of a block's height over width, in tokens of a square plane."""
+    plane: Literal["bscan", "enface"] = "enface"
+    """Blocks are cut in the B-scan plane (H, W) through all B-scans, as V-JEPA 2 does, or en face (D, W) through all rows."""
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> "MaskConfig":
+        if self.mask_ratio + self.context_ratio > 1:
+            raise ValueError(
+                f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target would overlap; "
+                f"lower context_ratio to {1 - self.mask_ratio:.2f} or less"
+            )
+        return self
+
+    def counts(self, grid: Shape3) -> tuple[int, int, int]:
+        """(kept, context, target) tokens per volume: the same in every step."""
+        kept = min(self.budget or prod(grid), prod(grid))
+        return kept, max(1, int(self.context_ratio * kept)), max(1, int(self.mask_ratio * kept))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMasks:
+    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint and hold no padding."""
+
+    kept: np.ndarray
+    """[B, K]: every token of the step; context and target are drawn from it."""
+    context: np.ndarray
+    """[B, Nc]"""
+    target: np.ndarray
+    """[B, Nt]"""
+    tissue: np.ndarray
+    """bool [B, K]: which kept tokens are tissue."""
+    tissue_dropped: np.ndarray
+    """[B]: share of the volume's tissue tokens that the budget had no room for."""
+    repeated: np.ndarray
+    """[B]: share of kept tokens that repeat another, because the volume has fewer image tokens than the budget."""
+    dead: np.ndarray
+    """[B]: share of targets that are background."""
+
+    def where(self, index: np.ndarray) -> np.ndarray:
+        """Positions of grid indices [B, M] within `kept`."""
+        return np.stack([np.searchsorted(k, i) for k, i in zip(self.kept, index, strict=True)])
+
+
+def select_tokens(tokens: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` flat indices of one token map [d, h, w]: tissue first, then background; padding never.
+
+    Tissue beyond the budget is dropped uniformly at random. A volume with too few image tokens repeats some of them, which
+    keeps the shape fixed without an attention mask.
+    """
+    flat = tokens.ravel()
+    order = rng.permutation(flat.size)
+    order = order[flat[order] != PADDING]
+    if order.size == 0:
+        raise ValueError("a volume has no token that holds image; its `valid` surfaces are empty")
+    order = order[np.argsort(flat[order] != TISSUE, kind="stable")]
+    return np.sort(np.resize(order, count))
+
+
+def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.random.Generator]) -> TokenMasks:
+    """Masks for token maps [B, d, h, w], one generator per volume; sizes are the same on every call.
+
+    Blocks rarely cover exactly the wanted number of tokens, so the surplus is dropped uniformly at random; cutting the
+    tail of a sorted index instead would starve the last B-scans (FACTS §2).
+    """
+    kept_count, num_context, num_target = config.counts(tokens.shape[1:])
+    kept, context, target = [], [], []
+    for volume, rng in zip(tokens, rngs, strict=True):
+        chosen = select_tokens(volume, kept_count, rng)
+        unique = np.unique(chosen)
+        covered = _cover(config, volume, unique, min(num_target, unique.size - 1), rng)
+        # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
+        order = rng.permutation(unique.size)
+        order = unique[order[np.argsort(~covered[order], kind="stable")]]
+        split = min(num_target, max(1, round(unique.size * config.mask_ratio)))
+        visible = order[split:][::-1][: max(1, min(num_context, order.size - split))]
+        kept.append(chosen)
+        target.append(np.sort(np.resize(order[:split], num_target)))
+        context.append(np.sort(np.resize(visible, num_context)))
+    kept, context, target = np.stack(kept), np.stack(context), np.stack(target)
+    flat = tokens.reshape(len(tokens), -1)
+    tissue_kept = np.take_along_axis(flat, kept, 1) == TISSUE
+    unique_tissue = np.array([np.unique(k[t]).size for k, t in zip(kept, tissue_kept, strict=True)])
+    return TokenMasks(
+        kept,
+        context,
+        target,
+        tissue_kept,
+        tissue_dropped=1 - unique_tissue / np.maximum(1, (flat == TISSUE).sum(1)),
+        repeated=np.array([1 - np.unique(k).size / k.size for k in kept]),
+        dead=(np.take_along_axis(flat, target, 1) != TISSUE).mean(1),
+    )
+
+
+def _cover(config: MaskConfig, volume: np.ndarray, kept: np.ndarray, wanted: int, rng: np.random.Generator) -> np.ndarray:
+    """bool over `kept`: inside the union of blocks, which grows until it holds `wanted` tokens."""
+    covered = np.zeros(volume.shape, bool)
+    tissue = kept[volume.ravel()[kept] == TISSUE]
+    centres = tissue if tissue.size else kept
+    inside = covered.ravel()[kept]
+    while inside.sum() < wanted:
+        covered[_block(config, volume.shape, int(rng.choice(centres)), rng)] = True
+        inside = covered.ravel()[kept]
+    return inside
+
+
+def _block(config: MaskConfig, grid: Shape3, centre: int, rng: np.random.Generator) -> tuple[slice, ...]:
+    """A block of the plane, full along the axis that the plane leaves out.
+
+    Along D and W it may hang over the edge, so that every B-scan and A-scan is covered equally often; along H, where tissue
+    is only a part of the volume, it lies around the row of a random tissue token.
+    """
+    spanned = 0 if config.plane == "bscan" else 1
+    first, second = (axis for axis in range(3) if axis != spanned)
+    aspect = rng.uniform(*config.aspect)
+    block = [slice(None)] * 3
+    for axis, share in ((first, sqrt(config.block_area * aspect)), (second, sqrt(config.block_area / aspect))):
+        size = int(np.clip(round(share * grid[axis]), 1, grid[axis]))
+        if axis == 1:
+            row = int(np.unravel_index(centre, grid)[1])
+            start = int(np.clip(row - rng.integers(size), 0, grid[1] - size))
+        else:
+            start = int(rng.integers(1 - size, grid[axis]))
+        block[axis] = slice(max(0, start), start + size)
+    return tuple(block)

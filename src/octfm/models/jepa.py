@@ -1,0 +1,52 @@
+"""The V-JEPA 2 objective: predict the target encoder's tokens where the context encoder was blind, and, as in 2.1, where it was not."""
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octfm.models.objective import ObjectiveOutput, TokenIndex, distance, move_average
+from octfm.models.predictor import Predictor, PredictorConfig
+from octfm.models.vit3d import TokenGrid, ViTConfig, VisionTransformer3D, rotary, take_rotary, take_tokens
+
+
+class JEPA(nn.Module):
+    """V-JEPA 2 (arXiv:2506.09985): context encoder, EMA target encoder, predictor."""
+
+    name = "vjepa2"
+
+    def __init__(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid):
+        super().__init__()
+        self.encoder = VisionTransformer3D(model, grid)
+        self.predictor = Predictor(predictor, model.width)
+        self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
+
+    def forward(self, patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor) -> ObjectiveOutput:
+        """Losses of normalised patches of the kept tokens. The context encoder receives the context patches and nothing else."""
+        encoder, grid = self.encoder, self.encoder.grid
+        table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+        with torch.no_grad():
+            features = self.target_encoder(patches_BKP, index.kept, table)
+            goal = F.layer_norm(features.float(), features.shape[-1:])
+        context_patches = take_tokens(patches_BKP, index.context)
+        context_index = torch.gather(index.kept, 1, index.context)
+        seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
+
+        asked = torch.cat((index.context, index.target), dim=1)
+        answer = self.predictor(seen, index.target.shape[1], self._predictor_table(table, index, asked))
+        wanted = take_tokens(goal, asked)
+        num_context = index.context.shape[1]
+        context_loss_B = distance(self.name, answer[:, :num_context], wanted[:, :num_context])
+        masked_loss_B = distance(self.name, answer[:, num_context:], wanted[:, num_context:])
+        loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
+        return ObjectiveOutput(loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features)
+
+    def _predictor_table(self, table, index: TokenIndex, asked: Tensor):
+        """The encoder's rotary table where head widths agree, so that a step computes angles once."""
+        if table is not None and self.predictor.head_width == self.encoder.head_width:
+            return take_rotary(table, asked)
+        return rotary(self.encoder.grid, torch.gather(index.kept, 1, asked), self.predictor.head_width)
+
+    def update_target(self, momentum: float | Tensor) -> None:
+        move_average(self.target_encoder, self.encoder, momentum)

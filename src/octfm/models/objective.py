@@ -1,0 +1,69 @@
+"""What every objective answers with, and the content-free baseline that its loss is measured against."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from octfm.config import Config
+
+
+class ObjectiveConfig(Config):
+    """Which self-supervised objective, and its weights."""
+
+    name: Literal["vjepa2", "data2vec"] = "vjepa2"
+    """`vjepa2`: predict hidden tokens from visible ones. `data2vec`: the prototype's objective made sound."""
+    context_loss: float = Field(0.5, ge=0)
+    """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (FACTS §2)."""
+    context_warmup: float = Field(0.1, ge=0, le=1)
+    """Share of the run over which the context loss is ramped in."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """Masks as int64 tensors on the device."""
+
+    kept: Tensor
+    """[B, K] flat grid indices, sorted."""
+    context: Tensor
+    """[B, C] places within `kept`."""
+    target: Tensor
+    """[B, T] places within `kept`."""
+
+
+class ObjectiveOutput(NamedTuple):
+    """A typed step result: no dict keys to mistype, no tuple order to confuse (F5)."""
+
+    loss: Tensor
+    """Scalar to differentiate."""
+    masked_loss_B: Tensor
+    context_loss_B: Tensor
+    masked_goal_BTD: Tensor
+    """What the hidden tokens should have been; detached."""
+    context_goal_BCD: Tensor
+    features_BKD: Tensor
+    """Target-encoder features of all kept tokens; detached."""
+
+
+def distance(name: str, prediction: Tensor, goal: Tensor) -> Tensor:
+    """Per-volume loss [B] of tokens [B, M, D], in float32: mean |difference| for vjepa2, squared distance of unit vectors for data2vec."""
+    if name == "data2vec":
+        # BYOL's form: 2 - 2 cos, summed over channels, so that its scale does not shrink with the width (F11 d).
+        return (2 - 2 * F.cosine_similarity(prediction.float(), goal.float(), dim=-1)).mean(1)
+    return (prediction.float() - goal.float()).abs().mean((1, 2))
+
+
+def content_free_baseline(name: str, goal_BMD: Tensor) -> Tensor:
+    """Loss [B] of the best constant answer: the per-channel median of the goals, which needs no look at the volume."""
+    median_D = goal_BMD.float().flatten(0, 1).median(0).values
+    return distance(name, median_D.expand_as(goal_BMD), goal_BMD)
+
+
+@torch.no_grad()
+def move_average(average: torch.nn.Module, source: torch.nn.Module, momentum: float | Tensor) -> None:
+    """average = momentum * average + (1 - momentum) * source, over all parameters in one fused call."""
+    targets, sources = list(average.parameters()), list(source.parameters())
+    torch._foreach_lerp_(targets, sources, 1 - momentum)

@@ -1,0 +1,58 @@
+"""Predictors: from context tokens to a guess for every token that was asked for."""
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from octfm.config import Config
+from octfm.models.vit3d import Block, Rotary, init_weights
+
+
+class PredictorConfig(Config):
+    """A narrow transformer; 64-wide heads keep its attention efficient."""
+
+    width: int = Field(192, ge=8)
+    depth: int = Field(6, ge=1)
+    heads: int = Field(3, ge=1)
+
+
+class Predictor(nn.Module):
+    """V-JEPA 2's predictor (arXiv:2506.09985): context tokens and positioned mask tokens through narrow blocks."""
+
+    def __init__(self, config: PredictorConfig, encoder_width: int):
+        super().__init__()
+        if config.width % config.heads or (config.width // config.heads) % 2:
+            raise ValueError(f"predictor.width {config.width} must split into {config.heads} heads of even size")
+        self.config = config
+        self.embed = nn.Linear(encoder_width, config.width)
+        # Not zero: rotary positions act on queries, and a zero query stays zero in every rotation.
+        self.mask_token = nn.Parameter(torch.randn(config.width) * 0.02)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads, 4.0) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+        self.project = nn.Linear(config.width, encoder_width)
+        self.apply(init_weights)
+
+    @property
+    def head_width(self) -> int:
+        return self.config.width // self.config.heads
+
+    def forward(self, context_BCD: Tensor, num_target: int, table: Rotary) -> Tensor:
+        """Predictions [B, C + T, D]: for the context tokens first, then for the targets, in the order of `table`."""
+        x = self.embed(context_BCD)
+        queries = self.mask_token.to(x.dtype).expand(len(x), num_target, -1)
+        x = torch.cat((x, queries), dim=1)
+        for block in self.blocks:
+            x = block(x, table)
+        return self.project(self.norm(x))
+
+
+class MLPPredictor(nn.Module):
+    """The prototype's two-layer predictor (F19: 0.296 M parameters at width 384)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width))
+        self.apply(init_weights)
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        return self.layers(x_BMD)

@@ -1,0 +1,179 @@
+"""A plain pre-norm Vision Transformer over 3-D patches, with axial rotary positions in millimetres.
+
+Shape suffixes: B batch, N tokens of the grid, M selected tokens, P voxels of a patch, H heads, D model width, K head width,
+k = K / 2 frequency pairs.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octfm.config import Config
+
+Shape3 = tuple[int, int, int]
+Rotary = tuple[Tensor, Tensor]
+
+
+class ViTConfig(Config):
+    """Size of the encoder. The default is ViT-S/12 on 4 x 16 x 16 patches."""
+
+    patch_size: Shape3 = (4, 16, 16)
+    """Voxels of one token, (B-scan, axial, lateral)."""
+    width: int = Field(384, ge=8)
+    depth: int = Field(12, ge=1)
+    """Transformer blocks."""
+    heads: int = Field(6, ge=1)
+    mlp_ratio: float = Field(4.0, gt=0)
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "ViTConfig":
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must split into {self.heads} heads of even size")
+        return self
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Where tokens are: their number per axis and their distance in mm."""
+
+    shape: Shape3
+    pitch_mm: tuple[float, float, float]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def positions_mm(self, index_BM: Tensor) -> Tensor:
+        """Token centres [B, M, 3] in mm from the first token, in float32."""
+        _, h, w = self.shape
+        axes = torch.stack((index_BM // (h * w), index_BM // w % h, index_BM % w), dim=-1)
+        return axes.float() * torch.tensor(self.pitch_mm, device=index_BM.device)
+
+
+def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor:
+    """The patches [B, M, P] at flat grid indices, copied straight out of voxels [B, 1, D, H, W]; other voxels are never read."""
+    pd, ph, pw = patch_size
+    blocks = voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))  # [B, d, pd, h, ph, w, pw]
+    blocks = blocks.permute(0, 1, 3, 5, 2, 4, 6)
+    _, _, h, w = blocks.shape[:4]
+    batch = torch.arange(len(voxels), device=voxels.device).unsqueeze(1)
+    return blocks[batch, index_BM // (h * w), index_BM // w % h, index_BM % w].flatten(2)
+
+
+def take_tokens(tokens_BND: Tensor, index_BM: Tensor) -> Tensor:
+    """Select tokens by their place in the sequence."""
+    return torch.gather(tokens_BND, 1, index_BM.unsqueeze(-1).expand(-1, -1, tokens_BND.shape[-1]))
+
+
+def rotary(grid: TokenGrid, index_BM: Tensor, head_width: int) -> Rotary:
+    """Cosines and sines [B, 1, M, k], float32: each axis turns its own share of the frequency pairs.
+
+    Wavelengths run geometrically from two tokens to four times the field of view of their axis, so every pair tells
+    positions apart within the volume, and none aliases between neighbours (RoFormer, arXiv:2104.09864, in 3-D and in mm).
+    """
+    pairs = head_width // 2
+    shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+    positions = grid.positions_mm(index_BM)
+    angles = []
+    for axis, share in enumerate(shares):
+        shortest = 2 * grid.pitch_mm[axis]
+        longest = max(4 * grid.pitch_mm[axis] * grid.shape[axis], 2 * shortest)
+        ramp = torch.arange(share, device=index_BM.device, dtype=torch.float32) / max(1, share - 1)
+        wavelength = shortest * (longest / shortest) ** ramp
+        angles.append(positions[..., axis : axis + 1] * (2 * torch.pi / wavelength))
+    angles_B1Mk = torch.cat(angles, dim=-1).unsqueeze(1)
+    return angles_B1Mk.cos(), angles_B1Mk.sin()
+
+
+def take_rotary(table: Rotary, index_BM: Tensor) -> Rotary:
+    """The rows of a table for some of its tokens, by their place in the sequence."""
+    cos, sin = (take_tokens(t.squeeze(1), index_BM).unsqueeze(1) for t in table)
+    return cos, sin
+
+
+def rotate(x_BHMK: Tensor, table: Rotary) -> Tensor:
+    cos, sin = table
+    even, odd = x_BHMK.float().chunk(2, dim=-1)
+    return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x_BHMK.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BMD: Tensor, table: Rotary | None) -> Tensor:
+        q, k, v = self.qkv(x_BMD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if table is not None:
+            q, k = rotate(q, table), rotate(k, table)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, mlp_ratio: float):
+        super().__init__()
+        hidden = int(mlp_ratio * width)
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x_BMD: Tensor, table: Rotary | None) -> Tensor:
+        x_BMD = x_BMD + self.attn(self.norm1(x_BMD), table)
+        return x_BMD + self.mlp(self.norm2(x_BMD))
+
+
+class VisionTransformer3D(nn.Module):
+    """Encodes any subset of a volume's tokens: what is not passed in cannot be seen."""
+
+    def __init__(self, config: ViTConfig, grid: TokenGrid):
+        super().__init__()
+        self.config, self.grid = config, grid
+        self.patch_embed = nn.Linear(prod(config.patch_size), config.width)
+        if config.positions == "learned":
+            self.position = nn.Parameter(torch.randn(1, grid.size, config.width) * 0.02)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads, config.mlp_ratio) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+        self.apply(init_weights)
+
+    @property
+    def head_width(self) -> int:
+        return self.config.width // self.config.heads
+
+    def forward(self, patches_BMP: Tensor, index_BM: Tensor, table: Rotary | None = None, substitute: tuple[Tensor, Tensor] | None = None):
+        """Tokens [B, M, D] of patches at flat grid indices.
+
+        `table` may pass in rotary tables of the same tokens, so that a step computes them once. `substitute` = (where
+        [B, M] bool, token [D]) replaces patch embeddings before the first block (data2vec).
+        """
+        x_BMD = self.patch_embed(patches_BMP)
+        if substitute is not None:
+            where_BM, token_D = substitute
+            x_BMD = torch.where(where_BM.unsqueeze(-1), token_D.to(x_BMD.dtype), x_BMD)
+        if self.config.positions == "learned":
+            x_BMD = x_BMD + take_tokens(self.position.expand(len(x_BMD), -1, -1), index_BM)
+        elif table is None:
+            table = rotary(self.grid, index_BM, self.head_width)
+        for block in self.blocks:
+            x_BMD = block(x_BMD, table)
+        return self.norm(x_BMD)
+
+
+def init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,94 @@
+"""Is this run healthy? Measurements on tissue tokens, and a verdict in words for each."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One finding: what was looked at, how it is, and a sentence that says what it means or what to do."""
+
+    what: str
+    verdict: Literal["ok", "watch", "bad"]
+    sentence: str
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def effective_rank(features_MD: Tensor) -> float:
+    """RankMe (arXiv:2210.02885) of centred features: exp of the entropy of the normalised singular values; 1 is collapse, D the most."""
+    centred = features_MD.float() - features_MD.float().mean(0)
+    singular = torch.linalg.eigvalsh(centred.T @ centred).clamp_min(0).sqrt()
+    share = singular / singular.sum().clamp_min(1e-12)
+    return float(torch.exp(-(share * share.clamp_min(1e-12).log()).sum()))
+
+
+@torch.no_grad()
+def feature_std(features_MD: Tensor) -> float:
+    """Mean over channels of the standard deviation over tokens; 0 is collapse."""
+    return float(features_MD.float().std(0).mean())
+
+
+@torch.no_grad()
+def relative_distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """|a - b| / |b| over lists of tensors."""
+    gap = torch.stack(torch._foreach_norm(torch._foreach_sub(a, b))).norm()
+    return float(gap / torch.stack(torch._foreach_norm(b)).norm().clamp_min(1e-12))
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in module.parameters()]
+
+
+def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
+    """What one train row of metrics.jsonl says, in words."""
+    found = [
+        _masked(row["masked_over_baseline"], row["step"], row["warmup_steps"]),
+        _rank(row["effective_rank"], width),
+        _teacher(row["teacher_step"], row["ema"]),
+        _gradient(row["grad_norm"]),
+    ]
+    if row["dead_targets"] > 0.3:
+        found.append(
+            Verdict("targets", "watch", f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it")
+        )
+    if row["data_wait_share"] > 0.2:
+        found.append(
+            Verdict("data", "watch", f"{row['data_wait_share']:.0%} of the time went into waiting for data: raise data.prefetch or use a local store")
+        )
+    return found
+
+
+def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
+    if ratio < 0.02:
+        return Verdict("masked loss", "bad", f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)")
+    if ratio < 0.97:
+        return Verdict("masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of the error of an answer that never looks at the volume")
+    if step < 3 * warmup_steps + 50:
+        return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")
+    return Verdict("masked loss", "watch", f"{ratio:.0%} of the content-free baseline: no better than a constant; check learning rate and masks")
+
+
+def _rank(rank: float, width: int) -> Verdict:
+    if rank < 0.01 * width + 1:
+        return Verdict("effective rank", "bad", f"{rank:.1f} of {width}: features have collapsed to a few directions")
+    if rank < 0.04 * width:
+        return Verdict("effective rank", "watch", f"{rank:.1f} of {width}: low; raise objective.context_loss if it keeps falling")
+    return Verdict("effective rank", "ok", f"{rank:.1f} of {width} directions in use on tissue tokens")
+
+
+def _teacher(teacher_step: float, ema: float) -> Verdict:
+    if teacher_step == 0 and ema < 1:
+        return Verdict("teacher", "bad", "the target encoder did not move in the last update: its average is not being taken (F11)")
+    return Verdict("teacher", "ok", f"moved by {teacher_step:.1e} of its norm in the last update")
+
+
+def _gradient(norm: float) -> Verdict:
+    if norm == 0:
+        return Verdict("gradient", "bad", "gradient norm before clipping is exactly 0: nothing is learned (F3)")
+    return Verdict("gradient", "ok", f"norm {norm:.3g} before clipping")

@@ -1,0 +1,89 @@
+"""From a loader's batch to what an objective eats: normalised patches of the kept tokens, and masks; all a function of (seed, position)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from octfm.data.loader import Batch
+from octfm.data.preprocessing import Preprocessing
+from octfm.masks import TISSUE, TokenMasks, sample_masks, token_grid, token_map
+from octfm.models.data2vec import Data2Vec
+from octfm.models.jepa import JEPA
+from octfm.models.objective import TokenIndex
+from octfm.models.vit3d import TokenGrid, take_patches
+from octfm.training import augment
+from octfm.training.runtime import Runtime
+from octfm.training.settings import PretrainConfig
+
+MASKS, AUGMENT, VALIDATION = 1, 2, 3
+"""Streams of randomness: what is drawn for one purpose never depends on another."""
+
+
+def generators(seed: int, stream: int, positions: np.ndarray) -> list[np.random.Generator]:
+    """One generator for each position in the global sequence of volumes: the same on any rank and after any restart."""
+    return [np.random.default_rng((seed, stream, int(position))) for position in positions]
+
+
+def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> TokenGrid:
+    """Token grid of volumes prepared this way."""
+    shape = token_grid(preprocessing.image_size, patch_size)
+    z, y, x = (p * mm for p, mm in zip(patch_size, preprocessing.target_spacing, strict=True))
+    return TokenGrid(shape, (z, y, x))
+
+
+def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> JEPA | Data2Vec:
+    """The networks of a run at their initial weights, which are a function of the seed alone."""
+    torch.manual_seed(config.seed)
+    grid = grid_of(preprocessing, config.model.patch_size)
+    if config.objective.name == "data2vec":
+        return Data2Vec(config.model, grid)
+    return JEPA(config.model, config.predictor, grid)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """One micro-batch on the device."""
+
+    patches: Tensor
+    """float32 [B, K, P], normalised."""
+    index: TokenIndex
+    tissue: Tensor
+    """bool [B, K]"""
+    masks: TokenMasks
+    """The same masks on the host, with what sampling them cost."""
+
+
+def make_inputs(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True) -> Inputs:
+    """Draw augmentation and masks for every volume of the batch and cut its kept patches out on the device."""
+    band, valid = batch.band, batch.valid.astype(np.float32)
+    moves = augment.draw(config.augment, generators(config.seed, AUGMENT, batch.position)) if augmented else None
+    if moves is not None:
+        height = batch.voxels.shape[2]
+        band, valid = (augment.shift_surfaces(s, moves.shift, height) for s in (band, valid))
+    tokens = token_map(band, valid, preprocessing.image_size, config.model.patch_size)
+    stream = MASKS if augmented else VALIDATION
+    masks = sample_masks(config.masks, tokens, generators(config.seed, stream, batch.position))
+
+    kept = runtime.tensor(masks.kept)
+    index = TokenIndex(kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)))
+    voxels = runtime.tensor(batch.voxels).unsqueeze(1)
+    mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
+    if moves is None:
+        patches = augment.normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
+    else:
+        patches = take_patches(augment.shift_rows(voxels, runtime.tensor(moves.shift)), kept, config.model.patch_size)
+        patches = augment.recolour(patches, runtime.tensor(moves.gain), runtime.tensor(moves.gamma), mean, std)
+    return Inputs(patches, index, runtime.tensor(masks.tissue), masks)
+
+
+def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """(decayed, not decayed) parameters: biases, norms and single tokens are not pulled towards zero."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+
+
+def tissue_share(tokens: np.ndarray) -> float:
+    """Share of all tokens that are tissue."""
+    return float((tokens == TISSUE).mean())

@@ -1,0 +1,74 @@
+"""Device, precision and ranks: the only file that names cpu and cuda."""
+
+import os
+import platform
+import resource
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octfm.errors import ConfigError
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where tensors live and in which precision matrices multiply."""
+
+    device: torch.device
+    precision: Precision = "fp32"
+    rank: int = 0
+    world: int = 1
+
+    def autocast(self) -> AbstractContextManager:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    def peak_memory_gb(self) -> float:
+        """Device memory on CUDA, resident memory of the process on CPU, in GB (1e9 bytes)."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+    def free_memory_gb(self) -> float:
+        """What could still be allocated, in GB (1e9 bytes)."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0] / 1e9
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
+    """The device asked for, else CUDA where there is one, else CPU. A launcher with several ranks is refused, not ignored (F10)."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {world}: this version trains on one device, and {world} copies would each believe to be rank 0; "
+            "start it without torchrun"
+        )
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name} was asked for, but torch {torch.__version__} finds no CUDA device here; use device cpu")
+    return Runtime(torch.device(name), precision)
+
+
+def environment(runtime: Runtime) -> dict[str, str]:
+    """What a reader needs to know to repeat a run; no host or user names."""
+    device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": f"{runtime.device.type} ({device})",
+        "threads": str(torch.get_num_threads()),
+        "precision": runtime.precision,
+    }

@@ -1,0 +1,68 @@
+"""Learning rate, weight decay, EMA momentum and context weight as pure functions of the step: nothing to save, nothing to restart (F1, F2)."""
+
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Literal
+
+from pydantic import Field
+
+from octfm.config import Config
+
+
+class ScheduleConfig(Config):
+    """Curves over the whole run; one warm-up, one decay."""
+
+    base_lr: float = Field(2.5e-4, gt=0)
+    """Peak learning rate. On OCT 5e-4 diverged and 2.5e-4 was stable (ViT-B, batch 512)."""
+    min_lr_ratio: float = Field(0.1, gt=0, le=1)
+    """Final over peak learning rate; never 0, so that no step is spent for nothing."""
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    """Share of the run spent warming up."""
+    lr_shape: Literal["cosine", "constant"] = "cosine"
+    weight_decay: float = Field(0.05, ge=0)
+    ema_base: float | None = Field(None, ge=0, lt=1)
+    """Momentum of the target encoder at step 0; null derives it from the run length."""
+    ema_end: float = Field(1.0, gt=0, le=1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The curves of one run of `steps` updates."""
+
+    config: ScheduleConfig
+    steps: int
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.config.warmup_ratio * self.steps)
+
+    @property
+    def ema_base(self) -> float:
+        """As configured, else so that at most 5 % of the initial teacher is left after a quarter of the run, 0.999 at the most."""
+        if self.config.ema_base is not None:
+            return self.config.ema_base
+        return min(0.999, 0.05 ** (4 / max(4, self.steps)))
+
+    def lr(self, step: int) -> float:
+        peak, end = self.config.base_lr, self.config.base_lr * self.config.min_lr_ratio
+        if step < self.warmup_steps:
+            return peak * (step + 1) / self.warmup_steps
+        return peak if self.config.lr_shape == "constant" else _cosine(peak, end, self._progress(step))
+
+    def weight_decay(self, step: int) -> float:
+        return self.config.weight_decay
+
+    def ema(self, step: int) -> float:
+        return _cosine(self.ema_base, self.config.ema_end, min(1.0, step / max(1, self.steps)))
+
+    def _progress(self, step: int) -> float:
+        return min(1.0, (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
+
+
+def ramp(step: int, steps: float) -> float:
+    """0 to 1 over `steps` updates, then 1."""
+    return min(1.0, (step + 1) / max(1.0, steps))
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + cos(pi * progress))

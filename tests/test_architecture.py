@@ -1,0 +1,91 @@
+"""The house: imports point downwards, the data side never needs torch, the training path stays light, nothing heavy loads early."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octfm
+
+ROOT = Path(octfm.__file__).parent
+LAYERS = [{"errors"}, {"config"}, {"data", "masks"}, {"models"}, {"training"}, {"evaluation"}, {"report"}, {"demo"}, {"cli"}]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+NO_TORCH = ("errors", "config", "data", "masks", "report")
+TRAINING_PATH = ["octfm.training.pretrain", "octfm.data.loader", "octfm.data.store", "octfm.data.preprocessing", "octfm.masks"]
+LIGHT = {"torch", "numpy", "yaml", "pydantic", "tensorstore"}
+
+
+def modules() -> list[Path]:
+    return [p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"]
+
+
+def part(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    tree = ast.walk(ast.parse(path.read_text()))
+    names = set()
+    for node in tree:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module} | ({f"{node.module}.{a.name}" for a in node.names} if node.module == "octfm" else set())
+        elif isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downwards(path):
+    for name in imported(path):
+        if name.startswith("octfm."):
+            other = name.split(".")[1]
+            if other in LEVEL:
+                assert LEVEL[other] <= LEVEL[part(path)], f"{path.relative_to(ROOT)} imports {name} from a layer above it"
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if part(p) in NO_TORCH], ids=lambda p: str(p.relative_to(ROOT)))
+def test_data_and_report_do_not_need_torch(path):
+    assert not any(name.split(".")[0] == "torch" for name in imported(path))
+
+
+def test_models_do_not_touch_files():
+    for path in (ROOT / "models").glob("*.py"):
+        assert not imported(path) & {"pathlib", "os", "io", "json", "yaml"}, path
+
+
+def test_files_have_one_concern():
+    for path in modules():
+        assert path.stem not in {"utils", "helpers", "misc", "common"}, path
+        assert len(path.read_text().splitlines()) <= 400, f"{path} is longer than 400 lines: probably two ideas"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_training_path_imports_only_the_light_libraries():
+    """What a bare GPU image has; readers and reports may need more, but only when they are used."""
+    installed = {"scipy", "sklearn", "zarr", "pyarrow", "pydicom", "matplotlib", "joblib", "rich", "typer", "fsspec", "jinja2", "pandas"}
+    code = f"import sys\nimport {', '.join(TRAINING_PATH)}\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    without_torch = run_python("import sys, torch, tensorstore, pydantic, yaml\nprint(*sorted({m.split('.')[0] for m in sys.modules}))")
+    extra = set(run_python(code).split()) - set(without_torch.split())
+    assert not extra & installed, f"the training path imports {sorted(extra & installed)}; allowed: {sorted(LIGHT)}"
+
+
+@pytest.mark.parametrize("what", ["import octfm", "import sys; sys.argv = ['octfm', '--help']\nfrom octfm.cli import app\nimport octfm.cli"])
+def test_nothing_heavy_is_imported_early(what):
+    heavy = {"torch", "numpy", "pydicom", "zarr", "matplotlib", "sklearn", "pyarrow", "pydantic", "tensorstore"}
+    loaded = set(run_python(f"{what}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})").split())
+    assert not loaded & heavy
+
+
+def test_every_public_name_has_a_home():
+    for name in octfm.__all__:
+        assert getattr(octfm, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        _ = octfm.train

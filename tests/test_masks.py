@@ -1,0 +1,134 @@
+"""Masks: fixed sizes, disjoint, no padding, fair to every B-scan, a function of their generators."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.masks import BACKGROUND, PADDING, TISSUE, MaskConfig, sample_masks, select_tokens, token_grid, token_map
+
+GRID = (8, 12, 10)
+
+
+def retina(volumes=4, grid=GRID, seed=0):
+    """Token maps with a band of tissue, background around it and a padded edge."""
+    rng = np.random.default_rng(seed)
+    maps = np.full((volumes, *grid), BACKGROUND, np.uint8)
+    for m in maps:
+        top = int(rng.integers(1, grid[1] - 4))
+        m[:, top : top + 3] = TISSUE
+    maps[:, :, :, -1] = PADDING
+    return maps
+
+
+def rngs(count, seed=0):
+    return [np.random.default_rng((seed, i)) for i in range(count)]
+
+
+configs = st.builds(
+    MaskConfig,
+    budget=st.sampled_from([None, 8, 100, 300]),
+    mask_ratio=st.floats(0.1, 0.6),
+    context_ratio=st.floats(0.1, 0.4),
+    block_area=st.floats(0.02, 1.0),
+    plane=st.sampled_from(["bscan", "enface"]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(config=configs, seed=st.integers(0, 10_000))
+def test_masks_are_disjoint_fixed_in_size_and_free_of_padding(config, seed):
+    maps = retina(seed=seed)
+    masks = sample_masks(config, maps, rngs(len(maps), seed))
+    kept, context, target = config.counts(GRID)
+    assert masks.kept.shape == (4, kept) and masks.context.shape == (4, context) and masks.target.shape == (4, target)
+    for m, k, c, t in zip(maps, masks.kept, masks.context, masks.target, strict=True):
+        assert not np.intersect1d(c, t).size
+        assert np.isin(c, k).all() and np.isin(t, k).all()
+        assert not (m.ravel()[k] == PADDING).any()
+
+
+def test_F4_masks_are_token_indices_never_voxels():
+    """The prototype built masks at voxel resolution inside its transforms."""
+    masks = sample_masks(MaskConfig(budget=64), retina(), rngs(4))
+    assert masks.target.ndim == 2 and masks.target.dtype == np.int64 and masks.target.max() < np.prod(GRID)
+
+
+def test_same_generators_same_masks():
+    a, b = (sample_masks(MaskConfig(budget=200), retina(), rngs(4, 7)) for _ in range(2))
+    np.testing.assert_array_equal(a.target, b.target)
+    c = sample_masks(MaskConfig(budget=200), retina(), rngs(4, 8))
+    assert not np.array_equal(a.target, c.target)
+
+
+def test_a_volume_has_the_same_masks_in_any_batch():
+    """So that any number of ranks trains on the same masks."""
+    maps = retina()
+    whole = sample_masks(MaskConfig(budget=200), maps, rngs(4))
+    alone = sample_masks(MaskConfig(budget=200), maps[2:3], rngs(4)[2:3])
+    np.testing.assert_array_equal(whole.target[2], alone.target[0])
+
+
+@pytest.mark.parametrize("plane", ["bscan", "enface"])
+def test_every_bscan_is_equally_likely_to_be_target(plane):
+    """Truncating sorted indices, as the reference does, starves the last B-scans."""
+    grid = (16, 12, 12)
+    maps = np.full((300, *grid), BACKGROUND, np.uint8)
+    maps[:, 4:8] = TISSUE
+    maps[:, :, 4:8] = TISSUE
+    masks = sample_masks(MaskConfig(budget=None, plane=plane), maps, rngs(300))
+    frequency = np.bincount(masks.target.ravel() // (12 * 12), minlength=16) / masks.target.size
+    np.testing.assert_allclose(frequency, 1 / 16, rtol=0.1)
+
+
+def test_tissue_comes_first_and_surplus_is_dropped_at_random():
+    maps = retina(1)[0]
+    tissue = int((maps == TISSUE).sum())
+    chosen = select_tokens(maps, tissue + 20, np.random.default_rng(0))
+    assert (maps.ravel()[chosen] == TISSUE).sum() == tissue
+    draws = [select_tokens(maps, tissue // 2, np.random.default_rng(i)) for i in range(400)]
+    frequency = np.bincount(np.concatenate(draws), minlength=maps.size)[maps.ravel() == TISSUE] / 400
+    assert frequency.min() > 0.35 and frequency.max() < 0.65, "dropped tissue is not uniform"
+
+
+def test_too_few_image_tokens_are_repeated_and_counted():
+    maps = np.full((1, *GRID), PADDING, np.uint8)
+    maps[0, 0, 0, :6] = TISSUE
+    masks = sample_masks(MaskConfig(budget=64), maps, rngs(1))
+    assert masks.repeated[0] == pytest.approx(58 / 64)
+    assert not np.intersect1d(masks.context, masks.target).size
+
+
+def test_targets_prefer_tissue():
+    masks = sample_masks(MaskConfig(budget=240), retina(), rngs(4))
+    assert masks.dead.mean() < 0.2
+
+
+def test_where_finds_grid_indices_among_the_kept():
+    masks = sample_masks(MaskConfig(budget=100), retina(), rngs(4))
+    np.testing.assert_array_equal(np.take_along_axis(masks.kept, masks.where(masks.target), 1), masks.target)
+
+
+@settings(deadline=None, max_examples=40)
+@given(top=st.floats(0, 60), thickness=st.floats(0, 60), first=st.integers(0, 20), seed=st.integers(0, 1000))
+def test_token_map_equals_counting_voxels(top, thickness, first, seed):
+    """Against the definition: at least 25 % of a token's voxels inside the band, padding below half inside the image."""
+    rng = np.random.default_rng(seed)
+    size, patch = (4, 64, 8), (2, 8, 4)
+    upper = np.round(top + rng.uniform(-3, 3, (4, 8)))
+    band = np.stack([upper, upper + round(thickness)]).astype(np.float32)
+    valid = np.stack([np.full((4, 8), first), np.full((4, 8), 64)]).astype(np.int16)
+    rows = np.arange(64)[None, :, None]
+    image = (rows >= valid[0][:, None]) & (rows < valid[1][:, None])
+    inside = (rows >= band[0][:, None]) & (rows < band[1][:, None]) & image
+
+    def share(mask):
+        return mask.reshape(2, 2, 8, 8, 2, 4).mean((1, 3, 5))
+
+    expected = np.where(share(image) < 0.5, PADDING, np.where(share(inside) >= 0.25, TISSUE, BACKGROUND))
+    np.testing.assert_array_equal(token_map(band, valid, size, patch), expected)
+
+
+def test_indivisible_volume_is_refused():
+    with pytest.raises(ValueError, match=r"\(60, 256, 256\) is not divisible by patch_size \(4, 16, 24\)"):
+        token_grid((60, 256, 256), (4, 16, 24))

@@ -1,0 +1,194 @@
+"""Both objectives: no answers in sight, gradients where they belong, a teacher that moves, losses that mean something."""
+
+import pytest
+import torch
+
+from octfm.models.data2vec import Data2Vec
+from octfm.models.jepa import JEPA
+from octfm.models.objective import ObjectiveOutput, TokenIndex, content_free_baseline, distance
+from octfm.models.predictor import PredictorConfig
+from octfm.models.vit3d import (
+    TokenGrid,
+    ViTConfig,
+    VisionTransformer3D,
+    count_parameters,
+    rotary,
+    rotate,
+    take_patches,
+    take_tokens,
+)
+
+GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
+MODEL = ViTConfig(patch_size=(2, 8, 8), width=48, depth=2, heads=4)
+PREDICTOR = PredictorConfig(width=24, depth=1, heads=2)
+KEPT = torch.arange(0, 64, 2).expand(2, -1)
+INDEX = TokenIndex(KEPT, torch.tensor([[0, 5, 9, 30]] * 2), torch.tensor([[1, 2, 20, 31, 12]] * 2))
+
+
+def build(name, positions="rotary"):
+    torch.manual_seed(0)
+    model = MODEL.model_copy(update={"positions": positions})
+    return JEPA(model, PREDICTOR, GRID) if name == "vjepa2" else Data2Vec(model, GRID)
+
+
+def patches(seed=0):
+    voxels = torch.randn(2, 1, 8, 32, 32, generator=torch.Generator().manual_seed(seed))
+    return take_patches(voxels, KEPT, MODEL.patch_size)
+
+
+both = pytest.mark.parametrize("name", ["vjepa2", "data2vec"])
+
+
+@both
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
+    """In the prototype 53 % of the gradient landed on the patches that were to be predicted."""
+    model, x = build(name, positions), patches().requires_grad_()
+    model(x, INDEX, 0.5).loss.backward()
+    hidden = torch.ones(32, dtype=torch.bool)
+    hidden[INDEX.context[0]] = False
+    assert x.grad[:, hidden].abs().max() == 0
+    assert (x.grad[:, INDEX.context[0]].abs().amax((0, 2)) > 0).all(), "context is used"
+
+
+@both
+def test_F11_teacher_moves_and_gets_no_gradient(name):
+    """In the prototype the EMA update was never called: the teacher stayed random for weeks."""
+    model = build(name)
+    model(patches(), INDEX, 0.5).loss.backward()
+    assert all(p.grad is None for p in model.target_encoder.parameters())
+    assert all(p.grad is not None for p in [*model.encoder.parameters(), *model.predictor.parameters()])
+    before = model.target_encoder.norm.weight.clone()
+    torch.nn.init.constant_(model.encoder.norm.weight, 5.0)
+    model.update_target(0.9)
+    torch.testing.assert_close(model.target_encoder.norm.weight, 0.9 * before + 0.1 * 5.0)
+
+
+@both
+def test_F11_targets_are_compared_at_their_own_positions(name):
+    """The prototype compared two independently warped views at the same index: shuffled targets must matter once overfitted."""
+    model, x = build(name), patches()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model(x, INDEX, 0.5).loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        right = model(x, INDEX, 0.0).loss
+        order = torch.tensor([3, 0, 4, 1, 2])
+        answers = model(x, INDEX, 0.0).masked_goal_BTD
+        shuffled = distance(model.name, answers[:, order], answers).mean()
+    assert right < 0.7 * shuffled
+
+
+@both
+def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
+    """0.0026 -> 0.00033 was called excellent; a constant answer scored the same. Losses do not depend on the width either."""
+    output = build(name)(patches(), INDEX, 0.5)
+    baseline = content_free_baseline(name, output.masked_goal_BTD)
+    assert baseline.shape == (2,) and (baseline > 0).all()
+    median = output.masked_goal_BTD.flatten(0, 1).median(0).values
+    for other in (median + 0.1, median - 0.1):
+        constant = distance("vjepa2", other.expand_as(output.masked_goal_BTD), output.masked_goal_BTD).mean()
+        assert distance("vjepa2", median.expand_as(output.masked_goal_BTD), output.masked_goal_BTD).mean() <= constant
+    wide = output.masked_goal_BTD.repeat(1, 1, 4)
+    torch.testing.assert_close(content_free_baseline(name, wide), baseline)
+
+
+@both
+def test_F5_step_result_is_typed(name):
+    output = build(name)(patches(), INDEX, 0.5)
+    assert isinstance(output, ObjectiveOutput)
+    assert output.loss.ndim == 0 and output.masked_loss_B.shape == output.context_loss_B.shape == (2,)
+    assert output.masked_goal_BTD.shape == (2, 5, 48) and output.context_goal_BCD.shape == (2, 4, 48)
+    torch.testing.assert_close(output.loss, output.masked_loss_B.mean() + 0.5 * output.context_loss_B.mean())
+    assert not output.features_BKD.requires_grad and not output.masked_goal_BTD.requires_grad
+
+
+def test_F17_positions_cost_no_parameters_and_attention_is_fused():
+    names = [name for name, _ in build("vjepa2").named_parameters()]
+    assert not any("position" in name for name in names)
+    from pathlib import Path
+
+    import octfm.models.vit3d as vit3d
+
+    assert "scaled_dot_product_attention" in Path(vit3d.__file__).read_text()
+
+
+def test_F19_prototype_preset_counts_its_29_457_million_parameters():
+    """Two 384-wide, depth-6 encoders with 3.54 M learned positions each, and a 0.296 M MLP; the config reaches the model."""
+    from octfm.training.settings import load_config
+
+    config = load_config("data2vec_prototype")
+    with torch.device("meta"):
+        model = Data2Vec(config.model, TokenGrid((16, 24, 24), (0.2, 0.3, 0.3)))
+    assert round(count_parameters(model) / 1e6, 3) == 29.457
+    assert round(count_parameters(model.encoder) / 1e6, 2) == 14.58
+    assert round(model.encoder.position.numel() / 1e6, 2) == 3.54
+    assert round(count_parameters(model.predictor) / 1e6, 3) == 0.296
+    with torch.device("meta"):
+        other = Data2Vec(config.model.model_copy(update={"depth": 12}), TokenGrid((16, 24, 24), (0.2, 0.3, 0.3)))
+    assert count_parameters(other) > count_parameters(model)
+
+
+def test_context_encoder_output_depends_on_context_alone():
+    torch.manual_seed(0)
+    encoder = VisionTransformer3D(MODEL, GRID)
+    voxels = torch.randn(1, 1, 8, 32, 32)
+    changed = voxels.clone()
+    changed[:, :, 0:2, 0:8, 8:16] += 100  # token 1
+    index = torch.tensor([[0, 5, 9, 30]])
+    a, b = (encoder(take_patches(v, index, MODEL.patch_size), index) for v in (voxels, changed))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_patches_are_cut_where_the_grid_says():
+    voxels = torch.arange(8 * 32 * 32).reshape(1, 1, 8, 32, 32)
+    index = torch.tensor([[0, 1, 4, 16, 63]])
+    got = take_patches(voxels, index, (2, 8, 8)).unflatten(2, (2, 8, 8))[0]
+    v = voxels[0, 0]
+    for patch, (d, h, w) in zip(got, [(0, 0, 0), (0, 0, 8), (0, 8, 0), (2, 0, 0), (6, 24, 24)], strict=True):
+        torch.testing.assert_close(patch, v[d : d + 2, h : h + 8, w : w + 8])
+
+
+def test_predictions_follow_their_positions():
+    model = build("vjepa2")
+    torch.nn.init.normal_(model.predictor.project.weight)
+    seen, order = torch.randn(1, 4, 48), torch.tensor([2, 0, 1])
+    context, target = torch.tensor([[0, 5, 9, 30]]), torch.tensor([[1, 2, 40]])
+
+    def predict(context, target):
+        table = rotary(GRID, torch.cat((context, target), 1), model.predictor.head_width)
+        return model.predictor(seen, target.shape[1], table)[:, 4:]
+
+    predictions = predict(context, target)
+    torch.testing.assert_close(predict(context, target[:, order]), predictions[:, order])
+    assert not torch.allclose(predictions[:, 0], predictions[:, 1]), "positions are ignored"
+    assert not torch.allclose(predict(context + 1, target), predictions), "context positions are ignored"
+
+
+def test_rotary_positions_are_relative_and_in_mm():
+    """Attention depends on distance in mm, not on where in the grid: the same for another spacing with the same distances."""
+    q, k = torch.randn(1, 1, 1, 48), torch.randn(1, 1, 1, 48)
+
+    def score(i, j):
+        tables = [rotary(GRID, torch.tensor([[n]]), 48) for n in (i, j)]
+        return (rotate(q, tables[0]) * rotate(k, tables[1])).sum()
+
+    torch.testing.assert_close(score(0, 21), score(21, 42))  # the same step along all three axes
+    assert not torch.isclose(score(0, 21), score(0, 1))
+
+
+def test_masked_tokens_do_not_leak_through_repetition():
+    """A short volume repeats tokens; a repeated target must still be invisible to the context path."""
+    model = build("data2vec")
+    kept = torch.tensor([[0, 2, 2, 4, 6, 6, 6, 8]])
+    index = TokenIndex(kept, torch.tensor([[0, 3]]), torch.tensor([[1, 4]]))
+    x = torch.randn(1, 8, 128, requires_grad=True)
+    model(x, index, 0.5).loss.backward()
+    assert x.grad[0, [1, 2, 4, 5, 6, 7]].abs().max() == 0
+
+
+def test_take_tokens_selects_by_place():
+    x = torch.arange(12.0).reshape(1, 4, 3)
+    torch.testing.assert_close(take_tokens(x, torch.tensor([[3, 0]])), x[:, [3, 0]])
