@@ -1,0 +1,27 @@
+"""The phantom eye clinic: retinal OCT volumes whose anatomy, disease and geometry are known because we made them."""
+
+import numpy as np
+
+from octfm.data.phantom.anatomy import LAYERS, SURFACES
+from octfm.data.phantom.eye import Eye, central_subfield_um, sample_eye
+from octfm.data.phantom.pathology import DIAGNOSES, LESIONS
+from octfm.data.phantom.render import GroundTruth, render
+from octfm.data.phantom.scanner import SCANNERS, Scanner
+from octfm.data.volume import Laterality, Shape3, Volume
+
+
+def phantom_volume(
+    seed: int = 0,
+    *,
+    diagnosis: str = "healthy",
+    severity: float = 0.5,
+    laterality: Laterality = "R",
+    scanner: str = "heidelberg_spectralis",
+    size: Shape3 = (32, 256, 192),
+    age: float = 60.0,
+) -> tuple[Volume, GroundTruth]:
+    """One phantom in memory: the same arguments give the same voxels, and one seed is one participant."""
+    eye = sample_eye((seed, 0), laterality, participant=f"phantom{seed}", age=age, diagnosis=diagnosis, severity=severity)
+    order = sorted(SCANNERS).index(scanner)
+    rng = np.random.default_rng([seed, 0, 100 + order + 1000 * (laterality == "L")])
+    return render(eye, SCANNERS[scanner], rng, size)

@@ -1,0 +1,192 @@
+"""A healthy eye as functions of en-face position: layer thicknesses with a foveal pit, nerve fibre layer, choroid, curvature.
+
+Coordinates are millimetres from the foveal centre, x towards the optic disc (nasal), y superior, in both eyes: a left eye becomes
+one only when it is scanned. Everything is a function of position, so one eye can be scanned on any grid by any scanner.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+LAYERS = (
+    "nfl",
+    "gcl",
+    "ipl",
+    "inl",
+    "opl",
+    "onl",
+    "myoid",
+    "ellipsoid",
+    "outer_segment",
+    "subretinal_fluid",
+    "rpe",
+    "drusen",
+    "choroid",
+)
+"""From the vitreous outwards. `onl` includes Henle's fibres; `subretinal_fluid` and `drusen` have no thickness in a healthy eye."""
+SURFACES = (
+    "ilm",
+    "nfl_gcl",
+    "gcl_ipl",
+    "ipl_inl",
+    "inl_opl",
+    "opl_onl",
+    "elm",
+    "ez",
+    "ez_os",
+    "photoreceptor_tips",
+    "rpe",
+    "rpe_bottom",
+    "bm",
+    "csi",
+)
+"""Surface i is the upper boundary of layer i; the last one is the choroid-sclera interface."""
+LAYER = {name: i for i, name in enumerate(LAYERS)}
+SURFACE = {name: i for i, name in enumerate(SURFACES)}
+DISC_MM = (4.5, 0.35)
+"""Centre of the optic disc: about 15 degrees nasal and slightly superior of the fovea."""
+
+# Floor, rim and periphery of each inner layer in µm, in the pit model below, set so that the ETDRS means of a normal eye come out
+# as Spectralis normative data have them (central / inner ring: GCL 15 / 50, IPL 20 / 41, INL 18 / 40, OPL 24 / 33; Invernizzi 2018,
+# Nieves-Moreno 2017); a test holds them there.
+_PIT = {"gcl": (2.0, 80.0, 32.0), "ipl": (10.0, 53.0, 20.0), "inl": (9.0, 40.0, 24.0), "opl": (18.0, 29.0, 11.0)}
+_WAVY = ("nfl", "gcl", "ipl", "inl", "opl", "onl", "outer_segment", "choroid")
+_TRAITS = (
+    "size",
+    "pit_radius",
+    "pit_shape",
+    "pit_floor",
+    "arcuate",
+    "curvature",
+    "oblateness",
+    "choroid",
+    "choroid_decay",
+    "hyaloid",
+    *LAYERS,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Waves:
+    """A smooth random field of unit variance: a few plane waves, so that it can be evaluated at any position."""
+
+    k_per_mm: np.ndarray
+    """[K, 2] angular wave vectors."""
+    phase: np.ndarray
+
+    def __call__(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        total = np.zeros(np.broadcast(x, y).shape, np.float32)
+        for (kx, ky), phase in zip(self.k_per_mm, self.phase, strict=True):
+            total += np.cos(kx * x + ky * y + phase)
+        return total * np.float32(np.sqrt(2 / len(self.phase)))
+
+
+def waves(rng: np.random.Generator, wavelength_mm: tuple[float, float], count: int = 6) -> Waves:
+    k = 2 * np.pi / rng.uniform(*wavelength_mm, count)
+    angle = rng.uniform(0, 2 * np.pi, count)
+    k_xy = np.stack([k * np.cos(angle), k * np.sin(angle)], axis=1)
+    return Waves(k_xy.astype(np.float32), rng.uniform(0, 2 * np.pi, count).astype(np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """The traits of one eye that exist without any disease."""
+
+    scale: dict[str, float]
+    """Multiplier of each layer's normal thickness."""
+    pit_radius_mm: float
+    pit_shape: float
+    """Exponent of the pit model: 2 is parabolic, larger is flat-bottomed with steep walls."""
+    pit_floor: float
+    """Multiplier of the inner layers' thickness at the foveal centre: 0 is a deep pit, 2 a shallow one."""
+    arcuate_um: float
+    """Height of the arcuate nerve fibre bundles at the disc margin."""
+    curvature_um_per_mm2: float
+    choroid_um: float
+    choroid_nasal_loss: float
+    hyaloid_um: float
+    """Distance of a partly detached posterior hyaloid from the ILM outside the fovea; 0 is attached."""
+    texture: dict[str, Waves]
+
+
+def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: float) -> Anatomy:
+    """An eye of this age. `shared` is the participant's generator, in the same state for both eyes: traits of fellow eyes
+    correlate with r about 0.9, as measured for macular thickness."""
+    z_shared, z_own = shared.standard_normal(len(_TRAITS)), own.standard_normal(len(_TRAITS))
+    z = dict(zip(_TRAITS, np.clip(0.95 * z_shared + 0.31 * z_own, -2.5, 2.5), strict=True))
+    # Loss per year of age relative to 60: ganglion cells and nerve fibres about 0.2-0.3 %, choroid about 1.5 µm (Margolis & Spaide 2009).
+    aging = {"nfl": -0.002, "gcl": -0.003, "ipl": -0.002, "inl": -0.001}
+    spread = {"nfl": 0.10, "gcl": 0.07, "ipl": 0.06, "inl": 0.06, "opl": 0.09, "onl": 0.08, "outer_segment": 0.06}
+    scale = {
+        name: float(np.exp(0.04 * z["size"] + spread.get(name, 0.05) * z[name]) * (1 + aging.get(name, 0.0) * (age - 60)))
+        for name in LAYERS
+    }
+    return Anatomy(
+        scale=scale,
+        pit_radius_mm=float(0.80 + 0.08 * z["pit_radius"]),
+        pit_shape=float(2.3 + 0.3 * z["pit_shape"]),
+        pit_floor=float(np.exp(0.45 * z["pit_floor"])),
+        arcuate_um=float(80 + 12 * z["arcuate"]),
+        curvature_um_per_mm2=float(8 + 5 * z["curvature"]),
+        choroid_um=float(np.clip(270 + 65 * z["choroid"] - 1.5 * (age - 60), 110, 460)),
+        choroid_nasal_loss=float(np.clip(0.12 + 0.03 * z["choroid_decay"], 0.04, 0.2)),
+        # Partial detachment is common from middle age on; the hyaloid line is a decoy for whoever looks for the ILM.
+        hyaloid_um=float(150 + 70 * abs(z["hyaloid"])) if z["hyaloid"] > 0.6 else 0.0,
+        texture={name: waves(own, (0.5, 3.0)) for name in (*_WAVY, "bm", "csi")},
+    )
+
+
+def pit(r_mm: np.ndarray, anatomy: Anatomy, floor: float, rim: float, periphery: float) -> np.ndarray:
+    """Thickness in µm of an inner layer at distance r from the foveal centre.
+
+    The radial model of Scheibe et al. 2014 (Exp Eye Res 119:19-26), µ σ² r^γ exp(-µ r^γ) + α (1 - exp(-µ r^γ)), applied to each inner
+    layer instead of the whole retina: `rim` is its σ², `periphery` its α, and u = µ r^γ is 1 at the pit radius.
+    """
+    u = (r_mm / anatomy.pit_radius_mm) ** anatomy.pit_shape
+    decay = np.exp(-u)
+    return floor * anatomy.pit_floor + rim * u * decay + periphery * (1 - decay)
+
+
+def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
+    """float32 [len(LAYERS), *shape of x_mm], without disease."""
+    x, y = np.broadcast_arrays(x_mm.astype(np.float32), y_mm.astype(np.float32))
+    r = np.hypot(x, y)
+    layers = np.zeros((len(LAYERS), *x.shape), np.float32)
+    layers[LAYER["nfl"]] = _nerve_fibre_layer(anatomy, x, y, r)
+    for name, (floor, rim, periphery) in _PIT.items():
+        layers[LAYER[name]] = pit(r, anatomy, floor, rim, periphery)
+    # Inner layers thin from the parafovea to the arcades, faster on the temporal side.
+    eccentric = np.clip(r - 1.4, 0, None) * (1 - 0.15 * np.tanh(x / 2))
+    for name in ("gcl", "ipl", "inl"):
+        layers[LAYER[name]] *= 1 - 0.09 * np.clip(eccentric, 0, 4)
+    layers[LAYER["onl"]] = 52 + 12 * np.exp(-((r / 2.2) ** 2)) + 46 * np.exp(-((r / 0.6) ** 2))
+    layers[LAYER["myoid"]] = 22
+    layers[LAYER["ellipsoid"]] = 12
+    layers[LAYER["outer_segment"]] = 25 + 14 * np.exp(-((r / 0.5) ** 2))
+    layers[LAYER["rpe"]] = 19
+    # Subfoveal maximum, thinnest towards the disc.
+    towards_disc = np.clip(x, 0, 5)
+    layers[LAYER["choroid"]] = anatomy.choroid_um * (1 - anatomy.choroid_nasal_loss * towards_disc) * (1 - 0.012 * r * r)
+    for name in LAYERS:
+        layers[LAYER[name]] *= anatomy.scale[name]
+    for name in _WAVY:
+        depth = 0.10 if name == "choroid" else 0.04
+        layers[LAYER[name]] *= 1 + depth * anatomy.texture[name](x, y)
+    return np.maximum(layers, 0)
+
+
+def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:
+    """Thin at the fovea and along the temporal raphe, thickening along the arcuate bundles to about 100 µm at the disc margin."""
+    dx, dy = DISC_MM[0] - x, y - DISC_MM[1]
+    to_disc = np.maximum(np.hypot(dx, dy), 0.9)
+    angle = np.degrees(np.arctan2(np.abs(dy), dx))
+    bundle = 0.35 + np.exp(-(((angle - 62) / 28) ** 2))
+    arcuate = np.exp(-(((np.abs(y) - 2.3) / 1.2) ** 2)) / (1 + np.exp(-(x + 2.0)))
+    radial = anatomy.arcuate_um * bundle * (1.75 / np.maximum(to_disc, 1.75)) ** 1.3
+    return (8 + radial + 14 * arcuate) * (1 - 0.75 * np.exp(-((r / 0.55) ** 2)))
+
+
+def bruch_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
+    """Depth in µm of Bruch's membrane relative to the fovea: the bowl of the eye turns its rim towards the vitreous (negative)."""
+    bowl = -anatomy.curvature_um_per_mm2 * (x_mm**2 + y_mm**2)
+    return (bowl + 4 * anatomy.texture["bm"](x_mm, y_mm)).astype(np.float32)

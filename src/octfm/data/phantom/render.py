@@ -1,0 +1,292 @@
+"""An eye, a scanner and an acquisition become a Volume with its ground truth."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octfm.data.phantom.anatomy import LAYER, LAYERS, SURFACE, SURFACES
+from octfm.data.phantom.eye import Eye, central_subfield_um, surfaces_um
+from octfm.data.phantom.optics import blur, detector_noise, log_display, speckle
+from octfm.data.phantom.pathology import LESIONS, cyst_spans
+from octfm.data.phantom.scanner import Acquisition, Scanner, acquire
+from octfm.data.phantom.vessels import vessel_profile
+from octfm.data.volume import Shape3, Spacing3, Volume
+
+# Backscatter in dB relative to the RPE, after the order of brightness in log displays: RPE and ellipsoid zone, NFL, plexiform
+# layers, ganglion cells, nuclear layers; fluid and vitreous below the detector noise.
+LAYER_DB = {
+    "nfl": -3.0,
+    "gcl": -8.5,
+    "ipl": -6.5,
+    "inl": -11.5,
+    "opl": -7.0,
+    "onl": -14.5,
+    "myoid": -12.0,
+    "ellipsoid": -1.5,
+    "outer_segment": -7.0,
+    "subretinal_fluid": -30.0,
+    "rpe": 0.0,
+    "drusen": -8.0,
+}
+VITREOUS_DB, FLUID_DB, ELM_DB, HYALOID_DB, CHOROID_DB, SCLERA_DB = -34.0, -27.0, -8.5, -17.0, -4.5, -9.0
+FWHM = 2.3548
+
+
+@dataclass(frozen=True, eq=False)
+class GroundTruth:
+    """What is known because we made it. Rows count pixel centres of the volume's own frame; they may leave it."""
+
+    participant: str
+    laterality: str
+    scanner: str
+    diagnosis: str
+    severity: float
+    age: float
+    cst_um: float
+    surface_names: tuple[str, ...]
+    surfaces: np.ndarray
+    """float32 [S, D, W]: row of each named surface."""
+    lesions: np.ndarray
+    """uint8 [D, H, W]: 0 or a value of pathology.LESIONS."""
+    spacing_mm: Spacing3
+
+    def surface(self, name: str) -> np.ndarray:
+        """float32 [D, W]: rows of one surface."""
+        return self.surfaces[self.surface_names.index(name)]
+
+
+def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -> tuple[Volume, GroundTruth]:
+    """One acquisition of this eye. Axes [D, H, W], vitreous at row 0."""
+    frames, height, _ = size
+    spacing = scanner.spacing_mm(size)
+    acquisition = acquire(rng, scanner, frames)
+    x_mm, y_mm = en_face_positions(eye, scanner, acquisition, size)
+    depth_um = surfaces_um(eye, x_mm, y_mm)
+    depth_um += _placement_um(depth_um, acquisition, scanner, size, x_mm, y_mm)[None]
+    edges = depth_um / np.float32(1000 * spacing[1])
+
+    half_um, shade = vessel_profile(eye.vessels, x_mm, y_mm)
+    power = _layers(eye, edges, shade, acquisition, x_mm, y_mm, spacing, height)
+    power += _below_bruch(eye, scanner, edges, shade, x_mm, y_mm, spacing[1], height)
+    _paint_vessels(power, depth_um, half_um, spacing[1])
+    lesions = _paint_lesions(power, eye, depth_um, edges, x_mm, y_mm, spacing)
+
+    voxels = _expose(power, scanner, acquisition, rng, spacing, x_mm, y_mm)
+    volume = Volume(
+        voxels=voxels,
+        spacing_mm=spacing,
+        laterality=eye.laterality,
+        scanner=scanner.name,
+        protocol=scanner.protocol,
+        participant=eye.participant,
+        superior_first=scanner.superior_first,
+        source=f"phantom {eye.participant} {eye.laterality} {scanner.name}",
+    )
+    truth = GroundTruth(
+        participant=eye.participant,
+        laterality=eye.laterality,
+        scanner=scanner.name,
+        diagnosis=eye.diagnosis,
+        severity=eye.severity,
+        age=eye.age,
+        cst_um=central_subfield_um(eye),
+        surface_names=SURFACES,
+        surfaces=(edges - np.float32(0.5)).astype(np.float32),
+        lesions=lesions,
+        spacing_mm=spacing,
+    )
+    return volume, truth
+
+
+def en_face_positions(eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [D, W] each: anatomical position (nasal, superior) in mm of every A-scan.
+
+    The disc is nasal: to the right of the fovea in a right eye's image, to the left in a left eye's.
+    """
+    frames, _, columns = size
+    dz, _, dx = scanner.spacing_mm(size)
+    y = (np.arange(frames) - (frames - 1) / 2) * dz * (-1 if scanner.superior_first else 1)
+    x = (np.arange(columns) - (columns - 1) / 2) * dx
+    x = x[None, :] - acquisition.fixation_mm[0] + acquisition.lateral_motion_mm[:, :1]
+    y = y[:, None] - acquisition.fixation_mm[1] + acquisition.lateral_motion_mm[:, 1:]
+    c, s = np.cos(acquisition.torsion_rad), np.sin(acquisition.torsion_rad)
+    x, y = c * x - s * y, s * x + c * y
+    return (x if eye.laterality == "R" else -x).astype(np.float32), y.astype(np.float32)
+
+
+def _placement_um(
+    depth_um: np.ndarray, acquisition: Acquisition, scanner: Scanner, size: Shape3, x_mm: np.ndarray, y_mm: np.ndarray
+) -> np.ndarray:
+    """[D, W]: what position, tilt and motion add to every depth; the operator keeps the retina inside the frame."""
+    frame_um = 1000 * scanner.field_mm[1]
+    tilt = acquisition.tilt[0] * x_mm + acquisition.tilt[1] * y_mm + acquisition.axial_motion_um[:, None]
+    top = float((depth_um[SURFACE["ilm"]] + tilt).min())
+    bottom = float((depth_um[SURFACE["bm"]] + tilt).max())
+    start = acquisition.position * frame_um
+    start = min(start, frame_um - 160 - bottom)
+    start = max(start, 60 - top)
+    return tilt + np.float32(start)
+
+
+def _db(level: float | np.ndarray) -> np.ndarray:
+    return np.power(np.float32(10), np.asarray(level, np.float32) / np.float32(10))
+
+
+class _Steps:
+    """Sums of steps along the axial axis, antialiased: what starts at depth e fills row floor(e) by the remaining fraction.
+
+    Every layer, span or line is two steps, so a volume costs one cumulative sum however much is in it.
+    """
+
+    def __init__(self, frames: int, height: int, columns: int):
+        self.height = height
+        self.steps = np.zeros((frames, height + 2, columns), np.float32)
+        self.d, self.w = (axis.astype(np.int64) for axis in np.ogrid[:frames, :columns])
+
+    def add(self, edges: np.ndarray, step: np.ndarray | float, d: np.ndarray | None = None, w: np.ndarray | None = None) -> None:
+        """Add `step` to all rows from `edges` on; each A-scan (d, w) at most once per call."""
+        d, w = self.d if d is None else d, self.w if w is None else w
+        edges = np.clip(edges, 0, self.height)
+        row = edges.astype(np.int64)
+        fraction = (edges - row).astype(np.float32)
+        self.steps[d, row, w] += step * (1 - fraction)
+        self.steps[d, row + 1, w] += step * fraction
+
+    def total(self) -> np.ndarray:
+        return np.cumsum(self.steps[:, : self.height], axis=1)
+
+
+def _layers(
+    eye: Eye, edges: np.ndarray, shade: np.ndarray, acquisition: Acquisition, x_mm: np.ndarray, y_mm: np.ndarray, spacing: Spacing3, height: int
+) -> np.ndarray:
+    """Mean backscatter of vitreous and retina, float32 [D, H, W]."""
+    rows_per_um = 1 / (1000 * spacing[1])
+    steps = _Steps(edges.shape[1], height, edges.shape[2])
+    above = np.full(x_mm.shape, _db(VITREOUS_DB), np.float32)
+    steps.add(np.zeros(x_mm.shape, np.float32), above)
+    thickness = np.diff(edges, axis=0) / rows_per_um
+    for name in LAYERS[: LAYER["choroid"]]:
+        index = LAYER[name]
+        level = np.broadcast_to(_db(LAYER_DB[name]), x_mm.shape)
+        texture = eye.anatomy.texture.get(name)
+        if texture is not None:
+            level = level * _db(0.7 * texture(1.7 * x_mm + 5, 1.7 * y_mm))
+        if name == "nfl":
+            # Fibres reflect most where the bundle is thick and faces the beam; a thin layer is a faint line.
+            level = level * (0.35 + 0.65 * np.clip(thickness[index] / 22, 0, 1))
+        if name in ("ellipsoid", "outer_segment"):
+            level = level * np.exp(-thickness[LAYER["drusen"]] / 70)
+        if index > LAYER["gcl"]:
+            level = level * shade
+        steps.add(edges[index], level - above)
+        above = level
+    steps.add(edges[SURFACE["bm"]], -above)
+    elm = _db(ELM_DB) * shade
+    steps.add(edges[SURFACE["elm"]] - 3 * rows_per_um, elm)
+    steps.add(edges[SURFACE["elm"]] + 3 * rows_per_um, -elm)
+    if eye.anatomy.hyaloid_um > 0:
+        # Still attached at the fovea, so the line rises from the ILM around it.
+        lift = eye.anatomy.hyaloid_um * (1 - np.exp(-((x_mm**2 + y_mm**2) / 2.2**2))) + 4 * eye.anatomy.texture["bm"](x_mm, y_mm)
+        line = edges[SURFACE["ilm"]] - np.maximum(lift, 0) * rows_per_um
+        seen = _db(HYALOID_DB) * np.clip(lift / 25 - 0.5, 0, 1)
+        steps.add(line - 8 * rows_per_um, seen)
+        steps.add(line, -seen)
+    return steps.total()
+
+
+def _below_bruch(
+    eye: Eye, scanner: Scanner, edges: np.ndarray, shade: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, dy_mm: float, height: int
+) -> np.ndarray:
+    """Choroid with dark vessel lumina in bright stroma, then sclera, both fading with depth; float32 [D, H, W]."""
+    frames, columns = x_mm.shape
+    bm, csi = edges[SURFACE["bm"]], edges[SURFACE["csi"]]
+    mask = _Steps(frames, height, columns)
+    mask.add(bm, 1.0)
+    choroid = mask.total()
+    mask.steps[:] = 0
+    mask.add(csi, 1.0)
+    sclera = mask.total()
+    # cos(a(d,w) + k z(h)) splits into two products, so the 3-D texture is one matrix product per B-scan.
+    (plane, kz), z = eye.choroid_texture, (np.arange(height, dtype=np.float32) + 0.5) * np.float32(dy_mm)
+    phase = np.stack([kx * x_mm + ky * y_mm + p - k * bm * dy_mm for (kx, ky), p, k in zip(plane.k_per_mm, plane.phase, kz, strict=True)], 1)
+    along = np.concatenate([np.cos(np.outer(z, kz)), -np.sin(np.outer(z, kz))], axis=1).astype(np.float32)
+    texture = along @ np.concatenate([np.cos(phase), np.sin(phase)], axis=1).astype(np.float32)
+    texture *= np.float32(0.55 * np.sqrt(2 / len(kz)))
+    texture += np.float32(0.62)
+    np.clip(texture, 0.12, 1.3, out=texture)
+    texture *= _db(CHOROID_DB)
+    # Below the interface the choroid's texture gives way to the sclera's even, weaker backscatter.
+    texture += sclera * (_db(SCLERA_DB) - texture)
+    texture *= choroid
+    # exp(-(z - bm) / decay) as a product of a row and an en-face factor, both small enough for float32.
+    middle = float(bm.mean()) * dy_mm
+    texture *= np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm)[None, :, None]
+    texture *= (shade * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm))[:, None, :]
+    return texture
+
+
+def _paint_vessels(power: np.ndarray, depth_um: np.ndarray, half_um: np.ndarray, dy_mm: float) -> None:
+    """Lumina in the nerve fibre and ganglion cell layers: a bright anterior wall over a darker body."""
+    d, w = np.nonzero(half_um > 4)
+    if len(d) == 0:
+        return
+    half = half_um[d, w]
+    centre = depth_um[SURFACE["ilm"], d, w] + np.maximum(0.9 * half, 12)
+    height = power.shape[1]
+    rows = np.arange(int(np.ceil(2 * half.max() / (1000 * dy_mm))) + 1)
+    row = np.floor((centre - half) / (1000 * dy_mm)).astype(np.int64)[:, None] + rows
+    position = ((row + 0.5) * 1000 * dy_mm - centre[:, None]) / half[:, None]
+    inside = (np.abs(position) <= 1) & (row >= 0) & (row < height)
+    k, _ = np.nonzero(inside)
+    at = row[inside]
+    level = _db(np.where(position[inside] < 0.1, -3.5, -9.0))
+    power[d[k], at, w[k]] = level
+
+
+def _paint_lesions(
+    power: np.ndarray, eye: Eye, depth_um: np.ndarray, edges: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, spacing: Spacing3
+) -> np.ndarray:
+    """Cysts and hyperreflective foci into `power`; returns the lesion mask uint8 [D, H, W]."""
+    frames, height, columns = power.shape
+    lesions = np.zeros(power.shape, np.uint8)
+    rows_per_um = np.float32(1 / (1000 * spacing[1]))
+    if len(eye.lesions.cysts):
+        steps = _Steps(frames, height, columns)
+        for d, w, top, bottom in cyst_spans(eye.lesions, depth_um, x_mm, y_mm):
+            steps.add(top * rows_per_um, 1.0, d, w)
+            steps.add(bottom * rows_per_um, -1.0, d, w)
+        fluid = np.minimum(steps.total(), 1)
+        power += fluid * (_db(FLUID_DB) - power)
+        lesions[fluid > 0.5] = LESIONS["intraretinal_fluid"]
+    for layer, lesion in (("subretinal_fluid", "subretinal_fluid"), ("drusen", "drusen")):
+        top, bottom = edges[LAYER[layer]], edges[LAYER[layer] + 1]
+        for d, w in zip(*np.nonzero(bottom - top > 0.5), strict=True):
+            lesions[d, max(round(float(top[d, w])), 0) : max(round(float(bottom[d, w])), 0), w] = LESIONS[lesion]
+    for x, y, radius, position in eye.lesions.foci:
+        d, w = np.nonzero((x_mm - x) ** 2 + (y_mm - y) ** 2 < radius**2)
+        inner, outer = edges[SURFACE["ipl_inl"], d, w], edges[SURFACE["elm"], d, w]
+        row = (inner + position * (outer - inner)).astype(np.int64)
+        for offset in range(max(1, round(1000 * radius * float(rows_per_um)))):
+            inside = (row + offset >= 0) & (row + offset < height)
+            power[d[inside], row[inside] + offset, w[inside]] = _db(-2.0)
+    return lesions
+
+
+def _expose(
+    power: np.ndarray, scanner: Scanner, acquisition: Acquisition, rng: np.random.Generator, spacing: Spacing3, x_mm: np.ndarray, y_mm: np.ndarray
+) -> np.ndarray:
+    """Signal strength, roll-off, point spread, speckle, noise and display: uint8 [D, H, W]."""
+    _, dy, dx = spacing
+    z_mm = (np.arange(power.shape[1], dtype=np.float32) + np.float32(0.5)) * np.float32(dy)
+    per_ascan = acquisition.signal_db[:, None] + acquisition.vignetting_db * acquisition.vignetting(x_mm, y_mm)
+    power *= _db(-scanner.roll_off_db_per_mm * z_mm)[None, :, None]
+    power *= _db(per_ascan)[:, None, :]
+    axial = scanner.axial_psf_um / FWHM / (1000 * dy)
+    lateral = scanner.lateral_psf_um * acquisition.defocus / FWHM / (1000 * dx)
+    power = blur(power, (axial, lateral))
+    # The field is wider than its intensity by √2.
+    power *= speckle(rng, power.shape, (axial * 2**0.5, lateral * 2**0.5), scanner.looks)
+    noise = detector_noise(rng, power.shape, scanner.looks)
+    noise *= _db(acquisition.noise_db)
+    power += noise
+    return log_display(power, acquisition.black_db, acquisition.range_db)
