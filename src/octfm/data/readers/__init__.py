@@ -20,7 +20,7 @@ REASONS: dict[str, str] = {
     "unsupported_pixels": "colour, signed, floating-point or neither 8 nor 16 bit; export 8- or 16-bit grayscale",
     "unsupported_transfer_syntax": "no installed decoder knows this compression; transcode it, for example with gdcmconv --raw",
     "decode_failed": "every installed decoder refused the compressed pixels; fetch it again, or transcode it",
-    "missing_spacing": "no millimetres in shared, per-frame or top-level attributes nor in frame positions; add PixelSpacing, never guess it",
+    "missing_spacing": "no millimetres in shared, per-frame or top-level attributes nor in frame positions; add PixelSpacing",
     "absurd_spacing": "the millimetres fit no OCT instrument (1, 1, 1 is a placeholder); correct PixelSpacing and SliceThickness",
     "blank_volume": "every voxel has the same value; nothing was imaged, or the export failed",
     "duplicate_sop_uid": "the same acquisition is already in the catalog; remove the copy",

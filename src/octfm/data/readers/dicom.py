@@ -1,0 +1,304 @@
+"""Ophthalmic Tomography DICOM to a Volume; everything is checked before a single pixel is decoded.
+
+Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD), PS3.5 (encoding), PS3.10 (files).
+"""
+
+import io
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from octfm.data.readers import Header
+from octfm.data.readers.dicom_geometry import Geometry, read_geometry
+from octfm.data.readers.dicom_pixels import (
+    MAX_BYTES,
+    PARSE_ERRORS,
+    Pixels,
+    check_encapsulated,
+    check_native,
+    decode,
+    find_decoder,
+    find_fragments,
+    is_blank,
+)
+from octfm.data.volume import Laterality, Shape3, Volume
+from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
+
+OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+_IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
+_NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
+
+_PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
+# Only these are ever parsed: names, birth dates and free text stay in the file.
+_ELEMENTS = [
+    "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
+    "Laterality", "ImageLaterality", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
+    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation",
+]  # fmt: skip
+
+_SCANNERS = (
+    ("heidelberg_spectralis", "heidelberg", r"spectralis"),
+    ("topcon_maestro2", "topcon", r"maestro ?-?2"),
+    ("topcon_triton", "topcon", r"triton"),
+    ("zeiss_cirrus", "zeiss", r"cirrus"),
+)
+
+
+def read_dicom(uri: str | Path) -> Volume:
+    """The Volume of a multi-frame Ophthalmic Tomography file; white is full scale of uint8 or uint16. Raises ReadError."""
+    uri = str(uri)
+    with _parsed(uri) as (dataset, stream, size):
+        header, pixels, geometry = _inspect(dataset, stream, size, uri)
+        voxels = decode(stream, pixels, uri)
+    if voxels.min() == voxels.max():
+        raise _blank(uri)
+    if geometry.frame_order is not None:
+        voxels = voxels[list(geometry.frame_order)]
+    return Volume(
+        voxels=voxels,
+        spacing_mm=header.spacing_mm,
+        laterality=header.laterality,
+        scanner=header.scanner,
+        protocol=header.protocol,
+        participant=header.participant or "unknown",
+        acquisition=header.sop_instance_uid,
+        superior_first=header.superior_first,
+        source=uri,
+    )
+
+
+def read_header(uri: str | Path) -> Header:
+    """What `read_dicom` knows without decoding; cut, miscounted and blank pixel data raise ReadError all the same."""
+    uri = str(uri)
+    with _parsed(uri) as (dataset, stream, size):
+        header, pixels, _ = _inspect(dataset, stream, size, uri)
+        if is_blank(stream, pixels, uri):
+            raise _blank(uri)
+    return header
+
+
+def scanner_slug(manufacturer: str, model: str) -> str:
+    """heidelberg_spectralis, topcon_maestro2, topcon_triton, zeiss_cirrus; else manufacturer_model in the same spelling."""
+    text = f"{manufacturer} {model}".lower()
+    for slug, maker, pattern in _SCANNERS:
+        if maker in text and re.search(pattern, text):
+            return slug
+    return slugify(f"{manufacturer} {model}") or "unknown"
+
+
+def slugify(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
+    """The eye that all stated values agree on, and whether they contradict each other. B and U state nothing."""
+    stated = {
+        value for text in values if (value := {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}.get(text.upper()))
+    }
+    if len(stated) != 1:
+        return None, len(stated) > 1
+    return ("R" if "R" in stated else "L"), False
+
+
+@contextmanager
+def _parsed(uri: str) -> Iterator[tuple["Dataset", BinaryIO, int]]:
+    """Dataset up to the pixels, a stream positioned there, and the stream's size. Parse errors become ReadError `unreadable`."""
+    try:
+        with Path(uri).open("rb") as file, warnings.catch_warnings():
+            # pydicom's warnings quote values of the file; what matters in them is checked here and has a code.
+            warnings.simplefilter("ignore")
+            yield _parse(file, uri)
+    except OSError as error:
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
+        ) from error
+    except (*PARSE_ERRORS, struct.error, zlib.error, RecursionError, MemoryError) as error:
+        # Not the message: pydicom quotes element values, and those may identify a person.
+        raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from error
+
+
+def _parse(file: BinaryIO, uri: str) -> tuple["Dataset", BinaryIO, int]:
+    from pydicom.filereader import read_dataset, read_partial
+    from pydicom.tag import Tag
+
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    head = file.read(4096)
+    if not head:
+        raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
+    _refuse_other_formats(head, uri)
+    file.seek(0)
+    tags = [Tag(keyword) for keyword in _ELEMENTS]
+    if _DEFLATED.encode() not in head:
+        dataset = read_partial(file, stop_when=_is_pixel_element, force=True, specific_tags=list(tags))
+        return dataset, file, size
+    body = _inflate(file, head, uri)
+    stream = io.BytesIO(body)
+    dataset = read_dataset(stream, is_implicit_VR=False, is_little_endian=True, stop_when=_is_pixel_element, specific_tags=list(tags))
+    dataset.file_meta = _deflated_meta()
+    return dataset, stream, len(body)
+
+
+def _is_pixel_element(tag: int, vr: str | None, length: int) -> bool:
+    return tag in _PIXEL_ELEMENTS
+
+
+def _refuse_other_formats(head: bytes, uri: str) -> None:
+    """Content decides: the DICM magic, or without preamble a first element of group 2 or 8 as every DICOM dataset has."""
+    if head[128:132] == b"DICM":
+        return
+    first = head[:4]
+    explicit = len(head) >= 8 and head[4:6].isalpha() and head[4:6].isupper()
+    group = int.from_bytes(first[:2], "little") if first[:1] != b"\0" else int.from_bytes(first[:2], "big")
+    element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
+    short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
+    if group not in (2, 8) or element > 0x0100 or not (explicit or short):
+        kind = "a ZIP archive, unpack it" if head[:2] == b"PK" else "no format that octfm reads"
+        raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
+
+
+def _inflate(file: BinaryIO, head: bytes, uri: str) -> bytes:
+    """Everything after the meta group of a deflated file, bounded, so that a decompression bomb is refused."""
+    if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
+        raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
+    file.seek(144 + int.from_bytes(head[140:144], "little"))
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    body = inflater.decompress(file.read(), MAX_BYTES)
+    if len(body) >= MAX_BYTES:
+        raise ReadError("absurd_size", f"{uri}: inflates beyond {MAX_BYTES:,} bytes, which no OCT volume needs")
+    if not inflater.eof:
+        raise ReadError("truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again")
+    return body
+
+
+def _deflated_meta():
+    from pydicom.dataset import FileMetaDataset
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    return meta
+
+
+def _inspect(dataset: "Dataset", stream: BinaryIO, size: int, uri: str) -> tuple[Header, Pixels, Geometry]:
+    from pydicom.uid import UID
+
+    pixel_offset = stream.tell()
+    sop_class = _text(dataset, "SOPClassUID") or str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
+    if not sop_class:
+        raise ReadError("not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again")
+    if sop_class != OPHTHALMIC_TOMOGRAPHY:
+        raise ReadError("not_oct", f"{uri}: {UID(sop_class).name}, expected Ophthalmic Tomography Image Storage; left out")
+    sop_instance_uid = _text(dataset, "SOPInstanceUID")
+    if not sop_instance_uid:
+        raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
+    pixels = _locate(dataset, stream, pixel_offset, size, uri)
+    scanner = scanner_slug(_text(dataset, "Manufacturer"), _text(dataset, "ManufacturerModelName"))
+    geometry = read_geometry(dataset, pixels.shape, scanner, uri)
+    laterality, conflict = lateralities(_stated_lateralities(dataset))
+    flags = (*geometry.flags, *(("laterality_conflict",) if conflict else ()), *(() if laterality or conflict else ("laterality_unknown",)))
+    header = Header(
+        uri=uri,
+        shape=pixels.shape,
+        spacing_mm=geometry.spacing_mm,
+        spacing_source=geometry.spacing_source,
+        laterality=laterality,
+        scanner=scanner,
+        protocol=slugify(_text(dataset, "ProtocolName")) or "unknown",
+        participant=_text(dataset, "PatientID") or None,
+        sop_instance_uid=sop_instance_uid,
+        superior_first=geometry.superior_first,
+        flags=flags,
+    )
+    return header, pixels, geometry
+
+
+def _locate(dataset: "Dataset", stream: BinaryIO, offset: int, size: int, uri: str) -> Pixels:
+    """Find the pixel data, and prove without decoding that all of it is there."""
+    transfer_syntax = str(dataset.file_meta.get("TransferSyntaxUID", "")) if hasattr(dataset, "file_meta") else ""
+    big_endian = transfer_syntax == _BIG_ENDIAN
+    implicit, _ = dataset.original_encoding
+    keyword, vr, offset, length = _pixel_element(stream, offset, bool(implicit), big_endian)
+    if keyword is None:
+        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {size:,} without pixel data; fetch or export it again")
+    shape, bits_allocated, bits_stored, inverted = _pixel_format(dataset, keyword, uri)
+    if length == 0:
+        raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
+    native = not transfer_syntax or transfer_syntax in _NATIVE
+    if native != (length != 0xFFFFFFFF):
+        declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
+        raise ReadError("decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again")
+    fragments = None
+    if not native:
+        find_decoder(transfer_syntax, uri)
+        fragments, length = find_fragments(stream, offset, size, uri)
+    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, fragments)
+    if native:
+        check_native(pixels, size, uri)
+    else:
+        check_encapsulated(stream, pixels, uri)
+    return pixels
+
+
+def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bool) -> tuple[str | None, str, int, int]:
+    """Keyword (None: there is no pixel element), VR, offset of the value, its declared length."""
+    stream.seek(offset)
+    head = stream.read(12)
+    order = "big" if big_endian else "little"
+    tag = int.from_bytes(head[:2], order) << 16 | int.from_bytes(head[2:4], order)
+    keyword = _PIXEL_ELEMENTS.get(tag)
+    if keyword is None or len(head) < (8 if implicit else 12):
+        return None, "", offset, 0
+    if implicit:
+        return keyword, "OW", offset + 8, int.from_bytes(head[4:8], order)
+    return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
+
+
+def _pixel_format(dataset: "Dataset", keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
+    shape = (_integer(dataset, "NumberOfFrames", 1), _integer(dataset, "Rows", 0), _integer(dataset, "Columns", 0))
+    allocated = _integer(dataset, "BitsAllocated", 0)
+    stored = _integer(dataset, "BitsStored", allocated)
+    photometric = _text(dataset, "PhotometricInterpretation")
+    samples, signed = _integer(dataset, "SamplesPerPixel", 1), _integer(dataset, "PixelRepresentation", 0)
+    grayscale = photometric in ("MONOCHROME1", "MONOCHROME2") and samples == 1 and signed == 0
+    if keyword != "PixelData" or not grayscale or allocated not in (8, 16) or not 1 <= stored <= allocated:
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, {'signed' if signed else 'unsigned'}, "
+            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit unsigned MONOCHROME1 or MONOCHROME2",
+        )
+    d, h, w = shape
+    if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
+        raise ReadError("absurd_size", f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes")
+    return shape, allocated, stored, photometric == "MONOCHROME1"
+
+
+def _stated_lateralities(dataset: "Dataset") -> list[str]:
+    shared = dataset.get("SharedFunctionalGroupsSequence") or []
+    frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    anatomy = [item for group in (*shared[:1], *frames[:1]) for item in group.get("FrameAnatomySequence") or []]
+    values = [_text(item, "FrameLaterality") for item in anatomy]
+    return [*values, _text(dataset, "ImageLaterality"), _text(dataset, "Laterality")]
+
+
+def _text(dataset: "Dataset", keyword: str) -> str:
+    value = dataset.get(keyword)
+    return "" if value is None else str(value).strip().strip("\0")
+
+
+def _integer(dataset: "Dataset", keyword: str, default: int) -> int:
+    value = dataset.get(keyword)
+    return default if value is None or value == "" else int(value)
+
+
+def _blank(uri: str) -> ReadError:
+    return ReadError("blank_volume", f"{uri}: every voxel has the same value; nothing was imaged, export it again")

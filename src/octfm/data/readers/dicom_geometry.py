@@ -1,0 +1,249 @@
+"""Spacing and B-scan order of an Ophthalmic Tomography dataset: functional groups first, then positions, never a guess.
+
+Functional groups: DICOM PS3.3 C.7.6.16. Frame locations on the fundus image: C.8.17.10. Patient axes are LPS, so +z is superior.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octfm.data.volume import Shape3, Spacing3
+from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
+
+SPACING_BOUNDS_MM = ((0.002, 0.9), (0.0005, 0.05), (0.001, 0.2))
+"""(dz, dy, dx) of any retinal OCT with room to spare; the 1, 1, 1 of a missing spacing is far outside."""
+EXTENT_BOUNDS_MM = ((0.02, 30.0), (0.05, 15.0), (0.1, 30.0))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    spacing_mm: Spacing3
+    spacing_source: str
+    superior_first: bool | None
+    frame_order: tuple[int, ...] | None
+    """Stored frame of each B-scan where frames are not stored in the order of their positions."""
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where the frames lie along the one direction in which a raster steps."""
+
+    step: float
+    """Median distance between neighbours, in the unit of the positions."""
+    superior_first: bool | None
+    order: tuple[int, ...] | None
+    even: bool
+
+
+def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str) -> Geometry:
+    """Raises ReadError: missing_spacing, absurd_spacing, not_raster."""
+    shared = _first(dataset, "SharedFunctionalGroupsSequence")
+    frames = list(dataset.get("PerFrameFunctionalGroupsSequence") or ())
+    in_plane, between, thickness, source = _pixel_measures(dataset, shared, frames, uri)
+    dy, dx = in_plane
+    if shape[0] == 1:
+        raise ReadError("not_raster", f"{uri}: a single B-scan; a volume needs a raster of several")
+
+    flags: list[str] = []
+    dz, stack = _dz_from_positions(frames, shared, shape, dx, uri)
+    declared = between or thickness
+    if dz is not None:
+        source += "+positions"
+        if declared is not None and abs(dz / declared - 1) > 0.1:
+            flags.append("slice_thickness_contradicts_positions")
+    elif declared is None:
+        raise ReadError(
+            "missing_spacing",
+            f"{uri}: PixelSpacing is {dy:g} x {dx:g} mm, but neither frame positions nor SpacingBetweenSlices nor SliceThickness "
+            "tell the distance between B-scans; add one of them",
+        )
+    elif between is None and abs(declared / dx - 1) < 0.01 and shape[0] * declared < 0.5 * shape[2] * dx:
+        # Cirrus exports overwrite SliceThickness with the lateral spacing; its cubes are square.
+        if scanner == "zeiss_cirrus":
+            dz, source = shape[2] * dx / shape[0], source + "+field_of_view"
+            flags.append("slice_thickness_corrected")
+        else:
+            dz = declared
+            flags.append("slice_thickness_equals_lateral_spacing")
+    else:
+        dz = declared
+    _check_bounds((dz, dy, dx), shape, uri)
+    if stack is not None and not stack.even:
+        flags.append("uneven_positions")
+    if stack is not None and stack.order is not None:
+        flags.append("frames_reordered")
+    return Geometry(
+        spacing_mm=(dz, dy, dx),
+        spacing_source=source,
+        superior_first=stack.superior_first if stack else None,
+        frame_order=stack.order if stack else None,
+        flags=tuple(flags),
+    )
+
+
+def floats(value: Any) -> tuple[float, ...] | None:
+    """Finite numbers of a DICOM value of any multiplicity, None for anything else."""
+    several = hasattr(value, "__iter__") and not isinstance(value, (str, bytes))
+    try:
+        numbers = tuple(float(v) for v in (value if several else [value]))
+    except (TypeError, ValueError):
+        return None
+    return numbers if numbers and all(np.isfinite(numbers)) else None
+
+
+def _first(dataset: "Dataset | None", sequence: str) -> "Dataset | None":
+    items = dataset.get(sequence) if dataset is not None else None
+    return items[0] if items else None
+
+
+def _pixel_measures(dataset, shared, frames, uri) -> tuple[tuple[float, float], float | None, float | None, str]:
+    """(dy, dx), SpacingBetweenSlices, SliceThickness and where they stood; shared wins, then per-frame, then the top level."""
+    per_frame = [_first(frame, "PixelMeasuresSequence") for frame in frames]
+    candidates = (
+        ("shared", [_first(shared, "PixelMeasuresSequence")]),
+        ("per_frame", per_frame if per_frame and None not in per_frame else []),
+        ("top_level", [dataset]),
+    )
+    between, thickness = None, None
+    for source, measures in candidates:
+        measures = [item for item in measures if item is not None]
+        in_plane = [floats(item.get("PixelSpacing")) for item in measures]
+        between = between or _median(measures, "SpacingBetweenSlices")
+        thickness = thickness or _median(measures, "SliceThickness")
+        if measures and all(pair is not None and len(pair) == 2 for pair in in_plane):
+            if between is None and thickness is None:
+                between, thickness = _median([dataset], "SpacingBetweenSlices"), _median([dataset], "SliceThickness")
+            dy, dx = np.median(np.array(in_plane), axis=0)
+            return (float(dy), float(dx)), between, thickness, source
+    raise ReadError(
+        "missing_spacing",
+        f"{uri}: no PixelSpacing in shared functional groups, per-frame functional groups or at the top level; "
+        "add it, millimetres are never guessed",
+    )
+
+
+def _median(measures, keyword: str) -> float | None:
+    values = [floats(item.get(keyword)) for item in measures]
+    found = [value[0] for value in values if value is not None]
+    return float(np.median(found)) if found else None
+
+
+def _dz_from_positions(frames, shared, shape: Shape3, dx: float, uri: str) -> tuple[float | None, Stack | None]:
+    """Millimetres between B-scans and their order; (None, None) where positions are absent or all the same."""
+    if len(frames) != shape[0]:
+        return None, None
+    dz, stack = None, None
+    in_space = _patient_positions(frames, shared, uri)
+    if in_space is not None:
+        stack = _stack(in_space[0], in_space[1], uri)
+        dz = stack.step
+    on_fundus = _fundus_lines(frames, uri)
+    if on_fundus is not None:
+        along, superior_first, length = on_fundus
+        fundus = _stack(along, superior_first, uri)
+        # Both ends of a B-scan are known in fundus pixels and in mm, which gives the fundus scale (pixels are square).
+        dz = dz if dz is not None else fundus.step * shape[2] * dx / length
+        # The fundus image is what a reader sees; converters often fill ImagePositionPatient with a running number.
+        stack = fundus
+    return dz, stack
+
+
+def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None] | None:
+    """Position of each frame along the stack in mm and the sign of superior along it, from ImagePositionPatient."""
+    points = [
+        floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None for f in frames
+    ]
+    if any(point is None or len(point) != 3 for point in points):
+        return None
+    position = np.array(points)
+    shared_plane = _first(shared, "PlaneOrientationSequence")
+    planes = [_first(frame, "PlaneOrientationSequence") or shared_plane for frame in frames]
+    axes = [floats(plane.get("ImageOrientationPatient")) if plane is not None else None for plane in planes]
+    if all(axis is not None and len(axis) == 6 for axis in axes):
+        directions = np.array(axes)
+        _refuse_rotating(
+            np.arctan2(np.linalg.norm(np.cross(directions[0, :3], directions[:, :3]), axis=1), directions[:, :3] @ directions[0, :3]), uri
+        )
+        normal = np.cross(directions[0, :3], directions[0, 3:])
+    else:
+        normal = position[-1] - position[0]
+    length = float(np.linalg.norm(normal))
+    if length < 1e-6:
+        return None
+    normal = normal / length
+    along = (position - position[0]) @ normal
+    if np.ptp(along) < 1e-6:  # all zeros is a placeholder, not a position
+        return None
+    return along, int(np.sign(normal[2])) if abs(normal[2]) > 0.7 else None
+
+
+def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | None:
+    """Position of each frame across its own direction, sign of superior, and line length, in pixels of the fundus image."""
+    locations = [item for frame in frames if (item := _first(frame, "OphthalmicFrameLocationSequence")) is not None]
+    if len(locations) != len(frames):
+        return None
+    kinds = {str(location.get("OphthalmicImageOrientation", "LINEAR")) for location in locations}
+    if kinds & {"NONLINEAR", "TRANSVERSE"}:
+        raise ReadError("not_raster", f"{uri}: frames are {' and '.join(sorted(kinds)).lower()}; a volume needs parallel linear B-scans")
+    lines = [line for location in locations if (line := floats(location.get("ReferenceCoordinates"))) and len(line) >= 4]
+    if len(lines) != len(frames):
+        return None
+    start, end = np.array([line[:2] for line in lines]), np.array([line[-2:] for line in lines])
+    direction = end - start  # (row, column); rows grow downwards, towards inferior
+    length = np.linalg.norm(direction, axis=1)
+    if (length < 1e-6).any():
+        raise ReadError("not_raster", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs parallel linear B-scans")
+    angle = np.arctan2(direction[:, 0], direction[:, 1])
+    _refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
+    across = np.array([direction[0, 1], -direction[0, 0]]) / length[0]
+    middle = (start + end) / 2
+    along = (middle - middle[0]) @ across
+    if np.ptp(along) < 1e-6:
+        return None
+    return along, -int(np.sign(across[0])) if abs(across[0]) > 0.7 else None, float(np.median(length))
+
+
+def _refuse_rotating(angle: np.ndarray, uri: str) -> None:
+    """`angle` [D] in radians against the first frame; a line scanned backwards is still parallel."""
+    turned = np.abs((angle + np.pi / 2) % np.pi - np.pi / 2).max()
+    if turned > np.deg2rad(5):
+        raise ReadError(
+            "not_raster", f"{uri}: B-scans turn by {np.rad2deg(turned):.0f} degrees (radial scan); a volume needs parallel ones"
+        )
+
+
+def _stack(along: np.ndarray, superior: int | None, uri: str) -> Stack:
+    """`along` [D] positions; `superior` is +1 where growing positions go up, -1 down, None where the raster is vertical."""
+    falling = along[-1] < along[0]
+    order = np.argsort(-along if falling else along, kind="stable")
+    steps = np.abs(np.diff(along[order]))
+    step = float(np.median(steps))
+    if step < 1e-6 or np.mean(steps < 0.05 * step) > 0.2:
+        raise ReadError("not_raster", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position")
+    return Stack(
+        step=step,
+        superior_first=None if superior is None else bool((superior > 0) == falling),
+        order=None if (order == np.arange(len(order))).all() else tuple(int(i) for i in order),
+        even=bool((np.abs(steps - step) <= 0.5 * step).all()),
+    )
+
+
+def _check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
+    for axis, mm, count, (low, high), (short, long) in zip(
+        ("B-scan", "axial", "lateral"), spacing_mm, shape, SPACING_BOUNDS_MM, EXTENT_BOUNDS_MM, strict=True
+    ):
+        if not low <= mm <= high:
+            raise ReadError(
+                "absurd_spacing", f"{uri}: {axis} spacing is {mm:g} mm, retinal OCT has {low:g} to {high:g}; correct the header"
+            )
+        if not short <= mm * count <= long:
+            raise ReadError(
+                "absurd_spacing",
+                f"{uri}: {count} pixels of {mm:g} mm make a {axis} extent of {mm * count:g} mm, expected {short:g} to {long:g}; "
+                "correct the header",
+            )
