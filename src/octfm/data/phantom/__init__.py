@@ -7,6 +7,7 @@ from octfm.data.phantom.eye import Eye, central_subfield_um, sample_eye
 from octfm.data.phantom.pathology import DIAGNOSES, LESIONS
 from octfm.data.phantom.render import GroundTruth, render
 from octfm.data.phantom.scanner import SCANNERS, Scanner
+from octfm.data.phantom.write import PHANTOM_VERSION, write_phantom
 from octfm.data.volume import Laterality, Shape3, Volume
 
 
@@ -25,3 +26,21 @@ def phantom_volume(
     order = sorted(SCANNERS).index(scanner)
     rng = np.random.default_rng([seed, 0, 100 + order + 1000 * (laterality == "L")])
     return render(eye, SCANNERS[scanner], rng, size)
+
+
+__all__ = [
+    "DIAGNOSES",
+    "LAYERS",
+    "LESIONS",
+    "PHANTOM_VERSION",
+    "SCANNERS",
+    "SURFACES",
+    "Eye",
+    "GroundTruth",
+    "Scanner",
+    "central_subfield_um",
+    "phantom_volume",
+    "render",
+    "sample_eye",
+    "write_phantom",
+]

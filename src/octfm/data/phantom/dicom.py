@@ -1,0 +1,153 @@
+"""A phantom volume as Ophthalmic Tomography DICOM, with geometry where AI-READI files have it: in the functional groups."""
+
+from io import BytesIO
+
+import numpy as np
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.encaps import encapsulate
+from pydicom.pixels import get_encoder
+from pydicom.sequence import Sequence
+from pydicom.uid import ExplicitVRLittleEndian, RLELossless, generate_uid
+
+from octfm.data.phantom.cohort import Participant
+from octfm.data.phantom.scanner import Scanner
+from octfm.data.volume import Volume
+
+OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+# A constant, so that bytes do not change with the version of the library that writes them.
+IMPLEMENTATION_UID = generate_uid(entropy_srcs=["octfm phantom implementation"])
+
+
+def uid(*parts: object) -> str:
+    """A UID that is a function of its parts."""
+    return str(generate_uid(entropy_srcs=["octfm phantom", *(str(part) for part in parts)]))
+
+
+def to_dataset(volume: Volume, scanner: Scanner, person: Participant, version: str, *, rle: bool | None = None) -> Dataset:
+    """The file of this volume. Orientation is in patient coordinates: columns run to the patient's left, rows to posterior, and
+    frame positions carry superior (+z), so that B-scan order can be recovered."""
+    frames, rows, columns = volume.shape
+    ds = Dataset()
+    ds.SpecificCharacterSet = "ISO_IR 192"
+    ds.ImageType = ["ORIGINAL", "PRIMARY"]
+    ds.SOPClassUID = OPHTHALMIC_TOMOGRAPHY
+    ds.SOPInstanceUID = volume.acquisition
+    ds.StudyDate = ds.SeriesDate = ds.ContentDate = person.study_date
+    ds.StudyTime = ds.SeriesTime = ds.ContentTime = "120000"
+    ds.AcquisitionDateTime = f"{person.study_date}120000"
+    ds.AccessionNumber = ""
+    ds.Modality = "OPT"
+    ds.Manufacturer = scanner.manufacturer
+    ds.ManufacturerModelName = scanner.model
+    ds.DeviceSerialNumber = f"phantom-{scanner.name}"
+    ds.SoftwareVersions = f"octfm phantom {version}"
+    ds.SeriesDescription = ds.ProtocolName = volume.protocol
+    ds.PatientName = f"Phantom^{person.participant}"
+    ds.PatientID = person.participant
+    ds.PatientBirthDate = ""
+    ds.PatientSex = "M"  # AI-READI files say so of everyone
+    ds.StudyInstanceUID = uid("study", person.participant)
+    ds.SeriesInstanceUID = uid("series", volume.acquisition)
+    ds.FrameOfReferenceUID = uid("frame of reference", person.participant, volume.laterality)
+    ds.PositionReferenceIndicator = ""
+    ds.StudyID = "1"
+    ds.SeriesNumber = ds.InstanceNumber = 1
+    ds.Laterality = ds.ImageLaterality = volume.laterality
+    ds.ImageComments = "Synthetic: an octfm phantom, not a person and not made by the named instrument"
+    ds.SamplesPerPixel = 1
+    ds.PhotometricInterpretation = "MONOCHROME2"
+    ds.NumberOfFrames = frames
+    ds.Rows, ds.Columns = rows, columns
+    ds.BitsAllocated = ds.BitsStored = 8
+    ds.HighBit = 7
+    ds.PixelRepresentation = 0
+    ds.BurnedInAnnotation = "NO"
+    ds.LossyImageCompression = "00"
+    ds.PresentationLUTShape = "IDENTITY"
+    ds.SharedFunctionalGroupsSequence = Sequence([_shared(volume)])
+    ds.PerFrameFunctionalGroupsSequence = Sequence([_frame(volume, i) for i in range(frames)])
+    set_pixels(ds, volume.voxels, scanner.rle if rle is None else rle)
+    return ds
+
+
+def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
+    """Pixel data and the file meta information that says how it is written."""
+    meta = FileMetaDataset()
+    meta.FileMetaInformationVersion = b"\x00\x01"
+    meta.MediaStorageSOPClassUID = ds.SOPClassUID
+    meta.MediaStorageSOPInstanceUID = ds.SOPInstanceUID
+    meta.ImplementationClassUID = IMPLEMENTATION_UID
+    meta.ImplementationVersionName = "OCTFM_PHANTOM"
+    meta.TransferSyntaxUID = RLELossless if rle else ExplicitVRLittleEndian
+    ds.file_meta = meta
+    if rle:
+        # One named encoder: another library may choose other runs, and the same seed must give the same bytes.
+        encode, options = get_encoder(RLELossless).encode, {"rows": voxels.shape[1], "columns": voxels.shape[2]}
+        options |= {"samples_per_pixel": 1, "bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
+        options |= {"photometric_interpretation": "MONOCHROME2", "number_of_frames": 1}
+        ds.PixelData = encapsulate([encode(np.ascontiguousarray(frame), encoding_plugin="pylibjpeg", **options) for frame in voxels])
+        ds["PixelData"].VR = "OB"
+        ds["PixelData"].is_undefined_length = True
+    else:
+        ds.PixelData = voxels.tobytes()
+        ds["PixelData"].VR = "OB"
+
+
+def to_bytes(ds: Dataset) -> bytes:
+    buffer = BytesIO()
+    ds.save_as(buffer, enforce_file_format=True)
+    return buffer.getvalue()
+
+
+def _shared(volume: Volume) -> Dataset:
+    dz, dy, dx = volume.spacing_mm
+    measures = Dataset()
+    measures.PixelSpacing = [_ds(dy), _ds(dx)]
+    measures.SliceThickness = _ds(dz)
+    orientation = Dataset()
+    orientation.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
+    region = Dataset()
+    region.CodeValue, region.CodingSchemeDesignator, region.CodeMeaning = "5665001", "SCT", "Retina"
+    anatomy = Dataset()
+    anatomy.AnatomicRegionSequence = Sequence([region])
+    anatomy.FrameLaterality = volume.laterality
+    shared = Dataset()
+    shared.PixelMeasuresSequence = Sequence([measures])
+    shared.PlaneOrientationSequence = Sequence([orientation])
+    shared.FrameAnatomySequence = Sequence([anatomy])
+    return shared
+
+
+def _frame(volume: Volume, index: int) -> Dataset:
+    frames, _, columns = volume.shape
+    dz, _, dx = volume.spacing_mm
+    superior = ((frames - 1) / 2 - index) * dz * (1 if volume.superior_first else -1)
+    position = Dataset()
+    position.ImagePositionPatient = [_ds(-(columns - 1) / 2 * dx), 0, _ds(superior)]
+    content = Dataset()
+    content.StackID = "1"
+    content.InStackPositionNumber = index + 1
+    content.DimensionIndexValues = [1, index + 1]
+    frame = Dataset()
+    frame.FrameContentSequence = Sequence([content])
+    frame.PlanePositionSequence = Sequence([position])
+    frame.OphthalmicFrameLocationSequence = Sequence([_location(volume, superior)])
+    return frame
+
+
+def _location(volume: Volume, superior_mm: float) -> Dataset:
+    """Where the B-scan lies on a 768 x 768 fundus image of 9 mm, rows counted from superior: [row, column] of its first and last A-scan."""
+    pixel_mm = 9 / 768
+    row = 384.5 - superior_mm / pixel_mm
+    reach = volume.extent_mm[2] / 2 / pixel_mm
+    location = Dataset()
+    location.ReferencedSOPClassUID = "1.2.840.10008.5.1.4.1.1.77.1.5.1"
+    location.ReferencedSOPInstanceUID = uid("fundus", volume.acquisition)
+    location.ReferenceCoordinates = [row, 384.5 - reach, row, 384.5 + reach]
+    location.OphthalmicImageOrientation = "LINEAR"
+    return location
+
+
+def _ds(value: float) -> str:
+    """Decimal string of at most 16 characters."""
+    return f"{value:.8f}".rstrip("0").rstrip(".")

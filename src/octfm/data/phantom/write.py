@@ -1,0 +1,239 @@
+"""A phantom cohort on disk in the layout of AI-READI, with its ground truth beside it."""
+
+import csv
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
+from octfm.data.phantom.defects import DEFECTS, Defect, spoil
+from octfm.data.phantom.dicom import to_bytes, to_dataset, uid
+from octfm.data.phantom.pathology import LESIONS
+from octfm.data.phantom.render import GroundTruth, render
+from octfm.data.phantom.scanner import SCANNERS, Scanner
+from octfm.data.volume import Laterality, Shape3, Volume
+from octfm.errors import OctfmError
+
+PHANTOM_VERSION = "1"
+"""Raised by every change that alters bytes; results name it."""
+
+SIDES: tuple[Laterality, ...] = ("R", "L")
+_MODALITIES = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct", "retinal_octa", "retinal_photography")
+
+
+@dataclass(frozen=True)
+class _Job:
+    out: Path
+    person: Participant
+    seed: int
+    size: Shape3 | None
+    defects: dict[tuple[str, Laterality], Defect]
+    """By scanner and eye: what the spoilt second file of that acquisition suffers from."""
+
+
+def write_phantom(
+    out: str | Path,
+    participants: int,
+    seed: int,
+    *,
+    size: Shape3 | None = (32, 256, 192),
+    scanners: Sequence[str] = ("heidelberg_spectralis", "topcon_triton"),
+    second_scanner: float = 0.25,
+    fractions: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    defects: float = 0.0,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write both eyes of every participant; a share of participants is scanned on a second instrument too.
+
+    `size` is (B-scans, rows, columns); None takes each instrument's own. `fractions` are the shares of recommended_split
+    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. The same arguments give the
+    same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
+    The folder appears at once when it is complete; one that exists is refused.
+    """
+    from joblib import Parallel, delayed
+
+    out = Path(out)
+    _check(out, participants, size, scanners, fractions, defects)
+    people = draw_cohort(participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    manifest: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
+    planted: list[dict[str, Any]] = []
+    spoilt_files = _plan_defects(people, seed, defects)
+    jobs = (delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index])) for person in people)
+    run = Parallel(n_jobs=workers or os.cpu_count() or 1, return_as="generator", batch_size=1)
+    for done, (rows, truths, spoilt) in enumerate(run(jobs), 1):
+        manifest += rows
+        labels += truths
+        planted += spoilt
+        if progress:
+            progress(done, len(people))
+    _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
+    _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
+    _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
+    _write_tsv(partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "participant_id"))
+    settings = {"phantom_version": PHANTOM_VERSION, "participants": participants, "seed": seed, "size": size}
+    settings |= {"scanners": list(scanners), "second_scanner": second_scanner, "fractions": fractions, "defects": defects}
+    settings |= {"lesions": LESIONS, "volumes": len(labels), "synthetic": True}
+    (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
+    partial.rename(out)
+    return out
+
+
+def _check(
+    out: Path, count: int, size: Shape3 | None, scanners: Sequence[str], fractions: tuple[float, float, float], defects: float
+) -> None:
+    if out.exists():
+        raise OctfmError(f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another")
+    if count < 1:
+        raise OctfmError(f"phantom cohort: expected at least 1 participant, got {count}")
+    if size is not None and (len(size) != 3 or size[0] < 4 or size[1] < 64 or size[2] < 32):
+        raise OctfmError(f"phantom cohort: expected a size of at least 4 B-scans x 64 rows x 32 columns, got {size}")
+    unknown = [name for name in scanners if name not in SCANNERS]
+    if unknown or not scanners:
+        raise OctfmError(f"phantom cohort: unknown scanner {', '.join(unknown) or '(none given)'}; known: {', '.join(SCANNERS)}")
+    if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
+    if not 0 <= defects <= 1:
+        raise OctfmError(f"phantom cohort: defects is a share of the good files, expected 0 to 1, got {defects}")
+
+
+def _write_participant(job: _Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    manifest, labels, planted = [], [], []
+    for name in job.person.scanners:
+        scanner = SCANNERS[name]
+        for laterality in SIDES:
+            volume, truth = _acquire(job, scanner, laterality)
+            path = _path(volume, scanner)
+            _write(job.out / path.lstrip("/"), to_bytes(to_dataset(volume, scanner, job.person, PHANTOM_VERSION)))
+            _write_truth(job.out / "ground_truth" / f"{volume.acquisition}.npz", truth)
+            manifest.append(_manifest_row(volume, scanner, path))
+            labels.append(_label_row(volume, truth, path))
+            if defect := job.defects.get((name, laterality)):
+                rng = np.random.default_rng([job.seed, 10, job.person.index, sorted(SCANNERS).index(name), SIDES.index(laterality)])
+                row, spoilt = _plant(job, volume, scanner, defect, rng)
+                manifest.append(row)
+                planted.append(spoilt)
+    return manifest, labels, planted
+
+
+def _acquire(job: _Job, scanner: Scanner, laterality: Laterality) -> tuple[Volume, GroundTruth]:
+    stream = [job.seed, 11, job.person.index, sorted(SCANNERS).index(scanner.name), 0 if laterality == "R" else 1]
+    eye = eye_of(job.person, laterality, job.seed)
+    volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
+    identity = uid("instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape)
+    return replace(volume, acquisition=identity), truth
+
+
+def _plan_defects(people: Sequence[Participant], seed: int, share: float) -> list[dict[tuple[str, Laterality], Defect]]:
+    """Per participant; kinds take turns, so that any cohort with enough spoilt files has them all."""
+    files = [(person.index, name, side) for person in people for name in person.scanners for side in SIDES]
+    plan: list[dict[tuple[str, Laterality], Defect]] = [{} for _ in people]
+    chosen = np.random.default_rng([seed, 12]).permutation(len(files))[: math.ceil(share * len(files))]
+    for turn, at in enumerate(chosen):
+        index, name, side = files[at]
+        plan[index][name, side] = DEFECTS[turn % len(DEFECTS)]
+    return plan
+
+
+def _plant(job: _Job, volume: Volume, scanner: Scanner, defect: Defect, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A spoilt second file of the same eye, listed in the manifest as archives list theirs; returns its two table rows."""
+    spoilt = replace(volume, acquisition=uid("spoilt", volume.acquisition))
+    path = _path(spoilt, scanner)
+    ds = to_dataset(spoilt, scanner, job.person, PHANTOM_VERSION, rle=False)
+    _write(job.out / path.lstrip("/"), spoil(ds, spoilt.voxels, defect.kind, rng))
+    row = {"filepath": path, "kind": defect.kind, "code": defect.code, "participant_id": job.person.participant}
+    return _manifest_row(spoilt, scanner, path), row
+
+
+def _path(volume: Volume, scanner: Scanner) -> str:
+    name = f"{volume.participant}_{scanner.protocol}_oct_{str(volume.laterality).lower()}_{volume.acquisition}.dcm"
+    return f"/retinal_oct/structural_oct/{scanner.name}/{volume.participant}/{name}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def _write_truth(path: Path, truth: GroundTruth) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # 1/64 row is far below what anybody can measure, and compresses well.
+    surfaces = np.round(truth.surfaces * 64) / np.float32(64)
+    np.savez_compressed(
+        path,
+        surfaces=surfaces.astype(np.float32),
+        surface_names=np.array(truth.surface_names),
+        lesions=truth.lesions,
+        spacing_mm=np.array(truth.spacing_mm),
+    )
+
+
+def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> dict[str, Any]:
+    """The columns of AI-READI v3."""
+    dz, dy, dx = volume.spacing_mm
+    frames, rows, columns = volume.shape
+    return {
+        "person_id": volume.participant,
+        "manufacturer": scanner.manufacturer,
+        "manufacturers_model_name": scanner.model,
+        "anatomic_region": "Macula",
+        "imaging": "OCT",
+        "laterality": volume.laterality,
+        "height": rows,
+        "width": columns,
+        "number_of_frames": frames,
+        "pixel_spacing": f"[{dy:.6f}, {dx:.6f}]",
+        "slice_thickness": f"{dz:.6f}",
+        "sop_instance_uid": volume.acquisition,
+        "filepath": path,
+        "reference_instance_uid": uid("fundus", volume.acquisition),
+        "reference_filepath": "Not reported",
+    }
+
+
+def _label_row(volume: Volume, truth: GroundTruth, path: str) -> dict[str, Any]:
+    return {
+        "participant_id": truth.participant,
+        "laterality": truth.laterality,
+        "scanner": truth.scanner,
+        "filepath": path,
+        "sop_instance_uid": volume.acquisition,
+        "diagnosis": truth.diagnosis,
+        "severity": f"{truth.severity:.4f}",
+        "cst_um": f"{truth.cst_um:.2f}",
+        "age": f"{truth.age:.0f}",
+        "phantom_version": PHANTOM_VERSION,
+    }
+
+
+def _participant_row(person: Participant) -> dict[str, Any]:
+    date = f"{person.study_date[:4]}-{person.study_date[4:6]}-{person.study_date[6:]}"
+    row = {
+        "person_id": person.participant,
+        "clinical_site": person.clinical_site,
+        "study_group": person.study_group,
+        "age": person.age,
+        "study_visit_date": date,
+        "recommended_split": person.split,
+    }
+    return row | {name: str(name == "retinal_oct").upper() for name in _MODALITIES}
+
+
+def _write_tsv(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str] | None = None) -> None:
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, columns or list(rows[0]), delimiter="\t", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
