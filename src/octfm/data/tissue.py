@@ -42,20 +42,21 @@ def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
     dz, dy, dx = (mm * n for mm, n in zip(spacing_mm, (1, *block), strict=True))
     displacement = register_bscans(coarse, (dz, dy, dx))
     pad = int(np.ceil(np.abs(displacement).max() + 0.3 / dy))
-    signal, low, high = _signal(coarse)
+    signal, contrast = _signal(coarse)
     signal = _align(signal, displacement, pad, fill=np.nan)
     signal = _smooth_bscans(signal, dz)
-    outside = np.isnan(signal)
-    rpe_score = _attenuation(np.where(outside, 0, signal), dy)
-    rpe_score[outside] = 0.3
-    rpe = _best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.05)
-    bm = _lower_envelope(_median(rpe), (dz, dx))
-    ilm_score = _vitreous_to_retina(np.where(outside, THRESHOLD, signal), bm, dy)
-    ilm = _median(_best_path(ilm_score, jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
+    ilm = _median(_best_path(_ilm_score(signal), jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
+    rpe_score = _rpe_score(signal, dy)
+    rpe_score[np.isnan(signal)] = 0.1
+    # The nerve fibre layer can be as bright as the RPE; pits and holes in the ILM must not forbid the RPE below them.
+    rows = np.arange(signal.shape[1])[None, :, None]
+    rpe_score[rows < _envelope(ilm, (dz, dx), -1)[:, None] + 0.1 / dy] = 0
+    rpe = _median(_best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.02))
+    bm = _envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
     ilm = _bridge_holes(ilm, bm, dy, dx)
-    confidence = _confidence(signal, rpe_score, rpe, ilm, bm, dy, (high - low) / 255)
-    rows = np.stack([ilm, bm]) - pad + displacement[None, :, None]
-    native = _refine((rows + 0.5) * block[0] - 0.5, block[1], voxels_DHW.shape[2])
+    confidence = _confidence(signal, rpe_score, rpe, ilm, bm, dy, contrast / 255)
+    surfaces = np.stack([ilm, bm]) - pad + displacement[None, :, None]
+    native = _refine((surfaces + 0.5) * block[0] - 0.5, block[1], voxels_DHW.shape[2])
     return Tissue(
         ilm=native[0],
         bm=native[1],
@@ -65,6 +66,9 @@ def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
         confidence=confidence,
     )
 
+
+RPE_TO_BM_MM = 0.01
+"""The path follows the brightest row of the RPE; Bruch's membrane is its lower edge."""
 
 THRESHOLD = 0.2
 """Signal between vitreous and retina, on the scale of `_signal`."""
@@ -83,16 +87,30 @@ def _block_mean(voxels: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, t
     return mean.astype(np.float32), (rows, columns)
 
 
-def _signal(coarse: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """Brightness with the noise floor at 0 and the brightest layers near 1; blank A-scans are NaN."""
+def _signal(coarse: np.ndarray) -> tuple[np.ndarray, float]:
+    """Brightness with the noise floor at 0 and the brightest layers near 1, and the step between them; blank A-scans are NaN."""
     blank = coarse.max(axis=1) == coarse.min(axis=1)
-    seen = coarse.transpose(0, 2, 1)[~blank]
-    if not seen.size:
-        return np.full_like(coarse, np.nan), 0.0, 0.0
-    low, high = (float(v) for v in np.percentile(seen, (10, 99)))
-    signal = (coarse - np.float32(low)) / np.float32(max(high - low, 1e-3))
+    smooth = _mean_of_neighbours(coarse, 1, 2)
+    # The floor is the level of the noise, not its darkest speckle: look at means over many blocks.
+    calm = _mean_of_neighbours(_mean_of_neighbours(coarse[::2], 3, 2), 3, 1)[:, ::3, ::3].transpose(0, 2, 1)
+    calm = calm[~blank[::2, ::3]]
+    if not calm.size:
+        return np.full_like(coarse, np.nan), 0.0
+    low = float(np.percentile(calm, 10))
+    high = float(np.percentile(smooth[::2], 99))
+    signal = (smooth - np.float32(low)) / np.float32(max(high - low, 1e-3))
     signal[np.broadcast_to(blank[:, None], signal.shape)] = np.nan
-    return signal, low, high
+    return signal, high - low
+
+
+def _mean_of_neighbours(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
+    """Mean over ± `reach` along an axis, the border repeated."""
+    pad = [(0, 0)] * array.ndim
+    pad[axis] = (reach, reach)
+    padded = np.pad(array, pad, mode="edge")
+    n = array.shape[axis]
+    total = sum(padded[(slice(None),) * axis + (slice(i, i + n),)] for i in range(2 * reach + 1))
+    return total / np.float32(2 * reach + 1)
 
 
 def _align(planes: np.ndarray, displacement: np.ndarray, pad: int, fill: float) -> np.ndarray:
@@ -113,9 +131,14 @@ def _smooth_bscans(signal: np.ndarray, dz: float) -> np.ndarray:
     if reach == 0:
         return signal
     seen = np.isfinite(signal)
-    total, count = np.where(seen, signal, 0), seen.astype(np.float32)
-    total, count = (_box(a, reach, 0) for a in (total, count))
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32)
+    filled = np.where(seen, signal, np.float32(0))
+    total, count = filled.copy(), seen.astype(np.float32)
+    for step in range(1, reach + 1):
+        total[step:] += filled[:-step]
+        total[:-step] += filled[step:]
+        count[step:] += seen[:-step]
+        count[:-step] += seen[step:]
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
 def _box(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
@@ -127,47 +150,60 @@ def _box(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
     return total.take(np.minimum(index + reach + 1, n), axis) - total.take(np.maximum(index - reach, 0), axis)
 
 
-def _attenuation(signal: np.ndarray, dy: float) -> np.ndarray:
-    """How strongly each voxel attenuates: its energy against all energy below it, 0 to 1. The RPE is bright with little left below;
-    the nerve fibre layer may be as bright but has the whole retina below (Vermeer et al., Biomed. Opt. Express 5:322, 2014)."""
-    energy = np.square(np.maximum(signal, 0))
-    tail = energy[:, -max(1, round(0.05 / dy)) :].mean(axis=1, keepdims=True) * 0.1
+def _rpe_score(signal: np.ndarray, dy: float) -> np.ndarray:
+    """How much each voxel looks like RPE, 0 to 1: it attenuates strongly (bright, with little energy left below it, as in Vermeer
+    et al., Biomed. Opt. Express 5:322, 2014; the nerve fibre layer may be as bright but has the whole retina below) and it is
+    brighter than the outer retina or fluid 0.05-0.15 mm above it (the bottom of the choroid has choroid above)."""
+    bright = np.maximum(np.nan_to_num(signal), 0)
+    energy = np.square(bright)
+    # The choroid goes on below the frame; without a guess of it the last row would look like the end of all tissue.
+    n = max(1, round(0.05 / dy))
+    last = signal.shape[1] - 1 - np.isfinite(signal[:, ::-1]).argmax(axis=1)
+    tail = np.mean([_at(energy, last - i) for i in range(n)], axis=0)[:, None] * np.float32(0.15)
     below = np.cumsum(energy[:, ::-1], axis=1)[:, ::-1] * np.float32(dy) - energy * np.float32(dy) + tail
-    return energy / (energy + 10 * below + np.float32(0.05))
+    near, far = round(0.05 / dy), round(0.15 / dy)
+    total = np.cumsum(np.pad(bright, ((0, 0), (far + 1, 0), (0, 0))), axis=1)
+    above = (total[:, far + 1 - near : -near] - total[:, : -far - 1]) / np.float32(far + 1 - near)
+    return energy / (energy + 10 * below + np.float32(0.05)) * np.clip(bright - above, 0, 1)
 
 
-def _vitreous_to_retina(signal: np.ndarray, bm: np.ndarray, dy: float) -> np.ndarray:
-    """Score of placing the ILM at each row: bright below it and dark above it count, down to BM. Dark counts little, so that a
-    cyst does not cut the retina in two; bright counts in full, and a thin hyaloid line has too little of it to win."""
-    over = signal - np.float32(THRESHOLD)
+def _ilm_score(signal: np.ndarray) -> np.ndarray:
+    """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
+    the retina in two; bright counts in full, and a thin hyaloid line has too little of it to win."""
+    over = np.nan_to_num(signal - np.float32(THRESHOLD))
     gain = np.where(over > 0, np.minimum(over, 0.5), 0.15 * over)
-    rows = np.arange(signal.shape[1])[None, :, None]
-    gain = np.where(rows <= bm[:, None], gain, 0)
     return np.cumsum(gain[:, ::-1], axis=1)[:, ::-1]
 
 
 def _best_path(score: np.ndarray, jump: int, penalty: float) -> np.ndarray:
     """Rows [D, W] of the path with the largest summed score per B-scan, moving at most `jump` rows per A-scan at `penalty` each."""
     depth, height, width = score.shape
-    columns = np.ascontiguousarray(score.transpose(2, 0, 1), np.float32)
-    came = np.zeros((width, depth, height), np.int8)
-    best = columns[0].copy()
-    padded = np.full((depth, height + 2 * jump), -np.inf, np.float32)
+    best = np.full((width, depth, height + 2 * jump), -np.inf, np.float32)
+    inner = slice(jump, jump + height)
+    best[:, :, inner] = score.transpose(2, 0, 1)
     for x in range(1, width):
-        padded[:, jump : jump + height] = best
-        best = padded[:, jump : jump + height].copy()
-        for step in [s for n in range(1, jump + 1) for s in (-n, n)]:
-            candidate = padded[:, jump + step : jump + step + height] - np.float32(penalty * abs(step))
-            better = candidate > best
-            np.copyto(best, candidate, where=better)
-            came[x][better] = step
-        best += columns[x]
+        best[x] += _dilate(best[x - 1], jump, penalty)
     rows = np.empty((depth, width), np.int64)
-    rows[:, -1] = best.argmax(axis=1)
-    pick = np.arange(depth)
+    rows[:, -1] = best[-1].argmax(axis=1)
+    steps = np.arange(-jump, jump + 1)
+    cost = (penalty * np.abs(steps)).astype(np.float32)
+    pick = np.arange(depth)[:, None]
     for x in range(width - 1, 0, -1):
-        rows[:, x - 1] = rows[:, x] + came[x, pick, rows[:, x]]
-    return rows.astype(np.float32)
+        reachable = rows[:, x, None] + steps
+        rows[:, x - 1] = reachable[pick[:, 0], (best[x - 1][pick, reachable] - cost).argmax(axis=1)]
+    return (rows - jump).astype(np.float32)
+
+
+def _dilate(values: np.ndarray, reach: int, penalty: float) -> np.ndarray:
+    """Largest value within ± `reach` rows less `penalty` per row, [D, H]; the window doubles instead of being walked."""
+    done = 0
+    while done < reach:
+        step = min(done + 1, reach - done)
+        lower, wider = values - np.float32(penalty * step), values.copy()
+        np.maximum(wider[:, step:], lower[:, :-step], out=wider[:, step:])
+        np.maximum(wider[:, :-step], lower[:, step:], out=wider[:, :-step])
+        values, done = wider, done + step
+    return values
 
 
 def _median(surface: np.ndarray) -> np.ndarray:
@@ -177,13 +213,13 @@ def _median(surface: np.ndarray) -> np.ndarray:
     return np.median(np.stack([padded[i : i + len(surface)] for i in range(2 * reach + 1)]), axis=0).astype(np.float32)
 
 
-def _lower_envelope(rpe: np.ndarray, spacing: tuple[float, float]) -> np.ndarray:
-    """BM from RPE: drusen lift the RPE off a smooth BM, so keep what is below the local mean and smooth again."""
-    trend = _quadratic_surface(rpe)
-    residual = rpe - trend
+def _envelope(surface: np.ndarray, spacing: tuple[float, float], side: int) -> np.ndarray:
+    """The smooth surface that bumps stand on: side 1 is the deeper one (BM below drusen), -1 the shallower (the rim above pits)."""
+    trend = _quadratic_surface(surface)
+    residual = side * (surface - trend)
     for _ in range(3):
         residual = np.maximum(residual, _smooth(residual, spacing, 0.4))
-    return (trend + np.maximum(residual, _smooth(residual, spacing, 0.1))).astype(np.float32)
+    return (trend + side * np.maximum(residual, _smooth(residual, spacing, 0.1))).astype(np.float32)
 
 
 def _quadratic_surface(surface: np.ndarray) -> np.ndarray:
@@ -242,7 +278,7 @@ def _confidence(
     return {
         "contrast": contrast,
         "ilm_support": float((step > 0.15).mean()),
-        "rpe_support": float((_at(score, rpe)[np.isfinite(_at(signal, rpe))] > 0.4).mean()),
+        "rpe_support": float((_at(score, rpe)[np.isfinite(_at(signal, rpe))] > 0.1).mean()),
         "smoothness": float((jumps * dy < 0.06).mean()) if jumps.size else 1.0,
         "plausible_thickness": float(((thickness > 0.1) & (thickness < 0.8)).mean()),
     }
