@@ -3,32 +3,34 @@
 import numpy as np
 
 
-def register_bscans(coarse_DHW: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35) -> np.ndarray:
-    """Axial displacement of every B-scan in rows of `coarse_DHW`, float64 [D], positive downwards; blank B-scans are interpolated.
+def register_bscans(coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35) -> np.ndarray:
+    """Axial displacement of every B-scan in rows of `coarse_DWH`, float64 [D], positive downwards; blank B-scans are interpolated.
 
     Neighbours are compared by cross-correlation summed over A-scans. Slow drift cannot be told from the shape of the eye, so the
     best quadratic in the B-scan position is left in place as anatomy (curvature and tilt), and the rest is motion.
     """
-    seen = np.flatnonzero(coarse_DHW.std(axis=(1, 2)) > 0)
-    displacement = np.zeros(len(coarse_DHW))
-    if len(seen) < 2:
+    used = np.flatnonzero(coarse_DWH.max(axis=(1, 2)) > coarse_DWH.min(axis=(1, 2)))
+    displacement = np.zeros(len(coarse_DWH))
+    if len(used) < 2:
         return displacement
-    steps = _neighbour_shifts(coarse_DHW[seen], reach=max(2, round(reach_mm / spacing_mm[1])))
-    path = np.concatenate([[0.0], np.cumsum(steps)])
-    motion = path - _robust_quadratic(seen.astype(float), path)
-    displacement[:] = np.interp(np.arange(len(displacement)), seen, motion)
+    # A retina is smooth over 0.15 mm: fewer, calmer A-scans give the same answer sooner.
+    width = coarse_DWH.shape[1]
+    group = min(max(1, round(0.15 / spacing_mm[2])), width)
+    calm = coarse_DWH[used, : width // group * group].reshape(len(used), width // group, group, -1).mean(axis=2)
+    path = np.concatenate([[0.0], np.cumsum(_neighbour_shifts(calm, reach=max(2, round(reach_mm / spacing_mm[1]))))])
+    motion = path - _robust_quadratic(used.astype(float), path)
+    displacement[:] = np.interp(np.arange(len(displacement)), used, motion)
     return displacement
 
 
-def _neighbour_shifts(planes_DHW: np.ndarray, reach: int) -> np.ndarray:
+def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
     """Shift of each B-scan against the one before, in fractional rows, [D - 1]."""
-    height = planes_DHW.shape[1]
-    reach = min(reach, height // 2)
+    height = planes_DWH.shape[2]
+    reach = max(1, min(reach, height // 2))
     # Zero padding keeps the circular correlation from wrapping a retina at the bottom onto the top.
     length = 1 << int(np.ceil(np.log2(height + reach)))
-    spectra = np.fft.rfft(planes_DHW - planes_DHW.mean(axis=1, keepdims=True), length, axis=1).astype(np.complex64)
-    product = (np.conj(spectra[:-1]) * spectra[1:]).sum(axis=2)
-    correlation = np.fft.irfft(product, length, axis=1)
+    spectra = np.fft.rfft(planes_DWH - planes_DWH.mean(axis=2, keepdims=True), length, axis=2)
+    correlation = np.fft.irfft((np.conj(spectra[:-1]) * spectra[1:]).sum(axis=1), length, axis=1)
     lags = np.arange(-reach, reach + 1)
     near = correlation[:, lags]
     best = near.argmax(axis=1)

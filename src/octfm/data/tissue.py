@@ -5,13 +5,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from octfm.data.registration import register_bscans
+from octfm.data.surface import at_rows, best_path, envelope, median_of_bscans, near, refine, smooth
 from octfm.data.volume import Spacing3
 
 MARGIN_MM = 0.05
 """The band starts this far above the estimated ILM and ends this far below the estimated BM (DESIGN §5)."""
 
-COARSE_MM = (0.045, 0.008, 0.045)
-"""The surfaces are searched on a block-averaged volume of about this spacing: fine against the margin, and speckle averages out."""
+COARSE_MM = (0.008, 0.045)
+"""The surfaces are searched on block means of about this size (axial, lateral): fine against the margin, and speckle averages out."""
+
+THRESHOLD = 0.2
+"""Signal between vitreous and retina, on the scale of `_signal`."""
+
+THINNEST_MM = 0.11
+"""No retina is thinner (a fovea keeps 0.15); less than this between ILM and BM is a full-thickness hole."""
+
+RPE_TO_BM_MM = 0.01
+"""The path follows the brightest row of the RPE; Bruch's membrane is its lower edge."""
+
+FLOORS = {"contrast": 0.08, "contrast_to_noise": 2.0, "ilm_support": 0.6, "rpe_support": 0.6, "smoothness": 0.7, "thickness": 0.8}
+"""Smallest value of each confidence measurement that is still trusted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +32,9 @@ class Tissue:
     """What the search found, in native rows of a volume whose B-scan order and laterality are already canonical."""
 
     ilm: np.ndarray
-    """[D, W] float32, estimated inner limiting membrane; a full-thickness hole is bridged from rim to rim."""
+    """[D, W] float32, estimated inner limiting membrane; a full-thickness hole is bridged from rim to rim. May leave the frame."""
     bm: np.ndarray
-    """[D, W] float32, estimated Bruch's membrane."""
+    """[D, W] float32, estimated Bruch's membrane. May leave the frame."""
     fovea: tuple[float, float] | None
     """(B-scan, A-scan) index of the foveal pit, None where no pit stands out."""
     displacement: np.ndarray
@@ -32,267 +45,179 @@ class Tissue:
     """The measurements behind `confident`, each with its floor in `FLOORS`."""
 
 
-FLOORS = {"contrast": 0.1, "ilm_support": 0.6, "rpe_support": 0.6, "smoothness": 0.7, "plausible_thickness": 0.8}
-"""Smallest value of each confidence measurement that is still trusted."""
-
-
 def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
-    """Register the B-scans, then find BM and ILM as smoothest best paths per B-scan, agreeing with the B-scans beside it."""
-    coarse, block = _block_mean(voxels_DHW, spacing_mm)
-    dz, dy, dx = (mm * n for mm, n in zip(spacing_mm, (1, *block), strict=True))
+    """Register the B-scans, find the ILM, then the RPE below it, each as the best path per B-scan with its neighbours as referees."""
+    coarse, block = _block_means(voxels_DHW, spacing_mm)
+    dz, dy, dx = spacing_mm[0], spacing_mm[1] * block[0], spacing_mm[2] * block[1]
     displacement = register_bscans(coarse, (dz, dy, dx))
+    blank = coarse.max(axis=2) == coarse.min(axis=2)
+    signal, contrast, contrast_to_noise = _signal(coarse, blank)
     pad = int(np.ceil(np.abs(displacement).max() + 0.3 / dy))
-    signal, contrast = _signal(coarse)
-    signal = _align(signal, displacement, pad, fill=np.nan)
-    signal = _smooth_bscans(signal, dz)
-    ilm = _median(_best_path(_ilm_score(signal), jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
-    rpe_score = _rpe_score(signal, dy)
-    rpe_score[np.isnan(signal)] = 0.1
+    signal, seen = _align(signal, blank, displacement, pad)
+    _average_neighbours(signal, seen, dz)
+
+    ilm = median_of_bscans(best_path(_ilm_score(signal, seen), jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
+    rpe_score = _rpe_score(signal, seen, dy)
     # The nerve fibre layer can be as bright as the RPE; pits and holes in the ILM must not forbid the RPE below them.
-    rows = np.arange(signal.shape[1])[None, :, None]
-    rpe_score[rows < _envelope(ilm, (dz, dx), -1)[:, None] + 0.1 / dy] = 0
-    rpe = _median(_best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.02))
-    bm = _envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
+    too_high = envelope(ilm, (dz, dx), -1) + 0.1 / dy
+    rpe_score *= np.arange(signal.shape[2]) >= too_high[:, :, None]
+    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.02))
+    bm = envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
     ilm = _bridge_holes(ilm, bm, dy, dx)
-    confidence = _confidence(signal, rpe_score, rpe, ilm, bm, dy, contrast / 255)
-    surfaces = np.stack([ilm, bm]) - pad + displacement[None, :, None]
-    native = _refine((surfaces + 0.5) * block[0] - 0.5, block[1], voxels_DHW.shape[2])
+
+    confidence = {
+        "contrast": contrast / 255,
+        "contrast_to_noise": contrast_to_noise,
+        **_support(signal, seen, rpe_score, ilm, rpe, bm, (dz, dy, dx)),
+    }
+    native = ((surface - pad + displacement[:, None] + 0.5) * block[0] - 0.5 for surface in (ilm, bm))
+    ilm_native, bm_native = (refine(surface, block[1], voxels_DHW.shape[2]) for surface in native)
+    fovea = _find_fovea((bm - ilm) * dy, (dz, dx))
     return Tissue(
-        ilm=native[0],
-        bm=native[1],
-        fovea=_find_fovea((bm - ilm) * dy, (dz, dx), block[1]),
+        ilm=ilm_native,
+        bm=bm_native,
+        fovea=fovea and (fovea[0], (fovea[1] + 0.5) * block[1] - 0.5),
         displacement=displacement * block[0],
         confident=all(confidence[name] >= floor for name, floor in FLOORS.items()),
         confidence=confidence,
     )
 
 
-RPE_TO_BM_MM = 0.01
-"""The path follows the brightest row of the RPE; Bruch's membrane is its lower edge."""
-
-THRESHOLD = 0.2
-"""Signal between vitreous and retina, on the scale of `_signal`."""
-
-
-def _block_mean(voxels: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int]]:
-    """Means over (rows, A-scans) blocks, float32; a remainder at the far border is dropped."""
+def _block_means(voxels: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int]]:
+    """Means over (rows, A-scans) blocks, float32 [D, W, H]; a remainder at the far border is dropped."""
     depth, height, width = voxels.shape
-    rows = min(max(1, round(COARSE_MM[1] / spacing_mm[1])), height)
-    columns = min(max(1, round(COARSE_MM[2] / spacing_mm[2])), width)
+    rows = min(max(1, round(COARSE_MM[0] / spacing_mm[1])), height)
+    columns = min(max(1, round(COARSE_MM[1] / spacing_mm[2])), width)
     h, w = height // rows, width // columns
     total = np.zeros((depth, h, w * columns), np.uint16)
     for row in range(rows):
         total += voxels[:, row : h * rows : rows, : w * columns]
-    mean = total.reshape(depth, h, w, columns).sum(axis=3, dtype=np.uint32) / np.float32(rows * columns)
-    return mean.astype(np.float32), (rows, columns)
+    mean = np.zeros((depth, h, w), np.float32)
+    for column in range(columns):
+        mean += total[:, :, column::columns]
+    return np.ascontiguousarray(mean.transpose(0, 2, 1)) / np.float32(rows * columns), (rows, columns)
 
 
-def _signal(coarse: np.ndarray) -> tuple[np.ndarray, float]:
-    """Brightness with the noise floor at 0 and the brightest layers near 1, and the step between them; blank A-scans are NaN."""
-    blank = coarse.max(axis=1) == coarse.min(axis=1)
-    smooth = _mean_of_neighbours(coarse, 1, 2)
+def _signal(coarse: np.ndarray, blank: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """Brightness with the noise floor at 0 and the brightest layers near 1 (0 on blank A-scans); the step between them in grey
+    levels, and the same step in standard deviations of the speckle that is left."""
+    smoothed = _moving_mean(coarse, 1, 1)
     # The floor is the level of the noise, not its darkest speckle: look at means over many blocks.
-    calm = _mean_of_neighbours(_mean_of_neighbours(coarse[::2], 3, 2), 3, 1)[:, ::3, ::3].transpose(0, 2, 1)
-    calm = calm[~blank[::2, ::3]]
+    calm = _moving_mean(_moving_mean(coarse[::2], 3, 1)[:, ::3], 3, 2)[~blank[::2, ::3], ::3]
     if not calm.size:
-        return np.full_like(coarse, np.nan), 0.0
+        return np.zeros_like(coarse), 0.0, 0.0
     low = float(np.percentile(calm, 10))
-    high = float(np.percentile(smooth[::2], 99))
-    signal = (smooth - np.float32(low)) / np.float32(max(high - low, 1e-3))
-    signal[np.broadcast_to(blank[:, None], signal.shape)] = np.nan
-    return signal, high - low
+    contrast = max(float(np.percentile(smoothed[::2][~blank[::2]], 99)) - low, 1e-3)
+    noise = float(np.abs(np.diff(coarse[::2, ::2, ::2], axis=2)).mean()) + 1e-3
+    signal = (smoothed - np.float32(low)) / np.float32(contrast)
+    signal[blank] = 0
+    return signal, contrast, contrast / noise
 
 
-def _mean_of_neighbours(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
+def _moving_mean(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
     """Mean over ± `reach` along an axis, the border repeated."""
     pad = [(0, 0)] * array.ndim
     pad[axis] = (reach, reach)
     padded = np.pad(array, pad, mode="edge")
     n = array.shape[axis]
-    total = sum(padded[(slice(None),) * axis + (slice(i, i + n),)] for i in range(2 * reach + 1))
+    total = np.zeros_like(array)
+    for i in range(2 * reach + 1):
+        total += padded[:, i : i + n] if axis == 1 else padded[:, :, i : i + n]
     return total / np.float32(2 * reach + 1)
 
 
-def _align(planes: np.ndarray, displacement: np.ndarray, pad: int, fill: float) -> np.ndarray:
-    """Shift every B-scan by minus its displacement (linear), with `pad` rows of `fill` above and below."""
-    depth, height, width = planes.shape
-    out = np.full((depth, height + 2 * pad, width), fill, np.float32)
+def _align(signal: np.ndarray, blank: np.ndarray, displacement: np.ndarray, pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every B-scan shifted by minus its displacement (linear), `pad` rows added on both sides; and which voxels were seen at all."""
+    depth, width, height = signal.shape
+    out = np.zeros((depth, width, height + 2 * pad), np.float32)
+    seen = np.zeros(out.shape, bool)
     for d, shift in enumerate(displacement):
         whole = int(np.floor(shift))
         part = np.float32(shift - whole)
-        plane = planes[d] if part == 0 else (1 - part) * planes[d] + part * np.concatenate([planes[d, 1:], planes[d, -1:]])
-        out[d, pad - whole : pad - whole + height] = plane
-    return out
+        at = slice(pad - whole, pad - whole + height)
+        out[d, :, at] = (1 - part) * signal[d]
+        out[d, :, at][:, :-1] += part * signal[d][:, 1:]
+        out[d, :, at][:, -1] += part * signal[d][:, -1]
+        seen[d, :, at] = ~blank[d][:, None]
+    return out, seen
 
 
-def _smooth_bscans(signal: np.ndarray, dz: float) -> np.ndarray:
-    """Mean over registered neighbours within about 0.1 mm, ignoring what lies outside the image."""
+def _average_neighbours(signal: np.ndarray, seen: np.ndarray, dz: float) -> None:
+    """In place: mean over registered neighbours within about 0.1 mm, of what was seen."""
     reach = min(int(0.06 / dz), (len(signal) - 1) // 2)
-    if reach == 0:
-        return signal
-    seen = np.isfinite(signal)
-    filled = np.where(seen, signal, np.float32(0))
-    total, count = filled.copy(), seen.astype(np.float32)
+    total, count = signal.copy(), seen.astype(np.float32)
     for step in range(1, reach + 1):
-        total[step:] += filled[:-step]
-        total[:-step] += filled[step:]
-        count[step:] += seen[:-step]
-        count[:-step] += seen[step:]
-    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+        for here, there in ((slice(step, None), slice(None, -step)), (slice(None, -step), slice(step, None))):
+            total[here] += signal[there]
+            count[here] += seen[there]
+    np.divide(total, count, out=signal, where=count > 0)
+    np.greater(count, 0, out=seen)
 
 
-def _box(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
-    """Sum over a window of 2 * reach + 1, shorter at the borders."""
-    total = np.cumsum(array, axis=axis, dtype=np.float64)
-    total = np.concatenate([np.zeros_like(total.take([0], axis)), total], axis)
-    n = array.shape[axis]
-    index = np.arange(n)
-    return total.take(np.minimum(index + reach + 1, n), axis) - total.take(np.maximum(index - reach, 0), axis)
+def _ilm_score(signal: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
+    the retina in two; bright counts in full, and a thin hyaloid line has too little of it to win."""
+    over = (signal - np.float32(THRESHOLD)) * seen
+    gain = np.minimum(np.maximum(over, np.float32(0.15) * over), np.float32(0.5))
+    return np.cumsum(gain[:, :, ::-1], axis=2)[:, :, ::-1]
 
 
-def _rpe_score(signal: np.ndarray, dy: float) -> np.ndarray:
+def _rpe_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     """How much each voxel looks like RPE, 0 to 1: it attenuates strongly (bright, with little energy left below it, as in Vermeer
     et al., Biomed. Opt. Express 5:322, 2014; the nerve fibre layer may be as bright but has the whole retina below) and it is
     brighter than the outer retina or fluid 0.05-0.15 mm above it (the bottom of the choroid has choroid above)."""
-    bright = np.maximum(np.nan_to_num(signal), 0)
+    bright = np.maximum(signal, 0)
     energy = np.square(bright)
     # The choroid goes on below the frame; without a guess of it the last row would look like the end of all tissue.
-    n = max(1, round(0.05 / dy))
-    last = signal.shape[1] - 1 - np.isfinite(signal[:, ::-1]).argmax(axis=1)
-    tail = np.mean([_at(energy, last - i) for i in range(n)], axis=0)[:, None] * np.float32(0.15)
-    below = np.cumsum(energy[:, ::-1], axis=1)[:, ::-1] * np.float32(dy) - energy * np.float32(dy) + tail
-    near, far = round(0.05 / dy), round(0.15 / dy)
-    total = np.cumsum(np.pad(bright, ((0, 0), (far + 1, 0), (0, 0))), axis=1)
-    above = (total[:, far + 1 - near : -near] - total[:, : -far - 1]) / np.float32(far + 1 - near)
-    return energy / (energy + 10 * below + np.float32(0.05)) * np.clip(bright - above, 0, 1)
-
-
-def _ilm_score(signal: np.ndarray) -> np.ndarray:
-    """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
-    the retina in two; bright counts in full, and a thin hyaloid line has too little of it to win."""
-    over = np.nan_to_num(signal - np.float32(THRESHOLD))
-    gain = np.where(over > 0, np.minimum(over, 0.5), 0.15 * over)
-    return np.cumsum(gain[:, ::-1], axis=1)[:, ::-1]
-
-
-def _best_path(score: np.ndarray, jump: int, penalty: float) -> np.ndarray:
-    """Rows [D, W] of the path with the largest summed score per B-scan, moving at most `jump` rows per A-scan at `penalty` each."""
-    depth, height, width = score.shape
-    best = np.full((width, depth, height + 2 * jump), -np.inf, np.float32)
-    inner = slice(jump, jump + height)
-    best[:, :, inner] = score.transpose(2, 0, 1)
-    for x in range(1, width):
-        best[x] += _dilate(best[x - 1], jump, penalty)
-    rows = np.empty((depth, width), np.int64)
-    rows[:, -1] = best[-1].argmax(axis=1)
-    steps = np.arange(-jump, jump + 1)
-    cost = (penalty * np.abs(steps)).astype(np.float32)
-    pick = np.arange(depth)[:, None]
-    for x in range(width - 1, 0, -1):
-        reachable = rows[:, x, None] + steps
-        rows[:, x - 1] = reachable[pick[:, 0], (best[x - 1][pick, reachable] - cost).argmax(axis=1)]
-    return (rows - jump).astype(np.float32)
-
-
-def _dilate(values: np.ndarray, reach: int, penalty: float) -> np.ndarray:
-    """Largest value within ± `reach` rows less `penalty` per row, [D, H]; the window doubles instead of being walked."""
-    done = 0
-    while done < reach:
-        step = min(done + 1, reach - done)
-        lower, wider = values - np.float32(penalty * step), values.copy()
-        np.maximum(wider[:, step:], lower[:, :-step], out=wider[:, step:])
-        np.maximum(wider[:, :-step], lower[:, step:], out=wider[:, :-step])
-        values, done = wider, done + step
-    return values
-
-
-def _median(surface: np.ndarray) -> np.ndarray:
-    """Median over 5 B-scans: one that disagrees with its registered neighbours is overruled."""
-    reach = min(2, (len(surface) - 1) // 2)
-    padded = np.pad(surface, ((reach, reach), (0, 0)), mode="edge")
-    return np.median(np.stack([padded[i : i + len(surface)] for i in range(2 * reach + 1)]), axis=0).astype(np.float32)
-
-
-def _envelope(surface: np.ndarray, spacing: tuple[float, float], side: int) -> np.ndarray:
-    """The smooth surface that bumps stand on: side 1 is the deeper one (BM below drusen), -1 the shallower (the rim above pits)."""
-    trend = _quadratic_surface(surface)
-    residual = side * (surface - trend)
-    for _ in range(3):
-        residual = np.maximum(residual, _smooth(residual, spacing, 0.4))
-    return (trend + side * np.maximum(residual, _smooth(residual, spacing, 0.1))).astype(np.float32)
-
-
-def _quadratic_surface(surface: np.ndarray) -> np.ndarray:
-    d, w = (np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in surface.shape)
-    D, W = np.meshgrid(d, w, indexing="ij")
-    basis = np.stack([np.ones_like(D), D, W, D * W, D * D, W * W], axis=-1).reshape(-1, 6)
-    return (basis @ np.linalg.lstsq(basis, surface.ravel(), rcond=None)[0]).reshape(surface.shape)
-
-
-def _smooth(surface: np.ndarray, spacing: tuple[float, float], reach_mm: float) -> np.ndarray:
-    """Mean over about ± `reach_mm` in both directions, shorter at the borders."""
-    for axis, mm in enumerate(spacing):
-        reach = int(reach_mm / mm)
-        if reach:
-            surface = _box(surface, reach, axis) / _box(np.ones_like(surface), reach, axis)
-    return surface
+    last = signal.shape[2] - 1 - seen[:, :, ::-1].argmax(axis=2)
+    tail = np.mean([at_rows(energy, last - i) for i in range(max(1, round(0.05 / dy)))], axis=0) * 0.15
+    above_and_here = np.cumsum(energy, axis=2) * np.float32(dy)
+    below = (above_and_here[:, :, -1] + tail.astype(np.float32))[:, :, None] - above_and_here
+    near_rows, far_rows = round(0.05 / dy), round(0.15 / dy)
+    total = np.cumsum(np.pad(bright, ((0, 0), (0, 0), (far_rows + 1, 0))), axis=2)
+    above = (total[:, :, far_rows + 1 - near_rows : -near_rows] - total[:, :, : -far_rows - 1]) / np.float32(far_rows + 1 - near_rows)
+    score = energy / (energy + 10 * below + np.float32(0.05)) * np.clip(bright - above, 0, 1)
+    # Out of the frame nothing speaks for or against, so a tilted RPE may leave it.
+    return np.where(seen, score, np.float32(0.1))
 
 
 def _bridge_holes(ilm: np.ndarray, bm: np.ndarray, dy: float, dx: float) -> np.ndarray:
-    """Where less than 110 µm remain above BM there is no retina (a fovea keeps 150): a hole, bridged from rim to rim."""
-    thin = bm - ilm < 0.11 / dy
-    reach = round(0.1 / dx)
-    gap = _box(thin.astype(np.float32), reach, 1) > 0 if thin.any() else thin
+    """The ILM with full-thickness holes bridged from rim to rim, starting 0.25 mm outside the hole where the rim is at full height."""
+    gap = near(bm - ilm < THINNEST_MM / dy, round(0.25 / dx)) & (bm - ilm < 10 * THINNEST_MM / dy)
+    thin = (bm - ilm < THINNEST_MM / dy).any(axis=1)
     out = ilm.copy()
     x = np.arange(ilm.shape[1])
-    for d in np.flatnonzero(gap.any(axis=1) & ~gap.all(axis=1)):
+    for d in np.flatnonzero(thin & ~gap.all(axis=1)):
         out[d, gap[d]] = np.minimum(ilm[d, gap[d]], np.interp(x[gap[d]], x[~gap[d]], ilm[d, ~gap[d]]))
     return out
 
 
-def _find_fovea(thickness_mm: np.ndarray, spacing: tuple[float, float], block: int) -> tuple[float, float] | None:
-    """The deepest pit: thickness within 0.25 mm against the ring at 1 mm, in the middle half of the field, at least 40 µm deep."""
-    inner = _smooth(thickness_mm, spacing, 0.25)
-    depth = _smooth(thickness_mm, spacing, 1.0) - inner
-    d, w = (n // 4 for n in depth.shape)
-    middle = depth[d : len(depth) - d, w : depth.shape[1] - w]
-    best = np.unravel_index(middle.argmax(), middle.shape)
-    if middle[best] < 0.04:
-        return None
-    return float(best[0] + d), (float(best[1] + w) + 0.5) * block - 0.5
+def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float] | None:
+    """The deepest pit of the middle half of the field: thickness within 0.2 mm against its 1 mm surroundings, near the centre if in
+    doubt; None if it is not 0.025 mm deep."""
+    depth = smooth(thickness_mm, spacing_mm, 1.0) - smooth(thickness_mm, spacing_mm, 0.2)
+    d, w = ((np.arange(n) - (n - 1) / 2) * mm for n, mm in zip(depth.shape, spacing_mm, strict=True))
+    eccentricity = np.hypot(d[:, None], w[None])
+    inside = (np.abs(d) <= len(d) * spacing_mm[0] / 4)[:, None] & (np.abs(w) <= len(w) * spacing_mm[1] / 4)
+    score = np.where(inside, depth - 0.01 * eccentricity, -np.inf)
+    best = np.unravel_index(score.argmax(), score.shape)
+    return (float(best[0]), float(best[1])) if depth[best] >= 0.025 else None
 
 
-def _confidence(
-    signal: np.ndarray, score: np.ndarray, rpe: np.ndarray, ilm: np.ndarray, bm: np.ndarray, dy: float, contrast: float
+def _support(
+    signal: np.ndarray, seen: np.ndarray, score: np.ndarray, ilm: np.ndarray, rpe: np.ndarray, bm: np.ndarray, spacing_mm: Spacing3
 ) -> dict[str, float]:
-    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and a BM, plus the contrast they were found in."""
+    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE."""
+    dz, dy, _ = spacing_mm
     n = max(1, round(0.05 / dy))
-    above = np.stack([_at(signal, ilm - i) for i in range(2, n + 2)])
-    below = np.stack([_at(signal, ilm + i) for i in range(n)])
-    seen = np.isfinite(above).any(axis=0) & np.isfinite(below).any(axis=0)
-    if not seen.any():
-        return dict.fromkeys(FLOORS, 0.0)
-    step = np.nanmean(below[:, seen], axis=0) - np.nanmean(above[:, seen], axis=0)
-    jumps = np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(rpe, axis=0))
+    step = np.mean([at_rows(signal, ilm + i) - at_rows(signal, ilm - i - 2) for i in range(n)], axis=0)
+    ilm_seen = at_rows(seen, ilm + n) & at_rows(seen, ilm - n - 1)
+    rpe_seen = at_rows(seen, rpe)
+    jumps = (np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(rpe, axis=0))) * dy
     thickness = (bm - ilm) * dy
     return {
-        "contrast": contrast,
-        "ilm_support": float((step > 0.15).mean()),
-        "rpe_support": float((_at(score, rpe)[np.isfinite(_at(signal, rpe))] > 0.1).mean()),
-        "smoothness": float((jumps * dy < 0.06).mean()) if jumps.size else 1.0,
-        "plausible_thickness": float(((thickness > 0.1) & (thickness < 0.8)).mean()),
+        "ilm_support": float((step[ilm_seen] > 0.15).mean()) if ilm_seen.any() else 0.0,
+        "rpe_support": float((at_rows(score, rpe)[rpe_seen] > 0.1).mean()) if rpe_seen.any() else 0.0,
+        "smoothness": float((jumps < 0.06 + 0.25 * dz).mean()) if jumps.size else 1.0,
+        "thickness": float(((thickness > 0.1) & (thickness < 1.0)).mean()),
     }
-
-
-def _at(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    index = np.clip(np.rint(rows).astype(int), 0, array.shape[1] - 1)
-    return np.take_along_axis(array, index[:, None], axis=1)[:, 0]
-
-
-def _refine(rows: np.ndarray, block: int, width: int) -> np.ndarray:
-    """Surfaces [2, D, w] of column blocks to every A-scan [2, D, W], linear between block centres."""
-    position = np.clip((np.arange(width) + 0.5) / block - 0.5, 0, rows.shape[2] - 1)
-    low = np.minimum(position.astype(int), max(rows.shape[2] - 2, 0))
-    part = position - low
-    high = np.minimum(low + 1, rows.shape[2] - 1)
-    return ((1 - part) * rows[:, :, low] + part * rows[:, :, high]).astype(np.float32)

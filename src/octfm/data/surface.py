@@ -1,0 +1,94 @@
+"""Surfaces over A-scans ([D, W], in rows): the best path through a score, and the smoothing that anatomy allows."""
+
+import numpy as np
+
+
+def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
+    """Rows [D, W] of the path with the largest summed score per B-scan, moving at most `jump` rows per A-scan at `penalty` each."""
+    depth, width, height = score_DWH.shape
+    best = np.full((width, depth, height + 2 * jump), -np.inf, np.float32)
+    best[:, :, jump : jump + height] = score_DWH.transpose(1, 0, 2)
+    for x in range(1, width):
+        best[x] += _dilate(best[x - 1], jump, penalty)
+    rows = np.empty((depth, width), np.int64)
+    rows[:, -1] = best[-1].argmax(axis=1)
+    steps = np.arange(-jump, jump + 1)
+    cost = (penalty * np.abs(steps)).astype(np.float32)
+    bscan = np.arange(depth)
+    for x in range(width - 1, 0, -1):
+        reachable = rows[:, x, None] + steps
+        # The border beyond `jump` is -inf, so clipping never selects it.
+        reachable = np.clip(reachable, 0, height + 2 * jump - 1)
+        rows[:, x - 1] = reachable[bscan, (best[x - 1][bscan[:, None], reachable] - cost).argmax(axis=1)]
+    return (rows - jump).astype(np.float32)
+
+
+def _dilate(values: np.ndarray, reach: int, penalty: float) -> np.ndarray:
+    """Largest value within ± `reach` rows less `penalty` per row, [D, H]; the window doubles instead of being walked."""
+    done = 0
+    while done < reach:
+        step = min(done + 1, reach - done)
+        lower, wider = values - np.float32(penalty * step), values.copy()
+        np.maximum(wider[:, step:], lower[:, :-step], out=wider[:, step:])
+        np.maximum(wider[:, :-step], lower[:, step:], out=wider[:, :-step])
+        values, done = wider, done + step
+    return values
+
+
+def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
+    """Values [D, W] at the nearest row of a surface."""
+    index = np.clip(np.rint(rows_DW).astype(int), 0, array_DWH.shape[2] - 1)
+    return np.take_along_axis(array_DWH, index[:, :, None], axis=2)[:, :, 0]
+
+
+def median_of_bscans(surface: np.ndarray) -> np.ndarray:
+    """Median over 5 B-scans: one that disagrees with its registered neighbours is overruled."""
+    reach = min(2, (len(surface) - 1) // 2)
+    padded = np.pad(surface, ((reach, reach), (0, 0)), mode="edge")
+    return np.median(np.stack([padded[i : i + len(surface)] for i in range(2 * reach + 1)]), axis=0).astype(np.float32)
+
+
+def envelope(surface: np.ndarray, spacing_mm: tuple[float, float], side: int) -> np.ndarray:
+    """The smooth surface that bumps stand on: side 1 is the deeper one (BM below drusen), -1 the shallower (the rim above pits)."""
+    trend = _quadratic(surface)
+    residual = side * (surface - trend)
+    for _ in range(3):
+        residual = np.maximum(residual, smooth(residual, spacing_mm, 0.4))
+    return (trend + side * np.maximum(residual, smooth(residual, spacing_mm, 0.1))).astype(np.float32)
+
+
+def _quadratic(surface: np.ndarray) -> np.ndarray:
+    """The least-squares quadratic: tilt and curvature, which the borders of a moving mean would flatten."""
+    d, w = (np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in surface.shape)
+    D, W = np.meshgrid(d, w, indexing="ij")
+    basis = np.stack([np.ones_like(D), D, W, D * W, D * D, W * W], axis=-1).reshape(-1, 6)
+    return (basis @ np.linalg.lstsq(basis, surface.ravel(), rcond=None)[0]).reshape(surface.shape)
+
+
+def smooth(surface: np.ndarray, spacing_mm: tuple[float, float], reach_mm: float) -> np.ndarray:
+    """Mean over about ± `reach_mm` in both directions, over what there is at the borders."""
+    for axis, mm in enumerate(spacing_mm):
+        reach = int(reach_mm / mm)
+        if reach:
+            surface = _window_sum(surface, reach, axis) / _window_sum(np.ones_like(surface), reach, axis)
+    return surface
+
+
+def near(mask: np.ndarray, reach: int) -> np.ndarray:
+    """True within ± `reach` A-scans of a True."""
+    return _window_sum(mask.astype(np.float64), reach, 1) > 0.5
+
+
+def _window_sum(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
+    n = array.shape[axis]
+    total = np.cumsum(array, axis=axis, dtype=np.float64)
+    total = np.concatenate([np.zeros_like(total.take([0], axis)), total], axis)
+    index = np.arange(n)
+    return total.take(np.minimum(index + reach + 1, n), axis) - total.take(np.maximum(index - reach, 0), axis)
+
+
+def refine(rows_DW: np.ndarray, block: int, width: int) -> np.ndarray:
+    """A surface known per block of A-scans to every A-scan [D, width], linear between the middles of the blocks."""
+    middle = (np.arange(rows_DW.shape[1]) + 0.5) * block - 0.5
+    position = np.arange(width)
+    return np.stack([np.interp(position, middle, row) for row in rows_DW]).astype(np.float32)
