@@ -1,0 +1,229 @@
+"""batches(step): the global batch is a pure function of (seed, step); every rank takes its positions of it, read ahead in a thread."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from octfm.config import Config
+from octfm.data.store import Arrays, Store
+from octfm.errors import ConfigError, StoreError
+
+ORDER_STREAM = 1
+"""Sets the order of volumes apart from whatever else is drawn with the run's seed."""
+
+
+class DataConfig(Config):
+    store: str | None = None
+    """Folder of a prepared store."""
+    scanners: tuple[str, ...] = ()
+    """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""
+    max_samples: int | None = None
+    """At most this many volumes, the same ones every time; null for all."""
+    global_batch_size: int = 32
+    """Volumes per optimizer step, over all ranks and accumulation."""
+    per_device_batch_size: int = 1
+    """Volumes per forward pass on one device. Accumulation follows: global / (per device × world), and must divide."""
+    prefetch: int = 2
+    """Steps read ahead."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One rank's share of one global batch."""
+
+    voxels: np.ndarray
+    """uint8 [B, D, H, W]"""
+    band: np.ndarray
+    """float32 [B, 2, D, W]"""
+    valid: np.ndarray
+    """int16 [B, 2, D, W]"""
+    index: np.ndarray
+    """int64 [B], rows of the store."""
+    position: np.ndarray
+    """int64 [B], places in the sequence of all volumes of the run: step × global_batch_size + place in the global batch."""
+    scanner: tuple[str, ...]
+    wait_s: float
+    """How long the caller waited for it."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Loader:
+    """Draws from `rows` of `store`. Position p of the run is row perm_e[p mod n] of epoch e = p // n, perm_e seeded by (seed, e).
+
+    World size, prefetch and threads change when a volume is read and by whom, never which.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rows: Sequence[int] | np.ndarray,
+        global_batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        prefetch: int = 2,
+    ):
+        self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
+        self.global_batch_size, self.seed, self.rank, self.world, self.prefetch = global_batch_size, seed, rank, world, prefetch
+        if not len(self.rows):
+            raise ConfigError(f"{store.path}: no rows to draw batches from; see data.scanners, data.max_samples and the split")
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank must be in 0 … {world - 1} (world {world}), got {rank}")
+        if prefetch < 0:
+            raise ConfigError(f"data.prefetch: expected 0 or more steps, got {prefetch}")
+        accumulation(global_batch_size, 1, world)
+        # One thread: the store reads a batch in parallel by itself, and steps are wanted in order.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
+        self._ahead: dict[int, Future[Batch]] = {}
+        self._closed = False
+        self._permutation = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.rows) / self.global_batch_size
+
+    def positions(self, step: int) -> np.ndarray:
+        """int64 [global_batch_size / world]: this rank's positions of the run's sequence of volumes."""
+        share = self.global_batch_size // self.world
+        return step * self.global_batch_size + self.rank * share + np.arange(share, dtype=np.int64)
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """int64 [B]: the rows of the store at these positions."""
+        epochs, places = np.divmod(positions, len(self.rows))
+        index = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            index[here] = self.rows[self._permutation(int(epoch))[places[here]]]
+        return index
+
+    def batches(self, step: int) -> Batch:
+        """This rank's share of the global batch of `step`; reading of the following steps goes on in the background.
+
+        Raises StoreError naming the step, caused by whatever went wrong while reading it.
+        """
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, got {step}")
+        if self._closed:
+            raise RuntimeError("the loader is closed")
+        start = time.perf_counter()
+        wanted = range(step, step + self.prefetch + 1)
+        # After a jump (resume, rollback) what was read ahead for other steps is of no use.
+        for other in [s for s in self._ahead if s not in wanted]:
+            self._ahead.pop(other).cancel()
+        for s in wanted:
+            if s not in self._ahead:
+                self._ahead[s] = self._reader.submit(self._load, s)
+        future = self._ahead.pop(step)
+        error = future.exception()
+        if error is not None:
+            raise StoreError(f"reading the batch of step {step} failed: {error}") from error
+        return replace(future.result(), wait_s=time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Joins the thread; safe to call twice."""
+        self._closed = True
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def _load(self, step: int) -> Batch:
+        positions = self.positions(step)
+        index = self.indices(positions)
+        arrays: Arrays = self.store.read(index)
+        scanner = tuple(self.store.rows[i].scanner for i in index)
+        return Batch(arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0)
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        # numpy keeps the raw output of its bit generators across versions, and not that of Generator.permutation.
+        bits = np.random.Philox(np.random.SeedSequence((self.seed, epoch, ORDER_STREAM)))
+        return np.argsort(bits.random_raw(len(self.rows)), kind="stable")
+
+
+def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
+    """The batch in parts of `size`, in order. wait_s stays with the first, so that its sum is the batch's."""
+    if size < 1 or len(batch) % size:
+        raise ConfigError(f"data.per_device_batch_size {size} does not divide the {len(batch)} volumes of a rank")
+    for start in range(0, len(batch), size):
+        part = slice(start, start + size)
+        yield Batch(
+            batch.voxels[part],
+            batch.band[part],
+            batch.valid[part],
+            batch.index[part],
+            batch.position[part],
+            batch.scanner[part],
+            wait_s=0.0 if start else batch.wait_s,
+        )
+
+
+def accumulation(global_batch_size: int, per_device_batch_size: int, world: int) -> int:
+    """Forward passes per optimizer step: global / (per device × world). ConfigError with the nearest values that work."""
+    for name, value in (
+        ("data.global_batch_size", global_batch_size),
+        ("data.per_device_batch_size", per_device_batch_size),
+        ("world", world),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name}: expected at least 1, got {value}")
+    once = per_device_batch_size * world
+    passes, rest = divmod(global_batch_size, once)
+    if not rest:
+        return passes
+    choices = " or ".join(str(k * once) for k in (passes, passes + 1) if k)
+    remedy = f"data.global_batch_size={choices}"
+    if global_batch_size % world == 0:
+        share = global_batch_size // world
+        divisors = [k for k in range(1, share + 1) if share % k == 0]
+        below = [k for k in divisors if k < per_device_batch_size][-1:]
+        above = [k for k in divisors if k > per_device_batch_size][:1]
+        remedy += f", or data.per_device_batch_size={' or '.join(map(str, below + above))}"
+    raise ConfigError(
+        f"data.global_batch_size {global_batch_size} is not a multiple of per_device_batch_size {per_device_batch_size} × {world} "
+        f"{'ranks' if world > 1 else 'rank'} = {once}; nearest that work: {remedy}"
+    )
+
+
+def select(store: Store, split: str | None, scanners: Sequence[str] = (), max_samples: int | None = None) -> np.ndarray:
+    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all), at most `max_samples` of them.
+
+    The sample is ordered by a hash of the acquisition, so it mixes scanners and participants, and grows by inclusion.
+    Raises StoreError if any participant of the store is in two splits (F16), ConfigError if nothing matches.
+    """
+    assert_disjoint_splits(store)
+    present = sorted({row.scanner for row in store.rows})
+    unknown = [name for name in scanners if name not in present]
+    if unknown:
+        raise ConfigError(f"data.scanners: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}")
+    splits = sorted({str(row.split) for row in store.rows})
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {max_samples}")
+    rows = [row for row in store.rows if split in (None, row.split) and (not scanners or row.scanner in scanners)]
+    if not rows:
+        among = f" of {', '.join(scanners)}" if scanners else ""
+        raise ConfigError(f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}")
+    if max_samples is not None:
+        rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())[:max_samples]
+    return np.array(sorted(row.index for row in rows), dtype=np.int64)
+
+
+def assert_disjoint_splits(store: Store) -> None:
+    split_of: dict[str, str | None] = {}
+    for row in store.rows:
+        if split_of.setdefault(row.participant, row.split) != row.split:
+            raise StoreError(
+                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in {row.split}, so results would "
+                "leak; run `octfm scan` on all the data and `octfm prepare` again: the rows take the catalog's splits, voxels stay"
+            )

@@ -1,0 +1,336 @@
+"""Catalog + Preprocessing -> Store: parallel, resumable at any moment, and never stopped by a bad file."""
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from octfm.data.store import Compression, Store, StoreRow, Unprepared
+from octfm.data.store_writer import StoreWriter, stage
+from octfm.data.volume import Volume
+from octfm.errors import OctfmError, ReadError, StoreError
+
+if TYPE_CHECKING:
+    from octfm.data.catalog import Acquisition, Catalog
+    from octfm.data.preprocessing import Prepared, Preprocessing
+
+# What a bad file makes of a decoder or of numpy. A TypeError or an AttributeError would be our own mistake, and stops the run.
+BAD_INPUT = (OctfmError, ValueError, ArithmeticError, LookupError, RuntimeError, OSError, MemoryError)
+
+REASONS: dict[str, str] = {
+    "changed_since_scan": "the file is not the one that the catalog describes; scan again",
+    "preprocessing_failed": "the voxels could be read, and not brought into the prepared frame; report it with the sentence",
+    "out_of_memory": "the volume did not fit into memory; run again with fewer workers",
+    "worker_died": "the process that read it was killed, or a decoder crashed; run again with fewer workers, else transcode the file",
+}
+"""What can go wrong after the scan, besides the reason codes of the readers -> what it means and what would fix it."""
+
+AHEAD = 2
+"""Volumes handed out per worker. Also bounds the tasks that can have been running when a worker died."""
+
+Read = Callable[[str], Volume]
+
+
+def prepare(
+    catalog: "Catalog",
+    out: str | Path,
+    preprocessing: "Preprocessing",
+    *,
+    workers: int | None = None,
+    compression: Compression | None = None,
+    progress: bool = True,
+    read: Read | None = None,
+) -> Store:
+    """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
+
+    Stopped at any moment, even by kill -9, the same call continues. What cannot be prepared goes to unprepared.jsonl with a
+    code and a sentence and is tried again by the next call. Volumes already there are not read again; when the catalog says
+    other things about them (split, labels, scanner), their rows follow it.
+
+    workers: processes, None for one per core; 1 works in this process.
+    compression: "none" for a local disk (what a new store gets), "zstd" for a bucket.
+    read: how a uri becomes a Volume, by default `read_volume`, which decides by content; it travels to the workers.
+    Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
+    where nothing at all could be prepared.
+    """
+    import joblib
+
+    out = Path(out)
+    if not catalog.acquisitions:
+        raise StoreError(f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects")
+    workers = joblib.cpu_count() if workers is None else workers
+    if workers < 1:
+        raise StoreError(f"workers must be at least 1, got {workers}")
+    with StoreWriter(out, preprocessing, compression) as writer:
+        _follow_catalog(writer, catalog.acquisitions)
+        tasks = _missing(writer, catalog.acquisitions)
+        trying = {task.acquisition.sop_instance_uid for task in tasks}
+        writer.keep_unprepared(lambda u: u.acquisition not in trying)
+        run = functools.partial(
+            _prepare_one,
+            preprocessing=preprocessing,
+            read=read,
+            staging=writer.staging,
+            compression=writer.compression,
+        )
+        try:
+            with _Progress(len(tasks), progress) as shown:
+                for task, outcome in _outcomes(tasks, run, workers):
+                    if isinstance(outcome, Unprepared):
+                        writer.quarantine(outcome)
+                    elif task.index is None:
+                        writer.append(outcome, task.name)
+                    else:
+                        writer.put_back(outcome, task.name)
+                    shown.advance(outcome)
+        except OSError as error:
+            raise StoreError(
+                f"{out}: writing failed ({error}); what is there stays valid, mend that and run the same command again"
+            ) from error
+    store = Store.open(out)
+    if not len(store):
+        code, count = Counter(u.code for u in store.unprepared()).most_common(1)[0]
+        first = next(u for u in store.unprepared() if u.code == code)
+        raise StoreError(
+            f"{out}: none of {len(tasks)} volumes could be prepared, {count} with {code}, for example: {first.sentence}; "
+            f"see {out / 'unprepared.jsonl'}"
+        )
+    if progress:
+        print(describe(store.summary()), file=sys.stderr)
+    return store
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """`Store.summary()` in lines for people."""
+    lines = [f"{summary['volumes']:,} volumes of {summary['participants']:,} participants prepared"]
+    for title, key in (("scanner", "by_scanner"), ("diagnosis", "by_diagnosis")):
+        for name, counts in summary[key].items():
+            low = f"{counts['low_confidence']:,} ({counts['low_confidence'] / counts['volumes']:.0%})"
+            lines.append(f"  {title} {name}: {counts['volumes']:,} volumes, tissue band of low confidence in {low}")
+    lines += [f"  not prepared, {code}: {count:,}" for code, count in summary["unprepared"].items()]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Task:
+    acquisition: "Acquisition"
+    index: int | None
+    """The row whose shards are lost; None for a volume that is new."""
+    name: str
+    """Of its files in the staging folder."""
+
+
+def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) -> list[_Task]:
+    index = {row.acquisition: row.index for row in writer.rows}
+    lost = writer.missing()
+    tasks, seen = [], set()
+    for position, acquisition in enumerate(acquisitions):
+        uid = acquisition.sop_instance_uid
+        if uid in seen:
+            raise StoreError(f"{acquisition.uri}: acquisition {uid} is in the catalog twice; scan again, which rejects duplicates")
+        seen.add(uid)
+        if uid not in index or index[uid] in lost:
+            tasks.append(_Task(acquisition, index.get(uid), f"{position:08d}"))
+    return tasks
+
+
+def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) -> None:
+    """A catalog scanned anew may have moved participants between splits, or learnt labels: stale rows would leak (F16)."""
+    known = {acquisition.sop_instance_uid: acquisition for acquisition in acquisitions}
+    rows = []
+    for row in writer.rows:
+        acquisition = known.get(row.acquisition)
+        if acquisition is not None:
+            if acquisition.laterality != row.laterality:
+                raise StoreError(
+                    f"{writer.path}: {row.uri} was prepared as laterality {row.laterality}, and the catalog now says "
+                    f"{acquisition.laterality}; its voxels would be mirrored wrongly, prepare into a new folder"
+                )
+            row = replace(row, **_words(acquisition))
+        rows.append(row)
+    if rows != writer.rows:
+        writer.rewrite(rows)
+
+
+def _words(acquisition: "Acquisition") -> dict[str, Any]:
+    """What a row repeats from the catalog."""
+    return {
+        "acquisition": acquisition.sop_instance_uid,
+        "uri": acquisition.uri,
+        "participant": acquisition.participant,
+        "eye_id": acquisition.eye_id,
+        "laterality": acquisition.laterality,
+        "scanner": acquisition.scanner,
+        "protocol": acquisition.protocol,
+        "split": acquisition.split,
+        "participant_labels": dict(acquisition.participant_labels),
+        "flags": tuple(acquisition.flags),
+    }
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_one(
+    task: _Task, *, preprocessing: "Preprocessing", read: Read | None, staging: Path, compression: Compression
+) -> StoreRow | Unprepared:
+    acquisition = task.acquisition
+    try:
+        prepared = _prepared(acquisition, preprocessing, read)
+    except BAD_INPUT as error:
+        return _unprepared(acquisition, _code(error), " ".join(str(error).split()) or type(error).__name__)
+    digest = stage(prepared, staging, task.name, compression)
+    row = row_of(acquisition, prepared, digest)
+    return row if task.index is None else replace(row, index=task.index)
+
+
+def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str) -> StoreRow:
+    """The row of a volume that has no place in the store yet."""
+    return StoreRow(
+        index=-1,
+        confident=bool(prepared.confident),
+        confidence=dict(prepared.confidence),
+        transform=prepared.transform.to_dict(),
+        checksum=digest,
+        **_words(acquisition),
+    )
+
+
+def _prepared(acquisition: "Acquisition", preprocessing: "Preprocessing", read: Read | None) -> "Prepared":
+    if read is None:
+        from octfm.data.readers import read_volume as read
+    volume = read(acquisition.uri)
+    if volume.shape != tuple(acquisition.shape):
+        raise ReadError(
+            "changed_since_scan", f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again"
+        )
+    # The catalog has cross-checked header, manifest and positions; the file alone has not.
+    return preprocessing(
+        replace(
+            volume,
+            spacing_mm=tuple(acquisition.spacing_mm),
+            laterality=acquisition.laterality,
+            scanner=acquisition.scanner,
+            protocol=acquisition.protocol,
+            participant=acquisition.participant,
+            acquisition=acquisition.sop_instance_uid,
+            source=acquisition.uri,
+        )
+    )
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, ReadError):
+        return error.code
+    if isinstance(error, MemoryError):
+        return "out_of_memory"
+    return "unreadable" if isinstance(error, OSError) else "preprocessing_failed"
+
+
+def _unprepared(acquisition: "Acquisition", code: str, sentence: str) -> Unprepared:
+    return Unprepared(acquisition.sop_instance_uid, acquisition.uri, acquisition.scanner, code, sentence)
+
+
+def _leave_with(coordinator: int) -> None:
+    """A worker whose coordinator was killed ends within a second, instead of holding its memory until joblib's timeout."""
+
+    def watch() -> None:
+        while os.getppid() == coordinator:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---- in the coordinator ----------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(
+    tasks: list[_Task], run: Callable[[_Task], StoreRow | Unprepared], workers: int
+) -> Iterator[tuple[_Task, StoreRow | Unprepared]]:
+    """In the order of the tasks. Results are small: voxels go to the staging folder, never through the coordinator."""
+    if workers == 1:
+        yield from ((task, run(task)) for task in tasks)
+        return
+    import joblib
+    from joblib.externals.loky import get_reusable_executor
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
+    # One thread per worker: BLAS pools of every worker on every core would fight.
+    pool = {"inner_max_num_threads": 1, "initializer": _leave_with, "initargs": (os.getpid(),)}
+    done, alone = 0, 0
+    while done < len(tasks):
+        # After a worker died, its companions' tasks run one by one: the next death then has a name.
+        part = tasks[done : done + 1] if alone else tasks[done:]
+        try:
+            with joblib.parallel_config(backend="loky", n_jobs=workers, **pool):
+                parallel = joblib.Parallel(return_as="generator", pre_dispatch=f"{AHEAD} * n_jobs")
+            outcomes: Any = parallel(joblib.delayed(run)(task) for task in part)
+            for outcome in outcomes:
+                yield tasks[done], outcome
+                done += 1
+                alone = max(alone - 1, 0)
+        except BrokenProcessPool:
+            if alone:
+                sentence = f"{tasks[done].acquisition.uri}: the process that read it died (out of memory, or a crash in a decoder)"
+                yield tasks[done], _unprepared(tasks[done].acquisition, "worker_died", sentence)
+                done, alone = done + 1, alone - 1
+            else:
+                alone = AHEAD * workers
+    # Idle workers would keep their memory for minutes, and training may follow in this process.
+    get_reusable_executor().shutdown()
+
+
+class _Progress:
+    """A bar with the remaining time on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, total: int, wanted: bool, seconds_between_lines: float = 10):
+        self._total, self._wanted, self._pause = total, wanted and total > 0, seconds_between_lines
+        self._done = self._failed = 0
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        self._start = self._last = time.monotonic()
+        if self._wanted and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+            remaining = TimeRemainingColumn(compact=True)
+            columns = (
+                "prepare",
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                "left",
+                remaining,
+                TextColumn("{task.fields[note]}"),
+            )
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("prepare", total=self._total, note="")
+            self._bar.start()
+        return self
+
+    def advance(self, outcome: StoreRow | Unprepared) -> None:
+        self._done += 1
+        self._failed += isinstance(outcome, Unprepared)
+        note = f"{self._failed:,} not prepared" if self._failed else ""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, note=note)
+            return
+        now = time.monotonic()
+        if self._wanted and (now - self._last >= self._pause or self._done == self._total):
+            rate = self._done / max(now - self._start, 1e-9)
+            left = (self._total - self._done) / rate
+            text = f"prepare: {self._done:,} of {self._total:,} volumes, {rate:.2g} volumes/s, {left / 60:.1f} min left"
+            print(f"{text}, {note}" if note else text, file=sys.stderr, flush=True)
+            self._last = now
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

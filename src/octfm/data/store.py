@@ -1,0 +1,318 @@
+"""Prepared volumes on disk: zarr v3 arrays in which a shard is one volume, and a row per volume that says what it is."""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from octfm.errors import StoreError
+
+if TYPE_CHECKING:
+    from octfm.data.preprocessing import Preprocessing
+
+FORMAT, VERSION = "octfm-store", 1
+CHECKSUM = "sha256 of the voxels, band and valid of a volume, in this order, C order, little endian"
+ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
+DIAGNOSIS_COLUMNS = ("diagnosis", "study_group")
+
+Compression = Literal["none", "zstd"]
+
+
+@dataclass(frozen=True)
+class StoreRow:
+    """What one prepared volume is; `index` is its place in the arrays."""
+
+    index: int
+    acquisition: str
+    """SOP Instance UID."""
+    uri: str
+    participant: str
+    eye_id: str
+    laterality: str | None
+    scanner: str
+    protocol: str
+    split: str | None
+    participant_labels: dict[str, str]
+    flags: tuple[str, ...]
+    confident: bool
+    """False: the tissue band could not be told, so it holds every row of the image."""
+    confidence: dict[str, float | None]
+    transform: dict[str, Any]
+    """Way back to the native frame: `Transform.from_dict` reads it."""
+    checksum: str
+
+    def to_line(self) -> str:
+        return to_line(asdict(self))
+
+    @property
+    def diagnosis(self) -> str | None:
+        """The first of the columns `diagnosis`, `study_group` that the participant has."""
+        return next((self.participant_labels[c] for c in DIAGNOSIS_COLUMNS if self.participant_labels.get(c)), None)
+
+
+@dataclass(frozen=True)
+class Unprepared:
+    """An acquisition that could not be prepared; the next call tries it again."""
+
+    acquisition: str
+    uri: str
+    scanner: str
+    code: str
+    sentence: str
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    voxels: np.ndarray
+    """uint8 [B, D, H, W]"""
+    band: np.ndarray
+    """float32 [B, 2, D, W]: upper and lower surface of the tissue band, in rows."""
+    valid: np.ndarray
+    """int16 [B, 2, D, W]: first row that holds image, one past the last; both 0 where the A-scan is padding."""
+
+    @staticmethod
+    def empty(count: int, image_size: Sequence[int]) -> "Arrays":
+        return Arrays(**{name: np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items()})
+
+
+class Store:
+    """A prepared store, opened for reading. Pickles as its path, so workers of any start method may take it along."""
+
+    def __init__(self, path: Path, header: dict[str, Any], rows: tuple[StoreRow, ...], threads: int | None):
+        self.path, self.rows, self.threads = path, rows, threads
+        self.fingerprint: str = header["fingerprint"]
+        self.compression: Compression = header["compression"]
+        self.image_size: tuple[int, int, int] = tuple(header["image_size"])
+        self._settings: dict[str, Any] = header["preprocessing"]
+        self._arrays: _TensorStoreArrays | _ZarrArrays | None = None
+
+    @staticmethod
+    def open(path: str | Path, threads: int | None = None) -> "Store":
+        """`threads` bounds those that read and copy; None lets every core help. Raises StoreError if missing or of another version."""
+        path = Path(path)
+        header = read_header(path)
+        if header is None:
+            raise StoreError(f"{path}: no prepared store here (store.json is missing); make one with `octfm prepare`")
+        return Store(path, header, read_rows(path)[0], threads)
+
+    def __reduce__(self):
+        return Store.open, (self.path, self.threads)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def preprocessing(self) -> "Preprocessing":
+        from octfm.data.preprocessing import Preprocessing
+
+        return Preprocessing.model_validate(self._settings)
+
+    def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
+        """The volumes of these rows, in this order, repeats allowed.
+
+        `out` (of `Arrays.empty(len(indices), store.image_size)`) is filled and returned: reused memory costs no page faults, which
+        at full size are as expensive as the copy itself.
+        """
+        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        outside = index[(index < 0) | (index >= len(self))]
+        if outside.size:
+            raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
+        out = out or Arrays.empty(len(index), self.image_size)
+        self._arrays = self._arrays or _open_arrays(self.path, self.threads)
+        for name in ARRAYS:
+            try:
+                self._arrays.read_into(name, index, getattr(out, name))
+            except (ValueError, OSError) as error:
+                raise StoreError(self._damaged(index, name, error)) from error
+        return out
+
+    def verify(self, sample: int | None = None, seed: int = 0) -> int:
+        """Compare the checksums of all volumes, or of `sample` drawn with `seed`; returns how many. StoreError names those that differ."""
+        count = len(self) if sample is None else min(sample, len(self))
+        drawn = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
+        damaged = []
+        for index in drawn:
+            arrays = self.read([index])
+            if checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) != self.rows[index].checksum:
+                damaged.append(int(index))
+        if damaged:
+            names = ", ".join(f"{i} ({self.rows[i].acquisition})" for i in damaged[:5])
+            raise StoreError(
+                f"{self.path}: {len(damaged)} of {count} volumes differ from their checksum: rows {names}"
+                f"{' …' if len(damaged) > 5 else ''}; delete {self.path / 'voxels' / shard_key(damaged[0])} (and the others) "
+                "and run `octfm prepare` again, which makes only what is missing"
+            )
+        return count
+
+    def unprepared(self) -> tuple[Unprepared, ...]:
+        """What is quarantined, from unprepared.jsonl."""
+        return read_unprepared(self.path)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, quarantined per code."""
+        by_scanner: dict[str, dict[str, int]] = {}
+        by_diagnosis: dict[str, dict[str, int]] = {}
+        for row in self.rows:
+            for table, key in ((by_scanner, row.scanner), (by_diagnosis, row.diagnosis)):
+                if key is not None:
+                    counts = table.setdefault(key, {"volumes": 0, "low_confidence": 0})
+                    counts["volumes"] += 1
+                    counts["low_confidence"] += not row.confident
+        return {
+            "volumes": len(self),
+            "participants": len({row.participant for row in self.rows}),
+            "low_confidence": sum(not row.confident for row in self.rows),
+            "by_scanner": dict(sorted(by_scanner.items())),
+            "by_diagnosis": dict(sorted(by_diagnosis.items())),
+            "unprepared": dict(Counter(u.code for u in self.unprepared()).most_common()),
+        }
+
+    def _damaged(self, index: np.ndarray, name: str, error: Exception) -> str:
+        """Which of these volumes has a bad shard, found by the shard that the engine's message names."""
+        named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
+        which = int(named[1]) if named else int(index[0])
+        shard = self.path / name / shard_key(which)
+        return (
+            f"{shard}: volume {which} ({self.rows[which].acquisition}) cannot be read: {' '.join(str(error).split())[:200]}; "
+            "delete that file and run `octfm prepare` again, which makes only what is missing"
+        )
+
+
+class _TensorStoreArrays:
+    def __init__(self, path: Path, threads: int | None):
+        import tensorstore
+
+        limit = threads or "shared"
+        # Shards are written once and renamed into place, never truncated, so mapping them is safe and saves a copy.
+        context = tensorstore.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "data_copy_concurrency": {"limit": limit},
+                "file_io_concurrency": {"limit": limit},
+                "file_io_mode": {"mode": "memmap"},
+            }
+        )
+        self._tensorstore = tensorstore
+        # A shard that is absent is damage; zarr's default would hand out zeros for it.
+        self._arrays = {
+            name: tensorstore.open(
+                {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path / name}/"}, "fill_missing_data_reads": False},
+                context=context,
+                read=True,
+            ).result()
+            for name in ARRAYS
+        }
+
+    def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
+        target = self._tensorstore.array(out, copy=False, write=True)
+        target.write(self._arrays[name][index]).result()
+
+
+class _ZarrArrays:
+    def __init__(self, path: Path, threads: int | None):
+        import zarr
+
+        self._path = path
+        self._arrays = {name: zarr.open_array(path / name, mode="r") for name in ARRAYS}
+        self._pool = ThreadPoolExecutor(threads or os.cpu_count())
+
+    def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
+        def one(position: int) -> None:
+            shard = self._path / name / shard_key(index[position])
+            if not shard.is_file():
+                raise FileNotFoundError(f"{shard} is absent")
+            out[position] = self._arrays[name][int(index[position])]
+
+        list(self._pool.map(one, range(len(index))))
+
+
+def _open_arrays(path: Path, threads: int | None) -> _TensorStoreArrays | _ZarrArrays:
+    try:
+        try:
+            return _TensorStoreArrays(path, threads)
+        except ImportError:
+            return _ZarrArrays(path, threads)
+    except (ValueError, OSError) as error:
+        raise StoreError(f"{path}: the arrays cannot be opened ({error}); `octfm prepare` repairs or makes them") from error
+
+
+def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for name, array in (("voxels", voxels), ("band", band), ("valid", valid)):
+        digest.update(np.ascontiguousarray(array, np.dtype(ARRAYS[name]).newbyteorder("<")).data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def shard_key(index: int) -> str:
+    return f"c.{index}.0.0.0"
+
+
+def read_header(path: Path) -> dict[str, Any] | None:
+    """store.json, checked; None where there is none."""
+    file = path / "store.json"
+    if not file.is_file():
+        return None
+    try:
+        header = json.loads(file.read_text())
+    except ValueError as error:
+        raise StoreError(f"{file}: not valid JSON ({error}); the store is damaged, prepare into a new folder") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise StoreError(f"{file}: expected format {FORMAT!r}; this is not a store of octfm")
+    if header.get("version") != VERSION:
+        raise StoreError(
+            f"{file}: store version {header.get('version')}, and this octfm reads version {VERSION}; "
+            "use the octfm that wrote it, or prepare into a new folder"
+        )
+    return header
+
+
+def read_rows(path: Path) -> tuple[tuple[StoreRow, ...], int]:
+    """The visible volumes, and the length in bytes of their lines. A last line without its end belongs to a write that was cut off."""
+    file = path / "rows.jsonl"
+    data = file.read_bytes() if file.is_file() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    rows = []
+    for number, line in enumerate(whole.splitlines()):
+        try:
+            values = json.loads(line)
+            rows.append(StoreRow(**{**values, "flags": tuple(values["flags"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"{file}: line {number + 1} is not a row ({error}); the store is damaged, prepare into a new folder") from None
+        if rows[-1].index != number:
+            raise StoreError(f"{file}: line {number + 1} holds row {rows[-1].index}; the store is damaged, prepare into a new folder")
+    return tuple(rows), len(whole)
+
+
+def read_unprepared(path: Path) -> tuple[Unprepared, ...]:
+    file = path / "unprepared.jsonl"
+    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+    return tuple(Unprepared(**json.loads(line)) for line in lines)
+
+
+def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    d, h, w = image_size
+    return {"voxels": (d, h, w), "band": (2, d, w), "valid": (2, d, w)}
+
+
+def to_line(values: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(values), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has neither numpy scalars nor NaN."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,231 @@
+"""Which volumes a step sees depends on the seed and the step, and on nothing else."""
+
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from octfm.config import load
+from octfm.data.loader import DataConfig, Loader, accumulation, microbatches, select
+from octfm.data.store import Store
+from octfm.errors import ConfigError, StoreError
+from store_samples import SCANNERS, write_store
+
+VOLUMES = 24
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return write_store(tmp_path_factory.mktemp("loader") / "store", VOLUMES)
+
+
+def sequence(store, steps, *, size=6, seed=0, rank=0, world=1, prefetch=2, rows=range(VOLUMES)):
+    with Loader(store, rows, size, seed, rank, world, prefetch) as loader:
+        return [loader.batches(step) for step in steps]
+
+
+def indices(batches):
+    return [batch.index.tolist() for batch in batches]
+
+
+def test_a_batch_holds_the_volumes_it_names(store):
+    for batch in sequence(store, range(3)):
+        wanted = store.read(batch.index)
+        for name in ("voxels", "band", "valid"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(wanted, name))
+        assert batch.scanner == tuple(store.rows[i].scanner for i in batch.index)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 2**31), prefetch=st.integers(0, 4), steps=st.lists(st.integers(0, 30), max_size=6))
+def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch, steps):
+    """Read ahead or not, resumed, repeated, rolled back: the step alone decides."""
+    expected = indices(sequence(store, range(31), seed=seed))
+    assert indices(sequence(store, steps, seed=seed, prefetch=prefetch)) == [expected[step] for step in steps]
+
+
+@settings(deadline=None, max_examples=15)
+@given(world=st.sampled_from([1, 2, 3, 4, 6]), share=st.integers(1, 4), step=st.integers(0, 20), seed=st.integers(0, 1000))
+def test_F10_ranks_see_disjoint_data(store, world, share, step, seed):
+    """Every rank had rank 0's shard and seed. Here the ranks' positions are disjoint and together are the global batch of one process."""
+    size = world * share
+    whole = sequence(store, [step], size=size, seed=seed)[0]
+    parts = [sequence(store, [step], size=size, seed=seed, rank=rank, world=world)[0] for rank in range(world)]
+    positions = [set(part.position.tolist()) for part in parts]
+    assert all(len(p) == share for p in positions) and len(set.union(*positions)) == size
+    assert np.concatenate([part.position for part in parts]).tolist() == whole.position.tolist()
+    assert np.concatenate([part.index for part in parts]).tolist() == whole.index.tolist()
+
+
+@settings(deadline=None, max_examples=20)
+@given(count=st.integers(1, VOLUMES), size=st.integers(1, 10), seed=st.integers(0, 100))
+def test_every_epoch_covers_every_volume_once(store, count, size, seed):
+    rows = np.arange(VOLUMES)[-count:]
+    with Loader(store, rows, size, seed) as loader:
+        seen = loader.indices(np.arange(3 * count))
+        for epoch in range(3):
+            assert sorted(seen[epoch * count : (epoch + 1) * count]) == rows.tolist()
+        steps = np.concatenate([loader.positions(step) for step in range(5)])
+        assert steps.tolist() == list(range(5 * size)), "no position is skipped or repeated between steps"
+
+
+def test_epochs_and_seeds_shuffle_differently(store):
+    with Loader(store, range(VOLUMES), 6, 0) as a, Loader(store, range(VOLUMES), 6, 1) as b:
+        first, second = a.indices(np.arange(VOLUMES)), a.indices(np.arange(VOLUMES, 2 * VOLUMES))
+        assert first.tolist() != second.tolist() != b.indices(np.arange(VOLUMES)).tolist() != first.tolist()
+
+
+def test_the_order_is_the_one_it_has_always_been(store):
+    """A resumed run, on whatever version of numpy, must continue the same epoch."""
+    with Loader(store, range(VOLUMES), 8, seed=42) as loader:
+        assert loader.indices(loader.positions(0)).tolist() == [16, 9, 8, 6, 14, 21, 11, 1]
+        assert loader.indices(loader.positions(7)).tolist() == [15, 7, 3, 5, 20, 16, 23, 11]
+
+
+def test_all_volumes_are_equally_likely_first(store):
+    first = []
+    for seed in range(2400):
+        loader = Loader(store, range(VOLUMES), 1, seed, prefetch=0)
+        first.append(int(loader.indices(loader.positions(0))[0]))
+        loader.close()
+    counts = np.bincount(first, minlength=VOLUMES)
+    assert counts.min() > 50 and counts.max() < 150
+
+
+class Broken:
+    """A store whose volume 3 cannot be read."""
+
+    def __init__(self, store):
+        self.path, self.rows, self._store = store.path, store.rows, store
+
+    def read(self, index):
+        if 3 in index:
+            raise OSError("disk on fire")
+        return self._store.read(index)
+
+
+def test_an_error_of_the_reading_thread_surfaces_with_its_cause(store):
+    with Loader(Broken(store), range(VOLUMES), 1, 0) as loader:
+        bad = int(np.flatnonzero(loader.indices(np.arange(VOLUMES)) == 3)[0])
+        for step in range(bad):
+            loader.batches(step)
+        for _ in range(2):
+            with pytest.raises(StoreError, match=f"step {bad} failed: disk on fire") as caught:
+                loader.batches(bad)
+            assert isinstance(caught.value.__cause__, OSError)
+        assert len(loader.batches(bad + 1)) == 1, "the next step is readable, and is read"
+
+
+class Slow(Broken):
+    def read(self, index):
+        time.sleep(0.1)
+        return self._store.read(index)
+
+
+def test_waiting_is_measured_and_reading_ahead_hides_it(store):
+    with Loader(Slow(store), range(VOLUMES), 2, 0, prefetch=2) as loader:
+        assert loader.batches(0).wait_s >= 0.1
+        time.sleep(0.35)
+        assert loader.batches(1).wait_s < 0.05
+
+
+def test_close_joins_the_thread(store):
+    loader = Loader(store, range(VOLUMES), 2, 0)
+    loader.batches(0)
+    loader.close()
+    loader.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("octfm-loader")]
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.batches(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 2, "world": 2}, "rank must be in 0 … 1"),
+        ({"size": 6, "world": 4}, "6 is not a multiple of .* 4 ranks"),
+        ({"rows": []}, "no rows to draw"),
+        ({"prefetch": -1}, "data.prefetch"),
+    ],
+)
+def test_impossible_settings_are_refused(store, change, message):
+    with pytest.raises(ConfigError, match=message):
+        sequence(store, [0], **change)
+
+
+def test_microbatches_are_the_batch_in_order(store):
+    batch = sequence(store, [1])[0]
+    parts = list(microbatches(batch, 2))
+    assert np.concatenate([p.index for p in parts]).tolist() == batch.index.tolist()
+    assert np.concatenate([p.voxels for p in parts]).tobytes() == batch.voxels.tobytes()
+    assert sum((p.scanner for p in parts), ()) == batch.scanner
+    assert sum(p.wait_s for p in parts) == batch.wait_s
+    with pytest.raises(ConfigError, match="4 does not divide the 6"):
+        list(microbatches(batch, 4))
+
+
+def test_F7_accumulation_must_divide():
+    """Global batch size and image size never change silently: what does not divide is refused, with what would."""
+    assert accumulation(32, 1, 16) == 2
+    assert accumulation(32, 8, 1) == 4
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size 30 .*4 × 2 ranks = 8.*global_batch_size=24 or 32.*per_device_batch_size=3 or 5"
+    ):
+        accumulation(30, 4, 2)
+    with pytest.raises(ConfigError, match=r"global_batch_size=8, or data.per_device_batch_size=3"):
+        accumulation(3, 8, 1)
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        accumulation(0, 1, 1)
+
+
+@settings(deadline=None, max_examples=200)
+@given(size=st.integers(1, 200), per_device=st.integers(1, 40), world=st.integers(1, 16))
+def test_F7_what_the_refusal_proposes_works(size, per_device, world):
+    assume(size % (per_device * world))
+    with pytest.raises(ConfigError) as caught:
+        accumulation(size, per_device, world)
+    remedy = str(caught.value).split("nearest that work:")[1]
+    for key, values in re.findall(r"data\.(\w+)=(\d+(?: or \d+)?)", remedy):
+        for value in map(int, values.split(" or ")):
+            changed = {"global_batch_size": size, "per_device_batch_size": per_device, key: value}
+            assert accumulation(**changed, world=world) >= 1
+
+
+def test_the_prototypes_settings_are_accepted():
+    config = load(DataConfig, {"global_batch_size": 32, "per_device_batch_size": 1, "scanners": ["topcon_triton"], "max_samples": None})
+    assert config.scanners == ("topcon_triton",) and accumulation(config.global_batch_size, config.per_device_batch_size, world=16) == 2
+
+
+@pytest.mark.parametrize("scanners", [(), SCANNERS[:1], SCANNERS[1:]])
+@pytest.mark.parametrize("split", ["train", "val", "test", None])
+def test_selection_is_what_was_asked(store, split, scanners):
+    chosen = select(store, split, scanners)
+    wanted = [r.index for r in store.rows if split in (None, r.split) and (not scanners or r.scanner in scanners)]
+    assert chosen.tolist() == wanted
+
+
+def test_a_smaller_sample_is_part_of_a_larger_one(store):
+    samples = [set(select(store, "train", max_samples=n).tolist()) for n in (1, 4, 9, 1000)]
+    assert [len(s) for s in samples] == [1, 4, 9, 12]
+    assert samples[0] < samples[1] < samples[2] < samples[3]
+
+
+def test_unknown_names_are_refused_with_those_present(store):
+    with pytest.raises(ConfigError, match=r"no scanner 'topcon_tritan'; it has heidelberg_spectralis, topcon_triton, zeiss_cirrus"):
+        select(store, "train", ["topcon_tritan"])
+    with pytest.raises(ConfigError, match=r"split 'training'; splits present: test, train, val"):
+        select(store, "training")
+    with pytest.raises(ConfigError, match="max_samples"):
+        select(store, "train", max_samples=0)
+
+
+def test_F16_participants_are_disjoint_between_splits(tmp_path):
+    """One eye in training, the other in validation: refused, whichever split is asked for."""
+    store = write_store(tmp_path / "leaky", 4, change=lambda n: {"split": "val" if n == 1 else "train"})
+    for split in ("train", "val", None):
+        with pytest.raises(StoreError, match="participant P000 is in split train and in val"):
+            select(store, split)

@@ -1,0 +1,331 @@
+"""A store ends the same whatever happened on the way: more workers, a kill, a bad file, a growing catalog."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dicom_files import write_oct_dicom
+from octfm.data.catalog import scan
+from octfm.data.prepare import describe, prepare
+from octfm.data.preprocessing import Preprocessing
+from octfm.data.readers import read_volume
+from octfm.data.store import Store
+from octfm.data.volume import Volume
+from octfm.errors import StoreError
+from store_samples import SMALL, acquisition, catalog, read_sample
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Every file that a reader of the store may look at."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")}
+
+
+def run(acquisitions, out, *, preprocessing=SMALL, workers=1, **other) -> Store:
+    return prepare(catalog(acquisitions), out, preprocessing, workers=workers, progress=False, read=read_sample, **other)
+
+
+class Counting:
+    """Which files were read, by this process."""
+
+    def __init__(self):
+        self.uris: list[str] = []
+
+    def __call__(self, uri: str) -> Volume:
+        self.uris.append(uri)
+        return read_sample(uri)
+
+
+MIXED = [acquisition(n, {2: "slow", 3: "truncated", 7: "breaks"}.get(n, "reads")) for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "store"
+    run(MIXED, out)
+    return out
+
+
+def test_the_store_holds_what_preprocessing_makes_of_each_file(undisturbed):
+    store = Store.open(undisturbed)
+    assert [row.acquisition for row in store.rows] == [a.sop_instance_uid for a in MIXED if a.uri.endswith(("reads", "slow"))]
+    for row in store.rows:
+        volume = replace(read_sample(row.uri), laterality=row.laterality)
+        wanted = SMALL(volume)
+        found = store.read([row.index])
+        np.testing.assert_array_equal(found.voxels[0], wanted.voxels)
+        np.testing.assert_array_equal(found.band[0], wanted.band)
+        np.testing.assert_array_equal(found.valid[0], wanted.valid)
+        assert row.confident == wanted.confident and row.transform == wanted.transform.to_dict()
+    assert store.verify() == len(store)
+
+
+def test_workers_change_neither_order_nor_bytes(undisturbed, tmp_path):
+    run(MIXED, tmp_path / "store", workers=2)
+    assert content(tmp_path / "store") == content(undisturbed)
+
+
+def test_F9_bad_files_are_quarantined_with_a_code_and_the_run_goes_on(undisturbed):
+    store = Store.open(undisturbed)
+    assert len(store) == 10
+    assert [(u.acquisition, u.code) for u in store.unprepared()] == [
+        ("1.2.3.3", "truncated_pixel_data"),
+        ("1.2.3.7", "preprocessing_failed"),
+    ]
+    assert "frame 3 of 6 is cut; fetch it again" in store.unprepared()[0].sentence
+    assert store.summary()["unprepared"] == {"truncated_pixel_data": 1, "preprocessing_failed": 1}
+
+
+def test_a_second_call_reads_only_what_is_missing(tmp_path):
+    whole = [acquisition(n) for n in range(5)]
+    run(whole[:3], tmp_path / "store")
+    before = content(tmp_path / "store")
+    again, grown = Counting(), Counting()
+    prepare(catalog(whole[:3]), tmp_path / "store", SMALL, workers=1, progress=False, read=again)
+    assert again.uris == [] and content(tmp_path / "store") == before
+    store = prepare(catalog(whole), tmp_path / "store", SMALL, workers=1, progress=False, read=grown)
+    assert grown.uris == [a.uri for a in whole[3:]] and len(store) == 5
+    run(whole, tmp_path / "at_once")
+    assert content(tmp_path / "store") == content(tmp_path / "at_once")
+
+
+def test_new_files_never_renumber_old_rows(tmp_path):
+    run([acquisition(n) for n in (4, 6)], tmp_path / "store")
+    store = run([acquisition(n) for n in (1, 4, 5, 6)], tmp_path / "store")
+    assert [row.acquisition for row in store.rows] == ["1.2.3.4", "1.2.3.6", "1.2.3.1", "1.2.3.5"]
+    assert store.verify() == 4
+
+
+def test_a_mended_file_leaves_the_quarantine(tmp_path):
+    store = run([acquisition(0), acquisition(1, "truncated")], tmp_path / "store")
+    assert len(store.unprepared()) == 1
+    store = run([acquisition(0), acquisition(1)], tmp_path / "store")
+    assert len(store) == 2 and store.unprepared() == ()
+
+
+def test_quarantine_of_other_catalogs_is_kept(tmp_path):
+    run([acquisition(0), acquisition(1, "truncated")], tmp_path / "store")
+    store = run([acquisition(2), acquisition(3, "breaks")], tmp_path / "store")
+    assert [u.acquisition for u in store.unprepared()] == ["1.2.3.1", "1.2.3.3"]
+
+
+@pytest.mark.parametrize("name", ["voxels", "band", "valid"])
+def test_a_lost_or_cut_shard_is_made_again_in_its_place(tmp_path, name):
+    files = [acquisition(n) for n in range(4)]
+    run(files, tmp_path / "store")
+    before = content(tmp_path / "store")
+    (tmp_path / "store" / name / "c.1.0.0.0").unlink()
+    os.truncate(tmp_path / "store" / name / "c.2.0.0.0", 9)
+    read = Counting()
+    prepare(catalog(files), tmp_path / "store", SMALL, workers=1, progress=False, read=read)
+    assert read.uris == [files[1].uri, files[2].uri]
+    assert content(tmp_path / "store") == before
+
+
+def test_F16_rows_follow_the_catalog_without_touching_voxels(tmp_path):
+    """Splits drawn anew must reach the store, or a participant ends in two of them."""
+    files = [acquisition(n) for n in range(3)]
+    run(files, tmp_path / "store")
+    voxels = content(tmp_path / "store" / "voxels")
+    read = Counting()
+    moved = [replace(a, split="test", participant_labels={"study_group": "dme"}) for a in files]
+    store = prepare(catalog(moved), tmp_path / "store", SMALL, workers=1, progress=False, read=read)
+    assert read.uris == [] and {row.split for row in store.rows} == {"test"} and store.rows[0].diagnosis == "dme"
+    assert content(tmp_path / "store" / "voxels") == voxels
+
+
+def test_a_changed_laterality_is_refused(tmp_path):
+    run([acquisition(0)], tmp_path / "store")
+    with pytest.raises(StoreError, match=r"prepared as laterality R, and the catalog now says L.*new folder"):
+        run([acquisition(0, laterality="L")], tmp_path / "store")
+
+
+def test_other_settings_are_refused_and_named(tmp_path):
+    run([acquisition(0)], tmp_path / "store")
+    before = content(tmp_path / "store")
+    other = Preprocessing(image_size=(4, 32, 32), target_spacing=SMALL.target_spacing)
+    with pytest.raises(
+        StoreError, match=r"prepared differently \(image_size \[4, 32, 16\] there, \[4, 32, 32\] here\).*prepare into a new folder"
+    ):
+        run([acquisition(0), acquisition(1)], tmp_path / "store", preprocessing=other)
+    with pytest.raises(StoreError, match=r"compression is none there, zstd was asked"):
+        run([acquisition(0), acquisition(1)], tmp_path / "store", compression="zstd")
+    assert content(tmp_path / "store") == before
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path):
+    (tmp_path / "thesis.docx").write_text("years of work")
+    with pytest.raises(StoreError, match="not empty and holds no store"):
+        run([acquisition(0)], tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.docx"]
+
+
+def test_nothing_prepared_is_an_error_with_the_reason(tmp_path):
+    with pytest.raises(StoreError, match=r"none of 2 volumes.*2 with truncated_pixel_data, for example: .*frame 3 of 6"):
+        run([acquisition(n, "truncated") for n in range(2)], tmp_path / "store")
+    with pytest.raises(StoreError, match="no accepted acquisition"):
+        run([], tmp_path / "empty")
+
+
+def test_a_file_that_changed_since_the_scan_is_quarantined(tmp_path):
+    store = run([acquisition(0), acquisition(1, "shrank")], tmp_path / "store")
+    assert [u.code for u in store.unprepared()] == ["changed_since_scan"]
+
+
+def test_the_catalog_decides_geometry(tmp_path):
+    """The catalog cross-checked spacing and laterality; the file's own word is only one of its sources."""
+    store = run([acquisition(0, spacing_mm=(0.3, 0.05, 0.2), laterality="L")], tmp_path / "store")
+    assert store.rows[0].transform["native_spacing_mm"] == [0.3, 0.05, 0.2] and store.rows[0].transform["mirrored"] is True
+
+
+def test_a_worker_that_dies_is_named_and_the_rest_is_prepared(tmp_path):
+    files = [acquisition(n, {3: "kills", 4: "slow", 8: "kills"}.get(n, "reads")) for n in range(12)]
+    store = run(files, tmp_path / "store", workers=2)
+    assert [(u.acquisition, u.code) for u in store.unprepared()] == [("1.2.3.3", "worker_died"), ("1.2.3.8", "worker_died")]
+    assert [row.acquisition for row in store.rows] == [a.sop_instance_uid for n, a in enumerate(files) if n not in (3, 8)]
+    assert store.verify() == 10
+
+
+def threads_of_worker(uri: str) -> Volume:
+    Path(os.environ["OCTFM_TEST_SEEN"], uri.split(":")[1]).write_text(
+        " ".join(os.environ.get(f"{k}_NUM_THREADS", "") for k in ("OMP", "OPENBLAS"))
+    )
+    return read_sample(uri)
+
+
+def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch):
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    monkeypatch.setenv("OCTFM_TEST_SEEN", str(seen))
+    prepare(catalog([acquisition(n) for n in range(4)]), tmp_path / "store", SMALL, workers=2, progress=False, read=threads_of_worker)
+    assert {p.read_text() for p in seen.iterdir()} == {"1 1"}
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):
+    prepare(catalog(MIXED), tmp_path / "store", SMALL, workers=1, read=read_sample)
+    text = capsys.readouterr().err
+    assert "12 of 12 volumes" in text and "2 not prepared" in text and "\x1b" not in text
+    assert "not prepared, truncated_pixel_data: 1" in text and "low confidence" in text
+
+
+def test_the_summary_is_said_per_scanner_and_diagnosis(undisturbed):
+    text = describe(Store.open(undisturbed).summary())
+    assert "scanner topcon_triton: " in text and "diagnosis healthy: " in text
+
+
+VICTIM = """
+import sys
+sys.path[:0] = {paths!r}
+from octfm.data.prepare import prepare
+from store_samples import SMALL, acquisition, catalog, read_sample
+
+if __name__ == "__main__":
+    files = [acquisition(n, "truncated" if n % 7 == 3 else "reads") for n in range({count})]
+    prepare(catalog(files), sys.argv[1], SMALL, workers=int(sys.argv[2]), progress=False, read=read_sample)
+"""
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers of a killed process in /proc")
+@pytest.mark.parametrize(("workers", "kills"), [(1, 8), (2, 4)])
+def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, kills):
+    count = 40
+    script = tmp_path / "victim.py"
+    script.write_text(VICTIM.format(paths=[p for p in sys.path if p], count=count))
+    victim = [sys.executable, str(script)]
+    start = time.monotonic()
+    subprocess.run([*victim, tmp_path / "whole", str(workers)], check=True)
+    duration = time.monotonic() - start
+    draw = random.Random(workers)
+    out, progress, orphans = tmp_path / "store", [0], []
+    for _ in range(kills):
+        process = subprocess.Popen([*victim, out, str(workers)])
+        rows, began = out / "rows.jsonl", time.monotonic()
+        size = rows.stat().st_size if rows.exists() else 0
+        # Half of the kills fall anywhere, start-up included; half wait for the writing, and fall within it.
+        if draw.random() < 0.5:
+            time.sleep(draw.uniform(0, duration))
+        else:
+            while process.poll() is None and time.monotonic() - began < 30 and not (rows.exists() and rows.stat().st_size > size):
+                time.sleep(0.0005)
+            time.sleep(draw.uniform(0, 0.02))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        orphans += children.read_text().split() if children.exists() else []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if (out / "store.json").exists():
+            store = Store.open(out)
+            assert store.verify() == len(store), "what is visible is whole"
+            assert len(store) >= progress[-1], "what was visible stays"
+            progress.append(len(store))
+    assert any(0 < n < count - count // 7 for n in progress), f"no kill fell into the writing: {progress}"
+    subprocess.run([*victim, out, str(workers)], check=True)
+    assert content(out) == content(tmp_path / "whole")
+    deadline = time.monotonic() + 20
+    while any(alive(int(pid)) for pid in orphans) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in orphans if alive(int(pid))], "workers of a killed process end by themselves"
+
+
+def test_a_line_cut_by_a_kill_is_unseen_and_replaced(tmp_path):
+    files = [acquisition(n) for n in range(3)]
+    run(files, tmp_path / "store")
+    before = content(tmp_path / "store")
+    rows = tmp_path / "store" / "rows.jsonl"
+    rows.write_bytes(rows.read_bytes()[:-7])
+    assert len(Store.open(tmp_path / "store")) == 2
+    run(files, tmp_path / "store")
+    assert content(tmp_path / "store") == before
+
+
+def test_an_interrupted_start_is_continued(tmp_path):
+    """Killed before the header was whole: only names with a dot exist."""
+    out = tmp_path / "store"
+    out.mkdir()
+    (out / ".store.json.tmp").write_text('{"form')
+    assert len(run([acquisition(0)], out)) == 1
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_is_there(tmp_path, monkeypatch):
+    files = [acquisition(n) for n in range(4)]
+    run(files[:2], tmp_path / "store")
+    before = content(tmp_path / "store")
+
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("octfm.data.store_writer.write_durably", full)
+        with pytest.raises((StoreError, OSError), match="No space left"):
+            run(files, tmp_path / "store")
+    assert {k: v for k, v in content(tmp_path / "store").items() if k in before} == before
+    assert len(run(files, tmp_path / "store")) == 4
+
+
+def test_real_dicom_ends_in_the_store(tmp_path, real_data):
+    """The AMD volume through the reader that `prepare` uses by default."""
+    with np.load(real_data / "medvisbonn_amd_spectralis_145.npz") as arrays:
+        voxels = arrays["volume"][::5]
+    folder = tmp_path / "dicom"
+    folder.mkdir()
+    write_oct_dicom(folder / "amd.dcm", voxels, spacing_mm=(0.15, 0.003872, 0.011182))
+    preprocessing = Preprocessing(image_size=(16, 192, 192), target_spacing=(0.35, 0.0104, 0.0312))
+    found = scan(folder)
+    store = prepare(found, tmp_path / "store", preprocessing, workers=1, progress=False)
+    assert len(store) == 1 and json.loads(store.rows[0].to_line())["uri"].endswith("amd.dcm")
+    wanted = preprocessing(replace(read_volume(store.rows[0].uri), laterality=found.acquisitions[0].laterality))
+    np.testing.assert_array_equal(store.read([0]).voxels[0], wanted.voxels)

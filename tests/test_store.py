@@ -1,0 +1,228 @@
+"""The store gives back exactly what was put in, to any zarr reader, and says so when it cannot.
+
+tests/fixtures/store_v1 is a store of version 1, written once from random numbers and kept, so that stores of users stay readable:
+
+    from pathlib import Path
+    from octfm.data.preprocessing import Preprocessing
+    from store_samples import write_store                      # with tests/ on the path
+    write_store(Path("tests/fixtures/store_v1"), 3, Preprocessing(image_size=(2, 16, 16)))
+"""
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.data.preprocessing import Preprocessing
+from octfm.data.store import Arrays, Store, checksum
+from octfm.data.store_writer import StoreWriter
+from octfm.data.transform import Transform
+from octfm.errors import StoreError
+from store_samples import SMALL, prepared, write_store
+
+FIXTURE = Path(__file__).parent / "fixtures" / "store_v1"
+
+
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def store(request, tmp_path_factory) -> Store:
+    return write_store(tmp_path_factory.mktemp(request.param) / "store", 7, compression=request.param)
+
+
+@pytest.fixture
+def without_tensorstore(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+
+
+def assert_equals_samples(arrays: Arrays, numbers, image_size=SMALL.image_size):
+    for place, number in enumerate(numbers):
+        sample = prepared(int(number), image_size)
+        for name in ("voxels", "band", "valid"):
+            found, wanted = getattr(arrays, name)[place], getattr(sample, name)
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(found, wanted)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 6), max_size=9))
+def test_reading_returns_what_was_written_in_the_order_asked(store, indices):
+    arrays = store.read(indices)
+    assert arrays.voxels.shape == (len(indices), *SMALL.image_size)
+    assert_equals_samples(arrays, indices)
+
+
+def test_zarr_reads_the_same_where_tensorstore_is_absent(store, without_tensorstore):
+    fresh = Store.open(store.path, threads=2)
+    assert_equals_samples(fresh.read([5, 0, 5]), [5, 0, 5])
+    assert type(fresh._arrays).__name__ == "_ZarrArrays"
+
+
+def test_any_zarr_reader_sees_one_array_of_volumes(store):
+    group = zarr.open_group(store.path, mode="r")
+    voxels = group["voxels"]
+    assert voxels.shape == (7, *SMALL.image_size) and voxels.shards == (1, *SMALL.image_size)
+    assert voxels.metadata.codecs[0].index_location.value == "start"
+    np.testing.assert_array_equal(voxels[3], prepared(3).voxels)
+    np.testing.assert_array_equal(group["band"][3], prepared(3).band)
+
+
+def test_a_shard_is_one_volume(store):
+    shards = sorted(p.name for p in (store.path / "voxels").glob("c.*"))
+    assert shards == [f"c.{i}.0.0.0" for i in range(7)]
+
+
+def test_uncompressed_voxels_lie_in_the_shard_as_they_are(tmp_path):
+    store = write_store(tmp_path / "s", 1)
+    assert prepared(0).voxels.tobytes() in (store.path / "voxels" / "c.0.0.0.0").read_bytes()
+
+
+def test_given_memory_is_filled(store):
+    out = Arrays.empty(2, store.image_size)
+    assert store.read([1, 2], out=out) is out
+    assert_equals_samples(out, [1, 2])
+
+
+def test_rows_lead_back_to_the_native_frame(store):
+    assert [row.index for row in store.rows] == list(range(7))
+    assert Transform.from_dict(store.rows[1].transform) == prepared(1).transform
+    assert store.preprocessing == SMALL and store.fingerprint == SMALL.fingerprint()
+
+
+def test_a_store_travels_to_a_spawned_process(store):
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.rows == store.rows
+    assert_equals_samples(copy.read([6]), [6])
+
+
+@pytest.mark.parametrize("index", [7, -1, 100])
+def test_rows_that_do_not_exist_are_refused(store, index):
+    with pytest.raises(StoreError, match=f"no row {index}; the store has 7 rows"):
+        store.read([0, index])
+
+
+def test_summary_counts_low_confidence_per_scanner_and_diagnosis(store):
+    summary = store.summary()
+    assert summary["volumes"] == 7 and summary["participants"] == 4
+    assert summary["low_confidence"] == 3
+    assert summary["by_scanner"]["heidelberg_spectralis"] == {"volumes": 3, "low_confidence": 3}
+    assert summary["by_diagnosis"]["healthy"] == {"volumes": 3, "low_confidence": 2}
+
+
+@pytest.fixture
+def own(tmp_path) -> Store:
+    return write_store(tmp_path / "store", 3)
+
+
+def test_a_changed_byte_is_found_by_the_checksum(own):
+    assert own.verify() == 3 and own.verify(sample=2) == 2
+    shard = own.path / "voxels" / "c.1.0.0.0"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StoreError, match=r"1 of 3 volumes differ.*1\.2\.3\.1.*delete .*c\.1\.0\.0\.0.*prepare"):
+        Store.open(own.path).verify()
+
+
+@pytest.mark.parametrize("name", ["voxels", "band", "valid"])
+@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
+def test_a_lost_shard_is_an_error_and_never_zeros(own, name, engine, request):
+    if engine == "zarr":
+        request.getfixturevalue("without_tensorstore")
+    (own.path / name / "c.2.0.0.0").unlink()
+    with pytest.raises(StoreError, match=rf"{name}.c\.2\.0\.0\.0: volume 2 \(1\.2\.3\.2\) cannot be read.*prepare"):
+        Store.open(own.path).read([0, 2])
+
+
+def test_a_cut_shard_is_an_error_that_names_the_volume(own):
+    shard = own.path / "voxels" / "c.1.0.0.0"
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(StoreError, match=r"c\.1\.0\.0\.0: volume 1 .*cannot be read"):
+        own.read([0, 1, 2])
+
+
+def test_blank_volumes_are_stored_too(tmp_path):
+    """zarr leaves out chunks of zeros by default, which would look like a lost shard."""
+    from dataclasses import replace
+
+    from octfm.data.prepare import row_of
+    from octfm.data.store_writer import stage
+    from store_samples import acquisition
+
+    blank = replace(prepared(0), voxels=np.zeros(SMALL.image_size, np.uint8), valid=np.zeros_like(prepared(0).valid))
+    with StoreWriter(tmp_path / "s", SMALL) as writer:
+        digest = stage(blank, writer.staging, "0", writer.compression)
+        writer.append(row_of(acquisition(0), blank, digest), "0")
+    assert not Store.open(tmp_path / "s").read([0]).voxels.any()
+
+
+def test_checksum_covers_voxels_band_and_valid():
+    sample = prepared(0)
+    whole = checksum(sample.voxels, sample.band, sample.valid)
+    assert whole.startswith("sha256:")
+    for name in ("voxels", "band", "valid"):
+        arrays = {n: getattr(sample, n).copy() for n in ("voxels", "band", "valid")}
+        arrays[name].flat[5] += 1
+        assert checksum(**arrays) != whole
+
+
+def test_a_folder_without_a_store_is_refused(tmp_path):
+    with pytest.raises(StoreError, match=r"no prepared store here.*octfm prepare"):
+        Store.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "store version 2, and this octfm reads version 1"),
+        ({"format": "other"}, "not a store of octfm"),
+    ],
+)
+def test_other_formats_and_versions_are_refused(own, change, message):
+    file = own.path / "store.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(StoreError, match=message):
+        Store.open(own.path)
+
+
+def test_a_damaged_row_is_named_by_its_line(own):
+    file = own.path / "rows.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text(lines[0] + "{}\n" + lines[2])
+    with pytest.raises(StoreError, match="line 2 is not a row"):
+        Store.open(own.path)
+
+
+def test_two_writers_cannot_share_a_store(own):
+    with StoreWriter(own.path, SMALL), pytest.raises(StoreError, match="another process is preparing"), StoreWriter(own.path, SMALL):
+        pass
+
+
+def test_confidence_that_is_not_a_number_becomes_null(tmp_path):
+    from dataclasses import replace
+
+    from octfm.data.prepare import row_of
+    from store_samples import acquisition
+
+    row = row_of(acquisition(0), replace(prepared(0), confidence={"contrast": np.float32("nan")}), "sha256:0")
+    assert json.loads(row.to_line())["confidence"] == {"contrast": None}
+
+
+def test_a_store_of_version_1_stays_readable(tmp_path):
+    path = shutil.copytree(FIXTURE, tmp_path / "store")
+    store = Store.open(path)
+    assert store.verify() == len(store) == 3
+    assert store.image_size == (2, 16, 16) and isinstance(store.preprocessing, Preprocessing)
+    assert_equals_samples(store.read([2, 0, 1]), [2, 0, 1], store.image_size)
+
+
+def test_opening_the_store_module_loads_no_heavy_package():
+    heavy = "('zarr', 'tensorstore', 'joblib', 'torch', 'rich')"
+    code = f"import sys, octfm.data.store, octfm.data.loader; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
