@@ -11,7 +11,7 @@ from octfm.data.volume import Spacing3
 MARGIN_MM = 0.05
 """The band starts this far above the estimated ILM and ends this far below the estimated BM (DESIGN §5)."""
 
-COARSE_MM = (0.008, 0.045)
+COARSE_MM = (0.008, 0.06)
 """The surfaces are searched on block means of about this size (axial, lateral): fine against the margin, and speckle averages out."""
 
 THRESHOLD = 0.2
@@ -56,7 +56,7 @@ def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
     signal, seen = _align(signal, blank, displacement, pad)
     _average_neighbours(signal, seen, dz)
 
-    ilm = median_of_bscans(best_path(_ilm_score(signal, seen), jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
+    ilm = median_of_bscans(best_path(_ilm_score(signal, seen, dy), jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
     rpe_score = _rpe_score(signal, seen, dy)
     # The nerve fibre layer can be as bright as the RPE; pits and holes in the ILM must not forbid the RPE below them.
     too_high = envelope(ilm, (dz, dx), -1) + 0.1 / dy
@@ -154,12 +154,24 @@ def _average_neighbours(signal: np.ndarray, seen: np.ndarray, dz: float) -> None
     np.greater(count, 0, out=seen)
 
 
-def _ilm_score(signal: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _ilm_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
-    the retina in two; bright counts in full, and a thin hyaloid line has too little of it to win."""
-    over = (signal - np.float32(THRESHOLD)) * seen
+    the retina in two; what is bright over less than 0.04 mm is not retina but a hyaloid or a floater, and counts as dark."""
+    over = (_opened(signal, round(0.04 / dy)) - np.float32(THRESHOLD)) * seen
     gain = np.minimum(np.maximum(over, np.float32(0.15) * over), np.float32(0.5))
     return np.cumsum(gain[:, :, ::-1], axis=2)[:, :, ::-1]
+
+
+def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
+    """Morphological opening along A-scans: bright runs shorter than `rows` disappear, every other edge stays where it is."""
+    height = signal.shape[2]
+    low = signal[:, :, : height - rows + 1].copy()
+    for i in range(1, rows):
+        np.minimum(low, signal[:, :, i : height - rows + 1 + i], out=low)
+    out = np.full_like(signal, -1)
+    for i in range(rows):
+        np.maximum(out[:, :, i : height - rows + 1 + i], low, out=out[:, :, i : height - rows + 1 + i])
+    return out
 
 
 def _rpe_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
