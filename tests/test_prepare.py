@@ -204,6 +204,8 @@ def threads_of_worker(uri: str) -> Volume:
 def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch):
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
+    # On a machine with more cores than workers joblib gives each worker its share of them.
+    monkeypatch.setattr("joblib._parallel_backends.cpu_count", lambda *_, **__: 8)
     seen = tmp_path / "seen"
     seen.mkdir()
     monkeypatch.setenv("OCTFM_TEST_SEEN", str(seen))
