@@ -112,18 +112,34 @@ def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
 @contextmanager
 def _parsed(uri: str) -> Iterator[tuple["Dataset", BinaryIO, int]]:
     """Dataset up to the pixels, a stream positioned there, and the stream's size. Parse errors become ReadError `unreadable`."""
+    from pydicom.errors import BytesLengthException, InvalidDicomError
+
+    damaged = (*PARSE_ERRORS, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
     try:
-        with Path(uri).open("rb") as file, warnings.catch_warnings():
-            # pydicom's warnings quote values of the file; what matters in them is checked here and has a code.
-            warnings.simplefilter("ignore")
+        with Path(uri).open("rb") as file, _quiet_pydicom():
             yield _parse(file, uri)
     except OSError as error:
         raise ReadError(
             "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
         ) from error
-    except (*PARSE_ERRORS, struct.error, zlib.error, RecursionError, MemoryError) as error:
-        # Not the message: pydicom quotes element values, and those may identify a person.
-        raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from error
+    except damaged as error:
+        # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
+        raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from None
+
+
+@contextmanager
+def _quiet_pydicom() -> Iterator[None]:
+    """pydicom's warnings and log lines quote values of the file; what matters in them is checked here and has a code."""
+    from pydicom import config
+
+    before = config.settings.reading_validation_mode
+    config.settings.reading_validation_mode = config.IGNORE
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        config.settings.reading_validation_mode = before
 
 
 def _parse(file: BinaryIO, uri: str) -> tuple["Dataset", BinaryIO, int]:

@@ -14,9 +14,10 @@ from octfm.errors import ReadError
 if TYPE_CHECKING:
     from pydicom import Dataset
 
-SPACING_BOUNDS_MM = ((0.002, 0.9), (0.0005, 0.05), (0.001, 0.2))
-"""(dz, dy, dx) of any retinal OCT with room to spare; the 1, 1, 1 of a missing spacing is far outside."""
-EXTENT_BOUNDS_MM = ((0.02, 30.0), (0.05, 15.0), (0.1, 30.0))
+SPACING_BOUNDS_MM = ((0.002, 2.0), (0.0005, 0.05), (0.001, 0.4))
+"""(dz, dy, dx) of any retinal OCT with room to spare, sparse rasters and small phantoms too; 1, 1, 1 is far outside."""
+EXTENT_BOUNDS_MM = ((0.02, 26.0), (0.05, 15.0), (0.1, 26.0))
+"""Widefield scans reach 24 mm."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str) -> 
             f"{uri}: PixelSpacing is {dy:g} x {dx:g} mm, but neither frame positions nor SpacingBetweenSlices nor SliceThickness "
             "tell the distance between B-scans; add one of them",
         )
+    elif declared == 1.0:
+        raise ReadError("absurd_spacing", f"{uri}: a B-scan distance of exactly 1 mm is a placeholder; correct SliceThickness")
     elif between is None and abs(declared / dx - 1) < 0.01 and shape[0] * declared < 0.5 * shape[2] * dx:
         # Cirrus exports overwrite SliceThickness with the lateral spacing; its cubes are square.
         if scanner == "zeiss_cirrus":

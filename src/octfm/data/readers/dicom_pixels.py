@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 MAX_BYTES = 2 * 2**30
 """Largest decoded volume. 512 x 1024 x 1024 at 16 bit is 1 GiB."""
 
-PARSE_ERRORS = (ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What pydicom and its decoders raise on damaged input; struct.error and zlib.error are added where they can occur."""
+PARSE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What pydicom and its decoders raise on damaged input, besides its own errors, struct.error and zlib.error."""
 
 _ITEM, _DELIMITER = 0xFFFEE000, 0xFFFEE0DD
 _UNDEFINED = 0xFFFFFFFF

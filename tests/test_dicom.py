@@ -1,0 +1,454 @@
+"""A DICOM file becomes the Volume that was written into it, or an error with a reason code; never a guess, never a crash."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from pydicom import uid
+from pydicom.encaps import encapsulate, generate_frames
+
+from dicom_files import BIRTH_DATE, LOSSLESS, LOSSY, NATIVE, PATIENT_NAME, item, write_oct_dicom
+from octfm.data.readers import REASONS, ReadError, read_header, read_volume
+from octfm.data.readers.dicom import scanner_slug
+
+SPACING_MM = (0.12, 0.0039, 0.0115)
+HTJ2K_FRAME = Path(__file__).parent / "fixtures" / "gradient_32x48.htj2k"
+
+lenient = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
+)
+
+
+def ramp(d=5, h=40, w=36, dtype=np.uint8) -> np.ndarray:
+    """Every axis is distinguishable, no B-scan equals another."""
+    values = np.arange(d)[:, None, None] * 20 + np.arange(h)[None, :, None] * 2 + np.arange(w)[None, None, :]
+    return (values * (1 if dtype == np.uint8 else 257)).astype(dtype)
+
+
+def code_of(path) -> str:
+    """Reason code that header-only and full reading agree on."""
+    with pytest.raises(ReadError) as from_header:
+        read_header(path)
+    with pytest.raises(ReadError) as from_pixels:
+        read_volume(path)
+    assert from_header.value.code == from_pixels.value.code
+    assert from_header.value.code in REASONS
+    assert str(path) in str(from_header.value)
+    return from_header.value.code
+
+
+@st.composite
+def written_volumes(draw):
+    dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+    # OpenJPEG cannot encode below 32 pixels.
+    shape = draw(st.tuples(st.integers(2, 6), st.integers(32, 45), st.integers(32, 45)))
+    voxels = draw(hnp.arrays(dtype, shape, elements=st.integers(0, np.iinfo(dtype).max), fill=st.integers(0, 200)))
+    voxels[0, 0, :2] = 0, 255  # not blank
+    millimetres = st.tuples(st.floats(0.05, 0.8), st.floats(0.002, 0.03), st.floats(0.004, 0.15))
+    return {
+        "voxels": voxels,
+        "spacing_mm": tuple(float(f"{mm:.6g}") for mm in draw(millimetres)),
+        "laterality": draw(st.sampled_from(["R", "L", None])),
+        "transfer_syntax": draw(st.sampled_from(LOSSLESS)),
+        "spacing_in": draw(st.sampled_from(["shared", "per_frame", "positions", "top_level"])),
+        "superior_first": draw(st.sampled_from([True, False, None])),
+        "offset_table": draw(st.booleans()),
+    }
+
+
+@lenient
+@given(written_volumes())
+def test_what_was_written_is_read(tmp_path, written):
+    path = write_oct_dicom(tmp_path / "scan", **written)
+    volume, header = read_volume(path), read_header(path)
+    np.testing.assert_array_equal(volume.voxels, written["voxels"])
+    assert volume.voxels.dtype == written["voxels"].dtype
+    assert volume.spacing_mm == pytest.approx(written["spacing_mm"], rel=1e-4)
+    assert volume.laterality == written["laterality"]
+    if written["spacing_in"] != "positions":
+        assert volume.superior_first is written["superior_first"]
+    assert (header.shape, header.spacing_mm, header.laterality, header.superior_first) == (
+        volume.shape, volume.spacing_mm, volume.laterality, volume.superior_first,
+    )  # fmt: skip
+    assert (volume.scanner, volume.participant, volume.source) == ("heidelberg_spectralis", "1001", str(path))
+
+
+@pytest.mark.parametrize("transfer_syntax", LOSSY)
+def test_lossy_compression_keeps_the_image(tmp_path, transfer_syntax):
+    volume = read_volume(write_oct_dicom(tmp_path / "a.dcm", ramp(), SPACING_MM, transfer_syntax=transfer_syntax))
+    np.testing.assert_allclose(volume.voxels.astype(int), ramp().astype(int), atol=3)
+
+
+@pytest.mark.parametrize("transfer_syntax", [uid.HTJ2KLossless, uid.HTJ2K])
+def test_htj2k_is_decoded(tmp_path, transfer_syntax):
+    """The codestream comes from an independent encoder (OpenJPH); nothing installed here encodes it."""
+
+    frame = np.add.outer(np.arange(32), 2 * np.arange(48)).astype(np.uint8)
+    path = write_oct_dicom(
+        tmp_path / "a.dcm",
+        np.stack([frame] * 3),
+        SPACING_MM,
+        transfer_syntax=uid.RLELossless,
+        edit=lambda dataset: setattr(dataset, "PixelData", encapsulate([HTJ2K_FRAME.read_bytes()] * 3)),
+    )
+    relabel(path, uid.RLELossless, transfer_syntax)
+    np.testing.assert_array_equal(read_volume(path).voxels, np.stack([frame] * 3))
+
+
+@pytest.mark.parametrize("transfer_syntax", [uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian])
+def test_content_decides_not_the_name_and_the_preamble_may_be_missing(tmp_path, transfer_syntax):
+    path = write_oct_dicom(tmp_path / "notes.txt", ramp(), SPACING_MM, transfer_syntax=transfer_syntax, preamble=False)
+    np.testing.assert_array_equal(read_volume(path).voxels, ramp())
+
+
+def test_white_is_full_scale_whatever_photometric_interpretation_and_bits_stored_say(tmp_path):
+    inverted = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, photometric="MONOCHROME1")
+    np.testing.assert_array_equal(read_volume(inverted).voxels, 255 - ramp())
+    twelve_bit = ramp(dtype=np.uint16) >> 4
+    path = write_oct_dicom(tmp_path / "b", twelve_bit, SPACING_MM, bits_stored=12)
+    np.testing.assert_array_equal(read_volume(path).voxels, twelve_bit << 4)
+    path = write_oct_dicom(tmp_path / "c", twelve_bit, SPACING_MM, bits_stored=12, photometric="MONOCHROME1")
+    np.testing.assert_array_equal(read_volume(path).voxels, (4095 - twelve_bit) << 4)
+
+
+def test_eight_bit_pixels_in_big_endian_words_are_not_swapped(tmp_path):
+    def as_words(dataset):
+        pixels = np.frombuffer(dataset.PixelData, np.uint8).reshape(-1, 2)[:, ::-1]
+        dataset.PixelData = pixels.tobytes()
+        dataset["PixelData"].VR = "OW"
+
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=uid.ExplicitVRBigEndian, edit=as_words)
+    np.testing.assert_array_equal(read_volume(path).voxels, ramp())
+
+
+# Spacing and order
+
+
+def test_F9_spacing_is_read_from_shared_functional_groups(tmp_path):
+    volume = read_volume(write_oct_dicom(tmp_path / "a.dcm", ramp(), SPACING_MM, spacing_in="shared"))
+    assert volume.spacing_mm == pytest.approx(SPACING_MM)
+    assert read_header(tmp_path / "a.dcm").spacing_source == "shared"
+
+
+def test_F9_missing_spacing_is_refused_never_one(tmp_path):
+    assert code_of(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, spacing_in="nowhere")) == "missing_spacing"
+    no_z = write_oct_dicom(
+        tmp_path / "b",
+        ramp(),
+        SPACING_MM,
+        edit=lambda ds: delattr(ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0], "SliceThickness"),
+    )
+    assert code_of(no_z) == "missing_spacing"
+
+
+@pytest.mark.parametrize(
+    "spacing_mm",
+    [
+        (1, 1, 1),
+        (1, 0.0039, 0.0115),
+        (0.12, 3.9, 11.5),
+        (0.12, 0, 0.0115),
+        (0.12, -0.0039, 0.0115),
+        (1e-6, 0.0039, 0.0115),
+        (0.12, 0.0115, 0.9),
+    ],
+)
+def test_F9_absurd_spacing_is_refused(tmp_path, spacing_mm):
+    assert code_of(write_oct_dicom(tmp_path / "a", ramp(), spacing_mm)) == "absurd_spacing"
+
+
+@pytest.mark.parametrize(
+    "spacing_mm",
+    [(0.12, 0.0039, 0.0115), (0.047, 0.0026, 0.0118), (0.035, 0.0026, 0.0137), (0.047, 0.00196, 0.0117), (0.25, 0.0039, 0.0057)],
+)
+def test_typical_spacing_of_every_scanner_is_accepted(tmp_path, spacing_mm):
+    assert read_volume(write_oct_dicom(tmp_path / "a", ramp(), spacing_mm)).spacing_mm == pytest.approx(spacing_mm)
+
+
+def test_positions_overrule_a_wrong_slice_thickness_and_say_so(tmp_path):
+    def spoil(dataset):
+        dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SliceThickness = 0.0115
+
+    header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, superior_first=True, edit=spoil))
+    assert header.spacing_mm == pytest.approx(SPACING_MM)
+    assert header.spacing_source == "shared+positions"
+    assert "slice_thickness_contradicts_positions" in header.flags
+
+
+def test_cirrus_slice_thickness_that_repeats_the_lateral_spacing_is_corrected(tmp_path):
+    cube = ramp(8, 40, 32)
+    written = write_oct_dicom(
+        tmp_path / "a", cube, (0.0117, 0.00196, 0.0117), manufacturer="Carl Zeiss Meditec", model="CIRRUS HD-OCT 5000"
+    )
+    header = read_header(written)
+    assert header.spacing_mm == pytest.approx((0.0117 * 32 / 8, 0.00196, 0.0117))
+    assert "slice_thickness_corrected" in header.flags
+
+
+def with_fundus_lines(lines, orientation="LINEAR"):
+    def edit(dataset):
+        for frame, line in zip(dataset.PerFrameFunctionalGroupsSequence, lines, strict=True):
+            location = item(ReferenceCoordinates=[float(x) for x in line], OphthalmicImageOrientation=orientation)
+            frame.OphthalmicFrameLocationSequence = [location]
+
+    return edit
+
+
+@pytest.mark.parametrize("superior_first", [True, False])
+def test_lines_on_the_fundus_image_tell_order_and_distance(tmp_path, superior_first):
+    rows = np.arange(5) * 10 + 100
+    rows = rows if superior_first else rows[::-1]
+    edit = with_fundus_lines([(row, 50, row, 50 + 36) for row in rows])  # 36 columns on 36 fundus pixels of 0.0115 mm
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, edit=edit)
+    header = read_header(path)
+    assert header.superior_first is superior_first
+    assert header.spacing_mm == pytest.approx((0.115, *SPACING_MM[1:]))
+
+
+def test_radial_circular_and_single_scans_are_no_raster(tmp_path):
+    angles = np.linspace(0, np.pi, 5, endpoint=False)
+    radial = [(100 - 50 * np.sin(a), 100 - 50 * np.cos(a), 100 + 50 * np.sin(a), 100 + 50 * np.cos(a)) for a in angles]
+    assert code_of(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, edit=with_fundus_lines(radial))) == "not_raster"
+    circle = [(100, 150, 150, 100, 100, 50, 50, 100, 100, 150)] * 5
+    assert code_of(write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM, edit=with_fundus_lines(circle))) == "not_raster"
+    nonlinear = with_fundus_lines([(r, 0, r, 9) for r in range(5)], "NONLINEAR")
+    assert code_of(write_oct_dicom(tmp_path / "c", ramp(), SPACING_MM, edit=nonlinear)) == "not_raster"
+    assert code_of(write_oct_dicom(tmp_path / "d", ramp(1), SPACING_MM)) == "not_raster"
+
+    def turn(dataset):
+        for frame, a in zip(dataset.PerFrameFunctionalGroupsSequence, angles, strict=True):
+            frame.PlaneOrientationSequence = [item(ImageOrientationPatient=[float(np.cos(a)), 0, float(np.sin(a)), 0, 1, 0])]
+
+    assert code_of(write_oct_dicom(tmp_path / "e", ramp(), SPACING_MM, superior_first=True, edit=turn)) == "not_raster"
+
+
+def test_a_radial_name_does_not_make_a_raster_radial(tmp_path):
+    assert read_volume(
+        write_oct_dicom(tmp_path / "triton_3d_radial.dcm", ramp(), SPACING_MM, protocol="triton_3d_radial", superior_first=True)
+    )
+
+
+def test_frames_stored_out_of_order_are_sorted_by_position(tmp_path):
+    stored = [3, 0, 4, 1, 2]
+
+    def shuffle(dataset):
+        groups = dataset.PerFrameFunctionalGroupsSequence
+        dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
+
+    volume = read_volume(write_oct_dicom(tmp_path / "a", ramp()[stored], SPACING_MM, superior_first=True, edit=shuffle))
+    straight = volume.superior_to_inferior().voxels
+    np.testing.assert_array_equal(straight, ramp())
+    assert "frames_reordered" in read_header(tmp_path / "a").flags
+
+
+def test_positions_that_are_all_zero_are_a_placeholder(tmp_path):
+    def zero(dataset):
+        for frame in dataset.PerFrameFunctionalGroupsSequence:
+            frame.PlanePositionSequence[0].ImagePositionPatient = [0, 0, 0]
+
+    header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, superior_first=True, edit=zero))
+    assert (header.spacing_source, header.superior_first) == ("shared", None)
+
+
+# Identity
+
+
+@pytest.mark.parametrize(
+    ("manufacturer", "model", "slug"),
+    [
+        ("Heidelberg Engineering", "Spectralis", "heidelberg_spectralis"),
+        ("Topcon", "Maestro2", "topcon_maestro2"),
+        ("TOPCON", "3D OCT-1 Maestro 2", "topcon_maestro2"),
+        ("Topcon Corporation", "DRI OCT Triton", "topcon_triton"),
+        ("Carl Zeiss Meditec", "CIRRUS HD-OCT 5000", "zeiss_cirrus"),
+        ("Optovue, Inc.", "Avanti RTVue XR", "optovue_inc_avanti_rtvue_xr"),
+        ("", "", "unknown"),
+    ],
+)
+def test_scanner_slugs(manufacturer, model, slug):
+    assert scanner_slug(manufacturer, model) == slug
+
+
+def test_lateralities_that_contradict_each_other_are_unknown_and_flagged(tmp_path):
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, laterality="R", edit=lambda ds: setattr(ds, "ImageLaterality", "L"))
+    header = read_header(path)
+    assert header.laterality is None
+    assert "laterality_conflict" in header.flags
+    assert "laterality_unknown" in read_header(write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM, laterality=None)).flags
+
+
+def test_no_name_or_birth_date_leaves_the_header(tmp_path):
+    header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM))
+    assert PATIENT_NAME not in repr(header) and BIRTH_DATE not in repr(header)
+
+
+# Files that are wrong
+
+COMPRESSED = [syntax for syntax in (*LOSSLESS, *LOSSY) if syntax not in NATIVE]
+
+
+def set_frames(count):
+    return lambda dataset: setattr(dataset, "NumberOfFrames", count)
+
+
+@pytest.mark.parametrize("transfer_syntax", [*NATIVE, *COMPRESSED], ids=str)
+@pytest.mark.parametrize("frames", [4, 6, 10])
+def test_a_wrong_number_of_frames_is_detected(tmp_path, transfer_syntax, frames):
+    for offset_table in (True, False):
+        path = write_oct_dicom(
+            tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=transfer_syntax, offset_table=offset_table, edit=set_frames(frames)
+        )
+        assert code_of(path) == "frame_count_mismatch"
+
+
+@lenient
+@given(syntax=st.sampled_from([*NATIVE, *COMPRESSED]), keep=st.floats(0, 1), offset_table=st.booleans())
+def test_a_file_cut_anywhere_is_never_accepted(tmp_path, syntax, keep, offset_table):
+    path = write_oct_dicom(
+        tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, offset_table=offset_table, sop_instance_uid="1.2.3.4"
+    )
+    content = path.read_bytes()
+    cut = int(keep * (len(content) - 9))  # at least the end marker and its length
+    path.write_bytes(content[:cut])
+    assert code_of(path) in {"empty_file", "not_dicom", "unreadable", "missing_sop_uid", "missing_pixel_data", "truncated_pixel_data"}
+
+
+@pytest.mark.parametrize("transfer_syntax", [*NATIVE, *COMPRESSED], ids=str)
+@pytest.mark.parametrize("missing", [10, 400])
+def test_cut_pixel_data_is_called_truncated(tmp_path, transfer_syntax, missing):
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=transfer_syntax)
+    path.write_bytes(path.read_bytes()[:-missing])
+    assert code_of(path) == "truncated_pixel_data"
+
+
+@pytest.mark.parametrize("transfer_syntax", [s for s in COMPRESSED if s != uid.RLELossless], ids=str)
+def test_a_codestream_without_its_end_is_truncated_even_in_a_whole_file(tmp_path, transfer_syntax):
+    def cut_one(dataset):
+        frames = list(generate_frames(dataset.PixelData, number_of_frames=5))
+        frames[2] = frames[2][: len(frames[2]) // 2]
+        dataset.PixelData = encapsulate(frames)
+
+    assert (
+        code_of(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=transfer_syntax, edit=cut_one))
+        == "truncated_pixel_data"
+    )
+
+
+@pytest.mark.parametrize("transfer_syntax", [*NATIVE, uid.RLELossless, uid.JPEG2000Lossless], ids=str)
+def test_blank_volumes_are_recognised(tmp_path, transfer_syntax):
+    for value in (0, 255):
+        blank = np.full((5, 40, 36), value, np.uint8)
+        assert code_of(write_oct_dicom(tmp_path / "a", blank, SPACING_MM, transfer_syntax=transfer_syntax)) == "blank_volume"
+    nearly = np.zeros((5, 40, 36), np.uint8)
+    nearly[4, 39, 35] = 1
+    assert read_volume(write_oct_dicom(tmp_path / "b", nearly, SPACING_MM, transfer_syntax=transfer_syntax))
+    assert read_header(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("edit", "code"),
+    [
+        (lambda ds: delattr(ds, "PixelData"), "missing_pixel_data"),
+        (lambda ds: setattr(ds, "PixelData", b""), "missing_pixel_data"),
+        (lambda ds: delattr(ds, "SOPInstanceUID"), "missing_sop_uid"),
+        (lambda ds: setattr(ds, "SOPClassUID", uid.OphthalmicPhotography8BitImageStorage), "not_oct"),
+        (lambda ds: setattr(ds, "SOPClassUID", "1.2.840.10008.5.1.4.1.1.77.1.5.8"), "not_oct"),
+        (lambda ds: setattr(ds, "SOPClassUID", "1.2.840.10008.5.1.4.1.1.66.8"), "not_oct"),
+        (lambda ds: setattr(ds, "Rows", 0), "absurd_size"),
+        (lambda ds: setattr(ds, "NumberOfFrames", 2_000_000), "absurd_size"),
+        (lambda ds: setattr(ds, "SamplesPerPixel", 3), "unsupported_pixels"),
+        (lambda ds: setattr(ds, "PixelRepresentation", 1), "unsupported_pixels"),
+        (lambda ds: setattr(ds, "BitsAllocated", 32), "unsupported_pixels"),
+        (lambda ds: setattr(ds, "PhotometricInterpretation", "RGB"), "unsupported_pixels"),
+    ],
+)
+def test_every_other_defect_has_its_code(tmp_path, edit, code):
+    assert code_of(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, edit=edit)) == code
+
+
+def test_files_of_other_kinds_have_their_code(tmp_path):
+    for name, content, code in (
+        ("empty.dcm", b"", "empty_file"),
+        ("page.dcm", b"<html>503</html>", "not_dicom"),
+        ("archive.dcm", b"PK\x03\x04" + bytes(200), "not_dicom"),
+        ("zeros.dcm", bytes(4000), "not_dicom"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert code_of(tmp_path / name) == code
+    assert code_of(tmp_path / "absent.dcm") == "unreadable"
+    assert code_of(tmp_path) == "unreadable"
+
+
+def relabel(path: Path, old: str, new: str) -> None:
+    """Change the transfer syntax in the header and nothing else."""
+    padded = [text.encode() + b"\0" * (len(text) % 2) for text in (old, new)]
+    content = path.read_bytes()
+    at = content.index(b"\x02\x00\x10\x00UI")
+    length = int.from_bytes(content[at + 6 : at + 8], "little")
+    group = int.from_bytes(content[140:144], "little") + len(padded[1]) - length
+    content = (
+        content[:140]
+        + group.to_bytes(4, "little")
+        + content[144 : at + 6]
+        + len(padded[1]).to_bytes(2, "little")
+        + padded[1]
+        + content[at + 8 + length :]
+    )
+    path.write_bytes(content)
+
+
+def test_an_unknown_transfer_syntax_has_its_code(tmp_path):
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=uid.RLELossless)
+    relabel(path, uid.RLELossless, uid.MPEG2MPML)
+    assert code_of(path) == "unsupported_transfer_syntax"
+
+
+def test_F9_a_failed_decode_never_rewrites_the_transfer_syntax(tmp_path):
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=uid.JPEGLSLossless)
+    relabel(path, uid.JPEGLSLossless, uid.JPEG2000Lossless)
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(ReadError) as refused:
+        read_volume(path)
+    assert refused.value.code == "decode_failed"
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+    raw = write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM)
+    relabel(raw, uid.ExplicitVRLittleEndian, uid.JPEG2000Lossless)
+    assert code_of(raw) == "decode_failed"
+
+
+@settings(parent=lenient, max_examples=200)
+@given(data=st.data())
+def test_F9_mutated_bytes_are_read_or_refused_with_a_code(tmp_path, data):
+    """Only syntaxes that Python decodes: native decoders may kill the process, which prepare survives by using others."""
+    syntax = data.draw(st.sampled_from([*NATIVE, uid.RLELossless]))
+    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, superior_first=True, sop_instance_uid="1.2.3.4")
+    content = bytearray(path.read_bytes())
+    header = min(len(content), 2500)
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1)))
+        content[at] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        at, size = data.draw(st.integers(0, header - 1)), data.draw(st.integers(1, 40))
+        del content[at : at + size]
+    path.write_bytes(content)
+    for read in (read_header, read_volume):
+        try:
+            found = read(path)
+        except ReadError as error:
+            assert error.code in REASONS
+        else:
+            assert min(found.shape) > 0 and all(mm > 0 for mm in found.spacing_mm)
+
+
+def test_the_real_volume_survives_every_transfer_syntax(tmp_path, real_data):
+    voxels = np.load(real_data / "medvisbonn_amd_spectralis_145.npz")["volume"][::29, :200]
+    for syntax in (s for s in LOSSLESS if s not in (uid.JPEGLossless, uid.JPEGLosslessSV1)):  # written out in Python, slow
+        path = write_oct_dicom(tmp_path / "a.dcm", voxels, (0.87, 0.003872, 0.011182), transfer_syntax=syntax, superior_first=True)
+        volume = read_volume(path)
+        np.testing.assert_array_equal(volume.voxels, voxels)
+        assert volume.spacing_mm == pytest.approx((0.87, 0.003872, 0.011182))

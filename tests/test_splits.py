@@ -1,0 +1,113 @@
+"""Participants never straddle splits, and splits are balanced."""
+
+import string
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.data.catalog import Acquisition, CatalogError, assert_participant_level, assign_splits
+from octfm.data.splits import SPLITS, parse_split
+from octfm.errors import ConfigError
+
+
+def acquisition(participant="p1", laterality="R", scanner="zeiss_cirrus", number=0, split=None, **labels) -> Acquisition:
+    uid = f"1.2.{number}"
+    return Acquisition(
+        f"/data/{uid}.dcm", participant, laterality, scanner, "cube", (8, 64, 64), (0.1, 0.004, 0.012), "shared", uid, split, labels
+    )
+
+
+def cohort(count, **labels) -> list[Acquisition]:
+    return [acquisition(f"p{i}", side, number=2 * i + (side == "L"), **labels) for i in range(count) for side in "RL"]
+
+
+cohorts = st.lists(
+    st.builds(
+        acquisition,
+        participant=st.text(string.ascii_lowercase, min_size=1, max_size=2),
+        laterality=st.sampled_from(["R", "L", None]),
+        scanner=st.sampled_from(["zeiss_cirrus", "topcon_triton"]),
+        recommended_split=st.just(""),
+        study_group=st.sampled_from(["healthy", "insulin_dependent"]),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cohorts, st.integers(0, 2**31))
+def test_F16_one_participant_is_never_in_two_splits(acquisitions, seed):
+    splits: dict[str, set] = {}
+    for placed in assign_splits(acquisitions, seed=seed):
+        splits.setdefault(placed.participant, set()).add(placed.split)
+    assert all(len(found) == 1 and found <= set(SPLITS) for found in splits.values())
+
+
+def test_F16_a_participant_in_two_splits_is_refused_by_name():
+    with pytest.raises(CatalogError, match="participant p7 is in train and in test"):
+        assert_participant_level([acquisition("p7", "R", split="train"), acquisition("p7", "L", split="test")])
+
+
+@settings(deadline=None, max_examples=50)
+@given(cohorts, st.integers(0, 2**31), st.randoms())
+def test_splits_depend_on_the_seed_and_on_nothing_else(acquisitions, seed, random):
+    def by_participant(rows):
+        return {placed.participant: placed.split for placed in assign_splits(rows, seed=seed)}
+
+    # A participant's labels come from one table row, so they agree between acquisitions.
+    group = {a.participant: a.participant_labels for a in acquisitions}
+    acquisitions = [acquisition(a.participant, a.laterality, a.scanner, **group[a.participant]) for a in acquisitions]
+    shuffled = random.sample(acquisitions, len(acquisitions))
+    assert by_participant(acquisitions) == by_participant(shuffled)
+
+
+def test_another_seed_gives_another_split():
+    assert assign_splits(cohort(40), seed=0) != assign_splits(cohort(40), seed=1)
+
+
+def test_recommended_split_wins():
+    rows = [*cohort(30), *(acquisition("x", side, recommended_split="validation", number=900) for side in "RL")]
+    placed = assign_splits(rows, seed=3)
+    assert {a.split for a in placed if a.participant == "x"} == {"val"}
+    assert {a.split for a in placed} == set(SPLITS)
+
+
+def test_only_known_words_name_a_split():
+    assert [parse_split(word) for word in ("train", " Val ", "TEST", "validation", "", "excluded", "n/a")] == [
+        "train", "val", "test", "val", None, None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_scanner_diagnosis_and_eye_count_gets_its_share_of_every_split(seed):
+    rows = []
+    for i in range(400):
+        scanner = "zeiss_cirrus" if i % 4 else "topcon_triton"
+        group = "healthy" if i % 10 < 7 else "insulin_dependent"
+        rows += [acquisition(f"p{i}", side, scanner, study_group=group, number=i) for side in ("RL" if i % 3 else "R")]
+    placed = {a.participant: a for a in assign_splits(rows, seed=seed)}
+    eyes = Counter(a.participant for a in rows)
+    for part in ("zeiss_cirrus", "topcon_triton", "healthy", "insulin_dependent", 1, 2):
+        members = [a for a in placed.values() if part in (a.scanner, a.participant_labels["study_group"], eyes[a.participant])]
+        for split, share in zip(SPLITS, (0.8, 0.1, 0.1), strict=True):
+            got = sum(a.split == split for a in members) / len(members)
+            assert abs(got - share) < 0.03, f"{part}: {split} has {got:.0%} of {len(members)}"
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 9, 10, 11, 100])
+def test_no_split_is_empty_once_there_are_three_participants(count):
+    assert {a.split for a in assign_splits(cohort(count))} == set(SPLITS)
+
+
+def test_shares_are_respected_exactly():
+    placed = {a.participant: a.split for a in assign_splits(cohort(100), fractions=(0.5, 0.2, 0.3))}
+    assert Counter(placed.values()) == {"train": 50, "val": 20, "test": 30}
+
+
+@pytest.mark.parametrize("fractions", [(0.8, 0.1, 0.2), (1.1, -0.1, 0.0), (0.5, 0.5)])
+def test_shares_that_are_no_shares_are_refused(fractions):
+    with pytest.raises(ConfigError, match="sum to 1"):
+        assign_splits(cohort(3), fractions=fractions)
