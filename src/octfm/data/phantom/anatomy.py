@@ -47,9 +47,9 @@ DISC_MM = (4.5, 0.35)
 """Centre of the optic disc: about 15 degrees nasal and slightly superior of the fovea."""
 
 # Floor, rim and periphery of each inner layer in µm, in the pit model below, set so that the ETDRS means of a normal eye come out
-# as Spectralis normative data have them (central / inner ring: GCL 15 / 50, IPL 20 / 41, INL 18 / 40, OPL 24 / 33; Invernizzi 2018,
-# Nieves-Moreno 2017); a test holds them there.
-_PIT = {"gcl": (2.0, 80.0, 32.0), "ipl": (10.0, 53.0, 20.0), "inl": (9.0, 40.0, 24.0), "opl": (18.0, 29.0, 11.0)}
+# as published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al. 2017, PMC5498048, 297 eyes),
+# rings 326 and 282 in older women (CAREDS2, PMC7910637), other layers approximate literature values; a test holds them there.
+_PIT = {"gcl": (2.0, 84.0, 36.0), "ipl": (9.0, 56.0, 24.0), "inl": (8.0, 44.0, 26.0), "opl": (17.0, 29.0, 12.0)}
 _WAVY = ("nfl", "gcl", "ipl", "inl", "opl", "onl", "outer_segment", "choroid")
 _TRAITS = (
     "size",
@@ -114,18 +114,19 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
     correlate with r about 0.9, as measured for macular thickness."""
     z_shared, z_own = shared.standard_normal(len(_TRAITS)), own.standard_normal(len(_TRAITS))
     z = dict(zip(_TRAITS, np.clip(0.95 * z_shared + 0.31 * z_own, -2.5, 2.5), strict=True))
-    # Loss per year of age relative to 60: ganglion cells and nerve fibres about 0.2-0.3 %, choroid about 1.5 µm (Margolis & Spaide 2009).
+    # Loss per year of age relative to 60: inner layers 0.1-0.3 % (significant in GCL and IPL: PMC5963176), choroid about 1.5 µm
+    # (Margolis & Spaide 2009).
     aging = {"nfl": -0.002, "gcl": -0.003, "ipl": -0.002, "inl": -0.001}
     spread = {"nfl": 0.10, "gcl": 0.07, "ipl": 0.06, "inl": 0.06, "opl": 0.09, "onl": 0.08, "outer_segment": 0.06}
     scale = {
-        name: float(np.exp(0.04 * z["size"] + spread.get(name, 0.05) * z[name]) * (1 + aging.get(name, 0.0) * (age - 60)))
+        name: float(np.exp(0.05 * z["size"] + spread.get(name, 0.05) * z[name]) * (1 + aging.get(name, 0.0) * (age - 60)))
         for name in LAYERS
     }
     return Anatomy(
         scale=scale,
         pit_radius_mm=float(0.80 + 0.08 * z["pit_radius"]),
         pit_shape=float(2.3 + 0.3 * z["pit_shape"]),
-        pit_floor=float(np.exp(0.45 * z["pit_floor"])),
+        pit_floor=float(np.exp(0.5 * z["pit_floor"])),
         arcuate_um=float(80 + 12 * z["arcuate"]),
         curvature_um_per_mm2=float(8 + 5 * z["curvature"]),
         choroid_um=float(np.clip(270 + 65 * z["choroid"] - 1.5 * (age - 60), 110, 460)),
@@ -144,7 +145,7 @@ def pit(r_mm: np.ndarray, anatomy: Anatomy, floor: float, rim: float, periphery:
     """
     u = (r_mm / anatomy.pit_radius_mm) ** anatomy.pit_shape
     decay = np.exp(-u)
-    return floor * anatomy.pit_floor + rim * u * decay + periphery * (1 - decay)
+    return floor + rim * u * decay + periphery * (1 - decay)
 
 
 def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
@@ -154,12 +155,13 @@ def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.nda
     layers = np.zeros((len(LAYERS), *x.shape), np.float32)
     layers[LAYER["nfl"]] = _nerve_fibre_layer(anatomy, x, y, r)
     for name, (floor, rim, periphery) in _PIT.items():
-        layers[LAYER[name]] = pit(r, anatomy, floor, rim, periphery)
+        # The outer plexiform layer passes below the pit; only what lies above it is displaced.
+        layers[LAYER[name]] = pit(r, anatomy, floor * (1 if name == "opl" else anatomy.pit_floor), rim, periphery)
     # Inner layers thin from the parafovea to the arcades, faster on the temporal side.
     eccentric = np.clip(r - 1.4, 0, None) * (1 - 0.15 * np.tanh(x / 2))
     for name in ("gcl", "ipl", "inl"):
         layers[LAYER[name]] *= 1 - 0.09 * np.clip(eccentric, 0, 4)
-    layers[LAYER["onl"]] = 52 + 12 * np.exp(-((r / 2.2) ** 2)) + 46 * np.exp(-((r / 0.6) ** 2))
+    layers[LAYER["onl"]] = 55 + 10 * np.exp(-((r / 2.2) ** 2)) + 42 * np.exp(-((r / 0.6) ** 2))
     layers[LAYER["myoid"]] = 22
     layers[LAYER["ellipsoid"]] = 12
     layers[LAYER["outer_segment"]] = 25 + 14 * np.exp(-((r / 0.5) ** 2))
@@ -180,7 +182,7 @@ def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.nda
     dx, dy = DISC_MM[0] - x, y - DISC_MM[1]
     to_disc = np.maximum(np.hypot(dx, dy), 0.9)
     angle = np.degrees(np.arctan2(np.abs(dy), dx))
-    bundle = 0.35 + np.exp(-(((angle - 62) / 28) ** 2))
+    bundle = 0.48 + np.exp(-(((angle - 62) / 28) ** 2))
     arcuate = np.exp(-(((np.abs(y) - 2.3) / 1.2) ** 2)) / (1 + np.exp(-(x + 2.0)))
     radial = anatomy.arcuate_um * bundle * (1.75 / np.maximum(to_disc, 1.75)) ** 1.3
     return (8 + radial + 14 * arcuate) * (1 - 0.75 * np.exp(-((r / 0.55) ** 2)))

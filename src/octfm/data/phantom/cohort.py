@@ -47,8 +47,8 @@ def draw_cohort(
 ) -> tuple[Participant, ...]:
     """The cohort of this seed. Diagnoses and scanners are balanced against each other, splits within each diagnosis."""
     people = []
-    seen = {(d, s): 0 for d in DIAGNOSES for s in SPLITS}
-    of_diagnosis = dict.fromkeys(DIAGNOSES, 0)
+    seen: dict[tuple[str, str], int] = {(d, s): 0 for d in DIAGNOSES for s in SPLITS}
+    of_diagnosis: dict[str, int] = dict.fromkeys(DIAGNOSES, 0)
     for index in range(count):
         if index % len(_BLOCK) == 0:
             block = np.random.default_rng([seed, 7, index // len(_BLOCK)]).permutation(_BLOCK)

@@ -5,7 +5,7 @@ from io import BytesIO
 import numpy as np
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
-from pydicom.pixels import get_encoder
+from pydicom.pixels.encoders.base import RLELosslessEncoder
 from pydicom.sequence import Sequence
 from pydicom.uid import ExplicitVRLittleEndian, RLELossless, generate_uid
 
@@ -82,7 +82,7 @@ def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
     ds.file_meta = meta
     if rle:
         # One named encoder: another library may choose other runs, and the same seed must give the same bytes.
-        encode, options = get_encoder(RLELossless).encode, {"rows": voxels.shape[1], "columns": voxels.shape[2]}
+        encode, options = RLELosslessEncoder.encode, {"rows": voxels.shape[1], "columns": voxels.shape[2]}
         options |= {"samples_per_pixel": 1, "bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
         options |= {"photometric_interpretation": "MONOCHROME2", "number_of_frames": 1}
         ds.PixelData = encapsulate([encode(np.ascontiguousarray(frame), encoding_plugin="pylibjpeg", **options) for frame in voxels])

@@ -25,9 +25,7 @@ class Eye:
     """Plane waves across the choroid, and their wave numbers in depth, per mm."""
 
 
-def sample_eye(
-    seed: tuple[int, ...], laterality: Laterality, *, participant: str, age: float, diagnosis: str, severity: float
-) -> Eye:
+def sample_eye(seed: tuple[int, ...], laterality: Laterality, *, participant: str, age: float, diagnosis: str, severity: float) -> Eye:
     """The eye of the participant identified by `seed`; both eyes share the participant's traits, a disease does not change them."""
     side = 0 if laterality == "R" else 1
     shared = np.random.default_rng([*seed, 0])
@@ -41,7 +39,7 @@ def sample_eye(
         severity=severity if diagnosis != "healthy" else 0.0,
         anatomy=sample_anatomy(shared, own, age),
         vessels=sample_vessels(own),
-        choroid_texture=(waves(own, (0.15, 0.7), 14), (2 * np.pi / own.uniform(0.08, 0.4, 14)).astype(np.float32)),
+        choroid_texture=(waves(own, (0.18, 1.2), 24), own.choice([-1, 1], 24) * (2 * np.pi / own.uniform(0.1, 0.5, 24)).astype(np.float32)),
         lesions=sample_lesions(disease, diagnosis, severity, age),
     )
 

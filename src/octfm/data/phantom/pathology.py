@@ -80,16 +80,16 @@ def _drusen(rng: np.random.Generator, severity: float) -> np.ndarray:
 def _diabetic_oedema(rng: np.random.Generator, severity: float, age: float) -> Lesions:
     leaks = 1 + rng.poisson(2.0 * severity)
     # Leaking microaneurysms lie anywhere in the macula; the more severe, the more often the centre is involved.
-    fx, fy = _polar(rng, rng.uniform(0.0, 2.0 - 0.9 * severity, leaks))
+    fx, fy = _polar(rng, rng.uniform(0.0, 2.0 - 1.1 * severity, leaks))
     width = rng.uniform(0.35, 0.8, leaks)
-    peak = (10 + 190 * severity * rng.uniform(0.5, 1.2, leaks)) / leaks**0.5
+    peak = (8 + 120 * severity * rng.uniform(0.5, 1.2, leaks)) / leaks**0.5
     swelling = _table(fx, fy, width, peak)
 
     count = 3 + rng.poisson(45 * severity**1.2)
     leak = rng.integers(0, leaks, count)
-    cx = fx[leak] + rng.normal(0, 0.6, count) * width[leak]
-    cy = fy[leak] + rng.normal(0, 0.6, count) * width[leak]
-    radius = 0.025 + (0.015 + 0.11 * severity) * rng.beta(1.3, 2.5, count)
+    cx = fx[leak] + rng.normal(0, 0.75, count) * width[leak]
+    cy = fy[leak] + rng.normal(0, 0.75, count) * width[leak]
+    radius = 0.025 + (0.015 + 0.16 * severity) * rng.beta(1.2, 2.4, count)
     half_height = 1000 * radius * rng.uniform(0.45, 1.1, count)
     # Inner nuclear and Henle's fibre layer hold most cysts; in the outer one they stand upright and grow larger.
     layer = rng.choice([LAYER["inl"], LAYER["opl"], LAYER["onl"]], count, p=[0.45, 0.2, 0.35])
@@ -126,7 +126,7 @@ def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: n
     for index in np.unique(lesions.cyst_layer).astype(int):
         room = np.zeros(x_mm.shape, np.float32)
         for x, y, radius, half_height in lesions.cysts[lesions.cyst_layer == index]:
-            room = np.maximum(room, 1.5 * half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * (1.2 * radius) ** 2)))
+            room = np.maximum(room, 1.1 * half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * (1.5 * radius + 0.06) ** 2)))
         layers[index] += room
     layers[LAYER["subretinal_fluid"]] += _domes(lesions.subretinal, x_mm, y_mm)
     return layers

@@ -28,7 +28,8 @@ LAYER_DB = {
     "rpe": 0.0,
     "drusen": -8.0,
 }
-VITREOUS_DB, FLUID_DB, ELM_DB, HYALOID_DB, CHOROID_DB, SCLERA_DB = -34.0, -27.0, -8.5, -17.0, -4.5, -9.0
+VITREOUS_DB, FLUID_DB, ELM_DB, HYALOID_DB = -34.0, -27.0, -8.5, -17.0
+CHORIOCAPILLARIS_DB, CHOROID_DB, SCLERA_DB = -4.5, -6.0, -11.5
 FWHM = 2.3548
 
 
@@ -67,7 +68,7 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
 
     half_um, shade = vessel_profile(eye.vessels, x_mm, y_mm)
     power = _layers(eye, edges, shade, acquisition, x_mm, y_mm, spacing, height)
-    power += _below_bruch(eye, scanner, edges, shade, x_mm, y_mm, spacing[1], height)
+    _add_below_bruch(power, eye, scanner, edges, shade, x_mm, y_mm, spacing[1])
     _paint_vessels(power, depth_um, half_um, spacing[1])
     lesions = _paint_lesions(power, eye, depth_um, edges, x_mm, y_mm, spacing)
 
@@ -157,7 +158,14 @@ class _Steps:
 
 
 def _layers(
-    eye: Eye, edges: np.ndarray, shade: np.ndarray, acquisition: Acquisition, x_mm: np.ndarray, y_mm: np.ndarray, spacing: Spacing3, height: int
+    eye: Eye,
+    edges: np.ndarray,
+    shade: np.ndarray,
+    acquisition: Acquisition,
+    x_mm: np.ndarray,
+    y_mm: np.ndarray,
+    spacing: Spacing3,
+    height: int,
 ) -> np.ndarray:
     """Mean backscatter of vitreous and retina, float32 [D, H, W]."""
     rows_per_um = 1 / (1000 * spacing[1])
@@ -194,35 +202,42 @@ def _layers(
     return steps.total()
 
 
-def _below_bruch(
-    eye: Eye, scanner: Scanner, edges: np.ndarray, shade: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, dy_mm: float, height: int
-) -> np.ndarray:
-    """Choroid with dark vessel lumina in bright stroma, then sclera, both fading with depth; float32 [D, H, W]."""
-    frames, columns = x_mm.shape
+def _add_below_bruch(
+    power: np.ndarray, eye: Eye, scanner: Scanner, edges: np.ndarray, shade: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, dy_mm: float
+) -> None:
+    """Choriocapillaris, choroid with dark vessel lumina in bright stroma, then sclera, all fading with depth."""
     bm, csi = edges[SURFACE["bm"]], edges[SURFACE["csi"]]
-    mask = _Steps(frames, height, columns)
-    mask.add(bm, 1.0)
-    choroid = mask.total()
-    mask.steps[:] = 0
-    mask.add(csi, 1.0)
-    sclera = mask.total()
+    first = int(np.clip(np.floor(bm.min()), 0, power.shape[1] - 1))
+    rows = np.arange(first, power.shape[1], dtype=np.float32)
+    z = (rows + np.float32(0.5)) * np.float32(dy_mm)
     # cos(a(d,w) + k z(h)) splits into two products, so the 3-D texture is one matrix product per B-scan.
-    (plane, kz), z = eye.choroid_texture, (np.arange(height, dtype=np.float32) + 0.5) * np.float32(dy_mm)
-    phase = np.stack([kx * x_mm + ky * y_mm + p - k * bm * dy_mm for (kx, ky), p, k in zip(plane.k_per_mm, plane.phase, kz, strict=True)], 1)
+    plane, kz = eye.choroid_texture
+    waves = zip(plane.k_per_mm, plane.phase, kz, strict=True)
+    phase = np.stack([kx * x_mm + ky * y_mm + p - k * np.float32(dy_mm) * bm for (kx, ky), p, k in waves], axis=1)
     along = np.concatenate([np.cos(np.outer(z, kz)), -np.sin(np.outer(z, kz))], axis=1).astype(np.float32)
-    texture = along @ np.concatenate([np.cos(phase), np.sin(phase)], axis=1).astype(np.float32)
-    texture *= np.float32(0.55 * np.sqrt(2 / len(kz)))
-    texture += np.float32(0.62)
-    np.clip(texture, 0.12, 1.3, out=texture)
-    texture *= _db(CHOROID_DB)
-    # Below the interface the choroid's texture gives way to the sclera's even, weaker backscatter.
-    texture += sclera * (_db(SCLERA_DB) - texture)
-    texture *= choroid
+    tissue = along @ np.concatenate([np.cos(phase), np.sin(phase)], axis=1).astype(np.float32)
+    tissue *= np.float32(0.42 * np.sqrt(2 / len(kz)))
+    tissue += np.float32(0.62)
+    np.clip(tissue, 0.18, 1.1, out=tissue)
+    tissue *= _db(CHOROID_DB)
+    # The choroid's texture gives way to an even bright sheet below Bruch's membrane and to the sclera behind.
+    for edge, level, sense in ((bm + 0.02 / dy_mm, CHORIOCAPILLARIS_DB, -1), (csi, SCLERA_DB, 1)):
+        share = _share_below(edge, rows)
+        if sense < 0:
+            share = 1 - share
+        tissue += share * (_db(level) - tissue)
+    tissue *= _share_below(bm, rows)
     # exp(-(z - bm) / decay) as a product of a row and an en-face factor, both small enough for float32.
-    middle = float(bm.mean()) * dy_mm
-    texture *= np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm)[None, :, None]
-    texture *= (shade * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm))[:, None, :]
-    return texture
+    middle = np.float32(bm.mean() * dy_mm)
+    tissue *= np.exp(-np.clip(z - middle, -1.5, 3) / np.float32(scanner.choroid_decay_mm))[None, :, None]
+    tissue *= (shade * np.exp((bm * np.float32(dy_mm) - middle) / np.float32(scanner.choroid_decay_mm)))[:, None, :]
+    power[:, first:] += tissue
+
+
+def _share_below(edge: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[D, len(rows), W]: share of each pixel that lies below `edge`."""
+    share = rows[None, :, None] + np.float32(1) - edge[:, None, :].astype(np.float32)
+    return np.clip(share, 0, 1, out=share)
 
 
 def _paint_vessels(power: np.ndarray, depth_um: np.ndarray, half_um: np.ndarray, dy_mm: float) -> None:
@@ -273,7 +288,13 @@ def _paint_lesions(
 
 
 def _expose(
-    power: np.ndarray, scanner: Scanner, acquisition: Acquisition, rng: np.random.Generator, spacing: Spacing3, x_mm: np.ndarray, y_mm: np.ndarray
+    power: np.ndarray,
+    scanner: Scanner,
+    acquisition: Acquisition,
+    rng: np.random.Generator,
+    spacing: Spacing3,
+    x_mm: np.ndarray,
+    y_mm: np.ndarray,
 ) -> np.ndarray:
     """Signal strength, roll-off, point spread, speckle, noise and display: uint8 [D, H, W]."""
     _, dy, dx = spacing
@@ -285,8 +306,9 @@ def _expose(
     lateral = scanner.lateral_psf_um * acquisition.defocus / FWHM / (1000 * dx)
     power = blur(power, (axial, lateral))
     # The field is wider than its intensity by √2.
-    power *= speckle(rng, power.shape, (axial * 2**0.5, lateral * 2**0.5), scanner.looks)
-    noise = detector_noise(rng, power.shape, scanner.looks)
+    looks = scanner.looks(power.shape)
+    power *= speckle(rng, power.shape, (axial * 2**0.5, lateral * 2**0.5), looks)
+    noise = detector_noise(rng, power.shape, looks)
     noise *= _db(acquisition.noise_db)
     power += noise
     return log_display(power, acquisition.black_db, acquisition.range_db)

@@ -19,7 +19,7 @@ class Scanner:
     vendor_size: Shape3
     """B-scans, rows, columns of the instrument itself; phantoms are smaller unless asked."""
     superior_first: bool
-    looks: int
+    frames_averaged: int
     """Effective number of independent frames averaged per B-scan."""
     axial_psf_um: float
     """Full width at half maximum in tissue."""
@@ -43,6 +43,12 @@ class Scanner:
         z, y, x = (mm / n for mm, n in zip(self.field_mm, size, strict=True))
         return z, y, x
 
+    def looks(self, size: Shape3) -> int:
+        """Independent speckle grains in one pixel: averaged frames, times the resolution cells a coarse pixel averages over."""
+        _, dy, dx = self.spacing_mm(size)
+        cells = max(1.0, 1000 * dy / self.axial_psf_um) * max(1.0, 1000 * dx / self.lateral_psf_um)
+        return max(1, round(self.frames_averaged * cells))
+
 
 SCANNERS = {
     # Eye tracking, averaged frames, inferior B-scan first, black background.
@@ -54,12 +60,12 @@ SCANNERS = {
         field_mm=(5.8, 1.92, 5.8),
         vendor_size=(49, 496, 512),
         superior_first=False,
-        looks=6,
+        frames_averaged=4,
         axial_psf_um=7.0,
         lateral_psf_um=14.0,
         noise_db=-25.0,
         roll_off_db_per_mm=2.0,
-        choroid_decay_mm=0.13,
+        choroid_decay_mm=0.12,
         black_db=-24.5,
         range_db=26.0,
         axial_motion_um=22.0,
@@ -75,13 +81,13 @@ SCANNERS = {
         field_mm=(7.0, 2.58, 7.0),
         vendor_size=(256, 992, 512),
         superior_first=True,
-        looks=1,
+        frames_averaged=1,
         axial_psf_um=8.0,
         lateral_psf_um=20.0,
-        noise_db=-21.0,
+        noise_db=-23.5,
         roll_off_db_per_mm=0.6,
-        choroid_decay_mm=0.24,
-        black_db=-28.0,
+        choroid_decay_mm=0.18,
+        black_db=-30.0,
         range_db=37.0,
         axial_motion_um=42.0,
         saccades=1.2,

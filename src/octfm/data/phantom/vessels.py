@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 
 from octfm.data.phantom.anatomy import DISC_MM
 
@@ -26,10 +26,10 @@ def sample_vessels(rng: np.random.Generator) -> Vessels:
             arcade, radius = _arcade(rng, superior, calibre)
             points.append(arcade)
             radii.append(radius)
-            for start in np.sort(rng.uniform(0.25, 0.9, 6)):
+            for start in np.sort(rng.uniform(0.2, 0.95, 9)):
                 at = int(start * (len(arcade) - 1))
                 inward = rng.random() < 0.75
-                branch, thin = _branch(rng, arcade[at], radius[at] * rng.uniform(0.3, 0.55), superior, inward)
+                branch, thin = _branch(rng, arcade[at], radius[at] * rng.uniform(0.4, 0.75), superior, inward)
                 points.append(branch)
                 radii.append(thin)
     return Vessels(np.concatenate(points).astype(np.float32), np.concatenate(radii).astype(np.float32))
@@ -40,7 +40,7 @@ def _arcade(rng: np.random.Generator, superior: float, calibre: float) -> tuple[
     t = np.linspace(0, 1, 400)
     height, reach = rng.uniform(2.2, 3.1), rng.uniform(7.0, 8.5)
     x = DISC_MM[0] - reach * t**1.15
-    y = DISC_MM[1] + superior * height * np.sin(np.pi * np.clip(t * 1.08 + 0.02, 0, 1)) ** 0.65
+    y = DISC_MM[1] + superior * height * (1 - np.exp(-t / 0.13)) * (1 - 0.3 * t**2)
     wobble = 0.08 * np.sin(2 * np.pi * (rng.uniform(2, 4) * t + rng.random()))
     return np.stack([x, y + superior * wobble], axis=1), calibre * (1 - 0.55 * t)
 
@@ -62,12 +62,12 @@ def vessel_profile(vessels: Vessels, x_mm: np.ndarray, y_mm: np.ndarray) -> tupl
 
     Blood scatters forward, so a vessel shows as a round body with a shadow whose edge is softer than its wall.
     """
-    distance, nearest = cKDTree(vessels.points_mm).query(np.stack([x_mm.ravel(), y_mm.ravel()], axis=1), distance_upper_bound=0.15)
+    distance, nearest = KDTree(vessels.points_mm).query(np.stack([x_mm.ravel(), y_mm.ravel()], axis=1), distance_upper_bound=0.15)
     hit = np.isfinite(distance)
     radius = vessels.radius_mm[np.where(hit, nearest, 0)]
     distance = np.where(hit, distance, 1.0).astype(np.float32)
     half = 1000 * np.sqrt(np.clip(radius**2 - distance**2, 0, None))
     # Large vessels block up to 85 % of the light, capillary-sized branches a quarter of it.
-    depth = np.clip(0.15 + 14 * radius, 0, 0.85)
+    depth = np.clip(0.2 + 16 * radius, 0, 0.85)
     shade = 1 - depth * np.exp(-((distance / (0.85 * radius)) ** 4))
     return half.reshape(x_mm.shape).astype(np.float32), shade.reshape(x_mm.shape).astype(np.float32)

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,6 +28,10 @@ PHANTOM_VERSION = "1"
 
 SIDES: tuple[Laterality, ...] = ("R", "L")
 _MODALITIES = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct", "retinal_octa", "retinal_photography")
+
+
+_Rows = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
+"""Of one participant: rows of manifest.tsv, labels.tsv and defects.tsv."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,8 @@ def write_phantom(
     planted: list[dict[str, Any]] = []
     spoilt_files = _plan_defects(people, seed, defects)
     jobs = (delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index])) for person in people)
-    run = Parallel(n_jobs=workers or os.cpu_count() or 1, return_as="generator", batch_size=1)
-    for done, (rows, truths, spoilt) in enumerate(run(jobs), 1):
+    written = Parallel(n_jobs=workers or os.cpu_count() or 1, return_as="generator")(jobs)
+    for done, (rows, truths, spoilt) in enumerate(cast(Generator[_Rows], written), 1):
         manifest += rows
         labels += truths
         planted += spoilt
@@ -108,7 +114,7 @@ def _check(
         raise OctfmError(f"phantom cohort: defects is a share of the good files, expected 0 to 1, got {defects}")
 
 
-def _write_participant(job: _Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+def _write_participant(job: _Job) -> _Rows:
     manifest, labels, planted = [], [], []
     for name in job.person.scanners:
         scanner = SCANNERS[name]
@@ -170,13 +176,19 @@ def _write_truth(path: Path, truth: GroundTruth) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # 1/64 row is far below what anybody can measure, and compresses well.
     surfaces = np.round(truth.surfaces * 64) / np.float32(64)
-    np.savez_compressed(
-        path,
-        surfaces=surfaces.astype(np.float32),
-        surface_names=np.array(truth.surface_names),
-        lesions=truth.lesions,
-        spacing_mm=np.array(truth.spacing_mm),
-    )
+    arrays = {
+        "surfaces": surfaces.astype(np.float32),
+        "surface_names": np.array(truth.surface_names),
+        "lesions": truth.lesions,
+        "spacing_mm": np.array(truth.spacing_mm),
+    }
+    # What np.savez_compressed does, at a level that does not cost more than the image, and with a fixed date.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            buffer = BytesIO()
+            np.lib.format.write_array(buffer, array, allow_pickle=False)
+            member = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
+            archive.writestr(member, buffer.getbuffer(), zipfile.ZIP_DEFLATED, compresslevel=1)
 
 
 def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> dict[str, Any]:
