@@ -220,6 +220,15 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):
     assert "not prepared, truncated_pixel_data: 1" in text and "low confidence" in text
 
 
+def test_a_bar_with_the_remaining_time_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    prepare(catalog(MIXED), tmp_path / "store", SMALL, workers=1, read=read_sample)
+    text = capsys.readouterr().err
+    assert "━" in text and "12/12" in text and "left" in text and "2 not prepared" in text
+
+
 def test_the_summary_is_said_per_scanner_and_diagnosis(undisturbed):
     text = describe(Store.open(undisturbed).summary())
     assert "scanner topcon_triton: " in text and "diagnosis healthy: " in text
@@ -243,7 +252,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers of a killed process in /proc")
-@pytest.mark.parametrize(("workers", "kills"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize(("workers", "kills"), [(1, 8), (2, 3)])
 def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, kills):
     count = 40
     script = tmp_path / "victim.py"
