@@ -1,14 +1,16 @@
 """A phantom eye is anatomically in order, right side up, and its images have the statistics of the optics they claim."""
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.data.phantom import DIAGNOSES, LESIONS, SCANNERS, SURFACES, central_subfield_um, phantom_volume, sample_eye
+from octfm.data.phantom import DIAGNOSES, LESIONS, PHANTOM_VERSION, SCANNERS, SURFACES, central_subfield_um, phantom_volume, sample_eye
 from octfm.data.phantom.anatomy import LAYER
 from octfm.data.phantom.eye import sector_um, surfaces_um
-from octfm.data.phantom.optics import detector_noise, speckle
+from octfm.data.phantom.optics import detector_noise, log_display, speckle
 from octfm.data.phantom.render import en_face_positions
 from octfm.data.phantom.scanner import acquire
 
@@ -183,3 +185,17 @@ def test_same_arguments_give_the_same_voxels_and_other_seeds_other_people():
     first, again, other = (phantom_volume(seed, diagnosis="dme", size=SMALL) for seed in (3, 3, 4))
     assert np.array_equal(first[0].voxels, again[0].voxels) and np.array_equal(first[1].surfaces, again[1].surfaces)
     assert first[1].cst_um == again[1].cst_um != other[1].cst_um
+
+
+def test_display_is_the_logarithm_of_power():
+    power = np.geomspace(1e-5, 1e3, 4001, dtype=np.float32).reshape(1, -1, 1)
+    exact = np.clip((10 * np.log10(power.astype(np.float64)) + 25) * 255 / 30, 0, 255)
+    assert np.abs(log_display(power, -25, 30).astype(float) - exact).max() < 0.6
+    assert log_display(np.array([[[-1e-9, 0, 1e30]]], np.float32), -25, 30).tolist() == [[[0, 0, 255]]]
+
+
+def test_phantoms_are_frozen():
+    """A change that alters bytes raises PHANTOM_VERSION, because results name it; then, and only then, these numbers change."""
+    frozen = {"heidelberg_spectralis": 2241629002, "topcon_triton": 2887949667}
+    got = {name: zlib.crc32(phantom_volume(7, diagnosis="dme", scanner=name, size=SMALL)[0].voxels.tobytes()) for name in frozen}
+    assert PHANTOM_VERSION == "1" and got == frozen

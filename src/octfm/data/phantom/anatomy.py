@@ -1,7 +1,8 @@
 """A healthy eye as functions of en-face position: layer thicknesses with a foveal pit, nerve fibre layer, choroid, curvature.
 
 Coordinates are millimetres from the foveal centre, x towards the optic disc (nasal), y superior, in both eyes: a left eye becomes
-one only when it is scanned. Everything is a function of position, so one eye can be scanned on any grid by any scanner.
+one only when it is scanned. Everything is a function of position, so one eye can be scanned on any grid by any scanner. It is
+computed in float64 and rounded to float32 in the end, so that vector units that differ in the last bit give the same bytes.
 """
 
 from dataclasses import dataclass
@@ -75,17 +76,17 @@ class Waves:
     phase: np.ndarray
 
     def __call__(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        total = np.zeros(np.broadcast(x, y).shape, np.float32)
+        total = np.zeros(np.broadcast(x, y).shape)
         for (kx, ky), phase in zip(self.k_per_mm, self.phase, strict=True):
             total += np.cos(kx * x + ky * y + phase)
-        return total * np.float32(np.sqrt(2 / len(self.phase)))
+        return total * np.sqrt(2 / len(self.phase))
 
 
 def waves(rng: np.random.Generator, wavelength_mm: tuple[float, float], count: int = 6) -> Waves:
     k = 2 * np.pi / rng.uniform(*wavelength_mm, count)
     angle = rng.uniform(0, 2 * np.pi, count)
     k_xy = np.stack([k * np.cos(angle), k * np.sin(angle)], axis=1)
-    return Waves(k_xy.astype(np.float32), rng.uniform(0, 2 * np.pi, count).astype(np.float32))
+    return Waves(k_xy, rng.uniform(0, 2 * np.pi, count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +150,10 @@ def pit(r_mm: np.ndarray, anatomy: Anatomy, floor: float, rim: float, periphery:
 
 
 def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """float32 [len(LAYERS), *shape of x_mm], without disease."""
-    x, y = np.broadcast_arrays(x_mm.astype(np.float32), y_mm.astype(np.float32))
+    """[len(LAYERS), *shape of x_mm], without disease."""
+    x, y = np.broadcast_arrays(x_mm, y_mm)
     r = np.hypot(x, y)
-    layers = np.zeros((len(LAYERS), *x.shape), np.float32)
+    layers = np.zeros((len(LAYERS), *x.shape))
     layers[LAYER["nfl"]] = _nerve_fibre_layer(anatomy, x, y, r)
     for name, (floor, rim, periphery) in _PIT.items():
         # The outer plexiform layer passes below the pit; only what lies above it is displaced.
@@ -191,4 +192,4 @@ def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.nda
 def bruch_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
     """Depth in µm of Bruch's membrane relative to the fovea: the bowl of the eye turns its rim towards the vitreous (negative)."""
     bowl = -anatomy.curvature_um_per_mm2 * (x_mm**2 + y_mm**2)
-    return (bowl + 4 * anatomy.texture["bm"](x_mm, y_mm)).astype(np.float32)
+    return bowl + 4 * anatomy.texture["bm"](x_mm, y_mm)

@@ -39,18 +39,18 @@ def sample_eye(seed: tuple[int, ...], laterality: Laterality, *, participant: st
         severity=severity if diagnosis != "healthy" else 0.0,
         anatomy=sample_anatomy(shared, own, age),
         vessels=sample_vessels(own),
-        choroid_texture=(waves(own, (0.18, 1.2), 24), own.choice([-1, 1], 24) * (2 * np.pi / own.uniform(0.1, 0.5, 24)).astype(np.float32)),
+        choroid_texture=(waves(own, (0.18, 1.2), 24), own.choice([-1, 1], 24) * 2 * np.pi / own.uniform(0.1, 0.5, 24)),
         lesions=sample_lesions(disease, diagnosis, severity, age),
     )
 
 
 def layers_um(eye: Eye, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """float32 [len(LAYERS), *shape]: thickness of every layer at nasal/superior positions, disease included."""
+    """[len(LAYERS), *shape]: thickness of every layer at nasal/superior positions, disease included."""
     return deform(eye.lesions, thickness_um(eye.anatomy, x_mm, y_mm), x_mm, y_mm)
 
 
 def surfaces_um(eye: Eye, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """float32 [len(SURFACES), *shape]: depth of every surface, positive away from the vitreous; 0 is Bruch's membrane at the fovea."""
+    """[len(SURFACES), *shape]: depth of every surface, positive away from the vitreous; 0 is Bruch's membrane at the fovea."""
     layers = layers_um(eye, x_mm, y_mm)
     bm = bruch_um(eye.anatomy, x_mm, y_mm)
     retina = layers[: LAYER["choroid"]]
@@ -59,7 +59,7 @@ def surfaces_um(eye: Eye, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
 
 
 def sector_um(eye: Eye, inner_mm: float, outer_mm: float) -> np.ndarray:
-    """float32 [len(LAYERS)]: mean thickness over the ring between two radii around the fovea, as in the ETDRS grid."""
+    """[len(LAYERS)]: mean thickness over the ring between two radii around the fovea, as in the ETDRS grid."""
     count = 12
     r = np.sqrt((np.arange(count) + 0.5) / count * (outer_mm**2 - inner_mm**2) + inner_mm**2)
     angle = (np.arange(24) + 0.5) / 24 * 2 * np.pi

@@ -16,7 +16,7 @@ LESIONS = {"intraretinal_fluid": 1, "subretinal_fluid": 2, "drusen": 3}
 
 
 def _none() -> np.ndarray:
-    return np.zeros((0, 4), np.float32)
+    return np.zeros((0, 4))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ def _polar(rng: np.random.Generator, radius_mm: np.ndarray) -> tuple[np.ndarray,
 
 
 def _table(*columns: np.ndarray) -> np.ndarray:
-    return np.stack(columns, axis=1).astype(np.float32)
+    return np.stack(columns, axis=1)
 
 
 def _drupelets(rng: np.random.Generator, age: float) -> np.ndarray:
@@ -117,14 +117,14 @@ def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: n
     layers[LAYER["onl"]] -= compressed
     layers[LAYER["outer_segment"]] *= np.exp(-layers[LAYER["drusen"]] / 120)
 
-    swelling = np.zeros(x_mm.shape, np.float32)
+    swelling = np.zeros(x_mm.shape)
     for x, y, width, peak in lesions.swelling:
         swelling += peak * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * width**2))
     for name, share in (("inl", 0.35), ("opl", 0.2), ("onl", 0.45)):
         layers[LAYER[name]] += share * swelling
     # A cyst makes its own room; together they push the layer apart, but less than the sum of their heights.
     for index in np.unique(lesions.cyst_layer).astype(int):
-        room = np.zeros(x_mm.shape, np.float32)
+        room = np.zeros(x_mm.shape)
         for x, y, radius, half_height in lesions.cysts[lesions.cyst_layer == index]:
             room = np.maximum(room, 1.1 * half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * (1.5 * radius + 0.06) ** 2)))
         layers[index] += room
@@ -134,7 +134,7 @@ def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: n
 
 def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
     """Height in µm of rounded elevations; where they overlap the higher one counts, so confluent drusen do not tower."""
-    height = np.zeros(x_mm.shape, np.float32)
+    height = np.zeros(x_mm.shape)
     for x, y, radius, peak in table:
         inside = np.clip(1 - ((x_mm - x) ** 2 + (y_mm - y) ** 2) / radius**2, 0, 1)
         np.maximum(height, peak * np.sqrt(inside) * inside**0.25, out=height)

@@ -64,7 +64,7 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
     x_mm, y_mm = en_face_positions(eye, scanner, acquisition, size)
     depth_um = surfaces_um(eye, x_mm, y_mm)
     depth_um += _placement_um(depth_um, acquisition, scanner, size, x_mm, y_mm)[None]
-    edges = depth_um / np.float32(1000 * spacing[1])
+    edges = depth_um / (1000 * spacing[1])
 
     half_um, shade = vessel_profile(eye.vessels, x_mm, y_mm)
     power = _layers(eye, edges, shade, acquisition, x_mm, y_mm, spacing, height)
@@ -92,7 +92,7 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
         age=eye.age,
         cst_um=central_subfield_um(eye),
         surface_names=SURFACES,
-        surfaces=(edges - np.float32(0.5)).astype(np.float32),
+        surfaces=(edges - 0.5).astype(np.float32),
         lesions=lesions,
         spacing_mm=spacing,
     )
@@ -100,7 +100,7 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
 
 
 def en_face_positions(eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [D, W] each: anatomical position (nasal, superior) in mm of every A-scan.
+    """[D, W] each: anatomical position (nasal, superior) in mm of every A-scan.
 
     The disc is nasal: to the right of the fovea in a right eye's image, to the left in a left eye's.
     """
@@ -112,7 +112,7 @@ def en_face_positions(eye: Eye, scanner: Scanner, acquisition: Acquisition, size
     y = y[:, None] - acquisition.fixation_mm[1] + acquisition.lateral_motion_mm[:, 1:]
     c, s = np.cos(acquisition.torsion_rad), np.sin(acquisition.torsion_rad)
     x, y = c * x - s * y, s * x + c * y
-    return (x if eye.laterality == "R" else -x).astype(np.float32), y.astype(np.float32)
+    return (x if eye.laterality == "R" else -x), y
 
 
 def _placement_um(
@@ -126,11 +126,12 @@ def _placement_um(
     start = acquisition.position * frame_um
     start = min(start, frame_um - 160 - bottom)
     start = max(start, 60 - top)
-    return tilt + np.float32(start)
+    return tilt + start
 
 
 def _db(level: float | np.ndarray) -> np.ndarray:
-    return np.power(np.float32(10), np.asarray(level, np.float32) / np.float32(10))
+    """Power ratio of a level in decibels."""
+    return np.power(10.0, np.asarray(level) / 10)
 
 
 class _Steps:
@@ -149,7 +150,7 @@ class _Steps:
         d, w = self.d if d is None else d, self.w if w is None else w
         edges = np.clip(edges, 0, self.height)
         row = edges.astype(np.int64)
-        fraction = (edges - row).astype(np.float32)
+        fraction = edges - row
         self.steps[d, row, w] += step * (1 - fraction)
         self.steps[d, row + 1, w] += step * fraction
 
@@ -170,8 +171,8 @@ def _layers(
     """Mean backscatter of vitreous and retina, float32 [D, H, W]."""
     rows_per_um = 1 / (1000 * spacing[1])
     steps = _Steps(edges.shape[1], height, edges.shape[2])
-    above = np.full(x_mm.shape, _db(VITREOUS_DB), np.float32)
-    steps.add(np.zeros(x_mm.shape, np.float32), above)
+    above = np.full(x_mm.shape, _db(VITREOUS_DB))
+    steps.add(np.zeros(x_mm.shape), above)
     thickness = np.diff(edges, axis=0) / rows_per_um
     for name in LAYERS[: LAYER["choroid"]]:
         index = LAYER[name]
@@ -208,35 +209,37 @@ def _add_below_bruch(
     """Choriocapillaris, choroid with dark vessel lumina in bright stroma, then sclera, all fading with depth."""
     bm, csi = edges[SURFACE["bm"]], edges[SURFACE["csi"]]
     first = int(np.clip(np.floor(bm.min()), 0, power.shape[1] - 1))
-    rows = np.arange(first, power.shape[1], dtype=np.float32)
-    z = (rows + np.float32(0.5)) * np.float32(dy_mm)
-    # cos(a(d,w) + k z(h)) splits into two products, so the 3-D texture is one matrix product per B-scan.
+    rows = np.arange(first, power.shape[1])
+    z = (rows + 0.5) * dy_mm
+    # cos(a(d,w) + k z(h)) splits into two products, so the 3-D texture is one matrix product per B-scan. The factors are
+    # rounded to 1/256: sums of such products are exact in float32, in whatever order a BLAS adds them.
     plane, kz = eye.choroid_texture
     waves = zip(plane.k_per_mm, plane.phase, kz, strict=True)
-    phase = np.stack([kx * x_mm + ky * y_mm + p - k * np.float32(dy_mm) * bm for (kx, ky), p, k in waves], axis=1)
-    along = np.concatenate([np.cos(np.outer(z, kz)), -np.sin(np.outer(z, kz))], axis=1).astype(np.float32)
-    tissue = along @ np.concatenate([np.cos(phase), np.sin(phase)], axis=1).astype(np.float32)
+    phase = np.stack([kx * x_mm + ky * y_mm + p - k * dy_mm * bm for (kx, ky), p, k in waves], axis=1)
+    along = np.concatenate([np.cos(np.outer(z, kz)), -np.sin(np.outer(z, kz))], axis=1)
+    across = np.concatenate([np.cos(phase), np.sin(phase)], axis=1)
+    tissue = (np.round(along * 256) / 256).astype(np.float32) @ (np.round(across * 256) / 256).astype(np.float32)
     tissue *= np.float32(0.42 * np.sqrt(2 / len(kz)))
     tissue += np.float32(0.62)
     np.clip(tissue, 0.18, 1.1, out=tissue)
-    tissue *= _db(CHOROID_DB)
+    tissue *= np.float32(_db(CHOROID_DB))
     # The choroid's texture gives way to an even bright sheet below Bruch's membrane and to the sclera behind.
     for edge, level, sense in ((bm + 0.02 / dy_mm, CHORIOCAPILLARIS_DB, -1), (csi, SCLERA_DB, 1)):
         share = _share_below(edge, rows)
         if sense < 0:
             share = 1 - share
-        tissue += share * (_db(level) - tissue)
+        tissue += share * (np.float32(_db(level)) - tissue)
     tissue *= _share_below(bm, rows)
     # exp(-(z - bm) / decay) as a product of a row and an en-face factor, both small enough for float32.
-    middle = np.float32(bm.mean() * dy_mm)
-    tissue *= np.exp(-np.clip(z - middle, -1.5, 3) / np.float32(scanner.choroid_decay_mm))[None, :, None]
-    tissue *= (shade * np.exp((bm * np.float32(dy_mm) - middle) / np.float32(scanner.choroid_decay_mm)))[:, None, :]
+    middle = float(bm.mean()) * dy_mm
+    tissue *= np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm).astype(np.float32)[None, :, None]
+    tissue *= (shade * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)[:, None, :]
     power[:, first:] += tissue
 
 
 def _share_below(edge: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """[D, len(rows), W]: share of each pixel that lies below `edge`."""
-    share = rows[None, :, None] + np.float32(1) - edge[:, None, :].astype(np.float32)
+    share = (rows + 1).astype(np.float32)[None, :, None] - edge.astype(np.float32)[:, None, :]
     return np.clip(share, 0, 1, out=share)
 
 
@@ -264,14 +267,14 @@ def _paint_lesions(
     """Cysts and hyperreflective foci into `power`; returns the lesion mask uint8 [D, H, W]."""
     frames, height, columns = power.shape
     lesions = np.zeros(power.shape, np.uint8)
-    rows_per_um = np.float32(1 / (1000 * spacing[1]))
+    rows_per_um = 1 / (1000 * spacing[1])
     if len(eye.lesions.cysts):
         steps = _Steps(frames, height, columns)
         for d, w, top, bottom in cyst_spans(eye.lesions, depth_um, x_mm, y_mm):
             steps.add(top * rows_per_um, 1.0, d, w)
             steps.add(bottom * rows_per_um, -1.0, d, w)
         fluid = np.minimum(steps.total(), 1)
-        power += fluid * (_db(FLUID_DB) - power)
+        power += fluid * (np.float32(_db(FLUID_DB)) - power)
         lesions[fluid > 0.5] = LESIONS["intraretinal_fluid"]
     for layer, lesion in (("subretinal_fluid", "subretinal_fluid"), ("drusen", "drusen")):
         top, bottom = edges[LAYER[layer]], edges[LAYER[layer] + 1]
@@ -281,7 +284,7 @@ def _paint_lesions(
         d, w = np.nonzero((x_mm - x) ** 2 + (y_mm - y) ** 2 < radius**2)
         inner, outer = edges[SURFACE["ipl_inl"], d, w], edges[SURFACE["elm"], d, w]
         row = (inner + position * (outer - inner)).astype(np.int64)
-        for offset in range(max(1, round(1000 * radius * float(rows_per_um)))):
+        for offset in range(max(1, round(1000 * radius * rows_per_um))):
             inside = (row + offset >= 0) & (row + offset < height)
             power[d[inside], row[inside] + offset, w[inside]] = _db(-2.0)
     return lesions
@@ -298,10 +301,10 @@ def _expose(
 ) -> np.ndarray:
     """Signal strength, roll-off, point spread, speckle, noise and display: uint8 [D, H, W]."""
     _, dy, dx = spacing
-    z_mm = (np.arange(power.shape[1], dtype=np.float32) + np.float32(0.5)) * np.float32(dy)
+    z_mm = (np.arange(power.shape[1]) + 0.5) * dy
     per_ascan = acquisition.signal_db[:, None] + acquisition.vignetting_db * acquisition.vignetting(x_mm, y_mm)
-    power *= _db(-scanner.roll_off_db_per_mm * z_mm)[None, :, None]
-    power *= _db(per_ascan)[:, None, :]
+    power *= _db(-scanner.roll_off_db_per_mm * z_mm).astype(np.float32)[None, :, None]
+    power *= _db(per_ascan).astype(np.float32)[:, None, :]
     axial = scanner.axial_psf_um / FWHM / (1000 * dy)
     lateral = scanner.lateral_psf_um * acquisition.defocus / FWHM / (1000 * dx)
     power = blur(power, (axial, lateral))
@@ -309,6 +312,6 @@ def _expose(
     looks = scanner.looks(power.shape)
     power *= speckle(rng, power.shape, (axial * 2**0.5, lateral * 2**0.5), looks)
     noise = detector_noise(rng, power.shape, looks)
-    noise *= _db(acquisition.noise_db)
+    noise *= np.float32(_db(acquisition.noise_db))
     power += noise
     return log_display(power, acquisition.black_db, acquisition.range_db)

@@ -130,7 +130,7 @@ def acquire(rng: np.random.Generator, scanner: Scanner, frames: int) -> Acquisit
         position=float(rng.uniform(0.42, 0.56)),
         axial_motion_um=_axial_motion(rng, scanner, frames),
         lateral_motion_mm=_lateral_motion(rng, scanner, frames),
-        signal_db=(rng.normal(-1.5, 1.8) + rng.normal(0, 0.35, frames)).astype(np.float32),
+        signal_db=(rng.normal(-1.5, 1.8) + rng.normal(0, 0.35, frames)),
         vignetting=waves(rng, (3.0, 12.0)),
         vignetting_db=float(rng.uniform(0.2, 1.6)),
         # Operators and firmware set brightness and contrast; disease must not be readable from either.
@@ -149,11 +149,11 @@ def _axial_motion(rng: np.random.Generator, scanner: Scanner, frames: int) -> np
     drift = (drift - drift.mean()) / max(float(drift.std()), 1e-6)
     motion = 0.5 * slow + 0.6 * drift + 0.35 * rng.normal(0, 1, frames)
     amount = np.clip(scanner.axial_motion_um * np.exp(rng.normal(0, 0.3)), 10, 60)
-    return (amount * motion / max(float(motion.std()), 1e-6)).astype(np.float32)
+    return amount * motion / max(float(motion.std()), 1e-6)
 
 
 def _lateral_motion(rng: np.random.Generator, scanner: Scanner, frames: int) -> np.ndarray:
     jumps = np.zeros((frames, 2))
     for _ in range(rng.poisson(scanner.saccades)):
         jumps[rng.integers(0, frames) :] += rng.normal(0, 0.09, 2)
-    return (jumps - jumps.mean(axis=0) + rng.normal(0, 0.008, (frames, 2))).astype(np.float32)
+    return jumps - jumps.mean(axis=0) + rng.normal(0, 0.008, (frames, 2))

@@ -32,7 +32,7 @@ def sample_vessels(rng: np.random.Generator) -> Vessels:
                 branch, thin = _branch(rng, arcade[at], radius[at] * rng.uniform(0.4, 0.75), superior, inward)
                 points.append(branch)
                 radii.append(thin)
-    return Vessels(np.concatenate(points).astype(np.float32), np.concatenate(radii).astype(np.float32))
+    return Vessels(np.concatenate(points), np.concatenate(radii))
 
 
 def _arcade(rng: np.random.Generator, superior: float, calibre: float) -> tuple[np.ndarray, np.ndarray]:
@@ -65,9 +65,9 @@ def vessel_profile(vessels: Vessels, x_mm: np.ndarray, y_mm: np.ndarray) -> tupl
     distance, nearest = KDTree(vessels.points_mm).query(np.stack([x_mm.ravel(), y_mm.ravel()], axis=1), distance_upper_bound=0.15)
     hit = np.isfinite(distance)
     radius = vessels.radius_mm[np.where(hit, nearest, 0)]
-    distance = np.where(hit, distance, 1.0).astype(np.float32)
+    distance = np.where(hit, distance, 1.0)
     half = 1000 * np.sqrt(np.clip(radius**2 - distance**2, 0, None))
     # Large vessels block up to 85 % of the light, capillary-sized branches a quarter of it.
     depth = np.clip(0.2 + 16 * radius, 0, 0.85)
     shade = 1 - depth * np.exp(-((distance / (0.85 * radius)) ** 4))
-    return half.reshape(x_mm.shape).astype(np.float32), shade.reshape(x_mm.shape).astype(np.float32)
+    return half.reshape(x_mm.shape), shade.reshape(x_mm.shape)
