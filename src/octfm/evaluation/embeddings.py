@@ -1,0 +1,85 @@
+"""Embeddings of frozen encoders, read back from `octfm embed` and aligned by acquisition id."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """One encoder's vectors, one row per acquisition, sorted by acquisition id."""
+
+    name: str
+    path: str
+    metadata: dict[str, Any]
+    """key (weights + Preprocessing + precision), encoder, precision, width, as written by `octfm embed`."""
+    acquisition: np.ndarray
+    participant: np.ndarray
+    eye_id: np.ndarray
+    laterality: tuple[str | None, ...]
+    scanner: np.ndarray
+    split: tuple[str | None, ...]
+    participant_labels: tuple[dict[str, str], ...]
+    vectors: np.ndarray
+    """float64 [N, width]"""
+
+
+def read_embeddings(path: str | Path) -> Embeddings:
+    """Read one parquet file of `octfm embed`. Raises EvaluationError on repeated acquisitions and non-finite vectors."""
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    if not path.is_file():
+        raise EvaluationError(f"{path}: no such embeddings file; make it with octfm embed")
+    table = pq.read_table(path).sort_by("acquisition")
+    metadata = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    column = {name: table.column(name).to_pylist() for name in table.column_names if name != "vector"}
+    acquisition = np.array(column["acquisition"], dtype=str)
+    if len(acquisition) == 0:
+        raise EvaluationError(f"{path}: holds no acquisition; embed again")
+    repeated = acquisition[1:][acquisition[1:] == acquisition[:-1]]
+    if repeated.size:
+        raise EvaluationError(f"{path}: acquisition {repeated[0]} occurs more than once; embed again into a new file")
+    vectors = np.array(table.column("vector").to_pylist(), dtype=np.float64)
+    if vectors.ndim != 2 or not np.isfinite(vectors).all():
+        raise EvaluationError(f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged")
+    return Embeddings(
+        name=str(metadata.get("name", path.stem)),
+        path=str(path),
+        metadata={k: v for k, v in metadata.items() if k in ("key", "encoder", "precision", "width")},
+        acquisition=acquisition,
+        participant=np.array(column["participant"], dtype=str),
+        eye_id=np.array(column["eye_id"], dtype=str),
+        laterality=tuple(column["laterality"]),
+        scanner=np.array(column["scanner"], dtype=str),
+        split=tuple(column["split"]),
+        participant_labels=tuple(json.loads(text) if text else {} for text in column["participant_labels"]),
+        vectors=vectors,
+    )
+
+
+def align(encoders: list[Embeddings]) -> list[Embeddings]:
+    """The same acquisitions in the same order for every encoder (rows are sorted by id), or EvaluationError."""
+    if not encoders:
+        raise EvaluationError("expected at least one embeddings file, got none")
+    names = [e.name for e in encoders]
+    if len(set(names)) < len(names):
+        raise EvaluationError(f"expected differently named embeddings, got {', '.join(names)}; pass each encoder once")
+    first = encoders[0]
+    for other in encoders[1:]:
+        if not np.array_equal(first.acquisition, other.acquisition):
+            odd = sorted(set(first.acquisition.tolist()) ^ set(other.acquisition.tolist()))
+            raise EvaluationError(
+                f"{other.path}: expected the acquisitions of {first.path}, {len(odd)} are in only one of the two ({odd[0]} …); "
+                "embed both from the same store"
+            )
+        if not np.array_equal(first.participant, other.participant):
+            raise EvaluationError(
+                f"{other.path}: participants differ from {first.path} for the same acquisitions; embed both from the same store"
+            )
+    return encoders

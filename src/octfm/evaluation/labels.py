@@ -1,0 +1,140 @@
+"""A table of labels (CSV or TSV) joined to acquisitions by id, never by order."""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from octfm.errors import EvaluationError
+
+PARTICIPANT_COLUMNS = ("participant_id", "person_id", "participant")
+"""AI-READI v2, v3, and octfm's own tables."""
+
+ACQUISITION_COLUMNS = ("sop_instance_uid", "acquisition")
+
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "."})
+"""Not `none`: a diagnosis of none is a label."""
+
+_LATERALITY = {"r": "R", "od": "R", "right": "R", "l": "L", "os": "L", "left": "L"}
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """Rows of text as written in the file; values are interpreted by whoever asks for a column."""
+
+    path: str
+    columns: tuple[str, ...]
+    """Label columns, without the ids that the table is joined by."""
+    rows: tuple[Mapping[str, str], ...]
+    participant_column: str | None
+    laterality_column: str | None
+    acquisition_column: str | None
+
+    def join(self, column: str, acquisitions: Iterable[tuple[str, str, str | None]]) -> list[str | None]:
+        """The label of each (acquisition, participant, laterality), or None where the table has none.
+
+        The finest id that the table holds decides: SOP Instance UID, else participant and laterality, else participant.
+        Raises EvaluationError where two rows of one id contradict each other, where a UID's row names another participant,
+        and where no id of the table matches at all.
+        """
+        if column not in self.columns:
+            raise EvaluationError(f"{self.path}: no column {column}; label columns: {', '.join(self.columns)}")
+        if self.acquisition_column is not None:
+            return self._by_acquisition(column, list(acquisitions))
+        keyed: dict[tuple[str, str | None], str | None] = {}
+        for number, row in enumerate(self.rows, start=2):
+            key = (_id(row[self.participant_column or ""]), self._laterality(row))
+            value = _value(row[column])
+            if keyed.setdefault(key, value) != value:
+                raise EvaluationError(
+                    f"{self.path}: line {number}: {column} is {value} for {_words(key)}, an earlier line says {keyed[key]}; "
+                    "keep one row per participant (and eye), or add a sop_instance_uid column"
+                )
+        wanted = [(_id(participant), laterality if self.laterality_column else None) for _, participant, laterality in acquisitions]
+        self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
+        return [keyed.get(key) for key in wanted]
+
+    def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
+        keyed: dict[str, tuple[str | None, str | None]] = {}
+        for number, row in enumerate(self.rows, start=2):
+            uid, value = row[self.acquisition_column or ""].strip(), _value(row[column])
+            participant = _id(row[self.participant_column]) if self.participant_column else None
+            if keyed.setdefault(uid, (value, participant)) != (value, participant):
+                raise EvaluationError(f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID")
+        self._expect_a_match([a for a, _, _ in acquisitions], set(keyed), self.acquisition_column or "")
+        values: list[str | None] = []
+        for acquisition, participant, _ in acquisitions:
+            value, named = keyed.get(acquisition, (None, None))
+            if named is not None and named != _id(participant):
+                raise EvaluationError(
+                    f"{self.path}: {acquisition} belongs to participant {named} here, the embeddings say {participant}; "
+                    "the two were made from different cohorts"
+                )
+            values.append(value)
+        return values
+
+    def _laterality(self, row: Mapping[str, str]) -> str | None:
+        if self.laterality_column is None:
+            return None
+        return _LATERALITY.get(row[self.laterality_column].strip().lower())
+
+    def _expect_a_match(self, wanted: list[str], known: set[str], column: str) -> None:
+        if wanted and known.isdisjoint(wanted):
+            example = next(iter(sorted(known)), "nothing")
+            raise EvaluationError(
+                f"{self.path}: no {column} matches the embeddings (table: {example} …, embeddings: {min(wanted)} …); "
+                "is this the label table of the same cohort?"
+            )
+
+
+def read_labels(path: str | Path) -> LabelTable:
+    """Read a CSV or TSV with a header line. Needs participant_id (or person_id) or sop_instance_uid; uses laterality if it is there."""
+    path = Path(path)
+    if not path.is_file():
+        raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ",")
+        names = tuple(reader.fieldnames or ())
+        rows = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise EvaluationError(f"{path}: line {reader.line_num}: expected {len(names)} columns as in the header; fix the row")
+            rows.append(row)
+    participant = next((c for c in PARTICIPANT_COLUMNS if c in names), None)
+    acquisition = next((c for c in ACQUISITION_COLUMNS if c in names), None)
+    laterality = "laterality" if "laterality" in names else None
+    if participant is None and acquisition is None:
+        raise EvaluationError(
+            f"{path}: expected a column participant_id, person_id or sop_instance_uid, got {', '.join(names) or 'no header'}"
+        )
+    if not rows:
+        raise EvaluationError(f"{path}: a header without rows; nothing to join")
+    ids = {participant, acquisition, laterality}
+    return LabelTable(str(path), tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
+
+
+def as_number(value: str | None) -> float | None:
+    """A finite number, or None where the text is not one."""
+    try:
+        number = float(value) if value is not None else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _value(text: str) -> str | None:
+    text = text.strip()
+    return None if text.lower() in MISSING else text
+
+
+def _id(text: str) -> str:
+    # Spreadsheets turn 1001 into 1001.0 when the column has a gap.
+    text = text.strip()
+    return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
+
+
+def _words(key: tuple[str, str | None]) -> str:
+    return key[0] if key[1] is None else f"{key[0]} {key[1]}"

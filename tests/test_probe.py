@@ -1,0 +1,308 @@
+"""The frozen probe: joined by id, participants never on both sides, leakage refused, and words where numbers would mislead."""
+
+import json
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import participant_folds
+from octfm.evaluation.labels import read_labels
+from octfm.evaluation.probe import probe, write_probe
+
+SCANNERS = ("heidelberg_spectralis", "topcon_triton")
+
+
+class Cohort:
+    """Participants with two eyes on one of two scanners; vectors that know the diagnosis as well as `signal` says."""
+
+    def __init__(self, participants=60, width=16, seed=0, split=(0.7, 0.1)):
+        rng = np.random.default_rng(seed)
+        self.rng, self.width, self.rows = rng, width, []
+        for i in range(participants):
+            diagnosis = ("healthy", "drusen", "dme")[i % 3]
+            part = ("train", "val", "test")[int(np.searchsorted(np.cumsum(split), (i // 3) / (participants / 3), side="right"))]
+            for laterality in "RL":
+                self.rows.append(
+                    {
+                        "acquisition": f"1.2.{i}.{laterality}",
+                        "participant": str(1000 + i),
+                        "laterality": laterality,
+                        "eye_id": f"{1000 + i}_{laterality}",
+                        "scanner": SCANNERS[i % 2],
+                        "protocol": "macula",
+                        "split": part,
+                        "participant_labels": json.dumps({"study_group": ("a", "b")[i // 6 % 2]}),
+                        "diagnosis": diagnosis,
+                        "cst_um": 270 + 60 * (diagnosis == "dme") + 15 * rng.normal(),
+                    }
+                )
+
+    def embeddings(self, path, name="pretrained", signal=4.0, order=None):
+        rng = np.random.default_rng(len(name))
+        direction = rng.normal(size=(4, self.width))
+        vectors = []
+        for row in self.rows:
+            known = [row["diagnosis"] == "drusen", row["diagnosis"] == "dme", (row["cst_um"] - 270) / 30, row["scanner"] == SCANNERS[0]]
+            vectors.append(signal * np.array(known, float) @ direction / 4 + rng.normal(size=self.width))
+        keep = ["acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split", "participant_labels"]
+        table = pa.table({k: [r[k] for r in self.rows] for k in keep}).append_column(
+            "vector", pa.array([v.astype(np.float32) for v in vectors], pa.list_(pa.float32()))
+        )
+        if order is not None:
+            table = table.take(order)
+        meta = {"name": name, "key": f"key-{name}", "encoder": "vit", "precision": "float32", "width": self.width}
+        pq.write_table(table.replace_schema_metadata({"octfm": json.dumps(meta)}), path)
+        return path
+
+    def labels(self, path, *, by="eye", order=None, header="participant_id"):
+        rows = self.rows if order is None else [self.rows[i] for i in order]
+        columns = {"eye": [header, "laterality"], "acquisition": [header, "sop_instance_uid"]}[by] + ["diagnosis", "cst_um"]
+        lines = ["\t".join(columns)]
+        for r in rows:
+            ids = [r["participant"], r["laterality"] if by == "eye" else r["acquisition"]]
+            lines.append("\t".join([*ids, r["diagnosis"], f"{r['cst_um']:.3f}"]))
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+
+def row(result, target, metric, encoder="pretrained"):
+    return next(r for r in result["results"] if (r["target"], r["metric"], r["encoder"]) == (target, metric, encoder))
+
+
+@pytest.fixture(scope="module")
+def cohort():
+    return Cohort()
+
+
+def test_results_do_not_depend_on_the_order_of_any_file(cohort, tmp_path):
+    rng = np.random.default_rng(1)
+    straight = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=100)
+    shuffled = probe(
+        [cohort.embeddings(tmp_path / "b.parquet", order=rng.permutation(len(cohort.rows)))],
+        cohort.labels(tmp_path / "m.tsv", order=rng.permutation(len(cohort.rows)), header="person_id"),
+        design="k-fold",
+        resamples=100,
+    )
+    assert straight["results"] == shuffled["results"]
+    # And the labels do carry signal, so equality is not that of two coin flips.
+    assert row(straight, "disease", "auroc")["estimate"] > 0.8
+
+
+def test_labels_join_by_uid_as_well_as_by_eye(cohort, tmp_path):
+    path = cohort.embeddings(tmp_path / "a.parquet")
+    by_eye = probe([path], cohort.labels(tmp_path / "eye.tsv"), resamples=50)
+    by_uid = probe([path], cohort.labels(tmp_path / "uid.tsv", by="acquisition"), resamples=50)
+    assert by_eye["results"] == by_uid["results"]
+
+
+def test_every_target_of_the_cohort_is_probed_at_the_right_unit(cohort, tmp_path):
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, design="k-fold")
+    units = {r["target"]: (r["kind"], r["unit"]) for r in result["results"]}
+    assert units == {
+        "disease": ("binary", "participant"),
+        "diagnosis": ("multiclass", "participant"),
+        "study_group": ("binary", "participant"),
+        "cst_um": ("regression", "eye"),
+        "scanner": ("binary", "acquisition"),
+    }
+    assert row(result, "cst_um", "r2")["estimate"] > 0.3
+
+
+def test_a_participant_is_diseased_when_one_eye_is(tmp_path):
+    cohort = Cohort(participants=60)
+    for r in cohort.rows:
+        if r["laterality"] == "L":
+            r["diagnosis"] = "healthy"
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet", signal=4)],
+        cohort.labels(tmp_path / "l.tsv"),
+        design="k-fold",
+        resamples=50,
+        targets=["disease", "diagnosis"],
+    )
+    assert row(result, "disease", "auroc")["test_participants_per_class"] == {"healthy": 20, "disease": 40}
+    assert row(result, "diagnosis", "auroc")["unit"] == "eye"
+    assert row(result, "disease", "auroc")["estimate"] > 0.8
+
+
+def test_recommended_split_scores_only_test_participants(cohort, tmp_path):
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
+    tested = {r["participant"] for r in cohort.rows if r["split"] == "test"}
+    facts = row(result, "disease", "auroc")
+    assert facts["design"] == "recommended_split"
+    assert (facts["n_test_participants"], facts["n_train_participants"]) == (len(tested), 60 - len(tested))
+
+
+def test_F16_a_participant_on_both_sides_of_the_split_is_an_error(tmp_path):
+    cohort = Cohort()
+    cohort.rows[0]["split"] = "test"
+    with pytest.raises(EvaluationError, match="1000 is in the test split and in train"):
+        probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
+
+
+def test_F16_folds_never_share_a_participant():
+    rng = np.random.default_rng(0)
+    participant = rng.integers(0, 40, 200).astype(str)
+    label = rng.integers(0, 3, 200)
+    fold = participant_folds(participant, label, 5, seed=0, stratify=True)
+    assert all(len(set(fold[participant == p])) == 1 for p in participant)
+    order = rng.permutation(200)
+    np.testing.assert_array_equal(participant_folds(participant[order], label[order], 5, 0, stratify=True), fold[order])
+
+
+def test_folds_spread_a_rare_class_evenly():
+    participant = np.arange(50).astype(str)
+    label = (np.arange(50) < 5).astype(int)
+    fold = participant_folds(participant, label, 5, seed=3, stratify=True)
+    assert sorted(fold[label == 1]) == [0, 1, 2, 3, 4]
+
+
+def test_noise_scores_at_chance_however_wide_the_vectors(tmp_path):
+    cohort = Cohort(participants=90, width=200)
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet", signal=0)],
+        cohort.labels(tmp_path / "l.tsv"),
+        design="k-fold",
+        resamples=200,
+        targets=["disease", "cst_um"],
+    )
+    auc, r2 = row(result, "disease", "auroc"), row(result, "cst_um", "r2")
+    assert auc["low"] <= 0.5 <= auc["high"]
+    assert r2["estimate"] < 0.1
+
+
+def test_encoder_that_saw_test_participants_is_refused_or_flagged(cohort, tmp_path):
+    path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
+    tested = sorted({r["participant"] for r in cohort.rows if r["split"] == "test"})
+    with pytest.raises(EvaluationError, match=f"3 of {len(tested)} test participants were in the encoder's pretraining"):
+        probe([path], labels, seen=set(tested[:3]), resamples=50)
+    flagged = probe([path], labels, seen=lambda p: p in tested[:3], allow_seen=True, resamples=50)
+    assert row(flagged, "disease", "auroc")["seen_test_participants"] == 3
+    # Seeing training participants is what pretraining is.
+    clean = probe([path], labels, seen={r["participant"] for r in cohort.rows} - set(tested), resamples=50)
+    assert row(clean, "disease", "auroc")["seen_test_participants"] == 0
+
+
+def test_k_fold_tests_only_unseen_participants_and_refuses_when_there_are_none(cohort, tmp_path):
+    path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
+    everyone = sorted({r["participant"] for r in cohort.rows})
+    result = probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50)
+    facts = row(result, "disease", "auroc")
+    assert (facts["n_test_participants"], facts["n_train_participants"], facts["seen_test_participants"]) == (40, 60, 0)
+    with pytest.raises(EvaluationError, match="all 60 participants"):
+        probe([path], labels, seen=set(everyone), design="k-fold", resamples=50)
+
+
+def test_encoders_are_compared_on_the_same_participants(cohort, tmp_path):
+    files = [
+        cohort.embeddings(tmp_path / "pretrained.parquet", "pretrained", signal=3),
+        cohort.embeddings(tmp_path / "random_init.parquet", "random_init", signal=0),
+    ]
+    result = probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=500)
+    verdict = {(c["target"], c["metric"]): c["verdict"] for c in result["comparisons"]}
+    assert verdict["disease", "auroc"] == verdict["cst_um", "r2"] == "better"
+    # Telling scanners apart is no achievement.
+    assert verdict["scanner", "auroc"] == "worse"
+    difference = next(c for c in result["comparisons"] if (c["target"], c["metric"]) == ("disease", "auroc"))
+    estimates = [row(result, "disease", "auroc", name)["estimate"] for name in ("pretrained", "random_init")]
+    assert difference["difference"] == pytest.approx(estimates[0] - estimates[1])
+
+
+def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
+    a = cohort.embeddings(tmp_path / "a.parquet", "pretrained")
+    b = cohort.embeddings(tmp_path / "b.parquet", "random_init", order=np.arange(len(cohort.rows) - 1))
+    with pytest.raises(EvaluationError, match="1 are in only one of the two"):
+        probe([a, b], cohort.labels(tmp_path / "l.tsv"))
+
+
+def test_few_participants_get_words_instead_of_an_interval(tmp_path):
+    cohort = Cohort(participants=24)
+    files = [cohort.embeddings(tmp_path / f"{n}.parquet", n) for n in ("pretrained", "random_init")]
+    result = probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=50, targets=["disease"])
+    facts = row(result, "disease", "auroc")
+    assert facts["low"] is None and "only 8 participants with healthy" in facts["note"]
+    assert result["comparisons"][0]["verdict"] == "inconclusive" and result["comparisons"][0]["low"] is None
+    assert row(result, "disease", "auroc")["estimate"] is not None
+
+
+def test_perfect_separation_is_not_reported_as_certainty(tmp_path):
+    cohort = Cohort(participants=60)
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet", signal=200)],
+        cohort.labels(tmp_path / "l.tsv"),
+        design="k-fold",
+        resamples=50,
+        targets=["disease"],
+    )
+    facts = row(result, "disease", "auroc")
+    assert (facts["estimate"], facts["low"]) == (1.0, 1.0)
+    assert "too narrow to be believed" in facts["note"]
+
+
+def test_a_target_that_cannot_be_probed_is_skipped_with_a_sentence_and_refused_when_asked_for(tmp_path):
+    cohort = Cohort()
+    for r in cohort.rows:
+        r["scanner"] = "zeiss_cirrus"
+    path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
+    result = probe([path], labels, resamples=50)
+    assert [s["target"] for s in result["skipped"]] == ["scanner"]
+    with pytest.raises(EvaluationError, match="target scanner: Fewer than two classes"):
+        probe([path], labels, targets=["scanner"])
+    with pytest.raises(EvaluationError, match="no label column iop"):
+        probe([path], labels, targets=["iop"])
+
+
+def test_rare_class_is_left_out_and_named(tmp_path):
+    cohort = Cohort()
+    for r in cohort.rows[:2]:
+        r["diagnosis"] = "macular_hole"
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, targets=["diagnosis"])
+    assert row(result, "diagnosis", "auroc")["left_out_classes"] == ["macular_hole"]
+
+
+def test_result_is_strict_json_written_whole(cohort, tmp_path):
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, commands=["octfm probe x"])
+    path = write_probe(tmp_path / "run" / "probe.json", result)
+    read = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (read["format"], read["version"], read["commands"]) == ("octfm-probe", 1, ["octfm probe x"])
+    assert [p.name for p in path.parent.iterdir()] == ["probe.json"]
+
+
+def test_contradicting_or_foreign_label_tables_are_refused(cohort, tmp_path):
+    path = cohort.embeddings(tmp_path / "a.parquet")
+    twice = tmp_path / "twice.tsv"
+    twice.write_text("participant_id\tdiagnosis\n1000\thealthy\n1000\tdme\n")
+    with pytest.raises(EvaluationError, match="line 3: diagnosis is dme for 1000, an earlier line says healthy"):
+        probe([path], twice)
+    foreign = tmp_path / "foreign.csv"
+    foreign.write_text("participant_id,diagnosis\n9,healthy\n8,dme\n")
+    with pytest.raises(EvaluationError, match="no participant_id matches"):
+        probe([path], foreign)
+    swapped = tmp_path / "swapped.tsv"
+    swapped.write_text(f"person_id\tsop_instance_uid\tdiagnosis\n7\t{cohort.rows[0]['acquisition']}\thealthy\n")
+    with pytest.raises(EvaluationError, match="belongs to participant 7 here"):
+        probe([path], swapped)
+    nothing = tmp_path / "nothing.csv"
+    nothing.write_text("name,diagnosis\nx,healthy\n")
+    with pytest.raises(EvaluationError, match="expected a column participant_id"):
+        read_labels(nothing)
+
+
+def test_label_table_forgives_spelling_of_laterality_and_numbers(tmp_path):
+    table = tmp_path / "labels.csv"
+    table.write_text("person_id,laterality,diagnosis\n1001.0,OD,healthy\n1001.0,left,NA\n")
+    joined = read_labels(table).join("diagnosis", [("uid", "1001", "R"), ("uid2", "1001", "L"), ("uid3", "1001", None)])
+    assert joined == ["healthy", None, None]
+
+
+@pytest.mark.slow
+def test_the_demo_sized_probe_takes_under_40_seconds(tmp_path):
+    cohort = Cohort(participants=300, width=384)
+    files = [cohort.embeddings(tmp_path / f"{n}.parquet", n) for n in ("pretrained", "random_init", "histogram")]
+    start = time.perf_counter()
+    probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", targets=["disease", "diagnosis", "cst_um", "scanner"])
+    assert time.perf_counter() - start < 40
