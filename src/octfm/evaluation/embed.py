@@ -8,10 +8,34 @@ import numpy as np
 
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
-from octfm.evaluation.encoder import Encoder
+from octfm.evaluation.encoder import Encoder, load_encoder
 
 BATCH = 16
 HISTOGRAM_BINS = 64
+
+
+NAMES = ("pretrained", "random_init", "histogram")
+"""Encoders that stand side by side in every result, the one of interest first."""
+
+
+def embed_all(run: str | Path, store: str | Path, out: Path | None = None, *, baselines: bool = True, echo: Callable[[str], None] = print) -> list[Path]:
+    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram."""
+    opened = Store.open(store)
+    folder = out or Path(run) / "embeddings"
+    written = [embed_store(load_encoder(run), opened, folder, "pretrained", echo)]
+    if baselines:
+        written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))
+        written.append(histogram_baseline(opened, folder))
+    return written
+
+
+def embedding_files(run: str | Path) -> list[Path]:
+    """The embeddings of a run, the encoder of interest first."""
+    folder = Path(run) / "embeddings"
+    found = [folder / f"{name}.parquet" for name in NAMES if (folder / f"{name}.parquet").is_file()]
+    if not found:
+        raise EvaluationError(f"{folder}: no embeddings; make them with `octfm embed {run} --store prepared`")
+    return found
 
 
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print) -> Path:

@@ -1,6 +1,7 @@
 """A frozen encoder that knows its preprocessing: volumes in, vectors or token grids out."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +35,6 @@ class Encoder:
     preprocessing: Preprocessing
     runtime: Runtime
     source: str
-    participants: dict
-    """Keyed hashes of the participants that pretraining saw: {"key": ..., "hashes": [...]}."""
 
     @property
     def width(self) -> int:
@@ -99,11 +98,11 @@ def load_encoder(run: str | Path, *, random_init: bool = False, device: str | No
         model.load_state_dict(content["model"])
     runtime = start("fp32", device)
     network = model.target_encoder.to(runtime.device).eval()
-    participants = content["participants"] if not random_init else {"key": "", "hashes": []}
-    return Encoder(network, config, preprocessing, runtime, f"{path} at random initialisation" if random_init else str(path), participants)
+    return Encoder(network, config, preprocessing, runtime, f"{path} at random initialisation" if random_init else str(path))
 
 
-def seen_in_pretraining(encoder: Encoder, participants: set[str]) -> set[str]:
-    """Those of `participants` that the encoder was pretrained on."""
-    key, known = encoder.participants["key"], set(encoder.participants["hashes"])
-    return {p for p in participants if checkpoint.participant_hashes([p], key)[0] in known}
+def seen_by(run: str | Path) -> Callable[[str], bool]:
+    """A predicate: was this participant in the pretraining data of the run's newest checkpoint?"""
+    participants = checkpoint.load(checkpoint.newest(Path(run)))["participants"]
+    known = set(participants["hashes"])
+    return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known

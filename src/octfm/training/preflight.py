@@ -10,14 +10,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from octfm.data.loader import accumulation
+from octfm.data.loader import accumulation, select
 from octfm.data.store import Store
 from octfm.errors import ConfigError
 from octfm.masks import BACKGROUND, PADDING, TISSUE, sample_masks, token_grid, token_map
 from octfm.models.objective import TokenIndex
 from octfm.models.vit3d import count_parameters, take_patches
 from octfm.training.inputs import build_objective, generators
-from octfm.training.runtime import Runtime
+from octfm.training.runtime import Runtime, start
 from octfm.training.schedule import Schedule
 from octfm.training.settings import PretrainConfig
 
@@ -49,6 +49,23 @@ def checks(config: PretrainConfig, store: Store, runtime: Runtime, train_rows: n
     if not any(check.status == "FAIL" for check in found):
         found += objective_integrity(config, store, train_rows)
     return found
+
+
+def examine(config: PretrainConfig, out: Path, device: str | None = None) -> list[Check]:
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`."""
+    if config.data.store is None:
+        raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
+    store = Store.open(config.data.store)
+    train_rows, validation_rows = training_rows(config, store)
+    return checks(config, store, start(config.precision, device), train_rows, validation_rows, out)
+
+
+def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
+    """Store rows to train on and to validate on; the latter may be none."""
+    train = select(store, "train", config.data.scanners, config.data.max_samples)
+    held_out = any(row.split == "val" and (not config.data.scanners or row.scanner in config.data.scanners) for row in store.rows)
+    validation = select(store, "val", config.data.scanners, config.validation_volumes) if held_out else np.array([], np.int64)
+    return train, validation
 
 
 def require(found: list[Check], echo: Callable[[str], None]) -> None:
@@ -83,11 +100,11 @@ def learning_rate(schedule: Schedule) -> list[Check]:
     found = []
     if not (curve > 0).all():
         found.append(Check("learning rate", "FAIL", f"0 at step {int(np.argmin(curve > 0))}", "a step with learning rate 0 trains nothing (F2)"))
-    rises = np.flatnonzero(np.diff(curve) > 1e-12 * peak)
-    if rises.size and rises[-1] > schedule.warmup_steps:
-        found.append(
-            Check("learning rate", "FAIL", f"rises again at step {rises[-1] + 1}, after the warm-up of {schedule.warmup_steps}", "a restart diverges (F1)")
-        )
+    rises = np.flatnonzero(np.diff(curve) > 1e-12 * peak) + 1
+    late = rises[rises > schedule.warmup_steps]
+    if late.size:
+        again = f"rises again at step {late[0]}, after the warm-up of {schedule.warmup_steps} steps"
+        found.append(Check("learning rate", "FAIL", again, "a restart diverges (F1)"))
     return found or [Check("learning rate", "PASS", f"one warm-up, then {schedule.config.lr_shape}: {measured}")]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from octfm import __version__
 from octfm.config import load
-from octfm.data.loader import Batch, Loader, accumulation, microbatches, select
+from octfm.data.loader import Batch, Loader, accumulation, microbatches
 from octfm.data.store import Store
 from octfm.errors import ConfigError, TrainingError
 from octfm.models.data2vec import Data2Vec
@@ -45,8 +45,7 @@ def pretrain(config: PretrainConfig, store: Store | None = None, out: str | Path
     store = _one_store(config, store)
     runtime = start(config.precision, device)
     preprocessing = store.preprocessing
-    train_rows = select(store, "train", config.data.scanners, config.data.max_samples)
-    validation_rows = select(store, "val", config.data.scanners, config.validation_volumes)
+    train_rows, validation_rows = preflight.training_rows(config, store)
     micro_steps = accumulation(config.data.global_batch_size, config.data.per_device_batch_size, runtime.world)
     schedule = Schedule(config.schedule, config.steps)
 

@@ -1,0 +1,35 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything else is for those who work on octfm.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint wheel clean
+
+demo: $(STAMP)
+	$(BIN)/octfm demo --out demo
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+test-all: $(STAMP) lint
+	$(BIN)/python -m pytest -q -n 2 -m "not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/pyright
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel --no-isolation
+
+# torch is asked for by its pinned version first: a range would let pip take a newer build with gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "octfm needs Python 3.11 or newer; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) demo dist .pytest_cache .ruff_cache .hypothesis

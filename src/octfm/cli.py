@@ -1,0 +1,206 @@
+"""The octfm command: typer verbs, each a thin call of the public functions; imports happen inside the verbs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octfm.errors import OctfmError
+
+app = typer.Typer(
+    name="octfm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="A 3D foundation model for retinal OCT: DICOM in, audited shards, a JEPA that cannot cheat, a report you can believe.",
+)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
+Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.")]
+
+
+@app.command()
+def demo(
+    out: Out = Path("demo"),
+    data: Annotated[Path | None, typer.Option(help="Your own folder of OCT files instead of the phantom cohort.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Use at most so many acquisitions of --data.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the phantom cohort and of training; reported results use 100 and above.")] = 100,
+    quick: Annotated[bool, typer.Option(help="A few participants and steps: shows the path in a minute, proves nothing.")] = False,
+) -> None:
+    """The whole path in ten minutes: cohort, catalog, store, pretraining, probe, report."""
+    from octfm.demo import run_demo
+
+    run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick)
+
+
+@app.command()
+def phantom(
+    out: Annotated[Path, typer.Argument(help="New folder for the cohort.")],
+    participants: Annotated[int, typer.Option(help="How many people; both eyes of each are scanned.")] = 20,
+    seed: Annotated[int, typer.Option(help="0-99 for development, 100 and above for reported results.")] = 0,
+    size: Annotated[str, typer.Option(help="B-scans x rows x columns, or `native` for each scanner's own.")] = "32x256x192",
+    defects: Annotated[float, typer.Option(help="Spoilt files per good one.")] = 0.0,
+    workers: Workers = None,
+) -> None:
+    """Write a synthetic cohort with known truth, laid out like AI-READI."""
+    from octfm.data.phantom import write_phantom
+
+    shape = None if size == "native" else _size(size)
+    path = write_phantom(out, participants, seed, size=shape, defects=defects, workers=workers)
+    typer.echo(f"{path}: {participants} participants; truth in {path / 'ground_truth'}")
+
+
+@app.command()
+def scan(
+    root: Annotated[str, typer.Argument(help="Folder in AI-READI layout, or any tree of DICOM files.")],
+    out: Out = Path("catalog"),
+    seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
+    workers: Workers = None,
+) -> None:
+    """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason."""
+    from octfm.data.catalog import scan as scan_root
+
+    catalog = scan_root(root, seed=seed, workers=workers)
+    catalog.save(out)
+    _print_counts(f"{out}: {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected", catalog.summary())
+
+
+@app.command()
+def prepare(
+    catalog: Annotated[Path, typer.Argument(help="Folder written by `octfm scan`.")],
+    out: Out = Path("prepared"),
+    settings: Annotated[list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")] = None,
+    like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run or checkpoint.")] = None,
+    compression: Annotated[str, typer.Option(help="none (fastest, local disk) or zstd (smaller, buckets).")] = "none",
+    workers: Workers = None,
+) -> None:
+    """Turn a catalog into a store of uniform volumes; a second call does only what is missing."""
+    from octfm.config import load
+    from octfm.data.catalog import Catalog
+    from octfm.data.prepare import prepare as prepare_catalog
+    from octfm.data.preprocessing import Preprocessing
+    from octfm.errors import ConfigError
+
+    if compression not in ("none", "zstd"):
+        raise ConfigError(f"--compression: expected none or zstd, got {compression!r}")
+    base = {}
+    if like is not None:
+        from octfm.training import checkpoint
+
+        base = checkpoint.load(checkpoint.newest(like))["preprocessing"]
+    preprocessing = load(Preprocessing, base, settings or [])
+    store = prepare_catalog(Catalog.load(catalog), out, preprocessing, workers=workers, compression=compression)
+    _print_counts(f"{store.path}: {len(store)} volumes", store.summary())
+
+
+@app.command()
+def doctor(
+    config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
+    out: Out = Path("runs/run"),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+) -> None:
+    """Everything that can be known to be wrong before step 0."""
+    from octfm.training.preflight import examine
+    from octfm.training.settings import load_config
+
+    found = examine(load_config(config, overrides or []), out, device)
+    width = max(len(check.name) for check in found)
+    for check in found:
+        typer.echo(f"{check.status}  {check.name:<{width}}  {check.measured}" + (f"; {check.advice}" if check.status != "PASS" else ""))
+    if any(check.status == "FAIL" for check in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def pretrain(
+    config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config (vit_s, data2vec_prototype, demo).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")] = None,
+    out: Out = Path("runs/run"),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+) -> None:
+    """Pretrain an encoder; the same command resumes an interrupted run."""
+    from octfm.training.pretrain import pretrain as train
+    from octfm.training.settings import load_config
+
+    train(load_config(config, overrides or []), None, out, device, echo=typer.echo)
+
+
+@app.command()
+def embed(
+    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
+    store: Annotated[Path, typer.Option(help="Prepared store to embed.")] = Path("prepared"),
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the parquet files; default: RUN/embeddings.")] = None,
+    baselines: Annotated[bool, typer.Option(help="Also random initialisation and intensity histogram.")] = True,
+) -> None:
+    """One vector per acquisition, with the baselines that any result must be compared with."""
+    from octfm.evaluation.embed import embed_all
+
+    for path in embed_all(run, store, out, baselines=baselines, echo=typer.echo):
+        typer.echo(str(path))
+
+
+@app.command()
+def probe(
+    run: Annotated[Path, typer.Argument(help="Run folder with embeddings (see `octfm embed`).")],
+    labels: Annotated[Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")] = None,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+) -> None:
+    """Frozen linear probes with participant-level intervals."""
+    from octfm.evaluation.embed import embedding_files
+    from octfm.evaluation.encoder import seen_by
+    from octfm.evaluation.probe import probe as run_probe
+    from octfm.evaluation.probe import summary_lines, write_probe
+
+    command = "octfm " + " ".join(sys.argv[1:])
+    result = run_probe(embedding_files(run), labels, targets=target, seen=seen_by(run), allow_seen=allow_seen, commands=[command])
+    for line in summary_lines(result):
+        typer.echo(line)
+    typer.echo(str(write_probe(run / "probe.json", result)))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    catalog: Annotated[Path | None, typer.Option(help="Folder written by `octfm scan`.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Prepared store.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default: RUN/report.html.")] = None,
+    images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
+) -> None:
+    """One self-contained page that says what was run and what came out."""
+    from octfm.report.html import write_report
+
+    typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
+
+
+def _size(text: str) -> tuple[int, int, int]:
+    from octfm.errors import ConfigError
+
+    try:
+        d, h, w = (int(n) for n in text.split("x"))
+    except ValueError:
+        raise ConfigError(f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}") from None
+    return d, h, w
+
+
+def _print_counts(title: str, counts: dict) -> None:
+    typer.echo(title)
+    for name, value in counts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
+        typer.echo(f"  {name.replace('_', ' ')}: {value}")
+
+
+def main() -> None:
+    """One error line and exit code 1 for a problem the user can act on; a traceback only for our own mistakes."""
+    try:
+        app()
+    except OctfmError as error:
+        sys.stderr.write(f"octfm: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("octfm: interrupted; the same command continues\n")
+        sys.exit(130)

@@ -1,0 +1,222 @@
+"""The whole path on one machine in ten minutes: cohort, catalog, store, pretraining, probe, report; every part through its public function."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from octfm.errors import ConfigError
+
+Echo = Callable[[str], None]
+
+PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.375, 0.0104, 0.047]}
+"""6 x 2 x 6 mm, coarse enough for a CPU, with the axial pitch fine enough that a retina is several tokens deep."""
+
+TARGETS = ("disease", "diagnosis", "cst_um", "study_group", "scanner")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a demonstration is."""
+
+    participants: int
+    fractions: tuple[float, float, float]
+    """Shares of participants to pretrain and fit on, to validate on, to test on."""
+    overrides: tuple[str, ...] = ()
+
+
+FULL = Size(300, (0.5, 0.08, 0.42))
+"""126 test participants: enough for an interval that means something."""
+QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
+
+
+def run_demo(
+    out: str | Path, *, data: Path | None = None, max_samples: int | None = None, seed: int = 100, quick: bool = False, echo: Echo = print
+) -> Path:
+    """Run or continue a demonstration in `out` and return the path of its report.
+
+    Without `data` a phantom cohort is made; its test participants are never seen in pretraining. With `data`, the same
+    settings run on the user's own scans, and what cannot be measured without labels is left out.
+    """
+    from octfm.data.catalog import scan
+    from octfm.data.prepare import prepare
+    from octfm.data.preprocessing import Preprocessing
+    from octfm.evaluation.embed import embed_all
+    from octfm.evaluation.encoder import load_encoder, seen_by
+    from octfm.evaluation.maps import save_examples, save_pca
+    from octfm.evaluation.probe import probe, write_probe
+    from octfm.report.html import write_report
+    from octfm.training.pretrain import pretrain
+    from octfm.training.settings import load_config
+
+    out, size, clock = Path(out), QUICK if quick else FULL, _Clock(echo)
+    if data is None and max_samples is not None:
+        raise ConfigError("--max-samples chooses among your own scans; give --data FOLDER with it")
+    labels = None
+    root = Path(data) if data is not None else _cohort(out / "clinic", size, seed, clock)
+    if data is None:
+        labels = root / "ground_truth" / "labels.tsv"
+
+    clock.start(f"catalog: every file of {root} becomes a row or a reject with a reason")
+    catalog = scan(str(root))
+    if max_samples is not None:
+        catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, max_samples))
+    catalog.save(out / "catalog")
+    echo(f"   {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected: {_counts(catalog.rejects)}")
+
+    clock.start("store: mirror left eyes, register B-scans, find the tissue band, resample to one spacing")
+    store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
+
+    clock.start("pretraining: V-JEPA 2 with context loss on tissue tokens of the training participants")
+    config = load_config("demo", (f"seed={seed}", *size.overrides))
+    run = pretrain(config, store, out / "run", echo=lambda line: echo(f"   {line}"))
+
+    clock.start("frozen features: the encoder, the same encoder at random initialisation, an intensity histogram")
+    embeddings = embed_all(run, store.path, echo=lambda line: echo(f"   {line}"))
+    encoder = load_encoder(run)
+    save_examples(encoder, store, run / "figures")
+    save_pca(encoder, store, run / "figures")
+
+    clock.start("probe: linear models on frozen features, judged on participants that nobody has seen")
+    commands = _commands(out, data, max_samples, seed, quick, labels)
+    result = _probe(probe, embeddings, labels, seen_by(run), commands, echo)
+    if result is not None:
+        write_probe(run / "probe.json", result)
+
+    clock.start("report")
+    report = write_report(run, out / "report.html", catalog=out / "catalog", store_path=store.path)
+    clock.stop()
+    for line in _summary(catalog, store, run, result, clock):
+        echo(line)
+    echo(f"report: {report.resolve()}")
+    return report
+
+
+def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
+    """The phantom cohort of this size and seed: made, or found again."""
+    from octfm.data.phantom import write_phantom
+
+    facts = folder / "ground_truth" / "phantom.json"
+    if facts.is_file():
+        known = json.loads(facts.read_text())
+        if (known["participants"], known["seed"]) != (size.participants, seed):
+            raise ConfigError(
+                f"{folder}: holds a cohort of {known['participants']} participants with seed {known['seed']}, not "
+                f"{size.participants} with seed {seed}; choose another --out"
+            )
+        return folder
+    clock.start(f"cohort: {size.participants} phantom participants, both eyes, two scanners, seed {seed}, with spoilt files among them")
+    return write_phantom(
+        folder, size.participants, seed, fractions=size.fractions, second_scanner=0.1, defects=0.03, progress=clock.progress("participants")
+    )
+
+
+def _spread(acquisitions: tuple, count: int) -> tuple:
+    """At most `count` acquisitions, in turn from every split, so that each keeps its share."""
+    if count < 1:
+        raise ConfigError(f"--max-samples: expected at least 1, got {count}")
+    if count >= len(acquisitions):
+        return acquisitions
+    chosen = {acquisitions[round(i * (len(acquisitions) - 1) / max(1, count - 1))].uri for i in range(count)}
+    return tuple(a for a in acquisitions if a.uri in chosen)
+
+
+def _probe(probe: Callable, embeddings: list[Path], labels: Path | None, seen: Callable, commands: list[str], echo: Echo) -> dict[str, Any] | None:
+    """Known targets of a phantom; on the user's data whatever participants.tsv has, or nothing."""
+    from octfm.errors import EvaluationError
+
+    if labels is not None:
+        return probe(embeddings, labels, targets=TARGETS, seen=seen, commands=commands)
+    try:
+        return probe(embeddings, None, seen=seen, commands=commands)
+    except EvaluationError as error:
+        echo(f"   no probe: {error}")
+        return None
+
+
+def _counts(rejects: tuple) -> str:
+    codes: dict[str, int] = {}
+    for reject in rejects:
+        codes[reject.code] = codes.get(reject.code, 0) + 1
+    return ", ".join(f"{code} {n}" for code, n in sorted(codes.items())) or "none"
+
+
+def _commands(out: Path, data: Path | None, max_samples: int | None, seed: int, quick: bool, labels: Path | None) -> list[str]:
+    """What was run, and the same path verb by verb."""
+    words = ["octfm demo", f"--out {out}", f"--seed {seed}"]
+    words += [f"--data {data}"] * (data is not None) + [f"--max-samples {max_samples}"] * (max_samples is not None) + ["--quick"] * quick
+    root = data if data is not None else out / "clinic"
+    settings = " ".join(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in PREPROCESSING.items())
+    return [
+        " ".join(words),
+        f"octfm scan {root} --out {out}/catalog",
+        f"octfm prepare {out}/catalog {settings} --out {out}/prepared",
+        f"octfm pretrain demo seed={seed} data.store={out}/prepared --out {out}/run",
+        f"octfm embed {out}/run --store {out}/prepared",
+        f"octfm probe {out}/run" + (f" --labels {labels}" if labels else ""),
+        f"octfm report {out}/run --catalog {out}/catalog --store {out}/prepared",
+    ]
+
+
+def _summary(catalog, store, run: Path, result: dict[str, Any] | None, clock: "_Clock") -> list[str]:
+    """Five lines: data, training, main result, its comparison, time."""
+    from octfm.training.tracking import read_metrics
+
+    rows = list(read_metrics(run / "metrics.jsonl"))
+    last = [row for row in rows if row["kind"] == "train"][-1]
+    validation = [row for row in rows if row["kind"] == "validation"]
+    held_out = f", {validation[-1]['masked_over_baseline']:.2f} on held-out participants" if validation else ""
+    lines = [
+        "",
+        f"1. data       {len(catalog.acquisitions)} acquisitions accepted, {len(catalog.rejects)} rejected with a reason; {len(store)} prepared",
+        f"2. training   masked loss {last['masked_over_baseline']:.2f} of its content-free baseline{held_out}; "
+        f"effective rank {last['effective_rank']:.0f}",
+    ]
+    lines += _result_lines(result)
+    return [*lines, f"5. time       {clock.total:.0f} s in all: {clock.shares()}"]
+
+
+def _result_lines(result: dict[str, Any] | None) -> list[str]:
+    if result is None:
+        return ["3. probe      no labels, so nothing to probe", "4. compared   —"]
+    mine = next((r for r in result["results"] if r["target"] == "disease" and r["encoder"] == "pretrained" and r["metric"] == "auroc"), None)
+    mine = mine or result["results"][0]
+    low_high = f" ({mine['low']:.2f} to {mine['high']:.2f})" if mine.get("low") is not None else ""
+    lines = [
+        f"3. probe      {mine['target']}: {mine['metric']} {mine['estimate']:.2f}{low_high}, {mine['n_test_participants']} test participants"
+    ]
+    against = [c for c in result["comparisons"] if c["target"] == mine["target"] and c["metric"] == mine["metric"]]
+    words = [f"{c['verdict']} than {c['b']} by {c['difference']:+.2f} ({c['low']:+.2f} to {c['high']:+.2f})" for c in against if c.get("low") is not None]
+    return [*lines, f"4. compared   {'; '.join(words) or 'no comparison'}"]
+
+
+class _Clock:
+    """Says what is being done and keeps what each part took."""
+
+    def __init__(self, echo: Echo):
+        self.echo, self.parts, self.began = echo, [], time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self.began
+
+    def start(self, what: str) -> None:
+        self.stop()
+        self.echo(f"[{self.total:4.0f} s] {what}")
+        self.parts.append([what.split(":")[0], time.perf_counter(), 0.0])
+
+    def stop(self) -> None:
+        if self.parts:
+            self.parts[-1][2] = time.perf_counter() - self.parts[-1][1]
+
+    def progress(self, unit: str) -> Callable[[int, int], None]:
+        def tell(done: int, total: int) -> None:
+            if done == total or done % max(1, total // 5) == 0:
+                self.echo(f"   {done} of {total} {unit}")
+
+        return tell
+
+    def shares(self) -> str:
+        return ", ".join(f"{name} {seconds:.0f} s" for name, _, seconds in self.parts)

@@ -1,0 +1,61 @@
+"""A small store of layered synthetic volumes, written by the real writer, for tests that train."""
+
+from pathlib import Path
+
+import numpy as np
+
+from octfm.data.preprocessing import Prepared, Preprocessing
+from octfm.data.store import Store, StoreRow
+from octfm.data.store_writer import StoreWriter, stage
+from octfm.data.transform import Transform
+
+SIZE = (8, 64, 32)
+SCANNERS = ("heidelberg_spectralis", "topcon_triton")
+SPLITS = ("train",) * 8 + ("val",) * 2 + ("test",) * 2
+
+
+def small_preprocessing() -> Preprocessing:
+    return Preprocessing(image_size=SIZE, target_spacing=(0.7, 0.03, 0.18))
+
+
+def prepared_eye(seed: int, preprocessing: Preprocessing) -> Prepared:
+    """Bright bands that follow a tilted, curved surface, with noise."""
+    d, h, w = SIZE
+    rng = np.random.default_rng(seed)
+    z, y, x = np.meshgrid(np.arange(d), np.arange(h), np.arange(w), indexing="ij")
+    top = 18 + rng.uniform(-6, 6) + rng.uniform(-0.3, 0.3) * (x - w / 2) + rng.uniform(-0.6, 0.6) * (z - d / 2) + 0.01 * (x - w / 2) ** 2
+    layers = [np.exp(-((y - top - offset) ** 2) / 8) * gain for offset, gain in ((2, 0.7), (9, 0.4), (17, 1.0))]
+    voxels = np.clip(255 * (0.1 + 0.7 * np.sum(layers, 0) + rng.normal(0, 0.06, SIZE)), 0, 255).astype(np.uint8)
+    band = np.stack([top[:, 0] - 2, top[:, 0] + 22]).astype(np.float32).clip(0, h)
+    valid = np.stack([np.zeros((d, w)), np.full((d, w), h)]).astype(np.int16)
+    transform = Transform(SIZE, preprocessing.target_spacing, SIZE, (0, 0, 0), (1, 1, 1), (0.0,) * d, False, False)
+    return Prepared(voxels, band, valid, True, {}, transform)
+
+
+def small_store(folder: Path, edit=lambda seed, prepared: prepared) -> Store:
+    """12 participants with both eyes on two scanners; `edit` may change a prepared volume before it is written."""
+    preprocessing = small_preprocessing()
+    with StoreWriter(folder, preprocessing) as writer:
+        for number, split in enumerate(SPLITS):
+            for side, laterality in enumerate("RL"):
+                seed = 2 * number + side
+                prepared = edit(seed, prepared_eye(seed, preprocessing))
+                row = StoreRow(
+                    index=seed,
+                    acquisition=f"1.2.3.{seed}",
+                    uri=f"{seed}.dcm",
+                    participant=f"P{number:03d}",
+                    eye_id=f"P{number:03d}_{laterality}",
+                    laterality=laterality,
+                    scanner=SCANNERS[number % 2],
+                    protocol="macula",
+                    split=split,
+                    participant_labels={"study_group": "healthy"},
+                    flags=(),
+                    confident=True,
+                    confidence={},
+                    transform=prepared.transform.to_dict(),
+                    checksum=stage(prepared, writer.staging, str(seed), writer.compression),
+                )
+                writer.append(row, str(seed))
+    return Store.open(folder)

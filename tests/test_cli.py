@@ -1,0 +1,86 @@
+"""The command line as a user meets it: one line per mistake, exit codes, nothing half-written."""
+
+import subprocess
+import sys
+
+import pytest
+from small_store import small_store
+from test_pretrain import TINY
+
+import octfm
+
+
+def octfm_command(*words, cwd):
+    done = subprocess.run([sys.executable, "-c", "from octfm.cli import main; main()", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared").path
+
+
+def tiny(*extra):
+    import yaml
+
+    def flat(values, prefix=""):
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...').strip().splitlines()[0]}"
+
+    return [*flat(TINY), *extra]
+
+
+WRONG = {
+    "no such folder": (["scan", "nowhere"], "nowhere"),
+    "no catalog": (["prepare", "nowhere"], "nowhere"),
+    "no store": (["pretrain", "vit_s", "data.store=nowhere"], "no prepared store here"),
+    "no store named": (["pretrain", "vit_s"], "data.store is not set"),
+    "unknown key": (["pretrain", "vit_s", "model.widht=3"], "did you mean model.width?"),
+    "unknown config": (["pretrain", "vit_xxl"], "packaged configs: data2vec_prototype, demo, vit_s"),
+    "unknown device": (["pretrain", "vit_s", "--device", "cuda"], "data.store is not set"),
+    "no run": (["embed", "nowhere"], "nowhere"),
+    "no embeddings": (["probe", "nowhere"], "no embeddings"),
+    "no such run to report": (["report", "nowhere"], "nowhere"),
+    "bad size": (["phantom", "out", "--size", "big"], "expected B-scans x rows x columns"),
+    "max-samples alone": (["demo", "--max-samples", "5"], "give --data FOLDER"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path):
+    words, message = WRONG[case]
+    code, out, err = octfm_command(*words, cwd=tmp_path)
+    assert code == 1, (out, err)
+    assert err.startswith("octfm: ") and message in err and err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == [], "nothing half-written"
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path):
+    assert octfm_command("pretrain", cwd=tmp_path)[0] == 2
+    assert octfm_command("fly", cwd=tmp_path)[0] == 2
+
+
+def test_doctor_then_pretrain_then_resume(store, tmp_path):
+    words = tiny(f"data.store={store}")
+    code, out, err = octfm_command("doctor", "vit_s", *words, cwd=tmp_path)
+    assert code == 0 and "PASS  objective integrity" in out, (out, err)
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        code, out, err = octfm_command("pretrain", "vit_s", *words, "--out", "runs/a", "--device", "cpu", cwd=tmp_path)
+        assert code == 0 and "pretraining done: 8 updates" in out, (out, err)
+    assert "resuming runs/a after 8 updates" in out
+
+
+def test_doctor_exits_with_1_when_a_check_fails(store, tmp_path):
+    code, out, err = octfm_command("doctor", "vit_s", *tiny(f"data.store={store}", "steps=4000", "schedule.ema_base=0.99999"), cwd=tmp_path)
+    assert code == 1 and "FAIL  teacher momentum" in out, (out, err)
+
+
+def test_version_is_told_once():
+    from importlib.metadata import version
+
+    assert version("octfm") == octfm.__version__

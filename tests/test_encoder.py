@@ -1,0 +1,115 @@
+"""A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
+
+import numpy as np
+import pytest
+from small_store import SIZE, small_preprocessing, small_store
+from test_pretrain import config, quiet
+
+from octfm.data.volume import Volume
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation.embed import embed_all, embed_store, embedding_files
+from octfm.evaluation.encoder import load_encoder, seen_by
+from octfm.evaluation.maps import save_examples, save_pca
+from octfm.training.pretrain import pretrain
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    return pretrain(config(steps=4), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def eye(laterality="R", **changes) -> Volume:
+    from octfm.data.phantom import phantom_volume
+
+    volume, _ = phantom_volume(5, size=(16, 128, 96), laterality=laterality)
+    return volume
+
+
+def test_F15_preprocessing_travels_with_the_weights(run, store):
+    """The prototype z-scored in pretraining and used quantiles in fine-tuning."""
+    encoder = load_encoder(run)
+    assert encoder.preprocessing == store.preprocessing == small_preprocessing()
+    volume = eye()
+    prepared = encoder.preprocessing(volume)
+    np.testing.assert_array_equal(encoder.embed_tokens(volume), encoder.encode_grid(prepared.voxels[None])[0])
+
+
+def test_F15_a_store_prepared_otherwise_is_refused(run, store, tmp_path):
+    from octfm.data.store import Store
+
+    other = Store.open(store.path)
+    other._settings = {**other._settings, "margin_mm": 0.07}
+    with pytest.raises(EvaluationError, match="prepared with other settings"):
+        embed_store(load_encoder(run), other, tmp_path, echo=quiet)
+
+
+def test_embedding_is_repeatable_and_shaped(run):
+    encoder, volume = load_encoder(run), eye()
+    vector, tokens = encoder.embed(volume), encoder.embed_tokens(volume)
+    assert vector.shape == (48,) and vector.dtype == np.float32
+    assert tokens.shape == (SIZE[0] // 2, SIZE[1] // 8, SIZE[2] // 8, 48)
+    np.testing.assert_array_equal(vector, load_encoder(run).embed(volume))
+
+
+def test_store_and_single_volume_agree(run, store):
+    encoder = load_encoder(run)
+    arrays = store.read([3, 7, 3])
+    vectors = encoder.embed_arrays(arrays)
+    np.testing.assert_allclose(vectors[0], vectors[2], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(vectors[0], vectors[1])
+
+
+def test_random_init_is_the_run_before_its_first_update(run):
+    trained, random = load_encoder(run), load_encoder(run, random_init=True)
+    assert trained.key != random.key
+    again = load_encoder(run, random_init=True)
+    assert random.key == again.key
+
+
+def test_key_changes_with_the_weights_and_the_budget(run):
+    encoder = load_encoder(run)
+    key = encoder.key
+    with_other_budget = encoder.config.model_copy(update={"masks": encoder.config.masks.model_copy(update={"budget": 32})})
+    from dataclasses import replace
+
+    assert replace(encoder, config=with_other_budget).key != key
+    encoder.network.norm.bias.data[0] += 1e-3
+    assert encoder.key != key
+
+
+def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
+    import pyarrow.parquet as pq
+
+    written = embed_all(run, store.path, echo=quiet)
+    assert written == embedding_files(run) and [p.stem for p in written] == ["pretrained", "random_init", "histogram"]
+    table = pq.read_table(written[0])
+    assert table["acquisition"].to_pylist() == [row.acquisition for row in store.rows]
+    said: list[str] = []
+    embed_all(run, store.path, echo=said.append)
+    assert any("already there" in line for line in said)
+
+
+def test_whom_the_encoder_has_seen(run):
+    seen = seen_by(run)
+    assert seen("P000") and not seen("P011") and not seen("nobody")
+
+
+def test_pictures_for_the_report(run, store, tmp_path):
+    encoder = load_encoder(run)
+    examples = np.load(save_examples(encoder, store, tmp_path))
+    assert set(np.unique(examples["mask"])) == {0, 1, 2} and examples["voxels"].shape == (4, *SIZE)
+    pca = np.load(save_pca(encoder, store, tmp_path))["pca"]
+    assert pca.min() >= 0 and pca.max() <= 1 and pca.shape == (4, 4, 8, 4, 3)
+
+
+def test_no_checkpoint_is_one_clear_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
+        load_encoder(tmp_path)
+    (tmp_path / "weights.pt").write_bytes(b"not a zip")
+    with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
+        load_encoder(tmp_path / "weights.pt")

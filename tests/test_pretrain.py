@@ -1,0 +1,242 @@
+"""The loop: it learns, resumes bit for bit, logs what it should, and stops with a reason."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from small_store import SIZE, small_store
+
+from octfm.config import load
+from octfm.errors import CheckpointError, ConfigError, TrainingError
+from octfm.training import checkpoint, pretrain as loop
+from octfm.training.pretrain import pretrain
+from octfm.training.settings import PretrainConfig
+from octfm.training.tracking import read_metrics
+
+TINY = {
+    "steps": 8,
+    "precision": "fp32",
+    "seed": 3,
+    "data": {"global_batch_size": 4, "per_device_batch_size": 2},
+    "model": {"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2},
+    "predictor": {"width": 24, "depth": 1, "heads": 1},
+    "masks": {"budget": 64},
+    "schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1},
+    "augment": {"axial_shift": 4},
+    "log_every_steps": 1,
+    "validate_every_steps": 4,
+    "ckpt_every_steps": 3,
+}
+
+
+def config(**changes) -> PretrainConfig:
+    return load(PretrainConfig, {**TINY, **changes})
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def rows(run, kind="train"):
+    return [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == kind]
+
+
+def final(run):
+    return checkpoint.load(checkpoint.newest(run))
+
+
+TIMES = {"volumes_per_s", "data_wait_share", "peak_memory_gb", "time"}
+
+
+def timeless(run):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_loss_falls_below_the_content_free_baseline(store, tmp_path, objective, precision):
+    settings = config(steps=60, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=60)
+    run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    curve = [row["masked_over_baseline"] for row in rows(run)]
+    assert curve[-1] < 0.9 * curve[0]
+    assert rows(run, "validation")[-1]["masked_over_baseline"] < 1
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7])
+def test_resumed_run_equals_uninterrupted_run(store, tmp_path, monkeypatch, stop_at):
+    """Weights, optimizer, teacher and every metric, bit for bit."""
+    whole = pretrain(config(), store, tmp_path / "whole", echo=quiet)
+    make_inputs, calls = loop.make_inputs, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2 * stop_at:
+            raise Killed
+        return make_inputs(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_inputs", interrupted)
+        with pytest.raises(Killed):
+            pretrain(config(), store, tmp_path / "halves", echo=quiet)
+    resumed = pretrain(config(), store, tmp_path / "halves", echo=quiet)
+    a, b = final(whole), final(resumed)
+    assert a["step"] == b["step"] == 8
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), name
+    for one, other in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(one[k], other[k]) for k in one)
+    assert timeless(whole) == timeless(resumed)
+
+
+def test_a_finished_run_is_left_as_it_is(store, tmp_path):
+    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    before = (run / "metrics.jsonl").read_bytes()
+    pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_F18_a_damaged_checkpoint_stops_with_the_reason(store, tmp_path):
+    """The prototype swallowed the error and started again from epoch 1."""
+    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    newest = checkpoint.newest(run)
+    newest.write_bytes(newest.read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match=r"step-00000003\.pt: damaged.*delete it to continue"):
+        pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+
+
+def test_F18_a_config_that_contradicts_the_run_is_refused(store, tmp_path):
+    pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    with pytest.raises(CheckpointError, match=r"other values of schedule\.base_lr, steps"):
+        pretrain(config(steps=5, schedule={"base_lr": 1e-3, "warmup_ratio": 0.1}), store, tmp_path / "run", echo=quiet)
+
+
+def test_a_folder_that_is_not_a_run_is_never_overwritten(store, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="exists and is not a run folder"):
+        pretrain(config(), store, tmp_path, echo=quiet)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_F2_learning_rate_is_set_from_the_function_at_every_update(store, tmp_path):
+    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
+    from octfm.training.schedule import Schedule
+
+    schedule = Schedule(config().schedule, 8)
+    assert [row["lr"] for row in rows(run)] == [schedule.lr(step) for step in range(8)]
+    assert final(run)["optimizer"]["param_groups"][0]["lr"] == schedule.lr(7) > 0
+
+
+def test_F3_gradient_norm_is_measured_before_clipping_and_never_after_zero_grad(store, tmp_path):
+    loose = pretrain(config(steps=2, clip_grad_norm=1e9), store, tmp_path / "loose", echo=quiet)
+    tight = pretrain(config(steps=2, clip_grad_norm=1e-3), store, tmp_path / "tight", echo=quiet)
+    norms = [[row["grad_norm"] for row in rows(run)] for run in (loose, tight)]
+    assert norms[0][0] == norms[1][0] > 0.01, "clipping must not change what is logged"
+
+
+def test_F11_teacher_moves_in_every_update_and_context_cannot_see(store, tmp_path):
+    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
+    assert all(row["teacher_step"] > 0 for row in rows(run))
+
+
+def test_F12_validation_has_real_masks_and_the_same_ones_every_time(store, tmp_path):
+    """The prototype's validation mask was all zeros, so its loss was 0 and the best checkpoint was always the first."""
+    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
+    found = rows(run, "validation")
+    assert [row["step"] for row in found] == [3, 7]
+    assert all(row["masked_loss"] > 0.01 and row["volumes"] == 4 for row in found)
+    assert found[0]["masked_loss"] != found[1]["masked_loss"]
+
+
+def test_F16_no_participant_is_trained_and_validated_on(store, tmp_path):
+    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    kept = final(run)["participants"]
+    train = {r.participant for r in store.rows if r.split == "train"}
+    other = {r.participant for r in store.rows if r.split != "train"}
+    assert set(checkpoint.participant_hashes(sorted(train), kept["key"])) == set(kept["hashes"])
+    assert not set(checkpoint.participant_hashes(sorted(other), kept["key"])) & set(kept["hashes"])
+    assert not any(p in json.dumps(kept) for p in train), "ids must not be readable"
+
+
+def test_F7_accumulation_does_not_change_the_maths(store, tmp_path):
+    """Halving the micro-batch after an out-of-memory must give the same run."""
+    halves = pretrain(config(steps=3), store, tmp_path / "a", echo=quiet)
+    whole = pretrain(config(steps=3, data={"global_batch_size": 4, "per_device_batch_size": 4}), store, tmp_path / "b", echo=quiet)
+    for name, tensor in final(halves)["model"].items():
+        torch.testing.assert_close(tensor, final(whole)["model"][name], rtol=1e-4, atol=1e-5)
+
+
+def test_F7_a_global_batch_that_does_not_divide_is_refused_before_step_0(store, tmp_path):
+    with pytest.raises(ConfigError, match="global_batch_size 4"):
+        pretrain(config(data={"global_batch_size": 4, "per_device_batch_size": 3}), store, tmp_path / "run", echo=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+def test_F19_parameter_count_is_stored_with_the_run(store, tmp_path):
+    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    facts = json.loads((run / "run.json").read_text())["parameters"]
+    assert facts["total"] == sum(tensor.numel() for tensor in final(run)["model"].values())
+    assert facts["total"] == facts["encoder"] + facts["target_encoder"] + facts["predictor"]
+
+
+def test_non_finite_gradient_changes_no_weight_and_names_the_volume(store, tmp_path, monkeypatch):
+    make_inputs = loop.make_inputs
+
+    def poisoned(settings, preprocessing, runtime, batch, **kwargs):
+        inputs = make_inputs(settings, preprocessing, runtime, batch, **kwargs)
+        if 5 in batch.index:
+            inputs.patches[list(batch.index).index(5)] = float("nan")
+        return inputs
+
+    monkeypatch.setattr(loop, "make_inputs", poisoned)
+    with pytest.raises(TrainingError, match=r"gradient norm is nan; no weight was changed\. Volumes with a non-finite loss: 5\.dcm\."):
+        pretrain(config(steps=50), store, tmp_path / "run", echo=quiet)
+    last = checkpoint.steps(tmp_path / "run" / "checkpoints")
+    assert all(bool(t.isfinite().all()) for path in last for t in checkpoint.load(path)["model"].values())
+
+
+def test_metrics_tell_losses_apart_per_scanner(store, tmp_path):
+    run = pretrain(config(steps=6, data={"global_batch_size": 8, "per_device_batch_size": 4}), store, tmp_path / "run", echo=quiet)
+    row = rows(run)[-1]
+    assert set(row["by_scanner"]) <= {"heidelberg_spectralis", "topcon_triton"} and row["by_scanner"]
+    for key in ("masked_loss", "context_loss", "weight_decay", "ema", "effective_rank", "feature_std", "data_wait_share", "peak_memory_gb"):
+        assert np.isfinite(row[key]), key
+    assert rows(run, "health"), "verdicts in words"
+
+
+def test_store_given_twice_is_refused(store, tmp_path):
+    with pytest.raises(ConfigError, match="give one of them"):
+        pretrain(config(data={"store": str(store.path)}), store, tmp_path / "run", echo=quiet)
+
+
+def test_old_checkpoint_can_still_be_read():
+    """A version-1 checkpoint of synthetic numbers, committed: made by `pretrain(config(steps=1))` at width 8 on `small_store`."""
+    from conftest import ROOT
+
+    content = checkpoint.load(ROOT / "tests" / "fixtures" / "checkpoint_v1.pt")
+    assert content["version"] == 1 and content["step"] == 1
+    from octfm.evaluation.encoder import load_encoder
+
+    encoder = load_encoder(ROOT / "tests" / "fixtures" / "checkpoint_v1.pt")
+    tokens = encoder.encode_grid(np.zeros((1, *SIZE), np.uint8))
+    assert tokens.shape == (1, 4, 8, 4, 8) and np.isfinite(tokens).all()
+
+
+def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
+    torch.save({"format": checkpoint.FORMAT, "version": 99, "step": 1}, tmp_path / "step-00000001.pt")
+    with pytest.raises(CheckpointError, match="version 99, this octfm reads up to 1; upgrade"):
+        checkpoint.load(tmp_path / "step-00000001.pt")
+
+
+def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
+    run = pretrain(config(keep_checkpoints=1), store, tmp_path / "run", echo=quiet)
+    assert [p.name for p in checkpoint.steps(run / "checkpoints")] == ["step-00000008.pt"]

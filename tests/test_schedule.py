@@ -1,0 +1,68 @@
+"""Schedules are functions of the step alone; preflight proves their shape before step 0."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octfm.training import preflight
+from octfm.training.schedule import Schedule, ScheduleConfig
+
+settings = st.builds(
+    ScheduleConfig,
+    base_lr=st.floats(1e-6, 1e-2),
+    min_lr_ratio=st.floats(0.01, 1),
+    warmup_ratio=st.floats(0, 0.5),
+    lr_shape=st.sampled_from(["cosine", "constant"]),
+)
+
+
+@given(config=settings, steps=st.integers(1, 3000))
+def test_F1_learning_rate_rises_once_and_falls_once(config, steps):
+    """The prototype stepped a per-epoch schedule per batch: the rate rose again and the loss was NaN at step 514."""
+    curve = np.array([Schedule(config, steps).lr(step) for step in range(steps)])
+    peak = int(curve.argmax())
+    tolerance = 1e-12 * config.base_lr
+    assert (np.diff(curve[: peak + 1]) >= -tolerance).all() and (np.diff(curve[peak:]) <= tolerance).all()
+    assert curve.max() <= config.base_lr * (1 + 1e-9)
+    assert [c.status for c in preflight.learning_rate(Schedule(config, steps))] == ["PASS"]
+
+
+@given(config=settings, steps=st.integers(1, 3000))
+def test_F2_learning_rate_is_never_zero(config, steps):
+    assert all(Schedule(config, steps).lr(step) > 0 for step in range(steps))
+
+
+class Restarting(Schedule):
+    """The prototype's fault: the schedule counts epochs, but is asked once per batch."""
+
+    def lr(self, step):
+        return super().lr(step % 500)
+
+
+class SwitchedOff(Schedule):
+    def lr(self, step):
+        return 0.0 if step > 10 else super().lr(step)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "measured", "advice"),
+    [(Restarting, "rises again at step 501", "F1"), (SwitchedOff, "0 at step 11", "F2")],
+    ids=["test_F1_restart", "test_F2_zero"],
+)
+def test_preflight_stops_a_planted_fault(schedule, measured, advice):
+    found = preflight.learning_rate(schedule(ScheduleConfig(), 1200))
+    assert found[0].status == "FAIL" and measured in found[0].measured and advice in found[0].advice
+
+
+@given(steps=st.integers(4, 200_000))
+def test_teacher_forgets_its_initial_weights_within_the_first_quarter(steps):
+    schedule = Schedule(ScheduleConfig(), steps)
+    left = np.exp(np.sum(np.log([schedule.ema(step) for step in range(max(1, min(steps, 4000) // 4))]))) if steps <= 4000 else 0
+    assert left <= 0.10 and 0 <= schedule.ema(0) < 1 and schedule.ema(steps) == 1
+
+
+def test_preflight_names_a_teacher_that_hardly_moves():
+    assert preflight.teacher(Schedule(ScheduleConfig(ema_base=0.9999), 4000)).status == "FAIL"
+    assert preflight.teacher(Schedule(ScheduleConfig(ema_base=0.9999), 1000)).status == "WARN"
+    assert preflight.teacher(Schedule(ScheduleConfig(), 60_000)).status == "PASS"
