@@ -212,6 +212,8 @@ def _inspect(dataset: "Dataset", stream: BinaryIO, size: int, uri: str) -> tuple
     sop_class = _text(dataset, "SOPClassUID") or str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
     if not sop_class:
         raise ReadError("not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again")
+    if pixel_offset >= size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):  # may be cut inside this very value
+        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {size:,} without pixel data; fetch or export it again")
     if sop_class != OPHTHALMIC_TOMOGRAPHY:
         raise ReadError("not_oct", f"{uri}: {UID(sop_class).name}, expected Ophthalmic Tomography Image Storage; left out")
     sop_instance_uid = _text(dataset, "SOPInstanceUID")
