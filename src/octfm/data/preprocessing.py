@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from octfm.config import Config
 from octfm.data.resampling import resample, seen_rows
@@ -47,13 +47,15 @@ class Coverage:
     kept_share: float
     """Share of the scanned field that is kept; the rest is cropped away."""
     valid_rows: int
-    """Rows of H that hold image."""
+    """Rows of H that hold image..."""
+    rows: int
+    """...of this many."""
     retina_rows: float
     """Rows that a retina of 0.3 mm spans."""
 
-    def sentence(self, image_size: Shape3) -> str:
+    def sentence(self) -> str:
         return (
-            f"{self.valid_rows} of {image_size[1]} rows hold image, a 0.3 mm retina spans {self.retina_rows:.0f} rows; "
+            f"{self.valid_rows} of {self.rows} rows hold image, a 0.3 mm retina spans {self.retina_rows:.0f} rows; "
             f"{1 - self.valid_share:.0%} of the grid is padding, {1 - self.kept_share:.0%} of the scan is cropped away"
         )
 
@@ -61,9 +63,9 @@ class Coverage:
 class Preprocessing(Config):
     """Frozen settings; calling them turns a Volume into Prepared. Travels in store and checkpoint."""
 
-    image_size: Shape3 = (64, 384, 384)
+    image_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 384, 384)
     """Prepared voxels [D, H, W]."""
-    target_spacing: Spacing3 = (0.094, 0.0052, 0.0156)
+    target_spacing: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.094, 0.0052, 0.0156)
     """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched."""
     margin_mm: float = Field(MARGIN_MM, ge=0)
     """The tissue band reaches this far above ILM and below BM."""
@@ -108,6 +110,7 @@ class Preprocessing(Config):
             valid_share=float(np.prod(shared / target)),
             kept_share=float(np.prod(shared / native)),
             valid_rows=round(float(shared[1]) / self.target_spacing[1]),
+            rows=self.image_size[1],
             retina_rows=RETINA_MM / self.target_spacing[1],
         )
 
@@ -157,10 +160,8 @@ class Preprocessing(Config):
         if not tissue.confident:
             return valid.astype(np.float32)
         margin = self.margin_mm / transform.native_spacing_mm[1]
-        upper, lower = (
-            np.nan_to_num(transform.canonical_rows_to_prepared(surface)) for surface in (tissue.ilm - margin, tissue.bm + margin)
-        )
-        return np.clip(np.stack([upper, lower]), valid[0], valid[1]).astype(np.float32)
+        band = np.stack([transform.canonical_rows_to_prepared(surface) for surface in (tissue.ilm - margin, tissue.bm + margin)])
+        return np.clip(np.where(np.isnan(band), valid, band), valid[0], valid[1]).astype(np.float32)
 
 
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:

@@ -41,9 +41,9 @@ def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
     return np.take_along_axis(array_DWH, index[:, :, None], axis=2)[:, :, 0]
 
 
-def median_of_bscans(surface: np.ndarray) -> np.ndarray:
-    """Median over 5 B-scans: one that disagrees with its registered neighbours is overruled."""
-    reach = min(2, (len(surface) - 1) // 2)
+def median_of_bscans(surface: np.ndarray, dz: float) -> np.ndarray:
+    """Median over 3 or 5 B-scans within about 0.25 mm: one that disagrees with its registered neighbours is overruled."""
+    reach = min(max(1, min(2, round(0.25 / dz))), (len(surface) - 1) // 2)
     padded = np.pad(surface, ((reach, reach), (0, 0)), mode="edge")
     return np.median(np.stack([padded[i : i + len(surface)] for i in range(2 * reach + 1)]), axis=0).astype(np.float32)
 
@@ -74,9 +74,9 @@ def smooth(surface: np.ndarray, spacing_mm: tuple[float, float], reach_mm: float
     return surface
 
 
-def near(mask: np.ndarray, reach: int) -> np.ndarray:
-    """True within ± `reach` A-scans of a True."""
-    return _window_sum(mask.astype(np.float64), reach, 1) > 0.5
+def near(mask: np.ndarray, reach: int, axis: int) -> np.ndarray:
+    """True within ± `reach` of a True along one axis."""
+    return _window_sum(mask.astype(np.float64), reach, axis) > 0.5
 
 
 def _window_sum(array: np.ndarray, reach: int, axis: int) -> np.ndarray:

@@ -20,10 +20,21 @@ THRESHOLD = 0.2
 THINNEST_MM = 0.11
 """No retina is thinner (a fovea keeps 0.15); less than this between ILM and BM is a full-thickness hole."""
 
+DEEPEST_PIT_MM = 0.2
+"""No fovea is deeper below its rim; what is deeper is a hole, or the cup of the optic disc."""
+
 RPE_TO_BM_MM = 0.01
 """The path follows the brightest row of the RPE; Bruch's membrane is its lower edge."""
 
-FLOORS = {"contrast": 0.08, "contrast_to_noise": 2.0, "ilm_support": 0.6, "rpe_support": 0.6, "smoothness": 0.7, "thickness": 0.8}
+FLOORS = {
+    "contrast": 0.04,
+    "contrast_to_noise": 2.0,
+    "ilm_support": 0.75,
+    "retina_support": 0.6,
+    "rpe_support": 0.6,
+    "smoothness": 0.7,
+    "thickness": 0.8,
+}
 """Smallest value of each confidence measurement that is still trusted."""
 
 
@@ -56,14 +67,14 @@ def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
     signal, seen = _align(signal, blank, displacement, pad)
     _average_neighbours(signal, seen, dz)
 
-    ilm = median_of_bscans(best_path(_ilm_score(signal, seen, dy), jump=max(1, round(1.5 * dx / dy)), penalty=0.05))
+    ilm = median_of_bscans(best_path(_ilm_score(signal, seen, dy), jump=max(1, round(1.5 * dx / dy)), penalty=0.05), dz)
     rpe_score = _rpe_score(signal, seen, dy)
     # The nerve fibre layer can be as bright as the RPE; pits and holes in the ILM must not forbid the RPE below them.
-    too_high = envelope(ilm, (dz, dx), -1) + 0.1 / dy
-    rpe_score *= np.arange(signal.shape[2]) >= too_high[:, :, None]
-    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.02))
+    rim = envelope(ilm, (dz, dx), -1)
+    rpe_score *= np.arange(signal.shape[2]) >= rim[:, :, None] + 0.1 / dy
+    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.02), dz)
     bm = envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
-    ilm = _bridge_holes(ilm, bm, dy, dx)
+    ilm = _bridge_holes(ilm, (bm - ilm < THINNEST_MM / dy) | (ilm - rim > DEEPEST_PIT_MM / dy), round(0.25 / dx))
 
     confidence = {
         "contrast": contrast / 255,
@@ -108,7 +119,7 @@ def _signal(coarse: np.ndarray, blank: np.ndarray) -> tuple[np.ndarray, float, f
         return np.zeros_like(coarse), 0.0, 0.0
     low = float(np.percentile(calm, 10))
     contrast = max(float(np.percentile(smoothed[::2][~blank[::2]], 99)) - low, 1e-3)
-    noise = float(np.abs(np.diff(coarse[::2, ::2, ::2], axis=2)).mean()) + 1e-3
+    noise = float(np.abs(coarse[::2, ::2, 2::2] - coarse[::2, ::2, :-2:2]).sum()) / max(coarse[::2, ::2, 2::2].size, 1) + 1e-3
     signal = (smoothed - np.float32(low)) / np.float32(contrast)
     signal[blank] = 0
     return signal, contrast, contrast / noise
@@ -193,27 +204,31 @@ def _rpe_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     return np.where(seen, score, np.float32(0.1))
 
 
-def _bridge_holes(ilm: np.ndarray, bm: np.ndarray, dy: float, dx: float) -> np.ndarray:
-    """The ILM with full-thickness holes bridged from rim to rim, starting 0.25 mm outside the hole where the rim is at full height."""
-    gap = near(bm - ilm < THINNEST_MM / dy, round(0.25 / dx)) & (bm - ilm < 10 * THINNEST_MM / dy)
-    thin = (bm - ilm < THINNEST_MM / dy).any(axis=1)
+def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
+    """The ILM with holes bridged from rim to rim, starting `reach` A-scans and one B-scan outside, where the rim is at full height."""
+    gap = near(near(hole, reach, axis=1), 1, axis=0)
     out = ilm.copy()
     x = np.arange(ilm.shape[1])
-    for d in np.flatnonzero(thin & ~gap.all(axis=1)):
+    for d in np.flatnonzero(gap.any(axis=1) & ~gap.all(axis=1)):
         out[d, gap[d]] = np.minimum(ilm[d, gap[d]], np.interp(x[gap[d]], x[~gap[d]], ilm[d, ~gap[d]]))
     return out
 
 
 def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float] | None:
-    """The deepest pit of the middle half of the field: thickness within 0.2 mm against its 1 mm surroundings, near the centre if in
-    doubt; None if it is not 0.025 mm deep."""
-    depth = smooth(thickness_mm, spacing_mm, 1.0) - smooth(thickness_mm, spacing_mm, 0.2)
-    d, w = ((np.arange(n) - (n - 1) / 2) * mm for n, mm in zip(depth.shape, spacing_mm, strict=True))
-    eccentricity = np.hypot(d[:, None], w[None])
-    inside = (np.abs(d) <= len(d) * spacing_mm[0] / 4)[:, None] & (np.abs(w) <= len(w) * spacing_mm[1] / 4)
-    score = np.where(inside, depth - 0.01 * eccentricity, -np.inf)
+    """The deepest pit of the middle half of the field, the more central one if in doubt. A pit is thinner by at least 0.03 mm than
+    what lies 0.9 mm away in every direction: beside a swelling, one side is thicker and the other is not."""
+    local = smooth(thickness_mm, spacing_mm, 0.2)
+    rows, columns = (np.arange(n) for n in local.shape)
+    depth = np.full(local.shape, np.inf)
+    for angle in np.arange(8) * np.pi / 4:
+        there = np.clip(rows + round(0.9 * np.sin(angle) / spacing_mm[0]), 0, len(rows) - 1)
+        across = np.clip(columns + round(0.9 * np.cos(angle) / spacing_mm[1]), 0, len(columns) - 1)
+        depth = np.minimum(depth, local[there][:, across] - local)
+    d, w = ((index - (len(index) - 1) / 2) * mm for index, mm in zip((rows, columns), spacing_mm, strict=True))
+    central = (np.abs(d) <= len(d) * spacing_mm[0] / 4)[:, None] & (np.abs(w) <= len(w) * spacing_mm[1] / 4)
+    score = np.where(central, depth - 0.02 * np.hypot(d[:, None], w[None]), -np.inf)
     best = np.unravel_index(score.argmax(), score.shape)
-    return (float(best[0]), float(best[1])) if depth[best] >= 0.025 else None
+    return (float(best[0]), float(best[1])) if depth[best] >= 0.03 else None
 
 
 def _support(
@@ -223,12 +238,14 @@ def _support(
     dz, dy, _ = spacing_mm
     n = max(1, round(0.05 / dy))
     step = np.mean([at_rows(signal, ilm + i) - at_rows(signal, ilm - i - 2) for i in range(n)], axis=0)
+    filled = np.mean([at_rows(signal, ilm + i) > THRESHOLD for i in range(3 * n)], axis=0)
     ilm_seen = at_rows(seen, ilm + n) & at_rows(seen, ilm - n - 1)
     rpe_seen = at_rows(seen, rpe)
     jumps = (np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(rpe, axis=0))) * dy
     thickness = (bm - ilm) * dy
     return {
         "ilm_support": float((step[ilm_seen] > 0.15).mean()) if ilm_seen.any() else 0.0,
+        "retina_support": float((filled[ilm_seen] > 0.5).mean()) if ilm_seen.any() else 0.0,
         "rpe_support": float((at_rows(score, rpe)[rpe_seen] > 0.1).mean()) if rpe_seen.any() else 0.0,
         "smoothness": float((jumps < 0.06 + 0.25 * dz).mean()) if jumps.size else 1.0,
         "thickness": float(((thickness > 0.1) & (thickness < 1.0)).mean()),

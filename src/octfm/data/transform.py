@@ -48,7 +48,7 @@ class Transform:
         surface_DW = np.asarray(surface_DW, np.float64)
         self._expect(surface_DW.shape, (self.shape[0], self.shape[2]), "surface")
         registered = self.origin[1] + self.scale[1] * surface_DW
-        rows = _sample(_sample(registered, self._prepared_index(0), 0), self._prepared_index(2), 1)
+        rows = _resample_surface(registered, self._prepared_index(0), self._prepared_index(2))
         return self._flip_surface(rows + np.asarray(self.displacement)[:, None])
 
     def rows_to_prepared(self, surface_DW: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ class Transform:
     def canonical_rows_to_prepared(self, surface_DW: np.ndarray) -> np.ndarray:
         """The same for a surface whose B-scan order and laterality are already canonical."""
         registered = surface_DW - np.asarray(self.displacement)[:, None]
-        rows = _sample(_sample(registered, self._canonical_index(0), 0), self._canonical_index(2), 1)
+        rows = _resample_surface(registered, self._canonical_index(0), self._canonical_index(2))
         return (rows - self.origin[1]) / self.scale[1]
 
     def to_native(self, array_DHW: np.ndarray, order: int = 0, fill: float = 0) -> np.ndarray:
@@ -145,20 +145,24 @@ def _neighbours(position: float, count: int, order: int) -> list[tuple[int, floa
     return [(low, 1 - part), (low + 1, part)] if part else [(low, 1.0)]
 
 
-def _sample(array: np.ndarray, position: np.ndarray, axis: int, order: int = 1) -> np.ndarray:
-    """Values at fractional positions along one axis of a 2-D array; NaN outside the first and last voxel's extent."""
+def _resample_surface(rows_DW: np.ndarray, bscans: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    return _sample(_sample(rows_DW, bscans, 0, extrapolate=True), columns, 1, extrapolate=True)
+
+
+def _sample(array: np.ndarray, position: np.ndarray, axis: int, order: int = 1, extrapolate: bool = False) -> np.ndarray:
+    """Values at fractional positions along one axis of a 2-D array; NaN outside the first and last voxel's extent.
+
+    In the outer half of a border voxel an image keeps its border value; a surface (`extrapolate`) goes straight on.
+    """
     count = array.shape[axis]
     outside = (position < -0.5) | (position >= count - 0.5)
     inner = np.clip(position, 0, count - 1)
-    broadcast = [None, None]
-    broadcast[axis] = slice(None)  # type: ignore[call-overload]
     if order == 0:
         values = array.take(np.floor(inner + 0.5).astype(int), axis)
     else:
-        low = np.minimum(inner.astype(int), max(count - 2, 0))
-        part = (inner - low)[tuple(broadcast)]
-        high = np.minimum(low + 1, count - 1)
-        # At an exact voxel the neighbour must not leak in: it may be NaN.
-        values = np.where(part == 0, array.take(low, axis), (1 - part) * array.take(low, axis) + part * array.take(high, axis))
+        low = np.clip(inner.astype(int), 0, max(count - 2, 0))
+        part = (np.clip(position, -0.5, count - 0.5) if extrapolate and count > 1 else inner) - low
+        part = part[:, None] if axis == 0 else part
+        values = (1 - part) * array.take(low, axis) + part * array.take(np.minimum(low + 1, count - 1), axis)
     values[outside if axis == 0 else (slice(None), outside)] = np.nan
     return values

@@ -1,0 +1,385 @@
+"""Preprocessing has one home, keeps the retina upright and unstretched, and every result finds its way back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.config import dump, load
+from octfm.data.phantom import phantom_volume
+from octfm.data.preprocessing import Prepared, Preprocessing
+from octfm.data.transform import Transform
+from octfm.data.volume import Volume
+from octfm.errors import ConfigError, ReadError, StoreError
+
+SMALL = Preprocessing(image_size=(16, 192, 128), target_spacing=(0.375, 0.0104, 0.047))
+SCANNERS = ("heidelberg_spectralis", "topcon_triton")
+INSTRUMENTS = {  # shape and spacing of FACTS §4
+    "spectralis": ((61, 496, 768), (0.12, 0.0039, 0.0115)),
+    "maestro2": ((128, 885, 512), (0.047, 0.0026, 0.0118)),
+    "triton": ((256, 992, 512), (0.0273, 0.0026, 0.0137)),
+    "cirrus": ((128, 1024, 512), (0.047, 0.00196, 0.0117)),
+}
+
+
+def inside(surfaces: np.ndarray, height: int) -> np.ndarray:
+    """bool [D, H, W]: rows between two surfaces [2, D, W]."""
+    rows = np.arange(height)[None, :, None]
+    return (rows >= surfaces[0][:, None]) & (rows < surfaces[1][:, None])
+
+
+def exactly(volume: Volume, **more) -> Preprocessing:
+    """Settings whose grid is that of the volume itself."""
+    return Preprocessing(image_size=volume.shape, target_spacing=volume.spacing_mm, center="field", register_bscans=False, **more)
+
+
+# Geometry
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    laterality=st.sampled_from(["R", "L", None]),
+    superior_first=st.sampled_from([True, False, None]),
+    spacing=st.tuples(st.floats(0.06, 0.3), st.floats(0.006, 0.014), st.floats(0.02, 0.05)),
+    target=st.tuples(st.floats(0.08, 0.3), st.floats(0.006, 0.014), st.floats(0.02, 0.05)),
+    seed=st.integers(0, 1000),
+)
+def test_landmarks_are_found_where_the_transform_says(laterality, superior_first, spacing, target, seed):
+    """A bright ball in a noisy volume ends within one voxel of where points_to_prepared puts it, and maps back to where it was."""
+    rng = np.random.default_rng(seed)
+    shape = (20, 150, 90)
+    ball = np.array([rng.integers(7, 13), rng.integers(60, 90), rng.integers(35, 55)])
+    distance = (np.stack(np.indices(shape), axis=-1) - ball) * spacing
+    glow = 250 * np.exp(-0.5 * (np.square(distance) / np.square([0.25, 0.02, 0.06])).sum(axis=-1))
+    volume = Volume((glow + rng.uniform(0, 5, shape)).astype(np.uint8), spacing, laterality, superior_first=superior_first)
+    prepared = Preprocessing(image_size=(44, 260, 160), target_spacing=target)(volume)
+    expected = prepared.transform.points_to_prepared(ball[None])[0]
+    weight = np.where(prepared.voxels > 30, prepared.voxels, 0).astype(float)
+    found = np.array([(np.indices(weight.shape)[axis] * weight).sum() / weight.sum() for axis in range(3)])
+    assert np.abs(found - expected).max() < 1
+    assert np.abs((prepared.transform.points_to_native(found[None])[0] - ball) * spacing).max() < max(*spacing, *target)
+
+
+transforms = st.builds(
+    Transform,
+    native_shape=st.just((9, 40, 12)),
+    native_spacing_mm=st.just((0.1, 0.004, 0.01)),
+    shape=st.just((14, 60, 30)),
+    origin=st.tuples(st.floats(-3, 0), st.floats(-20, 5), st.floats(-4, 0)),
+    scale=st.tuples(st.floats(0.75, 1.2), st.floats(0.7, 2), st.floats(0.6, 1)),
+    displacement=st.tuples(*[st.floats(-8, 8)] * 9),
+    reversed_bscans=st.booleans(),
+    mirrored=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(transform=transforms, seed=st.integers(0, 1000))
+def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
+    points = np.random.default_rng(seed).uniform(-10, 50, (20, 3))
+    assert np.allclose(transform.points_to_prepared(transform.points_to_native(points)), points)
+    assert np.allclose(transform.points_to_native(transform.points_to_prepared(points)), points)
+    # A surface that moves with the eye is flat once registered, so linear interpolation returns it exactly.
+    d, w = np.indices((9, 12))
+    order = -1 if transform.reversed_bscans else 1
+    surface = 20 + 0.5 * d + 0.3 * w + np.array(transform.displacement)[::order, None]
+    there = transform.rows_to_prepared(surface)
+    back = transform.rows_to_native(there)
+    inner = np.s_[1:-1, 1:-1]
+    assert np.isfinite(there).any()
+    assert np.allclose(back[inner][np.isfinite(back[inner])], surface[inner][np.isfinite(back[inner])])
+
+
+@settings(deadline=None, max_examples=50)
+@given(transform=transforms)
+def test_surfaces_points_and_volumes_agree(transform):
+    """A surface, its points and its painted rows are the same thing in three notations."""
+    rows = np.full((9, 12), 17.0) + np.arange(12)
+    prepared = transform.rows_to_prepared(rows)
+    d, w = np.argwhere(np.isfinite(prepared)).T
+    native = transform.points_to_native(np.stack([d, prepared[d, w], w], axis=1))
+    on_frame = (native[:, 0] >= 0) & (native[:, 0] <= 8) & (native[:, 2] >= 0) & (native[:, 2] <= 11)
+    at_bscan = np.abs(native[:, 0] - np.rint(native[:, 0])) < 1e-6  # between B-scans the displacement is interpolated
+    check = on_frame & at_bscan
+    assert np.allclose(native[check, 1], 17.0 + native[check, 2], atol=1e-6)
+
+
+def test_F13_axial_axis_is_never_flipped():
+    """Whatever the flags, vitreous stays above choroid, in voxels, surfaces and points."""
+    base, truth = phantom_volume(1, scanner="topcon_triton")
+    for laterality in ("R", "L", None):
+        for superior_first in (True, False, None):
+            prepared = SMALL(replace(base, laterality=laterality, superior_first=superior_first))
+            rows = np.linspace(-50, 300, 30)
+            for across in (0.0, 15.0):
+                points = prepared.transform.points_to_prepared(np.stack([rows * 0 + across, rows, rows * 0 + across], axis=1))
+                assert (np.diff(points[:, 1]) > 0).all()
+            ilm, bm = (prepared.transform.rows_to_prepared(truth.surface(name)) for name in ("ilm", "bm"))
+            seen = prepared.valid[1] > 0
+            assert (ilm[seen] < bm[seen]).all()
+            assert (prepared.band[0][seen] < prepared.band[1][seen]).all()
+            height = np.arange(SMALL.image_size[1])[None, :, None]
+            above = prepared.voxels[(height < ilm[:, None] - 5) & seen[:, None]]
+            below = prepared.voxels[(height > bm[:, None] + 2) & (height < bm[:, None] + 15) & seen[:, None]]
+            assert above.mean() < below.mean()
+
+
+def test_left_eyes_become_right_eyes_and_unknown_ones_are_left_alone():
+    base, _ = phantom_volume(2, scanner="topcon_triton")
+    right, left, unknown = (
+        SMALL(volume) for volume in (base, replace(base, voxels=base.voxels[:, :, ::-1], laterality="L"), replace(base, laterality=None))
+    )
+    assert np.array_equal(right.voxels, left.voxels)
+    assert np.array_equal(right.band, left.band)
+    assert np.array_equal(right.voxels, unknown.voxels)
+    assert (right.transform.mirrored, left.transform.mirrored, unknown.transform.mirrored) == (False, True, False)
+
+
+def test_superior_comes_first():
+    base, _ = phantom_volume(2, scanner="topcon_triton")
+    up, down = SMALL(replace(base, superior_first=True)), SMALL(replace(base, voxels=base.voxels[::-1], superior_first=False))
+    assert np.array_equal(up.voxels, down.voxels)
+    assert down.transform.reversed_bscans
+    assert not up.transform.reversed_bscans
+
+
+def test_scan_is_cropped_or_padded_but_never_stretched():
+    for shape, spacing in INSTRUMENTS.values():
+        volume = Volume(np.random.default_rng(0).integers(0, 255, (9, shape[1], 64)).astype(np.uint8), spacing)
+        transform = SMALL(volume).transform
+        for axis in range(3):
+            assert transform.scale[axis] * spacing[axis] == pytest.approx(SMALL.target_spacing[axis])
+
+
+@pytest.mark.parametrize("size", [(10, 60, 20), (40, 200, 90), (10, 200, 20)])
+def test_no_padding_while_there_is_image_and_no_crop_while_there_is_room(size):
+    rng = np.random.default_rng(0)
+    volume = Volume(rng.integers(1, 255, (24, 120, 50)).astype(np.uint8), (0.2, 0.01, 0.05))
+    prepared = Preprocessing(image_size=size, target_spacing=(0.2, 0.01, 0.05), register_bscans=False)(volume)
+    shown = inside(prepared.valid, size[1])
+    assert shown.sum() == np.prod(np.minimum(size, volume.shape))
+    assert (prepared.voxels[~shown] == 0).all()
+    assert np.array_equal(prepared.transform.to_prepared(volume.voxels), prepared.voxels)
+
+
+# Intensity
+
+
+def test_same_grid_gives_the_same_voxels():
+    volume, _ = phantom_volume(3, scanner="topcon_triton")
+    assert np.array_equal(exactly(volume)(volume).voxels, volume.voxels)
+
+
+@settings(deadline=None, max_examples=20)
+@given(factor=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)), seed=st.integers(0, 100))
+def test_downsampling_is_the_area_average(factor, seed):
+    shape = tuple(n * f for n, f in zip((5, 12, 6), factor, strict=True))
+    volume = Volume(np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8), (0.1, 0.01, 0.03))
+    target = tuple(mm * f for mm, f in zip(volume.spacing_mm, factor, strict=True))
+    prepared = Preprocessing(image_size=(5, 12, 6), target_spacing=target, register_bscans=False)(volume)
+    blocks = volume.voxels.reshape(5, factor[0], 12, factor[1], 6, factor[2]).mean(axis=(1, 3, 5))
+    assert np.abs(prepared.voxels - blocks).max() <= 0.501
+
+
+def test_uint16_has_one_fixed_mapping():
+    volume, _ = phantom_volume(3, scanner="topcon_triton")
+    wide = replace(volume, voxels=volume.voxels.astype(np.uint16) * 257)
+    assert np.array_equal(exactly(volume)(wide).voxels, volume.voxels)
+    bright = wide.voxels.copy()
+    bright[0, 0, 0] = 65535  # one hot pixel must not dim the volume
+    assert np.array_equal(exactly(volume)(replace(wide, voxels=bright)).voxels.ravel()[1:], volume.voxels.ravel()[1:])
+    twelve_bit = replace(volume, voxels=(volume.voxels.astype(np.uint16) * 4095 // 255).astype(np.uint16))
+    scaled = exactly(volume, uint16_full_scale=4095)(twelve_bit)
+    assert np.abs(scaled.voxels.astype(int) - volume.voxels).max() <= 1
+
+
+def test_what_cannot_be_prepared_says_why():
+    volume, _ = phantom_volume(3)
+    with pytest.raises(ReadError, match="float32, expected uint8 or uint16") as caught:
+        SMALL(replace(volume, voxels=volume.voxels.astype(np.float32)))
+    assert caught.value.code == "unsupported_pixels"
+    with pytest.raises(ReadError, match="every voxel is 7") as caught:
+        SMALL(replace(volume, voxels=np.full(volume.shape, 7, np.uint8)))
+    assert caught.value.code == "blank_volume"
+
+
+def test_blank_ascans_are_padding_and_do_not_darken_their_neighbours():
+    volume, _ = phantom_volume(3, scanner="topcon_triton")
+    voxels = volume.voxels.copy()
+    voxels[:, :, :40] = 0
+    prepared, whole = SMALL(replace(volume, voxels=voxels)), SMALL(volume)
+    edge = int(np.ceil(prepared.transform.points_to_prepared(np.array([[0, 0, 40.0]]))[0, 2]))
+    assert (prepared.valid[:, :, : edge - 1] == 0).all()
+    assert (prepared.band[:, :, : edge - 1] == 0).all()
+    shown = inside(prepared.valid, SMALL.image_size[1])[:, :, edge]
+    assert prepared.voxels[:, :, edge][shown].mean() == pytest.approx(whole.voxels[:, :, edge][shown].mean(), rel=0.05)
+
+
+# The band
+
+
+@pytest.mark.parametrize("scanner", SCANNERS)
+@pytest.mark.parametrize("diagnosis", ["healthy", "drusen", "dme"])
+def test_prepared_band_holds_the_retina(scanner, diagnosis):
+    volume, truth = phantom_volume(5, scanner=scanner, diagnosis=diagnosis, severity=0.8, laterality="L")
+    prepared = SMALL(volume)
+    assert_well_formed(prepared, SMALL)
+    retina = np.stack([prepared.transform.rows_to_prepared(truth.surface(name)) for name in ("ilm", "bm")])
+    retina = np.where(prepared.valid[1] > 0, np.nan_to_num(retina), 0)
+    held = inside(prepared.band, SMALL.image_size[1])
+    assert prepared.confident
+    assert held[inside(retina, SMALL.image_size[1])].mean() >= 0.99
+    assert held.mean() < 0.35
+
+
+def test_low_confidence_keeps_every_row():
+    volume, _ = phantom_volume(5)
+    noise = np.random.default_rng(0).integers(0, 255, volume.shape).astype(np.uint8)
+    prepared = SMALL(replace(volume, voxels=noise))
+    assert not prepared.confident
+    assert np.array_equal(prepared.band, prepared.valid)
+    assert_well_formed(prepared, SMALL)
+
+
+def assert_well_formed(prepared: Prepared, preprocessing: Preprocessing) -> None:
+    d, h, w = preprocessing.image_size
+    assert (prepared.voxels.shape, prepared.voxels.dtype) == ((d, h, w), np.uint8)
+    assert (prepared.band.shape, prepared.band.dtype) == ((2, d, w), np.float32)
+    assert (prepared.valid.shape, prepared.valid.dtype) == ((2, d, w), np.int16)
+    assert (prepared.valid >= 0).all()
+    assert (prepared.valid <= h).all()
+    assert ((prepared.band >= prepared.valid[0]) & (prepared.band <= prepared.valid[1])).all()
+    assert (prepared.voxels[~inside(prepared.valid, h)] == 0).all()
+
+
+def test_motion_is_undone_before_bscans_are_averaged():
+    """Averaging pairs of displaced B-scans blurs the layers; registered first, they stay sharp."""
+    volume, _ = phantom_volume(6, scanner="topcon_triton", size=(64, 256, 96))
+    shift = np.random.default_rng(0).integers(-10, 11, 64)
+    moved = replace(volume, voxels=np.stack([np.roll(b, s, axis=0) for b, s in zip(volume.voxels, shift, strict=True)]))
+    sharp, smeared = (
+        SMALL.model_copy(update={"register_bscans": on})(moved).voxels.astype(float).std(axis=1).mean() for on in (True, False)
+    )
+    assert sharp > 1.1 * smeared
+
+
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_native_labels_come_back(scanner):
+    """A retina mask taken to the prepared frame and back covers the native one."""
+    volume, truth = phantom_volume(7, scanner=scanner, laterality="L")
+    prepared = SMALL(volume)
+    retina = inside(np.stack([truth.surface("ilm"), truth.surface("bm")]), volume.shape[1])
+    there = prepared.transform.to_prepared(retina.astype(np.uint8))
+    back = prepared.transform.to_native(there).astype(bool)
+    # Only 0.375 mm and 6 mm of the volume were kept, so compare where the prepared field reaches.
+    field = prepared.transform.to_native(np.ones(SMALL.image_size, np.uint8)).astype(bool)
+    dice = 2 * (back & retina & field).sum() / (back.sum() + (retina & field).sum())
+    assert dice > 0.9
+    smooth = prepared.transform.to_native(prepared.voxels, order=1)
+    assert np.corrcoef(smooth[field][::5], volume.voxels[field][::5])[0, 1] > 0.6
+
+
+# Settings
+
+
+def test_F14_prototype_spacing_wastes_most_rows():
+    """(0.05, 0.02, 0.02) mm leaves 96 of 384 rows with image and a retina of 15 voxels; the default keeps 4 times the detail."""
+    shape, spacing = (61, 496, 768), (0.12, 0.003872, 0.0115)
+    prototype = Preprocessing(target_spacing=(0.05, 0.02, 0.02)).coverage(shape, spacing)
+    default = Preprocessing().coverage(shape, spacing)
+    assert prototype.valid_rows == 96
+    assert prototype.retina_rows == pytest.approx(15)
+    assert default.valid_rows >= 360
+    assert 3 <= default.retina_rows / 16 <= 4
+    assert default.valid_share > 2 * prototype.valid_share
+    assert "96 of 384 rows hold image" in prototype.sentence()
+
+
+@pytest.mark.parametrize("instrument", INSTRUMENTS)
+def test_coverage_foretells_what_is_prepared(instrument):
+    shape, spacing = INSTRUMENTS[instrument]
+    shape = tuple(n // 4 for n in shape)
+    spacing = tuple(mm * 4 for mm in spacing)
+    volume = Volume(np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8), spacing)
+    preprocessing = SMALL.model_copy(update={"register_bscans": False})
+    measured = inside(preprocessing(volume).valid, SMALL.image_size[1]).mean()
+    assert preprocessing.coverage(shape, spacing).valid_share == pytest.approx(measured, abs=0.04)
+
+
+def test_F15_preprocessing_has_one_home():
+    """Every setting travels: through a mapping, through YAML, into the fingerprint; unknown ones are refused."""
+    settings_ = Preprocessing()
+    assert load(Preprocessing, json.loads(settings_.model_dump_json())) == settings_
+    assert load(Preprocessing, settings_.model_dump()).fingerprint() == settings_.fingerprint()
+    changed = {
+        "image_size": (64, 384, 400),
+        "target_spacing": (0.094, 0.0052, 0.0157),
+        "margin_mm": 0.06,
+        "center": "field",
+        "register_bscans": False,
+        "uint16_full_scale": 4095,
+        "intensity_mean": 0.21,
+        "intensity_std": 0.21,
+    }
+    assert set(changed) == set(Preprocessing.model_fields)
+    prints = {load(Preprocessing, {key: value}).fingerprint() for key, value in changed.items()}
+    assert len(prints | {settings_.fingerprint()}) == len(changed) + 1
+    with pytest.raises(ConfigError, match="did you mean target_spacing"):
+        load(Preprocessing, {"target_spacings": (1, 1, 1)})
+
+
+def test_settings_survive_yaml(tmp_path: Path):
+    path = tmp_path / "preprocessing.yaml"
+    path.write_text(dump(SMALL))
+    assert load(Preprocessing, path) == SMALL
+
+
+@pytest.mark.parametrize("bad", [{"image_size": (0, 4, 4)}, {"target_spacing": (0.1, -1, 0.1)}, {"margin_mm": -1}, {"intensity_std": 0}])
+def test_impossible_settings_are_refused(bad):
+    with pytest.raises(ConfigError):
+        load(Preprocessing, bad)
+
+
+def test_transform_survives_json():
+    volume, _ = phantom_volume(1, laterality="L")
+    transform = SMALL(volume).transform
+    assert Transform.from_dict(json.loads(json.dumps(transform.to_dict()))) == transform
+    with pytest.raises(StoreError, match="another version"):
+        Transform.from_dict({"native_shape": [1, 2, 3]})
+    with pytest.raises(ValueError, match="does not belong to this transform"):
+        transform.rows_to_native(np.zeros((3, 3)))
+
+
+def test_preparing_twice_gives_the_same_bytes():
+    volume, _ = phantom_volume(1)
+    first, second = SMALL(volume), SMALL(volume)
+    assert np.array_equal(first.voxels, second.voxels)
+    assert np.array_equal(first.band, second.band)
+    assert first.transform == second.transform
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 30), (2, 5, 3), (3, 400, 1)])
+def test_tiny_volumes_are_prepared_too(shape):
+    volume = Volume(np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8), (0.1, 0.004, 0.01))
+    assert_well_formed(SMALL(volume), SMALL)
+
+
+def test_real_amd_volume_is_upright_and_whole(real_data: Path):
+    with np.load(real_data / "medvisbonn_amd_spectralis_145.npz") as file:
+        volume, labels = Volume(file["volume"], (0.030, 0.003872, 0.011182), "L"), file["labels"]
+    preprocessing = Preprocessing()
+    prepared = preprocessing(volume)
+    assert_well_formed(prepared, preprocessing)
+    assert prepared.confident
+    experts = prepared.transform.to_prepared((labels > 0).astype(np.uint8)).astype(bool)
+    held = inside(prepared.band, preprocessing.image_size[1])
+    assert held[experts].mean() >= 0.99
+    assert held.mean() / inside(prepared.valid, preprocessing.image_size[1]).mean() <= 0.5
+    tissue = prepared.voxels[held].mean()
+    rows = np.arange(preprocessing.image_size[1])[None, :, None]
+    assert prepared.voxels[(rows < prepared.band[0][:, None]) & inside(prepared.valid, preprocessing.image_size[1])].mean() < 0.2 * tissue
+    assert prepared.transform.to_native(prepared.voxels, order=1).shape == volume.shape
