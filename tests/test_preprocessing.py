@@ -192,7 +192,7 @@ def test_uint16_has_one_fixed_mapping():
     bright = wide.voxels.copy()
     bright[0, 0, 0] = 65535  # one hot pixel must not dim the volume
     assert np.array_equal(exactly(volume)(replace(wide, voxels=bright)).voxels.ravel()[1:], volume.voxels.ravel()[1:])
-    twelve_bit = replace(volume, voxels=(volume.voxels.astype(np.uint16) * 4095 // 255).astype(np.uint16))
+    twelve_bit = replace(volume, voxels=(volume.voxels.astype(np.uint32) * 4095 // 255).astype(np.uint16))
     scaled = exactly(volume, uint16_full_scale=4095)(twelve_bit)
     assert np.abs(scaled.voxels.astype(int) - volume.voxels).max() <= 1
 
