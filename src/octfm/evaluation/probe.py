@@ -20,6 +20,13 @@ from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric, boo
 RESAMPLES = 2000
 FOLDS = 5
 INNER_FOLDS = 3
+INTERVAL_MEANING = {
+    "recommended_split": "Intervals answer: what if other participants had been tested? The fitted probe is taken as given.",
+    "k-fold": "Intervals answer: what if other participants had been tested? They leave out that the folds' probes would differ too, "
+    "so with weak probes (AUROC below about 0.7) or under 100 participants they are up to a third too narrow.",
+}
+"""Measured on simulated cohorts: with five folds, equal encoders are told apart in 7 % (AUROC 0.77, 160 participants) to 20 % (chance
+level, 60 participants) of cohorts instead of 5 %. A jackknife that refits the probe has the opposite fault (0–3 %)."""
 LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 
@@ -88,6 +95,7 @@ def probe(
         "comparisons": comparisons,
         "skipped": skipped,
         "settings": {"design": chosen, "folds": folds, "resamples": resamples, "seed": seed, "allow_seen": allow_seen, "level": 0.95},
+        "interval_meaning": INTERVAL_MEANING[chosen],
         "labels": table.path if table else None,
         "embeddings": [{**e.metadata, "name": e.name, "path": e.path} for e in encoders],
         "commands": list(commands),
@@ -102,6 +110,23 @@ def write_probe(path: str | Path, result: dict[str, Any]) -> Path:
     partial_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     partial_file.replace(path)
     return path
+
+
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """One line per target, encoder and metric, then one per comparison, for a terminal."""
+    lines = []
+    for r in result["results"]:
+        between = f" ({r['low']:.3f} to {r['high']:.3f})" if r["low"] is not None else ""
+        estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.3f}"
+        flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
+        note = f"  {r['note']}" if r["note"] else ""
+        who = f"{r['n_test_participants']} participants{flag}"
+        lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}{note}")
+    for c in result["comparisons"]:
+        if c["low"] is not None:
+            numbers = f"{c['difference']:+.3f} ({c['low']:+.3f} to {c['high']:+.3f}, p = {c['p']:.3f})"
+            lines.append(f"{c['target']:<12} {c['metric']:<18} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
+    return lines + [f"{s['target']:<12} skipped: {s['sentence']}" for s in result["skipped"]]
 
 
 def _design(data: Embeddings) -> Design:

@@ -1,0 +1,251 @@
+"""Charts of a run as inline SVG: they take the page's font and colours, so they read on light and on dark."""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from octfm.report.sources import Sources, number, series
+
+# Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+INK, GRID = "#1b1c1d", "#d9dadb"
+MARKERS = ("o", "s", "D", "^", "v")
+DASHES = ("-", "--", "-.", ":", "-")
+MAX_POINTS = 400
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 9.0,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "lines.linewidth": 1.6,
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    steps: np.ndarray
+    values: np.ndarray
+    points: bool = False
+
+
+def training_charts(sources: Sources) -> list[Chart]:
+    """One chart per question that a training curve answers; those without data are left out."""
+    train, validation = sources.train, sources.validation
+    loss = "The error of predicting hidden tissue, over the error of the best answer that never looks at the volume. 1 = learned nothing."
+    charts = [
+        _chart(
+            "Masked loss over baseline", loss, [*_lines(train, {"masked_over_baseline": "training"}), *_validation(validation, "masked")], 1
+        ),
+        _chart(
+            "Masked loss, per scanner",
+            "The same ratio for each instrument. Curves that drift apart mean that the encoder serves one scanner better.",
+            _per_scanner(train),
+            1,
+        ),
+        _chart(
+            "Context loss over baseline",
+            "The same for the tokens that were visible: this term keeps features from collapsing. Its target moves, so it may rise.",
+            [*_lines(train, {"context_over_baseline": "training"}), *_validation(validation, "context")],
+            1,
+        ),
+        _chart(
+            "Effective rank",
+            "How many independent directions the features use on tissue tokens (RankMe). A steady fall towards 1 is collapse.",
+            _lines(train, {"effective_rank": "effective rank"}),
+        ),
+        _chart(
+            "Feature spread",
+            "Standard deviation of features over tissue tokens. 0 would mean that every token looks the same to the encoder.",
+            _lines(train, {"feature_std": "standard deviation"}),
+        ),
+        _chart(
+            "Gradient norm",
+            "Before clipping, logarithmic. Spikes are skipped updates in the making; exactly 0 would mean that nothing is learned.",
+            _lines(train, {"grad_norm": "gradient norm"}),
+            log=True,
+        ),
+        _chart(
+            "Teacher movement",
+            "How far the target encoder moved in the last update, and how far it is from the encoder, both relative. It must move.",
+            _lines(train, {"teacher_step": "last update", "teacher_distance": "distance to encoder"}),
+            log=True,
+        ),
+        _chart("Learning rate", "One warm-up, one decay: a second rise would be a fault.", _lines(train, {"lr": "learning rate"})),
+        _chart(
+            "Weight decay",
+            "The pull of weights towards zero; it may rise over the run, by plan.",
+            _lines(train, {"weight_decay": "weight decay"}),
+        ),
+        _chart(
+            "EMA momentum",
+            "How much of the old target encoder each update keeps. Close to 1 = slow teacher.",
+            _lines(train, {"ema": "EMA momentum"}),
+        ),
+        _chart("Throughput", "Volumes per second, all devices together.", _lines(train, {"volumes_per_s": "volumes per second"})),
+        _chart(
+            "Waiting for data",
+            "Share of the time spent waiting for volumes. Above 0.2, faster storage or more prefetch would pay.",
+            _lines(train, {"data_wait_share": "share of time"}),
+        ),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Chart | None:
+    """Estimate and interval of every encoder on every target that has this metric; the dashed line is chance."""
+    rows = [r for r in results if r["metric"] == metric and r["estimate"] is not None]
+    if not rows:
+        return None
+    targets, encoders = list(dict.fromkeys(r["target"] for r in rows)), list(dict.fromkeys(r["encoder"] for r in rows))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"forest-{metric}"}):
+        figure = Figure(figsize=(6.4, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)), layout="constrained")
+        axes = figure.subplots()
+        ticks, pitch = [], len(encoders) + 0.8
+        for t, target in enumerate(targets):
+            ticks.append(t * pitch + (len(encoders) - 1) / 2)
+            for e, encoder in enumerate(encoders):
+                row = next((r for r in rows if r["target"] == target and r["encoder"] == encoder), None)
+                if row is None:
+                    continue
+                y, color = t * pitch + e, SERIES[e % len(SERIES)]
+                if row["low"] is not None:
+                    axes.plot([row["low"], row["high"]], [y, y], color=color, linewidth=1.8, solid_capstyle="round")
+                filled = color if row["low"] is not None else "none"
+                label = encoder if t == 0 else None
+                marker = MARKERS[e % len(MARKERS)]
+                axes.plot(
+                    [row["estimate"]], [y], marker, color=color, markerfacecolor=filled, markersize=5.5, linestyle="none", label=label
+                )
+            chance = next(r["chance"] for r in rows if r["target"] == target)
+            axes.plot([chance, chance], [t * pitch - 0.5, t * pitch + len(encoders) - 0.5], color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+        axes.set_yticks(ticks, [_plain(target) for target in targets])
+        axes.set_ylim(len(targets) * pitch - 0.8, -0.9)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(name)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(encoders))
+        svg = _svg(figure, f"forest-{metric}", f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
+    caption = (
+        "Right is better, except for scanner. The bar is the 95 % interval, the dashed line is chance. Hollow markers have no interval: "
+        "too few participants. Overlapping bars do not settle a comparison; the paired table below does."
+    )
+    return Chart(name, caption, svg)
+
+
+def _chart(title: str, caption: str, lines: list[Line], reference: float | None = None, *, log: bool = False) -> Chart | None:
+    lines = [line for line in lines if len(line.steps)]
+    if not lines:
+        return None
+    key = re.sub(r"\W+", "-", title.lower())
+    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+        figure = Figure(figsize=(4.2, 2.35), layout="constrained")
+        axes = figure.subplots()
+        for i, line in enumerate(lines):
+            _draw(axes, line, i)
+        if log and min(line.values.min() for line in lines) > 0:
+            axes.set_yscale("log")
+        if reference is not None:
+            axes.axhline(reference, color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+        axes.set_xlabel("step")
+        if len(lines) > 1:
+            axes.legend(loc="best")
+        last = "; ".join(f"{line.label} {line.values[-1]:.3g} at step {line.steps[-1]:.0f}" for line in lines)
+        svg = _svg(figure, key, f"{title}. Last values: {last}")
+    return Chart(title, caption, svg)
+
+
+def _draw(axes: Axes, line: Line, i: int) -> None:
+    steps, values = _thinned(line.steps, line.values)
+    color = SERIES[i % len(SERIES)]
+    # One value makes no line: it is shown as a point.
+    marker = MARKERS[i % len(MARKERS)] if line.points or len(steps) == 1 else None
+    axes.plot(steps, values, color=color, linestyle=DASHES[i % len(DASHES)], marker=marker, markersize=4, label=line.label)
+
+
+def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most MAX_POINTS, each the value furthest from its neighbours' median, so that spikes stay visible."""
+    if len(steps) <= MAX_POINTS:
+        return steps, values
+    kept = []
+    for group in np.array_split(np.arange(len(steps)), MAX_POINTS):
+        kept.append(group[np.abs(values[group] - np.median(values[group])).argmax()])
+    return steps[kept], values[kept]
+
+
+def _lines(rows: list[dict[str, Any]], names: dict[str, str]) -> list[Line]:
+    return [Line(label, *series(rows, name)) for name, label in names.items()]
+
+
+def _validation(rows: list[dict[str, Any]], what: str) -> list[Line]:
+    return [Line("held-out participants", *series(rows, f"{what}_over_baseline"), points=True)]
+
+
+def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
+    names = sorted({name for row in rows for name in (row.get("by_scanner") or {})})
+    lines = []
+    for name in names:
+        steps, values = series([{"step": r.get("step"), "value": (r.get("by_scanner") or {}).get(name)} for r in rows], "value")
+        lines.append(Line(_plain(name), steps, values))
+    return lines
+
+
+def _svg(figure: Figure, key: str, alt: str) -> str:
+    """The figure as an <svg> element: ids made unique on the page, colours as CSS variables, text in the page's font."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"| version="1.1"', "", svg, count=0)
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{key}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", svg)
+    svg = re.sub(r"font-family: [^;\"]+;?", "", svg)
+    svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+    for i, color in enumerate(SERIES):
+        svg = svg.replace(color, f"var(--series-{i + 1})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_attribute(alt)}"', 1)
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _plain(name: str) -> str:
+    # A dollar sign would start mathtext.
+    return name.replace("_", " ").replace("$", r"\$")
+
+
+def _spoken(r: dict[str, Any]) -> str:
+    between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ", no interval"
+    return f"{_plain(r['target'])}, {r['encoder']}: {number(r['estimate']):.2f}{between}"

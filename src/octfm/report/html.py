@@ -1,0 +1,173 @@
+"""report.html: one self-contained page (no network, no script) that says what was run and what came out."""
+
+import os
+import shlex
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from octfm.errors import EvaluationError
+from octfm.report import figures, images, words
+from octfm.report.sources import Sources, gather
+
+MAX_BYTES = 10_000_000
+
+
+def write_report(run: Path, out: Path, *, catalog: Path | None = None, store_path: Path | None = None, images: bool = True) -> Path:
+    """Render the report of a run folder and return its path.
+
+    `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before the probe, sentences say what is missing.
+    The page stays under 10 MB: pictures are left out, from two per scanner to none, until it does. Written whole or not at all.
+    """
+    run, out = Path(run), Path(out)
+    sources = gather(run, Path(catalog) if catalog else None, Path(store_path) if store_path else None)
+    command = ["octfm", "report", str(run)]
+    command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (store_path is not None)
+    facts = _facts(sources, shlex.join(command))
+    page = ""
+    for per_scanner in (2, 1, 0) if images else (0,):
+        page = _render(facts | _pictures(sources, per_scanner))
+        if len(page.encode()) < MAX_BYTES:
+            break
+    else:
+        raise EvaluationError(f"{out}: the report would take {len(page.encode()):,} bytes without pictures, expected under {MAX_BYTES:,}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(out)
+    return out
+
+
+def summary_lines(run: Path, *, catalog: Path | None = None, store_path: Path | None = None) -> list[str]:
+    """The five lines of the overview, for a terminal."""
+    return [f"{label}: {sentence}" for label, sentence in words.five_lines(gather(Path(run), catalog, store_path))]
+
+
+def _facts(sources: Sources, command: str) -> dict[str, Any]:
+    tone, key = words.key_result(sources.probe)
+    return {
+        "title": sources.run.resolve().name,
+        "tone": tone,
+        "key": key,
+        "five": words.five_lines(sources),
+        "data": _data(sources),
+        "charts": figures.training_charts(sources),
+        "health": words.latest_health(sources.health),
+        "probe": _probe(sources.probe),
+        "record": _record(sources),
+        "config": sources.config,
+        "commands": _commands(sources, command),
+    }
+
+
+def _pictures(sources: Sources, per_scanner: int) -> dict[str, Any]:
+    return {
+        "examples": images.example_pictures(sources.examples, per_scanner) if sources.examples and per_scanner else [],
+        "pca": images.pca_pictures(sources.pca, per_scanner) if sources.pca and per_scanner else [],
+    }
+
+
+def _data(sources: Sources) -> dict[str, Any]:
+    """Tables of data health; an empty one is shown as a sentence."""
+    catalog, store = sources.catalog, sources.store
+    accepted = catalog.acquisitions if catalog else ()
+    prepared = store.rows if store else ()
+    scanners = []
+    for name in sorted({a.scanner for a in accepted} | {r.scanner for r in prepared}):
+        own, rows = [a for a in accepted if a.scanner == name], [r for r in prepared if r.scanner == name]
+        unsure = sum(not r.confident for r in rows)
+        scanners.append(
+            {
+                "name": name,
+                "accepted": len(own) if catalog else None,
+                "participants": len({a.participant for a in own} | {r.participant for r in rows}),
+                "prepared": len(rows) if store else None,
+                "unsure": f"{unsure / len(rows):.0%} ({unsure})" if rows else None,
+            }
+        )
+    members: dict[str, set[str]] = {}
+    volumes: Counter[str] = Counter()
+    for a in accepted or prepared:
+        split = a.split or "none"
+        members.setdefault(split, set()).add(a.participant)
+        volumes[split] += 1
+    order = [s for s in ("train", "val", "test", "none") if s in members]
+    first_of_code = {r.code: r.sentence for r in reversed(catalog.rejects)} if catalog else {}
+    summary = catalog.summary() if catalog else {}
+    return {
+        "has_catalog": catalog is not None,
+        "has_store": store is not None,
+        "scanners": scanners,
+        "splits": [{"name": s, "participants": len(members[s]), "volumes": volumes[s]} for s in order],
+        "shared": sum(len(members[a] & members[b]) for i, a in enumerate(order) for b in order[i + 1 :]),
+        "rejects": [{"code": code, "count": n, "sentence": first_of_code[code]} for code, n in summary.get("rejects", {}).items()],
+        "flags": summary.get("flags", {}),
+        "unprepared": Counter(f"{u.code}: {u.sentence}" for u in store.unprepared()).most_common(20) if store else [],
+    }
+
+
+def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
+    if probe is None:
+        return None
+    encoders = list(dict.fromkeys(r["encoder"] for r in probe["results"]))
+    rows = []
+    for target, metric in dict.fromkeys((r["target"], r["metric"]) for r in probe["results"]):
+        cells = {r["encoder"]: r for r in probe["results"] if (r["target"], r["metric"]) == (target, metric)}
+        any_row = next(iter(cells.values()))
+        rows.append(
+            {
+                **any_row,
+                "metric": words.METRICS.get(metric, metric),
+                "cells": [words.interval(cells[e]) if e in cells else "" for e in encoders],
+                "notes": sorted({r["note"] for r in cells.values() if r["note"]}),
+            }
+        )
+    comparisons = [
+        {**c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c, signed=True)} for c in probe["comparisons"]
+    ]
+    forests = [figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "r2")]
+    return {
+        "encoders": encoders,
+        "rows": rows,
+        "comparisons": comparisons,
+        "forests": [f for f in forests if f is not None],
+        "skipped": probe.get("skipped", []),
+        "settings": probe.get("settings", {}),
+        "meaning": probe.get("interval_meaning", ""),
+        "seen": max((r["seen_test_participants"] for r in probe["results"]), default=0),
+    }
+
+
+def _record(sources: Sources) -> list[tuple[str, str]]:
+    """run.json and the store's Preprocessing as (name, value); keys and hashes of participants stay out of a page that is passed around."""
+    facts: list[tuple[str, str]] = []
+    for name, value in sources.record.items():
+        if name not in ("format", "version", "participant_key", "command"):
+            facts += _flat(name, value)
+    if sources.store is not None:
+        facts += _flat("preprocessing", sources.store.preprocessing.model_dump(mode="json"))
+        facts.append(("preprocessing fingerprint", sources.store.fingerprint))
+    return facts
+
+
+def _flat(name: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [pair for key, inner in value.items() for pair in _flat(f"{name} {key}".replace("_", " "), inner)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [(name.replace("_", " "), f"{value:,}")]
+    return [(name.replace("_", " "), "unknown" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value))]
+
+
+def _commands(sources: Sources, report: str) -> list[str]:
+    listed = [sources.record["command"]] if sources.record.get("command") else []
+    listed += (sources.probe or {}).get("commands", [])
+    return list(dict.fromkeys([*listed, report]))
+
+
+def _render(facts: dict[str, Any]) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = (resources.files("octfm.report") / "report.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(**facts)

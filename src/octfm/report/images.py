@@ -1,0 +1,203 @@
+"""Pictures of volumes in true proportions (mm), vitreous on top, superior on top en face: B-scans, tissue band, masks, PCA of tokens."""
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
+"""Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
+WIDTH_PX = 600
+PER_SCANNER = 2
+
+
+@dataclass(frozen=True)
+class Picture:
+    src: str
+    """data: URI of a PNG."""
+    alt: str
+    caption: str
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    scanner: str
+    detail: str
+    pictures: list[Picture]
+
+
+def example_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) -> list[Example]:
+    """Prepared B-scan with its tissue band, its tokens, one training mask, and the en-face view, per scanner."""
+    examples = []
+    for i in _some_of_each(arrays["scanner"], per_scanner):
+        voxels, band = arrays["voxels"][i], arrays["band"][i]
+        spacing, k = _spacing(arrays["spacing_mm"], i), len(arrays["voxels"][i]) // 2
+        token_slice = min(k // int(arrays["patch_size"][0]), arrays["tokens"].shape[1] - 1)
+        tokens, mask = arrays["tokens"][i][token_slice], arrays["mask"][i][token_slice]
+        scanner, laterality = str(arrays["scanner"][i]), str(arrays["laterality"][i])
+        pictures = [
+            _bscan(voxels[k], spacing, "B-scan and tissue band", f"Middle B-scan of a {scanner} volume", band=band[:, k]),
+            _bscan(
+                voxels[k],
+                spacing,
+                "Tokens: tissue",
+                f"The same B-scan, tissue tokens tinted green, {np.mean(tokens == 2):.0%} of this slice",
+                tint=_tint(tokens, {2: TISSUE}),
+            ),
+            _bscan(
+                voxels[k],
+                spacing,
+                "Mask: context, target",
+                "The same B-scan under one training mask: context blue, target orange, unused dark",
+                tint=_tint(mask, {1: CONTEXT, 2: TARGET}, dark=True),
+            ),
+            _enface(
+                _tissue_mean(voxels, band), spacing, "En face", f"Mean brightness between the surfaces, seen from the front, {scanner}"
+            ),
+        ]
+        examples.append(Example(scanner, _eye(laterality), pictures))
+    return examples
+
+
+def pca_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) -> list[Example]:
+    """The first three principal components of tokens as red, green and blue, over a B-scan and en face."""
+    examples = []
+    for i in _some_of_each(arrays["scanner"], per_scanner):
+        voxels, pca = arrays["voxels"][i], np.clip(arrays["pca"][i], 0, 1)
+        spacing, k, scanner = _spacing(arrays["spacing_mm"], i), len(arrays["voxels"][i]) // 2, str(arrays["scanner"][i])
+        token_slice = min(k * len(pca) // len(voxels), len(pca) - 1)
+        weight = _token_brightness(voxels, pca.shape[:3])
+        enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
+        pictures = [
+            _bscan(voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
+            _bscan(pca[token_slice], spacing, "PCA of its tokens", "Colours of the tokens of the same B-scan", size=voxels[k].shape),
+            _enface(
+                enface,
+                spacing,
+                "PCA en face",
+                f"Token colours averaged over depth, seen from the front, {scanner}",
+                size=(voxels.shape[0], voxels.shape[2]),
+            ),
+        ]
+        examples.append(Example(scanner, "", pictures))
+    return examples
+
+
+def _some_of_each(scanner: np.ndarray, count: int) -> list[int]:
+    names = list(dict.fromkeys(scanner.tolist()))
+    return [int(i) for name in names for i in np.flatnonzero(scanner == name)[:count]]
+
+
+def _spacing(spacing_mm: np.ndarray, i: int) -> tuple[float, float, float]:
+    z, y, x = (float(mm) for mm in (spacing_mm[i] if spacing_mm.ndim == 2 else spacing_mm))
+    return z, y, x
+
+
+def _bscan(
+    image: np.ndarray,
+    spacing: tuple[float, float, float],
+    caption: str,
+    alt: str,
+    *,
+    band: np.ndarray | None = None,
+    tint: np.ndarray | None = None,
+    size: tuple[int, ...] | None = None,
+) -> Picture:
+    """`image` [H, W] or [H, W, 3]; `size` in voxels where the image is a token grid."""
+    rows, columns = size or image.shape[:2]
+    height, width = rows * spacing[1], columns * spacing[2]
+    figure, axes = _canvas(height, width)
+    _show(axes, image, height, width, smooth=size is None)
+    if tint is not None:
+        axes.imshow(tint, extent=(0, width, height, 0), interpolation="nearest", aspect="auto")
+    if band is not None:
+        across = (np.arange(columns) + 0.5) * spacing[2]
+        for surface in band:
+            axes.plot(across, surface * spacing[1], color=BAND, linewidth=1.2)
+    _scale_bar(axes, height, width)
+    return Picture(_png(figure), alt, caption, wide=True)
+
+
+def _enface(
+    image: np.ndarray, spacing: tuple[float, float, float], caption: str, alt: str, *, size: tuple[int, int] | None = None
+) -> Picture:
+    rows, columns = size or image.shape[:2]
+    height, width = rows * spacing[0], columns * spacing[2]
+    figure, axes = _canvas(height, width, WIDTH_PX // 2)
+    _show(axes, image, height, width, smooth=size is None)
+    _scale_bar(axes, height, width)
+    for word, x, y in (("S", 0.5, 0.965), ("I", 0.5, 0.035), ("T", 0.03, 0.5), ("N", 0.97, 0.5)):
+        axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=8, ha="center", va="center", alpha=0.9)
+    return Picture(_png(figure), alt, caption, wide=False)
+
+
+def _canvas(height_mm: float, width_mm: float, width_px: int = WIDTH_PX) -> tuple[Figure, Axes]:
+    """A figure without margins whose pixels are square in millimetres."""
+    figure = Figure(figsize=(width_px / 100, width_px / 100 * height_mm / width_mm), dpi=100, facecolor="black")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(0, width_mm)
+    axes.set_ylim(height_mm, 0)
+    return figure, axes
+
+
+def _show(axes: Axes, image: np.ndarray, height: float, width: float, *, smooth: bool) -> None:
+    top = 255 if image.dtype == np.uint8 else 1
+    interpolation = "bilinear" if smooth else "nearest"
+    axes.imshow(image, cmap="gray", vmin=0, vmax=top, extent=(0, width, height, 0), interpolation=interpolation, aspect="auto")
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+
+
+def _scale_bar(axes: Axes, height: float, width: float) -> None:
+    left, y = 0.03 * width, height - 0.06 * min(height, width)
+    axes.plot([left, left + 1], [y, y], color="white", linewidth=2.2, solid_capstyle="butt")
+    axes.text(left, y - 0.02 * min(height, width), "1 mm", color="white", fontsize=8, va="bottom")
+
+
+def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, dark: bool = False) -> np.ndarray:
+    """RGBA [h, w, 4] over a token grid; tokens without a colour stay as they are, or are darkened."""
+    rgba = np.zeros((*grid.shape, 4))
+    if dark:
+        rgba[..., 3] = 0.62
+    for value, color in colors.items():
+        rgba[grid == value] = (*color, 0.38)
+    return rgba
+
+
+def _tissue_mean(voxels: np.ndarray, band: np.ndarray) -> np.ndarray:
+    """[D, W]: mean brightness between the two surfaces; the whole A-scan where they hold nothing."""
+    rows = np.arange(voxels.shape[1])[None, :, None]
+    inside = (rows >= band[0][:, None]) & (rows < band[1][:, None])
+    inside |= ~inside.any(1, keepdims=True)
+    mean = (voxels * inside).sum(1) / inside.sum(1)
+    # Averages are dim: stretched so that vessels' shadows are visible.
+    low, high = np.percentile(mean, (1, 99))
+    return np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
+
+
+def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
+    """[d, h, w]: squared mean brightness of each token: tissue outweighs vitreous and choroid en face."""
+    d, h, w = grid
+    D, H, W = (n // g * g for n, g in zip(voxels.shape, grid, strict=True))
+    blocks = voxels[:D, :H, :W].astype(np.float32).reshape(d, D // d, h, H // h, w, W // w)
+    return blocks.mean((1, 3, 5)) ** 2 + 1e-3
+
+
+def _eye(laterality: str) -> str:
+    return {"R": "right eye", "L": "left eye, shown mirrored"}.get(laterality, "laterality unknown, not mirrored")
+
+
+def _png(figure: Figure) -> str:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    # 128 colours are enough for an OCT with an overlay and a third of the bytes.
+    small = io.BytesIO()
+    Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()

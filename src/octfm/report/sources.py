@@ -1,0 +1,83 @@
+"""Everything a report is made of, read from a run folder, its catalog and its store; what is not there is None, never a failure."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.data.catalog import Catalog
+from octfm.data.store import Store
+from octfm.errors import EvaluationError
+from octfm.training.tracking import read_metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    run: Path
+    record: dict[str, Any]
+    """run.json"""
+    config: str | None
+    """config.yaml as written"""
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    health: list[dict[str, Any]]
+    probe: dict[str, Any] | None
+    catalog: Catalog | None
+    store: Store | None
+    examples: dict[str, np.ndarray] | None
+    pca: dict[str, np.ndarray] | None
+
+
+def gather(run: Path, catalog: Path | None, store: Path | None) -> Sources:
+    """Raises EvaluationError where `run` is no run folder; a catalog or store that was named but cannot be read is an error as well."""
+    if not (run / "run.json").is_file():
+        raise EvaluationError(f"{run}: expected a run folder with a run.json; make one with octfm pretrain")
+    metrics = run / "metrics.jsonl"
+    rows = list(read_metrics(metrics)) if metrics.is_file() else []
+    config = run / "config.yaml"
+    return Sources(
+        run=run,
+        record=_json(run / "run.json"),
+        config=config.read_text() if config.is_file() else None,
+        train=[row for row in rows if row.get("kind") == "train"],
+        validation=[row for row in rows if row.get("kind") == "validation"],
+        health=[row for row in rows if row.get("kind") == "health"],
+        probe=_json(run / "probe.json") if (run / "probe.json").is_file() else None,
+        catalog=Catalog.load(catalog) if catalog is not None else None,
+        store=Store.open(store) if store is not None else None,
+        examples=_arrays(run / "figures" / "examples.npz"),
+        pca=_arrays(run / "figures" / "pca.npz"),
+    )
+
+
+def number(value: Any) -> float:
+    """A metric as a float; words ("nan", "inf") and absent values become NaN."""
+    if isinstance(value, (int, float, str)):
+        try:
+            return float(value)
+        except ValueError:
+            return float("nan")
+    return float("nan")
+
+
+def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of one metric, finite values only."""
+    points = [(number(row.get("step")), number(row.get(name))) for row in rows]
+    kept = [(step, value) for step, value in points if np.isfinite(step) and np.isfinite(value)]
+    return np.array([s for s, _ in kept]), np.array([v for _, v in kept])
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise EvaluationError(f"{path}: not valid JSON ({error}); the file was edited or cut off, make it again") from None
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray] | None:
+    if not path.is_file():
+        return None
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}

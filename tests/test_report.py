@@ -1,0 +1,239 @@
+"""The report: one self-contained page, true to the numbers, honest where they are missing, safe with whatever a header says."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octfm.errors import EvaluationError
+from octfm.report.html import summary_lines, write_report
+from octfm.report.images import example_pictures, pca_pictures
+from octfm.report.words import key_result
+from run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    run = write_run(folder)
+    return write_report(run, folder / "report.html", catalog=write_catalog(folder), store_path=write_store(folder))
+
+
+class Elements(HTMLParser):
+    """Every tag with its attributes, every id, and the visible text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_page_loads_nothing_from_anywhere(page):
+    elements = Elements(page.read_text())
+    for tag, attributes in elements.tags:
+        assert tag not in ("script", "iframe", "object", "embed")
+        for name in ("src", "href", "srcset", "data", "action", "poster"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+    # In style sheets only references within the page.
+    assert not re.search(r"url\((?!#|\"#|data:)|@import|@font-face", page.read_text())
+
+
+def test_ids_are_unique_and_every_link_has_its_target(page):
+    tags = Elements(page.read_text()).tags
+    ids = [a["id"] for _, a in tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    assert {a["href"][1:] for t, a in tags if t in ("a", "use") and a["href"].startswith("#")} <= set(ids)
+
+
+def test_every_picture_and_chart_has_a_text_for_those_who_cannot_see_it(page):
+    tags = Elements(page.read_text()).tags
+    assert all(a.get("alt") for t, a in tags if t == "img")
+    assert all(a.get("aria-label") for t, a in tags if t == "svg")
+    assert sum(t == "img" for t, _ in tags) == 3 * 4 + 3 * 3
+    assert sum(t == "svg" for t, _ in tags) >= 10
+
+
+def test_page_says_what_happened(page):
+    text = " ".join(" ".join(Elements(page.read_text()).text).split())
+    for sentence in (
+        "among 126 participants it had never seen, the pretrained encoder reaches AUROC 0.91 (0.86 to 0.95)",
+        "better than the same encoder at random initialisation: AUROC +0.11 (+0.06 to +0.16)",
+        "40 OCT volumes of 20 participants were accepted",
+        "truncated_pixel_data 3",
+        "0 are shared between splits",
+        "this one is broken",
+        "iop was not probed",
+        "octfm pretrain demo data.store=prepared --out run",
+        "5,900,000",
+    ):
+        assert sentence in text, sentence
+    assert "never-shown" not in text
+    assert page.stat().st_size < 10_000_000
+
+
+def test_words_from_outside_are_shown_not_executed(tmp_path):
+    attack = '<script>alert(1)</script><img src=x onerror=alert(1)>"$\\frac{'
+    run = write_run(tmp_path, figures=False)
+    result = probe_result()
+    for r in result["results"]:
+        r["target"] = attack if r["target"] == "disease" else r["target"]
+    (run / "probe.json").write_text(json.dumps(result))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace(SCANNERS[0], attack.replace("\\", "\\\\").replace('"', '\\"')))
+    page = write_report(run, tmp_path / "r.html", catalog=write_catalog(tmp_path, sentence=attack))
+    elements = Elements(page.read_text())
+    assert "script" not in [t for t, _ in elements.tags]
+    assert not any("onerror" in a for _, a in elements.tags)
+    assert attack in "".join(elements.text)
+
+
+def test_missing_parts_give_a_sentence(tmp_path):
+    run = write_run(tmp_path, probe=False, figures=False)
+    (run / "metrics.jsonl").unlink()
+    text = " ".join(" ".join(Elements(write_report(run, tmp_path / "r.html").read_text()).text).split())
+    for sentence in (
+        "No probe has been run",
+        "Neither a catalog nor a prepared store was given",
+        "No training step has been logged yet",
+        "No health verdict",
+        "No example pictures",
+        "No token map",
+    ):
+        assert sentence in text, sentence
+
+
+def test_metrics_with_nan_gaps_and_a_cut_last_line_are_drawn(tmp_path):
+    run = write_run(tmp_path, figures=False)
+    metrics = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[3]["masked_over_baseline"] = "nan"
+    del rows[5]["effective_rank"]
+    rows[7]["grad_norm"] = "inf"
+    metrics.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"kind": "train", "st')
+    assert "Masked loss over baseline" in write_report(run, tmp_path / "r.html").read_text()
+
+
+def test_inconclusive_is_said_in_so_many_words():
+    result = probe_result()
+    main = next(c for c in result["comparisons"] if (c["target"], c["metric"], c["b"]) == ("disease", "auroc", "random_init"))
+    main.update(low=-0.01, verdict="inconclusive")
+    tone, text = key_result(result)
+    assert tone == "inconclusive" and "is inconclusive" in text and "includes 0" in text
+    main.update(low=None, high=None, p=None)
+    assert "too few participants" in key_result(result)[1]
+
+
+def test_leaked_participants_are_said_in_the_key_result():
+    result = probe_result()
+    for r in result["results"]:
+        r["seen_test_participants"] = 4
+    assert "4 of whom the encoder had seen" in key_result(result)[1]
+
+
+def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):
+    with pytest.raises(EvaluationError, match="expected a run folder"):
+        write_report(tmp_path, tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_page_stays_small_by_leaving_out_pictures(tmp_path, monkeypatch):
+    run = write_run(tmp_path)
+    full = write_report(run, tmp_path / "full.html").stat().st_size
+    monkeypatch.setattr("octfm.report.html.MAX_BYTES", full - 1)
+    small = write_report(run, tmp_path / "small.html")
+    assert small.stat().st_size < full and "Example volumes" in small.read_text()
+
+
+def test_five_lines_for_a_terminal(tmp_path):
+    lines = summary_lines(write_run(tmp_path, figures=False))
+    assert [line.split(":")[0] for line in lines] == ["Data", "Preparation", "Training", "Probe", "Health"]
+
+
+def decoded(picture) -> np.ndarray:
+    import base64
+    import io
+
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture.src.split(",")[1]))).convert("RGB")).astype(float)
+
+
+def test_F13_pictures_are_right_side_up_and_in_true_proportions():
+    D, H, W = 8, 64, 32
+    voxels = np.zeros((1, D, H, W), np.uint8)
+    voxels[:, :, H // 2 :] = 200  # below
+    voxels[:, : D // 2] //= 2  # superior half dimmer
+    voxels[:, :, :, : W // 2] //= 2  # left half dimmer
+    arrays = {
+        "voxels": voxels, "band": np.stack([np.full((1, D, W), 0.0), np.full((1, D, W), float(H))], 1),
+        "tokens": np.ones((1, 2, 4, 4), np.uint8), "mask": np.ones((1, 2, 4, 4), np.uint8),
+        "scanner": np.array(["s"]), "laterality": np.array(["R"]), "patch_size": np.array((4, 16, 8)),
+        "spacing_mm": np.array((0.75, 0.03, 0.18)),
+    }  # fmt: skip
+    bscan, _, _, enface = (decoded(p) for p in example_pictures(arrays)[0].pictures)
+    assert bscan.shape[1] / bscan.shape[0] == pytest.approx(W * 0.18 / (H * 0.03), rel=0.02)
+    assert enface.shape[1] / enface.shape[0] == pytest.approx(W * 0.18 / (D * 0.75), rel=0.02)
+    h, w = bscan.shape[:2]
+    assert bscan[: h // 3].mean() < bscan[h * 2 // 3 :].mean()
+    assert bscan[h * 2 // 3 :, : w // 3].mean() < bscan[h * 2 // 3 :, w * 2 // 3 :].mean()
+    h, w = enface.shape[:2]
+    assert enface[: h // 3].mean() < enface[h * 2 // 3 :].mean()
+
+
+def test_F13_token_map_has_the_orientation_of_the_volume():
+    pca = np.zeros((1, 4, 6, 6, 3), np.float32)
+    pca[:, :, :3, :, 0] = 1  # red above
+    pca[:, :2, :, :, 1] = 1  # green superior
+    pca[:, :, :, 3:, 2] = 1  # blue on the right
+    arrays = {
+        "pca": pca,
+        "voxels": np.full((1, 8, 60, 60), 99, np.uint8),
+        "scanner": np.array(["s"]),
+        "spacing_mm": np.array((0.75, 0.03, 0.1)),
+    }
+    _, bscan, enface = (decoded(p) for p in pca_pictures(arrays)[0].pictures)
+    h, w = bscan.shape[:2]
+    assert bscan[: h // 2, :, 0].mean() > 200 > 60 > bscan[h // 2 + 2 :, :, 0].mean()
+    assert bscan[:, w // 2 + 2 :, 2].mean() > 200 > 60 > bscan[:, : w // 2 - 2, 2].mean()
+    h, w = enface.shape[:2]
+    assert enface[: h // 2 - 2, :, 1].mean() > 200 > 60 > enface[h // 2 + 2 :, :, 1].mean()
+
+
+def test_report_never_imports_torch(tmp_path):
+    run = write_run(tmp_path)
+    code = "import sys; from pathlib import Path; from octfm.report.html import write_report; "
+    code += f"write_report(Path({str(run)!r}), Path('r.html')); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; install Debian's chromium to check how the page renders")
+def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
+    done = subprocess.run(
+        [
+            CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
+            "--hide-scrollbars", "--window-size=1280,2400", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ":CONSOLE" not in done.stderr, done.stderr
+    assert "<h2>Frozen probe</h2>" in done.stdout
+    from matplotlib.image import imread
+
+    assert imread(tmp_path / "page.png").std() > 0.05
