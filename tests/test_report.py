@@ -64,7 +64,7 @@ def test_every_picture_and_chart_has_a_text_for_those_who_cannot_see_it(page):
     tags = Elements(page.read_text()).tags
     assert all(a.get("alt") for t, a in tags if t == "img")
     assert all(a.get("aria-label") for t, a in tags if t == "svg")
-    assert sum(t == "img" for t, _ in tags) == 3 * 4 + 3 * 3
+    assert sum(t == "img" for t, _ in tags) == 3 * 5 + 3 * 3
     assert sum(t == "svg" for t, _ in tags) >= 10
 
 
@@ -185,7 +185,7 @@ def test_F13_pictures_are_right_side_up_and_in_true_proportions():
         "scanner": np.array(["s"]), "laterality": np.array(["R"]), "patch_size": np.array((4, 16, 8)),
         "spacing_mm": np.array((0.75, 0.03, 0.18)),
     }  # fmt: skip
-    bscan, _, _, enface = (decoded(p) for p in example_pictures(arrays)[0].pictures)
+    bscan, *_, enface = (decoded(p) for p in example_pictures(arrays)[0].pictures)
     assert bscan.shape[1] / bscan.shape[0] == pytest.approx(W * 0.18 / (H * 0.03), rel=0.02)
     assert enface.shape[1] / enface.shape[0] == pytest.approx(W * 0.18 / (D * 0.75), rel=0.02)
     h, w = bscan.shape[:2]
@@ -226,7 +226,8 @@ def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
     done = subprocess.run(
         [
             CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
             "--hide-scrollbars", "--window-size=1280,2400", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", page.as_uri(),
         ],
         capture_output=True, text=True, timeout=120,

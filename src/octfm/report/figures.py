@@ -110,11 +110,12 @@ def training_charts(sources: Sources) -> list[Chart]:
             "How much of the old target encoder each update keeps. Close to 1 = slow teacher.",
             _lines(train, {"ema": "EMA momentum"}),
         ),
-        _chart("Throughput", "Volumes per second, all devices together.", _lines(train, {"volumes_per_s": "volumes per second"})),
+        _chart("Throughput", "Volumes per second, all devices together.", _lines(train, {"volumes_per_s": "volumes per second"}), floor=0),
         _chart(
             "Waiting for data",
             "Share of the time spent waiting for volumes. Above 0.2, faster storage or more prefetch would pay.",
             _lines(train, {"data_wait_share": "share of time"}),
+            floor=0.25,
         ),
     ]
     return [chart for chart in charts if chart is not None]
@@ -153,14 +154,17 @@ def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Ch
         axes.set_xlabel(name)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(encoders))
         svg = _svg(figure, f"forest-{metric}", f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
+    leakage = ", except for scanner" if any(r["leakage"] for r in rows) else ""
     caption = (
-        "Right is better, except for scanner. The bar is the 95 % interval, the dashed line is chance. Hollow markers have no interval: "
+        f"Right is better{leakage}. The bar is the 95\u00a0% interval, the dashed line is chance. Hollow markers have no interval: "
         "too few participants. Overlapping bars do not settle a comparison; the paired table below does."
     )
     return Chart(name, caption, svg)
 
 
-def _chart(title: str, caption: str, lines: list[Line], reference: float | None = None, *, log: bool = False) -> Chart | None:
+def _chart(
+    title: str, caption: str, lines: list[Line], reference: float | None = None, *, log: bool = False, floor: float | None = None
+) -> Chart | None:
     lines = [line for line in lines if len(line.steps)]
     if not lines:
         return None
@@ -174,6 +178,8 @@ def _chart(title: str, caption: str, lines: list[Line], reference: float | None 
             axes.set_yscale("log")
         if reference is not None:
             axes.axhline(reference, color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+        if floor is not None:
+            axes.set_ylim(0, max([floor, *(1.1 * float(line.values.max()) for line in lines)]))
         axes.set_xlabel("step")
         if len(lines) > 1:
             axes.legend(loc="best")

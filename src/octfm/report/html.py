@@ -48,6 +48,7 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
     tone, key = words.key_result(sources.probe)
     return {
         "title": sources.run.resolve().name,
+        "subtitle": words.subtitle(sources),
         "tone": tone,
         "key": key,
         "five": words.five_lines(sources),
@@ -128,7 +129,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
     ]
     forests = [figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "r2")]
     return {
-        "encoders": encoders,
+        "encoders": {e: words.encoder(e) for e in encoders},
         "rows": rows,
         "comparisons": comparisons,
         "forests": [f for f in forests if f is not None],

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
-WIDTH_PX = 600
+WIDTH_PX = 660
 PER_SCANNER = 2
 
 
@@ -31,7 +31,7 @@ class Example:
 
 
 def example_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) -> list[Example]:
-    """Prepared B-scan with its tissue band, its tokens, one training mask, and the en-face view, per scanner."""
+    """Prepared B-scan, plain, with its tissue band, tokens and one training mask, and the en-face view, per scanner."""
     examples = []
     for i in _some_of_each(arrays["scanner"], per_scanner):
         voxels, band = arrays["voxels"][i], arrays["band"][i]
@@ -40,7 +40,8 @@ def example_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANN
         tokens, mask = arrays["tokens"][i][token_slice], arrays["mask"][i][token_slice]
         scanner, laterality = str(arrays["scanner"][i]), str(arrays["laterality"][i])
         pictures = [
-            _bscan(voxels[k], spacing, "B-scan and tissue band", f"Middle B-scan of a {scanner} volume", band=band[:, k]),
+            _bscan(voxels[k], spacing, "Prepared B-scan", f"Middle B-scan of a {scanner} volume, without overlays"),
+            _bscan(voxels[k], spacing, "Tissue band", "The same B-scan between the two surfaces of its tissue band", band=band[:, k]),
             _bscan(
                 voxels[k],
                 spacing,
@@ -127,11 +128,11 @@ def _enface(
 ) -> Picture:
     rows, columns = size or image.shape[:2]
     height, width = rows * spacing[0], columns * spacing[2]
-    figure, axes = _canvas(height, width, WIDTH_PX // 2)
+    figure, axes = _canvas(height, width, WIDTH_PX * 2 // 3)
     _show(axes, image, height, width, smooth=size is None)
     _scale_bar(axes, height, width)
-    for word, x, y in (("S", 0.5, 0.965), ("I", 0.5, 0.035), ("T", 0.03, 0.5), ("N", 0.97, 0.5)):
-        axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=8, ha="center", va="center", alpha=0.9)
+    for word, x, y in (("S", 0.5, 0.955), ("I", 0.5, 0.045), ("T", 0.03, 0.5), ("N", 0.97, 0.5)):
+        axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=11, ha="center", va="center", alpha=0.9)
     return Picture(_png(figure), alt, caption, wide=False)
 
 
@@ -156,7 +157,7 @@ def _show(axes: Axes, image: np.ndarray, height: float, width: float, *, smooth:
 def _scale_bar(axes: Axes, height: float, width: float) -> None:
     left, y = 0.03 * width, height - 0.06 * min(height, width)
     axes.plot([left, left + 1], [y, y], color="white", linewidth=2.2, solid_capstyle="butt")
-    axes.text(left, y - 0.02 * min(height, width), "1 mm", color="white", fontsize=8, va="bottom")
+    axes.text(left, y - 0.02 * min(height, width), "1 mm", color="white", fontsize=11, va="bottom")
 
 
 def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, dark: bool = False) -> np.ndarray:

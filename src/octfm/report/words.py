@@ -52,7 +52,7 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
     people = f"{row['n_test_participants']} participants"
     people += f", {row['seen_test_participants']} of whom the encoder had seen" if row["seen_test_participants"] else " it had never seen"
     text = f"In {what} among {people}, {encoder(row['encoder'])} reaches {metric} {interval(row)}"
-    text += ", 95 % interval in brackets." if row["low"] is not None else f". {row['note']}"
+    text += ", 95\u00a0% interval in brackets." if row["low"] is not None else f". {row['note']}"
     compared = next(
         (c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == (row["target"], row["metric"], row["encoder"])), None
     )
@@ -64,6 +64,19 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
     if compared["verdict"] == "inconclusive":
         return "inconclusive", f"{text} The difference to {encoder(compared['b'])} is inconclusive: {gap}; the interval includes 0."
     return compared["verdict"], f"{text} That is {compared['verdict']} than {encoder(compared['b'])}: {gap}; the interval excludes 0."
+
+
+def subtitle(sources: Sources) -> str:
+    """Which run, when, how large, by which code."""
+    record = sources.record
+    parts = [f"Run {sources.run.resolve().name}"]
+    if record.get("started"):
+        parts.append(f"started {record['started']}")
+    if total := (record.get("parameters") or {}).get("total"):
+        parts.append(f"{total / 1e6:.1f} million parameters")
+    if commit := (record.get("git") or {}).get("commit"):
+        parts.append(f"commit {commit[:10]}" + (", with uncommitted changes" if record["git"].get("dirty") else ""))
+    return ", ".join(parts) + "."
 
 
 def five_lines(sources: Sources) -> list[tuple[str, str]]:
@@ -108,7 +121,8 @@ def _preparation(sources: Sources) -> str:
     text = f"{len(rows)} volumes were brought to {d} B-scans × {h} rows × {w} A-scans. "
     if not rows:
         return text
-    return text + f"The tissue band was found with confidence in {1 - unsure / len(rows):.0%}; in the other {unsure} every row was kept."
+    text += f"The tissue band was found with confidence in {1 - unsure / len(rows):.0%}"
+    return text + (f"; in the other {unsure} every row was kept." if unsure else " of them.")
 
 
 def _training(sources: Sources) -> str:
