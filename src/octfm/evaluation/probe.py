@@ -235,8 +235,9 @@ def _path(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, num_classes: int, gri
         # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
         log_p = np.full((len(x_new), num_classes), np.log(1e-6))
         if len(present) > 1:
-            log_p[:, present] = LogisticRegression(C=c, class_weight="balanced", max_iter=500).fit(x, y).predict_log_proba(x_new)
-        predictions.append(np.maximum(log_p, np.log(1e-12)))
+            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=500).fit(x, y)
+            log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
+        predictions.append(log_p)
     return predictions
 
 
@@ -271,7 +272,7 @@ def _compare(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
 
 def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
     if rare:
-        who = ", ".join(f"{n} participants" + (f" with {name}" if name else "") for name, n in rare.items())
+        who = ", ".join(f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items())
         return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
     if boot is not None and np.ptp(boot.resampled[np.isfinite(boot.resampled)]) == 0:
         return "Every resample gave the same value, so the interval is too narrow to be believed; only more participants can tell."

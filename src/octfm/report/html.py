@@ -94,8 +94,10 @@ def _data(sources: Sources) -> dict[str, Any]:
         members.setdefault(split, set()).add(a.participant)
         volumes[split] += 1
     order = [s for s in ("train", "val", "test", "none") if s in members]
-    first_of_code = {r.code: r.sentence for r in reversed(catalog.rejects)} if catalog else {}
+    # The file's name is enough here: the page is passed around, and rejects.parquet has the whole path.
+    first_of_code = {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in reversed(catalog.rejects)} if catalog else {}
     summary = catalog.summary() if catalog else {}
+    unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in (store.unprepared() if store else ()))
     return {
         "has_catalog": catalog is not None,
         "has_store": store is not None,
@@ -104,7 +106,9 @@ def _data(sources: Sources) -> dict[str, Any]:
         "shared": sum(len(members[a] & members[b]) for i, a in enumerate(order) for b in order[i + 1 :]),
         "rejects": [{"code": code, "count": n, "sentence": first_of_code[code]} for code, n in summary.get("rejects", {}).items()],
         "flags": summary.get("flags", {}),
-        "unprepared": Counter(f"{u.code}: {u.sentence}" for u in store.unprepared()).most_common(20) if store else [],
+        "unprepared": unprepared.most_common(20),
+        if store
+        else [],
     }
 
 

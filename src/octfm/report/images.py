@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
 WIDTH_PX = 660
 PER_SCANNER = 2
+# White words with a dark rim read on tissue, vitreous and PCA colours alike.
+RIM = [withStroke(linewidth=2.5, foreground="black")]
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,7 @@ def example_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANN
                 "The same B-scan under one training mask: context blue, target orange, unused dark",
                 tint=_tint(mask, {1: CONTEXT, 2: TARGET}, dark=True),
             ),
-            _enface(
-                _tissue_mean(voxels, band), spacing, "En face", f"Mean brightness between the surfaces, seen from the front, {scanner}"
-            ),
+            _enface(_tissue_mean(voxels, band), spacing, laterality, "En face", f"Tissue brightness seen from the front, {scanner}"),
         ]
         examples.append(Example(scanner, _eye(laterality), pictures))
     return examples
@@ -70,6 +71,7 @@ def pca_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) 
     for i in _some_of_each(arrays["scanner"], per_scanner):
         voxels, pca = arrays["voxels"][i], np.clip(arrays["pca"][i], 0, 1)
         spacing, k, scanner = _spacing(arrays["spacing_mm"], i), len(arrays["voxels"][i]) // 2, str(arrays["scanner"][i])
+        laterality = str(arrays["laterality"][i]) if "laterality" in arrays else "unknown"
         token_slice = min(k * len(pca) // len(voxels), len(pca) - 1)
         weight = _token_brightness(voxels, pca.shape[:3])
         enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
@@ -79,12 +81,13 @@ def pca_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) 
             _enface(
                 enface,
                 spacing,
+                laterality,
                 "PCA en face",
                 f"Token colours averaged over depth, seen from the front, {scanner}",
                 size=(voxels.shape[0], voxels.shape[2]),
             ),
         ]
-        examples.append(Example(scanner, "", pictures))
+        examples.append(Example(scanner, _eye(laterality) if "laterality" in arrays else "", pictures))
     return examples
 
 
@@ -117,22 +120,33 @@ def _bscan(
         axes.imshow(tint, extent=(0, width, height, 0), interpolation="nearest", aspect="auto")
     if band is not None:
         across = (np.arange(columns) + 0.5) * spacing[2]
-        for surface in band:
+        # Padded A-scans have no band: both surfaces are stored at the same row.
+        for surface in np.where(band[1] > band[0], band, np.nan):
             axes.plot(across, surface * spacing[1], color=BAND, linewidth=1.2)
     _scale_bar(axes, height, width)
     return Picture(_png(figure), alt, caption, wide=True)
 
 
 def _enface(
-    image: np.ndarray, spacing: tuple[float, float, float], caption: str, alt: str, *, size: tuple[int, int] | None = None
+    image: np.ndarray,
+    spacing: tuple[float, float, float],
+    laterality: str,
+    caption: str,
+    alt: str,
+    *,
+    size: tuple[int, int] | None = None,
 ) -> Picture:
+    """`image` [D, W] or [d, w, 3]; temporal and nasal are only named where the laterality is known."""
     rows, columns = size or image.shape[:2]
     height, width = rows * spacing[0], columns * spacing[2]
     figure, axes = _canvas(height, width, WIDTH_PX * 2 // 3)
     _show(axes, image, height, width, smooth=size is None)
     _scale_bar(axes, height, width)
-    for word, x, y in (("S", 0.5, 0.955), ("I", 0.5, 0.045), ("T", 0.03, 0.5), ("N", 0.97, 0.5)):
-        axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=11, ha="center", va="center", alpha=0.9)
+    sides = [("S", 0.5, 0.955), ("I", 0.5, 0.045)]
+    if laterality in ("R", "L"):
+        sides += [("T", 0.04, 0.5), ("N", 0.96, 0.5)]
+    for word, x, y in sides:
+        axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=12, ha="center", va="center", path_effects=RIM)
     return Picture(_png(figure), alt, caption, wide=False)
 
 
@@ -156,8 +170,8 @@ def _show(axes: Axes, image: np.ndarray, height: float, width: float, *, smooth:
 
 def _scale_bar(axes: Axes, height: float, width: float) -> None:
     left, y = 0.03 * width, height - 0.06 * min(height, width)
-    axes.plot([left, left + 1], [y, y], color="white", linewidth=2.2, solid_capstyle="butt")
-    axes.text(left, y - 0.02 * min(height, width), "1 mm", color="white", fontsize=11, va="bottom")
+    axes.plot([left, left + 1], [y, y], color="white", linewidth=2.2, solid_capstyle="butt", path_effects=RIM)
+    axes.text(left, y - 0.02 * min(height, width), "1 mm", color="white", fontsize=12, va="bottom", path_effects=RIM)
 
 
 def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, dark: bool = False) -> np.ndarray:
@@ -176,8 +190,8 @@ def _tissue_mean(voxels: np.ndarray, band: np.ndarray) -> np.ndarray:
     inside = (rows >= band[0][:, None]) & (rows < band[1][:, None])
     inside |= ~inside.any(1, keepdims=True)
     mean = (voxels * inside).sum(1) / inside.sum(1)
-    # Averages are dim: stretched so that vessels' shadows are visible.
-    low, high = np.percentile(mean, (1, 99))
+    # Averages are dim: stretched so that vessels' shadows are visible. Padding is black and would decide the range.
+    low, high = np.percentile(mean[mean > 0], (1, 99)) if (mean > 0).any() else (0, 1)
     return np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
 
 

@@ -69,7 +69,7 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
 def subtitle(sources: Sources) -> str:
     """Which run, when, how large, by which code."""
     record = sources.record
-    parts = [f"Run {sources.run.resolve().name}"]
+    parts = [f"Run folder {sources.run.resolve().name}"]
     if record.get("started"):
         parts.append(f"started {record['started']}")
     if total := (record.get("parameters") or {}).get("total"):
