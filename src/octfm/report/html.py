@@ -107,8 +107,6 @@ def _data(sources: Sources) -> dict[str, Any]:
         "rejects": [{"code": code, "count": n, "sentence": first_of_code[code]} for code, n in summary.get("rejects", {}).items()],
         "flags": summary.get("flags", {}),
         "unprepared": unprepared.most_common(20),
-        if store
-        else [],
     }
 
 
