@@ -1,5 +1,6 @@
 """The tissue band holds the retina, is tight, and says so when it cannot tell."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -281,3 +282,28 @@ def test_real_macular_hole_and_its_cysts_stay_inside(real_data: Path, dy: float)
     rims = [(slice(24, 25), slice(80, 165), slice(0, 40)), (slice(24, 25), slice(90, 165), slice(160, 199))]
     for box in (hole, *cysts, *rims):
         assert held[box].all()
+
+
+@pytest.mark.parametrize("name", ["Willis_B_716_0.vol", "Willis_B_716_2.vol"])
+def test_real_scans_at_the_optic_disc(real_data: Path, name: str):
+    """One line scan that ends in the disc and one circle around it: thick, bright nerve fibres, segmented by the instrument."""
+    data = (real_data / "heyex_vol" / name).read_bytes()
+    width, _, height = struct.unpack_from("<3i", data, 12)
+    dx, _, dy = struct.unpack_from("<3d", data, 24)
+    start = 2048 + int(np.prod(struct.unpack_from("<2i", data, 48)))
+    surfaces = np.frombuffer(data, np.float32, 2 * width, start + struct.unpack_from("<i", data, start + 52)[0]).reshape(2, 1, width)
+    power = np.frombuffer(data, np.float32, width * height, start + struct.unpack_from("<i", data, 100)[0]).reshape(1, height, width)
+    volume = Volume((255 * np.where(power > 1, 0, power) ** 0.25).astype(np.uint8), (0.1, dy, dx))
+    known = (surfaces < height).all(axis=0)
+    ilm, bm = (np.where(known, surface, side) for surface, side in zip(surfaces, (height, -1), strict=True))
+    tissue = find_tissue(volume.voxels, volume.spacing_mm)
+    assert tissue.confident, tissue.confidence
+    assert contained(tissue, volume, ilm, bm) >= 0.99
+    assert inside(tissue, volume).mean() < 0.3
+
+
+def test_overexposed_scans_are_not_trusted():
+    """Where half the retina is white, nerve fibres and RPE look the same."""
+    volume, ilm, bm = phantom("heidelberg_spectralis", "dme", 0.7, seed=2)
+    white = replace(volume, voxels=np.minimum(volume.voxels * 1.6 + 40, 255).astype(np.uint8))
+    assert contained(find_tissue(white.voxels, white.spacing_mm), white, ilm, bm) >= 0.99

@@ -29,11 +29,12 @@ RPE_TO_BM_MM = 0.01
 FLOORS = {
     "contrast": 0.04,
     "contrast_to_noise": 2.0,
+    "unsaturated": 0.5,
     "ilm_support": 0.75,
-    "retina_support": 0.6,
+    "retina_support": 0.85,
     "rpe_support": 0.6,
-    "smoothness": 0.7,
-    "thickness": 0.8,
+    "smoothness": 0.88,
+    "thickness": 0.9,
 }
 """Smallest value of each confidence measurement that is still trusted."""
 
@@ -68,17 +69,21 @@ def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
     _average_neighbours(signal, seen, dz)
 
     ilm = median_of_bscans(best_path(_ilm_score(signal, seen, dy), jump=max(1, round(1.5 * dx / dy)), penalty=0.05), dz)
-    rpe_score = _rpe_score(signal, seen, dy)
+    rpe_score = _attenuation(signal, seen, dy) * _brighter_than_above(signal, dy)
     # The nerve fibre layer can be as bright as the RPE; pits and holes in the ILM must not forbid the RPE below them.
     rim = envelope(ilm, (dz, dx), -1)
-    rpe_score *= np.arange(signal.shape[2]) >= rim[:, :, None] + 0.1 / dy
-    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.02), dz)
+    rpe_score *= (np.arange(signal.shape[2]) >= rim[:, :, None] + 0.1 / dy) & seen
+    rpe_score /= max(float(np.median(rpe_score.max(axis=2))), 1e-6)
+    # Out of the frame nothing speaks for or against, so a tilted RPE may leave it.
+    rpe_score[~seen] = 0.25
+    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.06), dz)
     bm = envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
     ilm = _bridge_holes(ilm, (bm - ilm < THINNEST_MM / dy) | (ilm - rim > DEEPEST_PIT_MM / dy), round(0.25 / dx))
 
     confidence = {
         "contrast": contrast / 255,
         "contrast_to_noise": contrast_to_noise,
+        "unsaturated": 1 - min(1.0, float((coarse >= 254).sum() / max((bm - ilm).sum(), 1))),
         **_support(signal, seen, rpe_score, ilm, rpe, bm, (dz, dy, dx)),
     }
     native = ((surface - pad + displacement[:, None] + 0.5) * block[0] - 0.5 for surface in (ilm, bm))
@@ -122,6 +127,9 @@ def _signal(coarse: np.ndarray, blank: np.ndarray) -> tuple[np.ndarray, float, f
     noise = float(np.abs(coarse[::2, ::2, 2::2] - coarse[::2, ::2, :-2:2]).sum()) / max(coarse[::2, ::2, 2::2].size, 1) + 1e-3
     signal = (smoothed - np.float32(low)) / np.float32(contrast)
     signal[blank] = 0
+    # Shadows, vignetting and fading dim whole A-scans: bring the brightest layer near 1 on each, but do not raise noise.
+    peak = _moving_mean(_moving_mean(signal, 1, 2).max(axis=2, keepdims=True), 6, 1)
+    signal /= np.maximum(peak, np.float32(0.35))
     return signal, contrast, contrast / noise
 
 
@@ -185,23 +193,25 @@ def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
     return out
 
 
-def _rpe_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
-    """How much each voxel looks like RPE, 0 to 1: it attenuates strongly (bright, with little energy left below it, as in Vermeer
-    et al., Biomed. Opt. Express 5:322, 2014; the nerve fibre layer may be as bright but has the whole retina below) and it is
-    brighter than the outer retina or fluid 0.05-0.15 mm above it (the bottom of the choroid has choroid above)."""
-    bright = np.maximum(signal, 0)
-    energy = np.square(bright)
+def _attenuation(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
+    """How strongly each voxel attenuates, 0 to 1: bright, with little energy left below it, as in Vermeer et al., Biomed. Opt.
+    Express 5:322, 2014. The nerve fibre layer may be as bright as the RPE but has the whole retina below."""
+    energy = np.square(np.maximum(signal, 0))
     # The choroid goes on below the frame; without a guess of it the last row would look like the end of all tissue.
     last = signal.shape[2] - 1 - seen[:, :, ::-1].argmax(axis=2)
     tail = np.mean([at_rows(energy, last - i) for i in range(max(1, round(0.05 / dy)))], axis=0) * 0.15
     above_and_here = np.cumsum(energy, axis=2) * np.float32(dy)
     below = (above_and_here[:, :, -1] + tail.astype(np.float32))[:, :, None] - above_and_here
-    near_rows, far_rows = round(0.05 / dy), round(0.15 / dy)
-    total = np.cumsum(np.pad(bright, ((0, 0), (0, 0), (far_rows + 1, 0))), axis=2)
-    above = (total[:, :, far_rows + 1 - near_rows : -near_rows] - total[:, :, : -far_rows - 1]) / np.float32(far_rows + 1 - near_rows)
-    score = energy / (energy + 10 * below + np.float32(0.05)) * np.clip(bright - above, 0, 1)
-    # Out of the frame nothing speaks for or against, so a tilted RPE may leave it.
-    return np.where(seen, score, np.float32(0.1))
+    return energy / (energy + 40 * below + np.float32(0.05))
+
+
+def _brighter_than_above(signal: np.ndarray, dy: float) -> np.ndarray:
+    """Signal less that of 0.05-0.15 mm above, 0 to 1: outer retina or fluid over the RPE, but choroid over the bottom of the choroid."""
+    bright = np.maximum(signal, 0)
+    first, past = round(0.05 / dy), round(0.15 / dy) + 1
+    total = np.cumsum(np.pad(bright, ((0, 0), (0, 0), (past, 0))), axis=2)
+    above = (total[:, :, past - first : -first] - total[:, :, :-past]) / np.float32(past - first)
+    return np.clip(bright - above, 0, 1)
 
 
 def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
@@ -246,7 +256,7 @@ def _support(
     return {
         "ilm_support": float((step[ilm_seen] > 0.15).mean()) if ilm_seen.any() else 0.0,
         "retina_support": float((filled[ilm_seen] > 0.5).mean()) if ilm_seen.any() else 0.0,
-        "rpe_support": float((at_rows(score, rpe)[rpe_seen] > 0.1).mean()) if rpe_seen.any() else 0.0,
+        "rpe_support": float((at_rows(score, rpe)[rpe_seen] > 0.3).mean()) if rpe_seen.any() else 0.0,
         "smoothness": float((jumps < 0.06 + 0.25 * dz).mean()) if jumps.size else 1.0,
         "thickness": float(((thickness > 0.1) & (thickness < 1.0)).mean()),
     }
