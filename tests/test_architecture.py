@@ -77,7 +77,9 @@ def test_training_path_imports_only_the_light_libraries():
     assert not extra & installed, f"the training path imports {sorted(extra & installed)}; allowed: {sorted(LIGHT)}"
 
 
-@pytest.mark.parametrize("what", ["import octfm", "import sys; sys.argv = ['octfm', '--help']\nfrom octfm.cli import app\nimport octfm.cli"])
+@pytest.mark.parametrize(
+    "what", ["import octfm", "import sys; sys.argv = ['octfm', '--help']\nfrom octfm.cli import app\nimport octfm.cli"]
+)
 def test_nothing_heavy_is_imported_early(what):
     heavy = {"torch", "numpy", "pydicom", "zarr", "matplotlib", "sklearn", "pyarrow", "pydantic", "tensorstore"}
     loaded = set(run_python(f"{what}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})").split())

@@ -4,14 +4,16 @@ import subprocess
 import sys
 
 import pytest
+
+import octfm
 from small_store import small_store
 from test_pretrain import TINY
 
-import octfm
-
 
 def octfm_command(*words, cwd):
-    done = subprocess.run([sys.executable, "-c", "from octfm.cli import main; main()", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, "-c", "from octfm.cli import main; main()", *map(str, words)], capture_output=True, text=True, cwd=cwd
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from small_store import SIZE, small_preprocessing, small_store
-from test_pretrain import config, quiet
 
 from octfm.data.volume import Volume
 from octfm.errors import CheckpointError, EvaluationError
@@ -11,6 +9,8 @@ from octfm.evaluation.embed import embed_all, embed_store, embedding_files
 from octfm.evaluation.encoder import load_encoder, seen_by
 from octfm.evaluation.maps import save_examples, save_pca
 from octfm.training.pretrain import pretrain
+from small_store import SIZE, small_preprocessing, small_store
+from test_pretrain import config, quiet
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_F15_a_store_prepared_otherwise_is_refused(run, store, tmp_path):
     from octfm.data.store import Store
 
     other = Store.open(store.path)
-    other._settings = {**other._settings, "margin_mm": 0.07}
+    other.fingerprint = "another"
     with pytest.raises(EvaluationError, match="prepared with other settings"):
         embed_store(load_encoder(run), other, tmp_path, echo=quiet)
 

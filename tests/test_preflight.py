@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_store import prepared_eye, small_preprocessing, small_store
-from test_pretrain import config
 
 from octfm.config import load
 from octfm.data.loader import select
@@ -14,6 +12,8 @@ from octfm.errors import ConfigError
 from octfm.models.jepa import JEPA
 from octfm.training import preflight
 from octfm.training.runtime import start
+from small_store import prepared_eye, small_preprocessing, small_store
+from test_pretrain import config
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,9 @@ def test_F11_an_encoder_that_sees_the_answers_is_stopped_before_step_0(store, tm
         return original(tokens + tokens.mean(1, keepdim=True), index)
 
     monkeypatch.setattr(jepa, "take_tokens", everything)
-    with pytest.raises(ConfigError, match=r"stopped the run before step 0: context is blind to targets: gradient .* the encoder sees the answers"):
+    with pytest.raises(
+        ConfigError, match=r"stopped the run before step 0: context is blind to targets: gradient .* the encoder sees the answers"
+    ):
         preflight.require(list(table(config(), store, tmp_path / "run").values()), lambda _: None)
 
 

@@ -5,14 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from small_store import SIZE, small_store
 
 from octfm.config import load
 from octfm.errors import CheckpointError, ConfigError, TrainingError
-from octfm.training import checkpoint, pretrain as loop
+from octfm.training import checkpoint
+from octfm.training import pretrain as loop
 from octfm.training.pretrain import pretrain
 from octfm.training.settings import PretrainConfig
 from octfm.training.tracking import read_metrics
+from small_store import SIZE, small_store
 
 TINY = {
     "steps": 8,

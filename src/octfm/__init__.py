@@ -1,10 +1,10 @@
 """octfm: the 3D OCT foundation model, built to be trusted.
 
-    catalog = octfm.scan("clinic/oct/")
-    store   = octfm.prepare(catalog, "prepared/", octfm.Preprocessing())
-    run     = octfm.pretrain(octfm.load_config("vit_s"), store, out="runs/vit_s")
-    encoder = octfm.load_encoder("runs/vit_s")
-    vector  = encoder.embed(octfm.read_volume("scan.dcm"))
+catalog = octfm.scan("clinic/oct/")
+store   = octfm.prepare(catalog, "prepared/", octfm.Preprocessing())
+run     = octfm.pretrain(octfm.load_config("vit_s"), store, out="runs/vit_s")
+encoder = octfm.load_encoder("runs/vit_s")
+vector  = encoder.embed(octfm.read_volume("scan.dcm"))
 """
 
 from importlib import import_module

@@ -1,20 +1,17 @@
-"""The whole path on one machine in ten minutes: cohort, catalog, store, pretraining, probe, report; every part through its public function."""
+"""The whole path on one machine in ten minutes: cohort, catalog, store, pretraining, probe, report."""
 
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, EvaluationError
 
 Echo = Callable[[str], None]
 
 PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.375, 0.0104, 0.047]}
 """6 x 2 x 6 mm, coarse enough for a CPU, with the axial pitch fine enough that a retina is several tokens deep."""
-
-TARGETS = ("disease", "diagnosis", "cst_um", "study_group", "scanner")
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def run_demo(
     from octfm.evaluation.encoder import load_encoder, seen_by
     from octfm.evaluation.maps import save_examples, save_pca
     from octfm.evaluation.probe import probe, write_probe
-    from octfm.report.html import write_report
+    from octfm.report.html import summary_lines, write_report
     from octfm.training.pretrain import pretrain
     from octfm.training.settings import load_config
 
@@ -81,14 +78,16 @@ def run_demo(
 
     clock.start("probe: linear models on frozen features, judged on participants that nobody has seen")
     commands = _commands(out, data, max_samples, seed, quick, labels)
-    result = _probe(probe, embeddings, labels, seen_by(run), commands, echo)
-    if result is not None:
-        write_probe(run / "probe.json", result)
+    try:
+        write_probe(run / "probe.json", probe(embeddings, labels, seen=seen_by(run), commands=commands))
+    except EvaluationError as error:
+        echo(f"   no probe: {error}")
 
     clock.start("report")
     report = write_report(run, out / "report.html", catalog=out / "catalog", store_path=store.path)
     clock.stop()
-    for line in _summary(catalog, store, run, result, clock):
+    echo(f"took {clock.total:.0f} s: {clock.shares()}")
+    for line in summary_lines(run, catalog=out / "catalog", store_path=store.path):
         echo(line)
     echo(f"report: {report.resolve()}")
     return report
@@ -123,19 +122,6 @@ def _spread(acquisitions: tuple, count: int) -> tuple:
     return tuple(a for a in acquisitions if a.uri in chosen)
 
 
-def _probe(probe: Callable, embeddings: list[Path], labels: Path | None, seen: Callable, commands: list[str], echo: Echo) -> dict[str, Any] | None:
-    """Known targets of a phantom; on the user's data whatever participants.tsv has, or nothing."""
-    from octfm.errors import EvaluationError
-
-    if labels is not None:
-        return probe(embeddings, labels, targets=TARGETS, seen=seen, commands=commands)
-    try:
-        return probe(embeddings, None, seen=seen, commands=commands)
-    except EvaluationError as error:
-        echo(f"   no probe: {error}")
-        return None
-
-
 def _counts(rejects: tuple) -> str:
     codes: dict[str, int] = {}
     for reject in rejects:
@@ -158,38 +144,6 @@ def _commands(out: Path, data: Path | None, max_samples: int | None, seed: int, 
         f"octfm probe {out}/run" + (f" --labels {labels}" if labels else ""),
         f"octfm report {out}/run --catalog {out}/catalog --store {out}/prepared",
     ]
-
-
-def _summary(catalog, store, run: Path, result: dict[str, Any] | None, clock: "_Clock") -> list[str]:
-    """Five lines: data, training, main result, its comparison, time."""
-    from octfm.training.tracking import read_metrics
-
-    rows = list(read_metrics(run / "metrics.jsonl"))
-    last = [row for row in rows if row["kind"] == "train"][-1]
-    validation = [row for row in rows if row["kind"] == "validation"]
-    held_out = f", {validation[-1]['masked_over_baseline']:.2f} on held-out participants" if validation else ""
-    lines = [
-        "",
-        f"1. data       {len(catalog.acquisitions)} acquisitions accepted, {len(catalog.rejects)} rejected with a reason; {len(store)} prepared",
-        f"2. training   masked loss {last['masked_over_baseline']:.2f} of its content-free baseline{held_out}; "
-        f"effective rank {last['effective_rank']:.0f}",
-    ]
-    lines += _result_lines(result)
-    return [*lines, f"5. time       {clock.total:.0f} s in all: {clock.shares()}"]
-
-
-def _result_lines(result: dict[str, Any] | None) -> list[str]:
-    if result is None:
-        return ["3. probe      no labels, so nothing to probe", "4. compared   —"]
-    mine = next((r for r in result["results"] if r["target"] == "disease" and r["encoder"] == "pretrained" and r["metric"] == "auroc"), None)
-    mine = mine or result["results"][0]
-    low_high = f" ({mine['low']:.2f} to {mine['high']:.2f})" if mine.get("low") is not None else ""
-    lines = [
-        f"3. probe      {mine['target']}: {mine['metric']} {mine['estimate']:.2f}{low_high}, {mine['n_test_participants']} test participants"
-    ]
-    against = [c for c in result["comparisons"] if c["target"] == mine["target"] and c["metric"] == mine["metric"]]
-    words = [f"{c['verdict']} than {c['b']} by {c['difference']:+.2f} ({c['low']:+.2f} to {c['high']:+.2f})" for c in against if c.get("low") is not None]
-    return [*lines, f"4. compared   {'; '.join(words) or 'no comparison'}"]
 
 
 class _Clock:

@@ -52,13 +52,13 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
 class MaskConfig(Config):
     """Multi-block masking on a fixed budget of tokens, so that shapes never change."""
 
-    budget: int | None = Field(3072, ge=8)
+    budget: int | None = Field(default=3072, ge=8)
     """Tokens kept per volume (K): tissue first, the rest drawn at random from background; null keeps the whole grid."""
-    mask_ratio: float = Field(0.6, gt=0, lt=1)
+    mask_ratio: float = Field(default=0.6, gt=0, lt=1)
     """Share of the kept tokens that the predictor must recover."""
-    context_ratio: float = Field(0.35, gt=0, lt=1)
+    context_ratio: float = Field(default=0.35, gt=0, lt=1)
     """Share of the kept tokens that the context encoder sees."""
-    block_area: float = Field(0.15, gt=0, le=1)
+    block_area: float = Field(default=0.15, gt=0, le=1)
     """Area of one block as a share of its plane. Blocks are added until they cover the wanted number of targets."""
     aspect: tuple[float, float] = (0.75, 1.5)
     """Range of a block's height over width, in tokens of a square plane."""

@@ -18,7 +18,9 @@ NAMES = ("pretrained", "random_init", "histogram")
 """Encoders that stand side by side in every result, the one of interest first."""
 
 
-def embed_all(run: str | Path, store: str | Path, out: Path | None = None, *, baselines: bool = True, echo: Callable[[str], None] = print) -> list[Path]:
+def embed_all(
+    run: str | Path, store: str | Path, out: Path | None = None, *, baselines: bool = True, echo: Callable[[str], None] = print
+) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram."""
     opened = Store.open(store)
     folder = out or Path(run) / "embeddings"
@@ -40,7 +42,7 @@ def embedding_files(run: str | Path) -> list[Path]:
 
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
-    if store.preprocessing.fingerprint() != encoder.preprocessing.fingerprint():
+    if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
             f"{store.path}: prepared with other settings than {encoder.source} was trained on; "
             "prepare the volumes with the checkpoint's own Preprocessing (octfm prepare --like RUN) (F15)"
@@ -69,7 +71,7 @@ def histogram_baseline(store: Store, out: str | Path) -> Path:
 
     vectors = _over(store, describe, HISTOGRAM_BINS)
     facts = {
-        "key": f"histogram-{HISTOGRAM_BINS}-{store.preprocessing.fingerprint()}",
+        "key": f"histogram-{HISTOGRAM_BINS}-{store.fingerprint}",
         "encoder": "intensity histogram",
         "name": "histogram",
     }

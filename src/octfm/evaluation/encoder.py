@@ -13,6 +13,7 @@ from octfm.config import load
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Arrays
 from octfm.data.volume import Volume
+from octfm.errors import EvaluationError
 from octfm.masks import TISSUE, select_tokens, token_map
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training import checkpoint
@@ -35,6 +36,8 @@ class Encoder:
     preprocessing: Preprocessing
     runtime: Runtime
     source: str
+    fingerprint: str
+    """Of the Preprocessing that the weights were trained on, with the version of its algorithm."""
 
     @property
     def width(self) -> int:
@@ -43,7 +46,7 @@ class Encoder:
     @property
     def key(self) -> str:
         """Identifies a feature: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
-        digest = hashlib.sha256(f"{self.preprocessing.fingerprint()}|{self.runtime.precision}|{self.config.masks.budget}".encode())
+        digest = hashlib.sha256(f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}".encode())
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -83,6 +86,8 @@ class Encoder:
             return self.network(patches, index).float()
 
     def _prepare(self, volume: Volume) -> Arrays:
+        if self.preprocessing.fingerprint() != self.fingerprint:
+            raise EvaluationError(f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)")
         prepared = self.preprocessing(volume)
         return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
 
@@ -98,7 +103,8 @@ def load_encoder(run: str | Path, *, random_init: bool = False, device: str | No
         model.load_state_dict(content["model"])
     runtime = start("fp32", device)
     network = model.target_encoder.to(runtime.device).eval()
-    return Encoder(network, config, preprocessing, runtime, f"{path} at random initialisation" if random_init else str(path))
+    source = f"{path} at random initialisation" if random_init else str(path)
+    return Encoder(network, config, preprocessing, runtime, source, content["fingerprint"])
 
 
 def seen_by(run: str | Path) -> Callable[[str], bool]:

@@ -1,12 +1,13 @@
 """What the encoder was shown and what it sees, saved as arrays for the report: mask and tissue overlays, PCA of tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from octfm.data.store import Store
 from octfm.evaluation.encoder import Encoder
-from octfm.masks import PADDING, sample_masks, token_map
+from octfm.masks import PADDING, TISSUE, sample_masks, token_map
 
 PER_SCANNER = 2
 
@@ -36,22 +37,25 @@ def save_examples(encoder: Encoder, store: Store, out: Path) -> Path:
 
 
 def save_pca(encoder: Encoder, store: Store, out: Path) -> Path:
-    """<out>/pca.npz: the first three principal components of image tokens as colours in 0..1, one basis for all volumes shown."""
+    """<out>/pca.npz: the first three principal components of tissue tokens as colours in 0..1, one basis for all volumes shown."""
     chosen = _some_of_each_scanner(store)
     arrays = store.read(chosen)
     tokens = np.stack([encoder.encode_grid(voxels[None])[0] for voxels in arrays.voxels])
     maps = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, encoder.config.model.patch_size)
-    image = maps != PADDING
-    centred = tokens - tokens[image].mean(0)
-    _, _, axes = np.linalg.svd(centred[image], full_matrices=False)
+    image, tissue = maps != PADDING, maps == TISSUE
+    tissue = tissue if tissue.any() else image
+    # A basis over all tokens would spend its colours on telling tissue from background.
+    centred = tokens - tokens[tissue].mean(0)
+    _, _, axes = np.linalg.svd(centred[tissue], full_matrices=False)
     scores = centred @ axes[:3].T
-    low, high = np.percentile(scores[image], (1, 99), axis=0)
+    low, high = np.percentile(scores[tissue], (1, 99), axis=0)
     colours = np.clip((scores - low) / np.maximum(high - low, 1e-6), 0, 1) * image[..., None]
     return _save(
         out / "pca.npz",
         pca=colours.astype(np.float32),
         voxels=arrays.voxels,
         scanner=np.array([store.rows[i].scanner for i in chosen]),
+        laterality=np.array([store.rows[i].laterality or "unknown" for i in chosen]),
         spacing_mm=np.array(store.preprocessing.target_spacing),
     )
 
@@ -66,7 +70,7 @@ def _some_of_each_scanner(store: Store) -> np.ndarray:
     return np.array([i for own in chosen.values() for i in own.values()])
 
 
-def _save(path: Path, **arrays: np.ndarray) -> Path:
+def _save(path: Path, **arrays: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npz")
     np.savez_compressed(partial, **arrays)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from octfm.models.objective import ObjectiveOutput, TokenIndex, distance, move_average
 from octfm.models.predictor import MLPPredictor
-from octfm.models.vit3d import TokenGrid, ViTConfig, VisionTransformer3D, rotary, take_tokens
+from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_tokens
 
 
 class Data2Vec(nn.Module):
@@ -22,12 +22,12 @@ class Data2Vec(nn.Module):
         self.mask_token = nn.Parameter(torch.randn(model.width) * 0.02)
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
 
-    def forward(self, patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor) -> ObjectiveOutput:
+    def forward(self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float) -> ObjectiveOutput:
         """Losses of normalised patches of the kept tokens; every token that is not context enters as the mask token."""
         encoder = self.encoder
         table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         with torch.no_grad():
-            features = self.target_encoder(patches_BKP, index.kept, table)
+            features = self.target_encoder(target_patches_BKP, index.kept, table)
         hidden = torch.ones_like(index.kept, dtype=torch.bool).scatter(1, index.context, False)
         student = encoder(patches_BKP, index.kept, table, substitute=(hidden, self.mask_token))
         answer = self.predictor(student)
@@ -37,5 +37,5 @@ class Data2Vec(nn.Module):
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, features)
 
-    def update_target(self, momentum: float | Tensor) -> None:
+    def update_target(self, momentum: float) -> None:
         move_average(self.target_encoder, self.encoder, momentum)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from octfm.models.objective import ObjectiveOutput, TokenIndex, distance, move_average
 from octfm.models.predictor import Predictor, PredictorConfig
-from octfm.models.vit3d import TokenGrid, ViTConfig, VisionTransformer3D, rotary, take_rotary, take_tokens
+from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
 
 
 class JEPA(nn.Module):
@@ -16,19 +16,24 @@ class JEPA(nn.Module):
 
     name = "vjepa2"
 
-    def __init__(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid):
+    def __init__(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid, target_levels: int = 1):
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
-        self.predictor = Predictor(predictor, model.width)
+        self.predictor = Predictor(predictor, model.width, model.width * target_levels)
+        self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
 
-    def forward(self, patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor) -> ObjectiveOutput:
-        """Losses of normalised patches of the kept tokens. The context encoder receives the context patches and nothing else."""
+    def forward(self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float) -> ObjectiveOutput:
+        """Losses of normalised patches of the kept tokens. The context encoder receives the context patches and nothing else.
+
+        `target_patches_BKP` are the same voxels as the target encoder is to see them (without recolouring).
+        """
         encoder, grid = self.encoder, self.encoder.grid
         table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         with torch.no_grad():
-            features = self.target_encoder(patches_BKP, index.kept, table)
-            goal = F.layer_norm(features.float(), features.shape[-1:])
+            stream = self.target_encoder.hidden(target_patches_BKP, index.kept, table)
+            features = self.target_encoder.norm(stream[-1])
+            goal = torch.cat([F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels], dim=-1)
         context_patches = take_tokens(patches_BKP, index.context)
         context_index = torch.gather(index.kept, 1, index.context)
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
@@ -48,5 +53,5 @@ class JEPA(nn.Module):
             return take_rotary(table, asked)
         return rotary(self.encoder.grid, torch.gather(index.kept, 1, asked), self.predictor.head_width)
 
-    def update_target(self, momentum: float | Tensor) -> None:
+    def update_target(self, momentum: float) -> None:
         move_average(self.target_encoder, self.encoder, momentum)

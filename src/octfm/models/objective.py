@@ -16,9 +16,11 @@ class ObjectiveConfig(Config):
 
     name: Literal["vjepa2", "data2vec"] = "vjepa2"
     """`vjepa2`: predict hidden tokens from visible ones. `data2vec`: the prototype's objective made sound."""
-    context_loss: float = Field(0.5, ge=0)
+    context_loss: float = Field(default=0.5, ge=0)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (FACTS §2)."""
-    context_warmup: float = Field(0.1, ge=0, le=1)
+    target_levels: int = Field(default=1, ge=1)
+    """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
+    context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 
 
@@ -63,7 +65,7 @@ def content_free_baseline(name: str, goal_BMD: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def move_average(average: torch.nn.Module, source: torch.nn.Module, momentum: float | Tensor) -> None:
+def move_average(average: torch.nn.Module, source: torch.nn.Module, momentum: float) -> None:
     """average = momentum * average + (1 - momentum) * source, over all parameters in one fused call."""
-    targets, sources = list(average.parameters()), list(source.parameters())
-    torch._foreach_lerp_(targets, sources, 1 - momentum)
+    targets, sources = ([p.detach() for p in module.parameters()] for module in (average, source))
+    torch._foreach_lerp_(targets, sources, weight=1 - momentum)

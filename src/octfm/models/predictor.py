@@ -11,15 +11,15 @@ from octfm.models.vit3d import Block, Rotary, init_weights
 class PredictorConfig(Config):
     """A narrow transformer; 64-wide heads keep its attention efficient."""
 
-    width: int = Field(192, ge=8)
-    depth: int = Field(6, ge=1)
-    heads: int = Field(3, ge=1)
+    width: int = Field(default=192, ge=8)
+    depth: int = Field(default=6, ge=1)
+    heads: int = Field(default=3, ge=1)
 
 
 class Predictor(nn.Module):
     """V-JEPA 2's predictor (arXiv:2506.09985): context tokens and positioned mask tokens through narrow blocks."""
 
-    def __init__(self, config: PredictorConfig, encoder_width: int):
+    def __init__(self, config: PredictorConfig, encoder_width: int, goal_width: int):
         super().__init__()
         if config.width % config.heads or (config.width // config.heads) % 2:
             raise ValueError(f"predictor.width {config.width} must split into {config.heads} heads of even size")
@@ -27,9 +27,11 @@ class Predictor(nn.Module):
         self.embed = nn.Linear(encoder_width, config.width)
         # Not zero: rotary positions act on queries, and a zero query stays zero in every rotation.
         self.mask_token = nn.Parameter(torch.randn(config.width) * 0.02)
+        # Rotary positions act inside attention only, so all mask tokens start out alike; saying where each one is saves hundreds of steps.
+        self.position = nn.Linear(self.head_width, config.width, bias=False)
         self.blocks = nn.ModuleList(Block(config.width, config.heads, 4.0) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
-        self.project = nn.Linear(config.width, encoder_width)
+        self.project = nn.Linear(config.width, goal_width)
         self.apply(init_weights)
 
     @property
@@ -40,7 +42,8 @@ class Predictor(nn.Module):
         """Predictions [B, C + T, D]: for the context tokens first, then for the targets, in the order of `table`."""
         x = self.embed(context_BCD)
         queries = self.mask_token.to(x.dtype).expand(len(x), num_target, -1)
-        x = torch.cat((x, queries), dim=1)
+        where = torch.cat(table, dim=-1).squeeze(1)
+        x = torch.cat((x, queries), dim=1) + self.position(where)
         for block in self.blocks:
             x = block(x, table)
         return self.project(self.norm(x))

@@ -24,11 +24,11 @@ class ViTConfig(Config):
 
     patch_size: Shape3 = (4, 16, 16)
     """Voxels of one token, (B-scan, axial, lateral)."""
-    width: int = Field(384, ge=8)
-    depth: int = Field(12, ge=1)
+    width: int = Field(default=384, ge=8)
+    depth: int = Field(default=12, ge=1)
     """Transformer blocks."""
-    heads: int = Field(6, ge=1)
-    mlp_ratio: float = Field(4.0, gt=0)
+    heads: int = Field(default=6, ge=1)
+    mlp_ratio: float = Field(default=4.0, gt=0)
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
 
@@ -150,12 +150,20 @@ class VisionTransformer3D(nn.Module):
     def head_width(self) -> int:
         return self.config.width // self.config.heads
 
-    def forward(self, patches_BMP: Tensor, index_BM: Tensor, table: Rotary | None = None, substitute: tuple[Tensor, Tensor] | None = None):
+    def forward(
+        self, patches_BMP: Tensor, index_BM: Tensor, table: Rotary | None = None, substitute: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Tokens [B, M, D] of patches at flat grid indices.
 
         `table` may pass in rotary tables of the same tokens, so that a step computes them once. `substitute` = (where
         [B, M] bool, token [D]) replaces patch embeddings before the first block (data2vec).
         """
+        return self.norm(self.hidden(patches_BMP, index_BM, table, substitute)[-1])
+
+    def hidden(
+        self, patches_BMP: Tensor, index_BM: Tensor, table: Rotary | None = None, substitute: tuple[Tensor, Tensor] | None = None
+    ) -> list[Tensor]:
+        """The residual stream [B, M, D] after every block, before the last norm."""
         x_BMD = self.patch_embed(patches_BMP)
         if substitute is not None:
             where_BM, token_D = substitute
@@ -164,15 +172,20 @@ class VisionTransformer3D(nn.Module):
             x_BMD = x_BMD + take_tokens(self.position.expand(len(x_BMD), -1, -1), index_BM)
         elif table is None:
             table = rotary(self.grid, index_BM, self.head_width)
+        stream = []
         for block in self.blocks:
             x_BMD = block(x_BMD, table)
-        return self.norm(x_BMD)
+            stream.append(x_BMD)
+        return stream
 
 
 def init_weights(module: nn.Module) -> None:
+    """LeCun normal: the usual 0.02 belongs to a width of 2,500; at 128 it leaves every block near the identity for hundreds of steps."""
     if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
+        std = module.in_features**-0.5
+        nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def count_parameters(module: nn.Module) -> int:

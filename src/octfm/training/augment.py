@@ -1,4 +1,4 @@
-"""Augmentation of one batch on the device: axial shift, contrast and gamma; never a flip of H, nor of W once laterality is canonical (F13)."""
+"""Augmentation of one batch on the device: axial shift, contrast and gamma; never a flip of any axis (F13)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from octfm.config import Config
 class AugmentConfig(Config):
     """How far a volume may be moved and recoloured."""
 
-    axial_shift: int = Field(8, ge=0)
+    axial_shift: int = Field(default=8, ge=0)
     """Largest shift along the axial axis, in rows of the prepared volume, either way."""
-    contrast: float = Field(0.2, ge=0, lt=1)
+    contrast: float = Field(default=0.2, ge=0, lt=1)
     """Gain is drawn from 1 - contrast to 1 + contrast."""
-    gamma: float = Field(0.2, ge=0, lt=1)
+    gamma: float = Field(default=0.2, ge=0, lt=1)
     """Exponent is drawn from 1 / (1 + gamma) to 1 + gamma, evenly in the logarithm."""
 
 

@@ -59,19 +59,31 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
         )
     if row["data_wait_share"] > 0.2:
         found.append(
-            Verdict("data", "watch", f"{row['data_wait_share']:.0%} of the time went into waiting for data: raise data.prefetch or use a local store")
+            Verdict(
+                "data",
+                "watch",
+                f"{row['data_wait_share']:.0%} of the time went into waiting for data: raise data.prefetch or use a local store",
+            )
         )
     return found
 
 
 def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
     if ratio < 0.02:
-        return Verdict("masked loss", "bad", f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)")
+        return Verdict(
+            "masked loss",
+            "bad",
+            f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)",
+        )
     if ratio < 0.97:
-        return Verdict("masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of the error of an answer that never looks at the volume")
+        return Verdict(
+            "masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of the error of an answer that never looks at the volume"
+        )
     if step < 3 * warmup_steps + 50:
         return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")
-    return Verdict("masked loss", "watch", f"{ratio:.0%} of the content-free baseline: no better than a constant; check learning rate and masks")
+    return Verdict(
+        "masked loss", "watch", f"{ratio:.0%} of the content-free baseline: no better than a constant; check learning rate and masks"
+    )
 
 
 def _rank(rank: float, width: int) -> Verdict:

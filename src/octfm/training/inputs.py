@@ -39,7 +39,7 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> JEP
     grid = grid_of(preprocessing, config.model.patch_size)
     if config.objective.name == "data2vec":
         return Data2Vec(config.model, grid)
-    return JEPA(config.model, config.predictor, grid)
+    return JEPA(config.model, config.predictor, grid, config.objective.target_levels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,9 @@ class Inputs:
     """One micro-batch on the device."""
 
     patches: Tensor
-    """float32 [B, K, P], normalised."""
+    """float32 [B, K, P], normalised: what the encoder may see some of."""
+    target_patches: Tensor
+    """float32 [B, K, P]: what the target encoder sees, the same voxels without recolouring."""
     index: TokenIndex
     tissue: Tensor
     """bool [B, K]"""
@@ -70,12 +72,14 @@ def make_inputs(config: PretrainConfig, preprocessing: Preprocessing, runtime: R
     index = TokenIndex(kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)))
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
-    if moves is None:
-        patches = augment.normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
-    else:
-        patches = take_patches(augment.shift_rows(voxels, runtime.tensor(moves.shift)), kept, config.model.patch_size)
-        patches = augment.recolour(patches, runtime.tensor(moves.gain), runtime.tensor(moves.gamma), mean, std)
-    return Inputs(patches, index, runtime.tensor(masks.tissue), masks)
+    if moves is not None:
+        voxels = augment.shift_rows(voxels, runtime.tensor(moves.shift))
+    raw = take_patches(voxels, kept, config.model.patch_size)
+    target_patches = patches = augment.normalise(raw, mean, std)
+    if moves is not None:
+        # Only the context is recoloured: features then gain nothing from brightness and contrast, which tell scanners, not eyes.
+        patches = augment.recolour(raw, runtime.tensor(moves.gain), runtime.tensor(moves.gamma), mean, std)
+    return Inputs(patches, target_patches, index, runtime.tensor(masks.tissue), masks)
 
 
 def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

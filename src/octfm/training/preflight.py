@@ -35,12 +35,15 @@ class Check:
     advice: str = ""
 
 
-def checks(config: PretrainConfig, store: Store, runtime: Runtime, train_rows: np.ndarray, validation_rows: np.ndarray, out: Path) -> list[Check]:
+def checks(
+    config: PretrainConfig, store: Store, runtime: Runtime, train_rows: np.ndarray, validation_rows: np.ndarray, out: Path
+) -> list[Check]:
     """All checks, in seconds. Wrong settings are found first, so that a later check never fails for an earlier reason."""
     found = [
         arithmetic(config, runtime, len(train_rows)),
         *learning_rate(Schedule(config.schedule, config.steps)),
         teacher(Schedule(config.schedule, config.steps)),
+        prepared(store),
         splits(store, train_rows, validation_rows),
         destination(out),
         disk(config, store, out),
@@ -85,9 +88,12 @@ def arithmetic(config: PretrainConfig, runtime: Runtime, volumes: int) -> Check:
     """Global batch = per-device batch x ranks x accumulation (F7)."""
     data = config.data
     parts = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
-    measured = f"global batch {data.global_batch_size} = {data.per_device_batch_size} x {runtime.world} ranks x {parts} accumulation; {volumes} volumes"
+    product = f"{data.per_device_batch_size} x {runtime.world} ranks x {parts} accumulation"
+    measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
     if volumes == 0:
-        return Check("batch arithmetic", "FAIL", "no training volume is left after selection", "check data.scanners, data.max_samples and the splits")
+        return Check(
+            "batch arithmetic", "FAIL", "no training volume is left after selection", "check data.scanners, data.max_samples and the splits"
+        )
     epochs = config.steps * data.global_batch_size / volumes
     return Check("batch arithmetic", "PASS", f"{measured}, {epochs:.1f} epochs")
 
@@ -99,7 +105,9 @@ def learning_rate(schedule: Schedule) -> list[Check]:
     measured = f"{curve[0]:.2e} at step 0, peak {curve.max():.2e} at step {curve.argmax()}, {curve[-1]:.2e} at the end"
     found = []
     if not (curve > 0).all():
-        found.append(Check("learning rate", "FAIL", f"0 at step {int(np.argmin(curve > 0))}", "a step with learning rate 0 trains nothing (F2)"))
+        found.append(
+            Check("learning rate", "FAIL", f"0 at step {int(np.argmin(curve > 0))}", "a step with learning rate 0 trains nothing (F2)")
+        )
     rises = np.flatnonzero(np.diff(curve) > 1e-12 * peak) + 1
     late = rises[rises > schedule.warmup_steps]
     if late.size:
@@ -118,6 +126,13 @@ def teacher(schedule: Schedule) -> Check:
         return Check("teacher momentum", "PASS", measured)
     status = "FAIL" if schedule.steps >= 3000 else "WARN"
     return Check("teacher momentum", status, measured, "lower schedule.ema_base, or set it to null to derive it from the run length (F11)")
+
+
+def prepared(store: Store) -> Check:
+    """Volumes as this version prepares them, and bytes as they were written, on a sample."""
+    if store.fingerprint != store.preprocessing.fingerprint():
+        return Check("store", "FAIL", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)")
+    return Check("store", "PASS", f"{len(store)} volumes, {store.verify(sample=min(8, len(store)))} checksums verified")
 
 
 def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
@@ -168,7 +183,10 @@ def tokens(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> list
         return []
     arrays = store.read(sample)
     maps = token_map(arrays.band, arrays.valid, size, patch)
-    count = {name: (maps == value).reshape(len(maps), -1).sum(1) for name, value in (("tissue", TISSUE), ("background", BACKGROUND), ("padding", PADDING))}
+    count = {
+        name: (maps == value).reshape(len(maps), -1).sum(1)
+        for name, value in (("tissue", TISSUE), ("background", BACKGROUND), ("padding", PADDING))
+    }
     kept, num_context, num_target = config.masks.counts(grid)
     share = ", ".join(f"{name} {np.mean(n):.0f}" for name, n in count.items())
     measured = f"{np.prod(grid)} tokens: {share}; {kept} kept, {num_context} context, {num_target} target"
@@ -179,18 +197,45 @@ def tokens(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> list
     rows_of_retina = float(np.mean((arrays.band[:, 1] - arrays.band[:, 0]).clip(0))) / patch[1]
     found = [Check("token budget", "PASS", measured)]
     if padding > 0.4:
-        found.append(Check("padding", "WARN", f"{padding:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)"))
+        found.append(
+            Check("padding", "WARN", f"{padding:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)")
+        )
     if rows_of_retina < 2:
-        found.append(Check("axial detail", "WARN", f"the tissue band is {rows_of_retina:.1f} tokens deep", "use a finer axial target_spacing or patch (F14)"))
+        found.append(
+            Check(
+                "axial detail",
+                "WARN",
+                f"the tissue band is {rows_of_retina:.1f} tokens deep",
+                "use a finer axial target_spacing or patch (F14)",
+            )
+        )
     if starved > 0.1:
-        found.append(Check("tissue dropped", "WARN", f"{starved:.0%} of volumes have more tissue tokens than the budget", f"raise masks.budget to {int(count['tissue'].max())}"))
+        found.append(
+            Check(
+                "tissue dropped",
+                "WARN",
+                f"{starved:.0%} of volumes have more tissue tokens than the budget",
+                f"raise masks.budget to {int(count['tissue'].max())}",
+            )
+        )
     if short > 0.1:
-        found.append(Check("tokens repeated", "WARN", f"{short:.0%} of volumes have fewer image tokens than the budget", f"lower masks.budget to {int(image.min())}"))
+        found.append(
+            Check(
+                "tokens repeated",
+                "WARN",
+                f"{short:.0%} of volumes have fewer image tokens than the budget",
+                f"lower masks.budget to {int(image.min())}",
+            )
+        )
     masks = sample_masks(config.masks, maps, generators(config.seed, 0, np.arange(len(maps))))
     overlap = sum(np.intersect1d(c, t).size for c, t in zip(masks.context, masks.target, strict=True))
     padded = int((np.take_along_axis(maps.reshape(len(maps), -1), masks.kept, 1) == PADDING).sum())
     if overlap or padded:
-        found.append(Check("masks", "FAIL", f"{overlap} tokens are context and target, {padded} kept tokens are padding", "report this as a bug (F4)"))
+        found.append(
+            Check(
+                "masks", "FAIL", f"{overlap} tokens are context and target, {padded} kept tokens are padding", "report this as a bug (F4)"
+            )
+        )
     else:
         found.append(Check("masks", "PASS", f"context and target are disjoint; {masks.dead.mean():.0%} of targets are background"))
     return found
@@ -207,13 +252,20 @@ def objective_integrity(config: PretrainConfig, store: Store, train_rows: np.nda
     index = TokenIndex(*(torch.from_numpy(x) for x in (masks.kept, masks.where(masks.context), masks.where(masks.target))))
     voxels = torch.from_numpy(arrays.voxels).unsqueeze(1)
     patches = (take_patches(voxels, index.kept, patch).float() / 255).requires_grad_()
-    model(patches, index, config.objective.context_loss).loss.backward()
+    model(patches, patches, index, config.objective.context_loss).loss.backward()
     assert patches.grad is not None
     leak = float(patches.grad.gather(1, index.target.unsqueeze(-1).expand(-1, -1, patches.shape[-1])).abs().max())
     taught = sum(float(p.grad.abs().sum()) for p in model.target_encoder.parameters() if p.grad is not None)
     found = []
     if leak:
-        found.append(Check("context is blind to targets", "FAIL", f"gradient of the loss w.r.t. target voxels is {leak:.1e}", "the encoder sees the answers (F11)"))
+        found.append(
+            Check(
+                "context is blind to targets",
+                "FAIL",
+                f"gradient of the loss w.r.t. target voxels is {leak:.1e}",
+                "the encoder sees the answers (F11)",
+            )
+        )
     if taught:
         found.append(Check("teacher gets no gradient", "FAIL", f"gradient {taught:.1e}", "the target encoder must only be averaged (F11)"))
     before = [p.clone() for p in model.target_encoder.parameters()]
@@ -223,7 +275,9 @@ def objective_integrity(config: PretrainConfig, store: Store, train_rows: np.nda
     model.update_target(Schedule(config.schedule, config.steps).ema(0))
     moved = any(not torch.equal(a, b) for a, b in zip(before, model.target_encoder.parameters(), strict=True))
     if not moved:
-        found.append(Check("teacher moves", "FAIL", "the target encoder is unchanged after an update", "its average is not being taken (F11)"))
-    return found or [Check("objective integrity", "PASS", "targets are invisible to the context path; the teacher moves and gets no gradient")]
-
-
+        found.append(
+            Check("teacher moves", "FAIL", "the target encoder is unchanged after an update", "its average is not being taken (F11)")
+        )
+    return found or [
+        Check("objective integrity", "PASS", "targets are invisible to the context path; the teacher moves and gets no gradient")
+    ]

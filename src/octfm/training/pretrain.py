@@ -37,7 +37,9 @@ class MicroStep:
     scanner: tuple[str, ...]
 
 
-def pretrain(config: PretrainConfig, store: Store | None = None, out: str | Path = "runs/run", device: str | None = None, echo: Echo = print) -> Path:
+def pretrain(
+    config: PretrainConfig, store: Store | None = None, out: str | Path = "runs/run", device: str | None = None, echo: Echo = print
+) -> Path:
     """Train until `config.steps` updates are done and return the run folder; the same call resumes an interrupted run.
 
     `store` and `config.data.store` are two ways to say the same thing; giving both is an error.
@@ -50,7 +52,7 @@ def pretrain(config: PretrainConfig, store: Store | None = None, out: str | Path
     schedule = Schedule(config.schedule, config.steps)
 
     preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out)), echo)
-    run = claim(out, config, preprocessing)
+    run = claim(out, config, store.fingerprint)
     model = build_objective(config, preprocessing).to(runtime.device)
     decayed, free = optimizer_groups(model)
     optimizer = torch.optim.AdamW(
@@ -77,7 +79,7 @@ def pretrain(config: PretrainConfig, store: Store | None = None, out: str | Path
             for part in microbatches(batch, config.data.per_device_batch_size):
                 inputs = make_inputs(config, preprocessing, runtime, part)
                 with runtime.autocast():
-                    output = model(inputs.patches, inputs.index, context_weight)
+                    output = model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
                 (output.loss / micro_steps).backward()
                 done.append(MicroStep(inputs, output._replace(loss=output.loss.detach()), part.scanner))
             grad_norm = torch.nn.utils.clip_grad_norm_(decayed + free, config.clip_grad_norm)
@@ -116,7 +118,15 @@ def resume(run: RunFolder, model: JEPA | Data2Vec, optimizer: torch.optim.Optimi
     return content["step"]
 
 
-def save(run: RunFolder, model: JEPA | Data2Vec, optimizer: torch.optim.Optimizer, config: PretrainConfig, store: Store, step: int, participants: list[str]) -> None:
+def save(
+    run: RunFolder,
+    model: JEPA | Data2Vec,
+    optimizer: torch.optim.Optimizer,
+    config: PretrainConfig,
+    store: Store,
+    step: int,
+    participants: list[str],
+) -> None:
     """Everything that resuming, embedding and an honest evaluation need, in one file."""
     record = run.record
     content = {
@@ -124,7 +134,11 @@ def save(run: RunFolder, model: JEPA | Data2Vec, optimizer: torch.optim.Optimize
         "optimizer": optimizer.state_dict(),
         "config": config.model_dump(mode="json"),
         "preprocessing": store.preprocessing.model_dump(mode="json"),
-        "participants": {"key": record["participant_key"], "hashes": checkpoint.participant_hashes(participants, record["participant_key"])},
+        "fingerprint": store.fingerprint,
+        "participants": {
+            "key": record["participant_key"],
+            "hashes": checkpoint.participant_hashes(participants, record["participant_key"]),
+        },
         "git": record["git"],
         "environment": record["environment"],
         "octfm": __version__,
@@ -143,7 +157,7 @@ def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runti
         batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0)
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
-            output = model(inputs.patches, inputs.index, config.objective.context_loss)
+            output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
         masked.append(output.masked_loss_B)
         context.append(output.context_loss_B)
         baseline.append(content_free_baseline(model.name, output.masked_goal_BTD))
@@ -195,7 +209,8 @@ def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: E
         if verdict.verdict == "bad":
             echo(f"step {step}: {verdict.what}: {verdict.sentence}")
     echo(
-        f"step {step + 1:>6}/{config.steps}  masked {row['masked_over_baseline']:.3f} and context {row['context_over_baseline']:.3f} of baseline  "
+        f"step {step + 1:>6}/{config.steps}  "
+        f"masked {row['masked_over_baseline']:.3f} and context {row['context_over_baseline']:.3f} of baseline  "
         f"rank {row['effective_rank']:5.1f}  lr {row['lr']:.1e}  grad {row['grad_norm']:.2f}  {row['volumes_per_s']:.1f} volumes/s  "
         f"waiting for data {row['data_wait_share']:.0%}"
     )
@@ -210,7 +225,11 @@ def _require_finite(step: int, grad_norm: torch.Tensor, done: list[MicroStep], b
     last = run.last_checkpoint()
     raise TrainingError(
         f"step {step}: gradient norm is {float(grad_norm)}; no weight was changed. "
-        + (f"Volumes with a non-finite loss: {', '.join(culprits)}. " if culprits else "Every loss was finite: the backward pass overflowed. ")
+        + (
+            f"Volumes with a non-finite loss: {', '.join(culprits)}. "
+            if culprits
+            else "Every loss was finite: the backward pass overflowed. "
+        )
         + (f"The last good state is {last}" if last else "No checkpoint was written yet")
         + "; lower schedule.base_lr, or exclude the volumes and prepare again"
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from octfm.config import dump, load
-from octfm.data.preprocessing import Preprocessing
 from octfm.errors import CheckpointError
 from octfm.training import checkpoint
 from octfm.training.settings import PretrainConfig, differences
@@ -50,7 +49,7 @@ class RunFolder:
         partial.replace(path)
 
 
-def claim(out: str | Path, config: PretrainConfig, preprocessing: Preprocessing) -> RunFolder:
+def claim(out: str | Path, config: PretrainConfig, fingerprint: str) -> RunFolder:
     """The folder of this run: new, or one that the same config and Preprocessing began."""
     run = RunFolder(Path(out))
     settings = run.path / "config.yaml"
@@ -59,7 +58,7 @@ def claim(out: str | Path, config: PretrainConfig, preprocessing: Preprocessing)
             raise CheckpointError(
                 f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, or choose another --out"
             )
-        if run.record["fingerprint"] != preprocessing.fingerprint():
+        if run.record["fingerprint"] != fingerprint:
             raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
         return run
     if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
@@ -68,7 +67,7 @@ def claim(out: str | Path, config: PretrainConfig, preprocessing: Preprocessing)
     run.write_record(
         command="octfm " + " ".join(sys.argv[1:]),
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        fingerprint=preprocessing.fingerprint(),
+        fingerprint=fingerprint,
         participant_key=secrets.token_hex(16),
         git=git_state(),
     )

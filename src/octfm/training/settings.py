@@ -19,8 +19,8 @@ from octfm.training.schedule import ScheduleConfig
 class PretrainConfig(Config):
     """One run."""
 
-    seed: int = Field(0, ge=0)
-    steps: int = Field(100_000, ge=1)
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=100_000, ge=1)
     """Optimizer updates."""
     precision: Precision = "bf16"
     data: DataConfig = DataConfig()
@@ -32,14 +32,14 @@ class PretrainConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
-    clip_grad_norm: float = Field(3.0, gt=0)
+    clip_grad_norm: float = Field(default=3.0, gt=0)
     """Gradients are scaled down to this norm; the norm before clipping is what is logged (F3)."""
-    log_every_steps: int = Field(10, ge=1)
-    validate_every_steps: int = Field(500, ge=1)
-    validation_volumes: int = Field(64, ge=1)
+    log_every_steps: int = Field(default=10, ge=1)
+    validate_every_steps: int = Field(default=500, ge=1)
+    validation_volumes: int = Field(default=64, ge=1)
     """At most so many held-out volumes are used for the validation loss."""
-    ckpt_every_steps: int = Field(500, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    ckpt_every_steps: int = Field(default=500, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
 
     @model_validator(mode="after")
     def _predictor_heads_fit(self) -> "PretrainConfig":
@@ -48,7 +48,15 @@ class PretrainConfig(Config):
         return self
 
 
-MAY_CHANGE = {"log_every_steps", "validate_every_steps", "validation_volumes", "ckpt_every_steps", "keep_checkpoints", "data.prefetch", "data.store"}
+MAY_CHANGE = {
+    "log_every_steps",
+    "validate_every_steps",
+    "validation_volumes",
+    "ckpt_every_steps",
+    "keep_checkpoints",
+    "data.prefetch",
+    "data.store",
+}
 """Settings that a resumed run may change without ceasing to be the same run."""
 
 

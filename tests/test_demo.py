@@ -1,0 +1,51 @@
+"""The demonstration, small: every part runs, a second call continues, mistakes are one line."""
+
+import json
+
+import pytest
+
+from octfm.demo import run_demo
+from octfm.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out, said = tmp_path_factory.mktemp("demo") / "demo", []
+    report = run_demo(out, seed=1, quick=True, echo=said.append)
+    return out, report, said
+
+
+@pytest.mark.timeout(600)
+def test_the_whole_path_runs(finished):
+    out, report, said = finished
+    assert report.is_file() and report.stat().st_size < 10e6
+    assert said[-1] == f"report: {report.resolve()}"
+    numbered = [line for line in said if line[:2] in {"1.", "2.", "3.", "4.", "5."}]
+    assert len(numbered) == 5, "a five-line summary"
+    probe = json.loads((out / "run" / "probe.json").read_text())
+    assert {r["encoder"] for r in probe["results"]} == {"pretrained", "random_init", "histogram"}
+    assert "disease" in {r["target"] for r in probe["results"]}
+    assert (out / "catalog" / "rejects.parquet").is_file()
+
+
+def test_a_second_call_does_only_what_is_missing(finished):
+    out, _, _ = finished
+    metrics = (out / "run" / "metrics.jsonl").read_bytes()
+    said: list[str] = []
+    run_demo(out, seed=1, quick=True, echo=said.append)
+    assert (out / "run" / "metrics.jsonl").read_bytes() == metrics
+    assert not any("phantom participants" in line for line in said), "the cohort is found again"
+
+
+def test_another_seed_in_the_same_folder_is_refused(finished):
+    with pytest.raises(ConfigError, match="holds a cohort of 30 participants with seed 1"):
+        run_demo(finished[0], seed=2, quick=True, echo=lambda _: None)
+
+
+@pytest.mark.timeout(600)
+def test_on_the_users_own_scans(finished, tmp_path):
+    out, _, _ = finished
+    said: list[str] = []
+    report = run_demo(tmp_path / "mine", data=out / "clinic" / "retinal_oct", max_samples=24, seed=1, quick=True, echo=said.append)
+    assert report.is_file()
+    assert any("24 accepted" in line for line in said)
