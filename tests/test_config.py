@@ -51,10 +51,17 @@ def test_missing_config_names_the_packaged_ones():
         load_config("nowhere.yaml")
 
 
-@pytest.mark.parametrize("override", ["model.depth", "=3", "steps.depth=3"])
+@pytest.mark.parametrize("override", ["model.depth", "=3", "steps.depth=3", "steps=[", "steps={a: }}"])
 def test_malformed_override_is_refused(override):
-    with pytest.raises(ConfigError, match="override"):
+    with pytest.raises(ConfigError, match="override") as error:
         load(PretrainConfig, {"steps": 3}, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_config_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"c\.yaml: expected a YAML text file in UTF-8"):
+        load_config(tmp_path / "c.yaml")
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in find_config("vit_s").parent.glob("*.yaml")))

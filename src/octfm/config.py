@@ -60,7 +60,9 @@ def dump(config: Config) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(), _Loader)
+        values = _parse(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: expected a YAML text file in UTF-8, got other bytes") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
@@ -81,6 +83,10 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _parse(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -91,7 +97,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {section} is a value, not a section")
-    table[name] = yaml.load(text, _Loader)
+    try:
+        table[name] = _parse(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise ConfigError(f"override {override!r}: expected a YAML value such as 6, null or [a, b]: {problem}") from None
 
 
 def _explain(cls: type[Config], error: ValidationError) -> str:
