@@ -191,6 +191,23 @@ def test_other_formats_and_versions_are_refused(own, change, message):
         Store.open(own.path)
 
 
+def test_a_header_without_its_facts_or_with_foreign_settings_is_refused(own):
+    file = own.path / "store.json"
+    header = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in header.items() if key != "fingerprint"}))
+    with pytest.raises(StoreError, match=r"store\.json: expected fingerprint, found none"):
+        Store.open(own.path)
+    file.write_text(json.dumps(header | {"preprocessing": {**header["preprocessing"], "image_sise": 1}}))
+    with pytest.raises(StoreError, match=r"store\.json: .*did you mean image_size\?"):
+        _ = Store.open(own.path).preprocessing
+
+
+def test_a_damaged_quarantine_list_is_named(own):
+    (own.path / "unprepared.jsonl").write_text("junk\n")
+    with pytest.raises(StoreError, match=r"unprepared\.jsonl: not a list of unprepared volumes"):
+        own.unprepared()
+
+
 def test_a_damaged_row_is_named_by_its_line(own):
     file = own.path / "rows.jsonl"
     lines = file.read_text().splitlines(keepends=True)

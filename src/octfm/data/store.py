@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from octfm.errors import StoreError
+from octfm.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from octfm.data.preprocessing import Preprocessing
 
 FORMAT, VERSION = "octfm-store", 1
 CHECKSUM = "sha256 of the voxels, band and valid of a volume, in this order, C order, little endian"
+HEADER_KEYS = ("fingerprint", "image_size", "compression", "preprocessing")
+"""Of store.json, besides format and version."""
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
 DIAGNOSIS_COLUMNS = ("diagnosis", "study_group")
 
@@ -112,9 +114,15 @@ class Store:
 
     @property
     def preprocessing(self) -> "Preprocessing":
+        from octfm.config import load
         from octfm.data.preprocessing import Preprocessing
 
-        return Preprocessing.model_validate(self._settings)
+        try:
+            return load(Preprocessing, dict(self._settings))
+        except ConfigError as error:
+            raise StoreError(
+                f"{self.path / 'store.json'}: {error}; it was prepared by another octfm or edited, prepare into a new folder"
+            ) from None
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
         """The volumes of these rows, in this order, repeats allowed.
@@ -272,6 +280,8 @@ def read_header(path: Path) -> dict[str, Any] | None:
             f"{file}: store version {header.get('version')}, and this octfm reads version {VERSION}; "
             "use the octfm that wrote it, or prepare into a new folder"
         )
+    if absent := [key for key in HEADER_KEYS if key not in header]:
+        raise StoreError(f"{file}: expected {', '.join(absent)}, found none; the store is damaged, prepare into a new folder")
     return header
 
 
@@ -295,7 +305,10 @@ def read_rows(path: Path) -> tuple[tuple[StoreRow, ...], int]:
 def read_unprepared(path: Path) -> tuple[Unprepared, ...]:
     file = path / "unprepared.jsonl"
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
-    return tuple(Unprepared(**json.loads(line)) for line in lines)
+    try:
+        return tuple(Unprepared(**json.loads(line)) for line in lines)
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{file}: not a list of unprepared volumes ({error}); delete it and run `octfm prepare` again") from None
 
 
 def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
