@@ -10,6 +10,7 @@ import pytest
 
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import participant_folds
+from octfm.evaluation.embeddings import read_embeddings
 from octfm.evaluation.labels import read_labels
 from octfm.evaluation.probe import probe, write_probe
 
@@ -290,6 +291,21 @@ def test_contradicting_or_foreign_label_tables_are_refused(cohort, tmp_path):
     nothing.write_text("name,diagnosis\nx,healthy\n")
     with pytest.raises(EvaluationError, match="expected a column participant_id"):
         read_labels(nothing)
+
+
+def test_a_label_table_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "labels.xlsx").write_bytes(b"PK\x03\x04\xff\xfe\xe1")
+    with pytest.raises(EvaluationError, match=r"labels\.xlsx: expected a CSV or TSV in UTF-8"):
+        read_labels(tmp_path / "labels.xlsx")
+
+
+def test_a_damaged_or_foreign_embeddings_file_is_named(tmp_path):
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    with pytest.raises(EvaluationError, match=r"cut\.parquet: damaged .* embed again"):
+        read_embeddings(tmp_path / "cut.parquet")
+    pq.write_table(pa.table({"acquisition": ["1"]}), tmp_path / "other.parquet")
+    with pytest.raises(EvaluationError, match="none called participant, eye_id"):
+        read_embeddings(tmp_path / "other.parquet")
 
 
 def test_label_table_forgives_spelling_of_laterality_and_numbers(tmp_path):

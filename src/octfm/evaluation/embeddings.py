@@ -9,6 +9,8 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 
+COLUMNS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "split", "participant_labels", "vector")
+
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
@@ -30,13 +32,20 @@ class Embeddings:
 
 
 def read_embeddings(path: str | Path) -> Embeddings:
-    """Read one parquet file of `octfm embed`. Raises EvaluationError on repeated acquisitions and non-finite vectors."""
+    """Read one parquet file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions and non-finite vectors."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = Path(path)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such embeddings file; make it with octfm embed")
-    table = pq.read_table(path).sort_by("acquisition")
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowException as error:
+        raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
+    if absent := [name for name in COLUMNS if name not in table.column_names]:
+        raise EvaluationError(f"{path}: expected the columns that octfm embed writes, got none called {', '.join(absent)}; embed again")
+    table = table.sort_by("acquisition")
     metadata = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
     column = {name: table.column(name).to_pylist() for name in table.column_names if name != "vector"}
     acquisition = np.array(column["acquisition"], dtype=str)

@@ -93,16 +93,10 @@ def read_labels(path: str | Path) -> LabelTable:
     path = Path(path)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        header = file.readline()
-        file.seek(0)
-        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ",")
-        names = tuple(reader.fieldnames or ())
-        rows = []
-        for row in reader:
-            if None in row or None in row.values():
-                raise EvaluationError(f"{path}: line {reader.line_num}: expected {len(names)} columns as in the header; fix the row")
-            rows.append(row)
+    try:
+        names, rows = _read_table(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise EvaluationError(f"{path}: expected a CSV or TSV in UTF-8, got other bytes ({error}); export the table as text") from None
     participant = next((c for c in PARTICIPANT_COLUMNS if c in names), None)
     acquisition = next((c for c in ACQUISITION_COLUMNS if c in names), None)
     laterality = "laterality" if "laterality" in names else None
@@ -114,6 +108,20 @@ def read_labels(path: str | Path) -> LabelTable:
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
     ids = {participant, acquisition, laterality}
     return LabelTable(str(path), tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
+
+
+def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ",")
+        names = tuple(reader.fieldnames or ())
+        rows = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise EvaluationError(f"{path}: line {reader.line_num}: expected {len(names)} columns as in the header; fix the row")
+            rows.append(row)
+    return names, rows
 
 
 def as_number(value: str | None) -> float | None:
