@@ -151,6 +151,31 @@ def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", "[]", r"run\.json: expected an object"),
+        ("run.json", "{", r"run\.json: not valid JSON"),
+        ("probe.json", "{}", r"probe\.json: expected an object with results and comparisons"),
+        ("figures/pca.npz", "junk", r"pca\.npz: damaged"),
+    ],
+)
+def test_a_damaged_part_of_a_run_is_named(tmp_path, name, content, message):
+    run = write_run(tmp_path)
+    (run / name).write_text(content)
+    with pytest.raises(EvaluationError, match=message):
+        write_report(run, tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_folder_in_place_of_the_page_is_refused_without_leftovers(tmp_path):
+    run, folder = write_run(tmp_path), tmp_path / "site"
+    folder.mkdir()
+    with pytest.raises(EvaluationError, match="site: expected the name of an HTML file, this is a folder"):
+        write_report(run, folder)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([run.name, "site"])
+
+
 def test_page_stays_small_by_leaving_out_pictures(tmp_path, monkeypatch):
     run = write_run(tmp_path)
     full = write_report(run, tmp_path / "full.html").stat().st_size

@@ -21,6 +21,8 @@ def write_report(run: Path, out: Path, *, catalog: Path | None = None, store_pat
     The page stays under 10 MB: pictures are left out, from two per scanner to none, until it does. Written whole or not at all.
     """
     run, out = Path(run), Path(out)
+    if out.is_dir():
+        raise EvaluationError(f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'report.html'}")
     sources = gather(run, Path(catalog) if catalog else None, Path(store_path) if store_path else None)
     command = ["octfm", "report", str(run)]
     command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (store_path is not None)

@@ -1,6 +1,7 @@
 """Everything a report is made of, read from a run folder, its catalog and its store; what is not there is None, never a failure."""
 
 import json
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def gather(run: Path, catalog: Path | None, store: Path | None) -> Sources:
     if not (run / "run.json").is_file():
         raise EvaluationError(f"{run}: expected a run folder with a run.json; make one with octfm pretrain")
     metrics = run / "metrics.jsonl"
-    rows = list(read_metrics(metrics)) if metrics.is_file() else []
+    rows = [row for row in read_metrics(metrics) if isinstance(row, dict)] if metrics.is_file() else []
     config = run / "config.yaml"
     return Sources(
         run=run,
@@ -44,7 +45,7 @@ def gather(run: Path, catalog: Path | None, store: Path | None) -> Sources:
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
         health=[row for row in rows if row.get("kind") == "health"],
-        probe=_json(run / "probe.json") if (run / "probe.json").is_file() else None,
+        probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
         catalog=Catalog.load(catalog) if catalog is not None else None,
         store=Store.open(store) if store is not None else None,
         examples=_arrays(run / "figures" / "examples.npz"),
@@ -69,15 +70,21 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarra
     return np.array([s for s, _ in kept]), np.array([v for _, v in kept])
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_text())
+    except ValueError as error:
         raise EvaluationError(f"{path}: not valid JSON ({error}); the file was edited or cut off, make it again") from None
+    if not isinstance(values, dict) or any(key not in values for key in keys):
+        raise EvaluationError(f"{path}: expected an object{' with ' + ' and '.join(keys) if keys else ''}; make the file again")
+    return values
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray] | None:
     if not path.is_file():
         return None
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())[:100]}); delete it, the report does without it") from None
