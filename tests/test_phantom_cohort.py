@@ -147,6 +147,7 @@ def test_bad_requests_say_what_to_do_and_leave_nothing_behind(tmp_path):
         ({"out": tmp_path / "there"}, "exists already"),
         ({"scanners": ["zeiss"]}, "unknown scanner zeiss; known:"),
         ({"participants": 0}, "at least 1 participant"),
+        ({"seed": -1}, "expected a seed of 0 or more, got -1"),
         ({"size": (2, 10, 10)}, "at least 4 B-scans"),
         ({"fractions": (0.5, 0.1, 0.1)}, "sum to 1"),
         ({"defects": 12.0}, "expected 0 to 1"),

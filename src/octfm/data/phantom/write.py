@@ -67,7 +67,7 @@ def write_phantom(
     from joblib import Parallel, delayed
 
     out = Path(out)
-    _check(out, participants, size, scanners, fractions, defects)
+    _check(out, participants, seed, size, scanners, fractions, defects)
     people = draw_cohort(participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -97,12 +97,14 @@ def write_phantom(
 
 
 def _check(
-    out: Path, count: int, size: Shape3 | None, scanners: Sequence[str], fractions: tuple[float, float, float], defects: float
+    out: Path, count: int, seed: int, size: Shape3 | None, scanners: Sequence[str], fractions: tuple[float, float, float], defects: float
 ) -> None:
     if out.exists():
         raise OctfmError(f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another")
     if count < 1:
         raise OctfmError(f"phantom cohort: expected at least 1 participant, got {count}")
+    if seed < 0:
+        raise OctfmError(f"phantom cohort: expected a seed of 0 or more, got {seed}")
     if size is not None and (len(size) != 3 or size[0] < 4 or size[1] < 64 or size[2] < 32):
         raise OctfmError(f"phantom cohort: expected a size of at least 4 B-scans x 64 rows x 32 columns, got {size}")
     unknown = [name for name in scanners if name not in SCANNERS]
