@@ -61,6 +61,14 @@ def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path):
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
+def test_a_file_where_a_folder_was_expected_is_one_line(tmp_path):
+    """What only the operating system can tell is passed on in its words, with the path."""
+    (tmp_path / "taken").write_text("precious")
+    code, out, err = octfm_command("phantom", "taken/cohort", "--participants", 1, "--size", "4x64x32", "--workers", 1, cwd=tmp_path)
+    assert code == 1 and err.startswith("octfm: ") and err.count("\n") == 1 and "taken" in err and "Not a directory" in err, (out, err)
+    assert (tmp_path / "taken").read_text() == "precious"
+
+
 def test_wrong_usage_is_exit_code_2(tmp_path):
     assert octfm_command("pretrain", cwd=tmp_path)[0] == 2
     assert octfm_command("fly", cwd=tmp_path)[0] == 2

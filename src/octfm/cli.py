@@ -92,7 +92,7 @@ def prepare(
         base = checkpoint.load(checkpoint.newest(like))["preprocessing"]
     preprocessing = load(Preprocessing, base, settings or [])
     store = prepare_catalog(Catalog.load(catalog), out, preprocessing, workers=workers, compression=compression)
-    _print_counts(f"{store.path}: {len(store)} volumes", store.summary())
+    typer.echo(f"{store.path}: {len(store)} volumes")
 
 
 @app.command()
@@ -146,7 +146,9 @@ def embed(
 def probe(
     run: Annotated[Path, typer.Argument(help="Run folder with embeddings (see `octfm embed`).")],
     labels: Annotated[Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")
+    ] = None,
     allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
 ) -> None:
     """Frozen linear probes with participant-level intervals."""
@@ -200,6 +202,11 @@ def main() -> None:
         app()
     except OctfmError as error:
         sys.stderr.write(f"octfm: {error}\n")
+        sys.exit(1)
+    except OSError as error:
+        # A full disk, a folder without permission, a file where a folder was expected: the system names the path and the reason.
+        where = f"{error.filename}: " if error.filename is not None else ""
+        sys.stderr.write(f"octfm: {where}{error.strerror or error}; mend that, or choose another path, and run the same command again\n")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.stderr.write("octfm: interrupted; the same command continues\n")
