@@ -42,7 +42,10 @@ def test_command_runs_from_the_wheel_outside_the_clone(wheel, tmp_path):
 
     assert "pretrain" in octfm("--help")
     octfm("phantom", "clinic", "--participants", "2", "--size", "8x96x64", "--workers", "1")
-    assert "4 accepted, 0 rejected" in octfm("scan", "clinic", "--out", "catalog") or (tmp_path / "catalog").is_dir()
+    assert "4 accepted, 0 rejected" in octfm("scan", "clinic", "--out", "catalog")
+    where = [sys.executable, "-c", "import octfm; print(octfm.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.startswith(str(tmp_path / "site")), "the clone was tested, not the wheel"
 
 
 @pytest.mark.slow
