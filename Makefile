@@ -9,7 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
 
-test: $(STAMP) lint
+test: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
 
 test-all: $(STAMP) lint

@@ -42,7 +42,8 @@ WRONG = {
     "no store named": (["pretrain", "vit_s"], "data.store is not set"),
     "unknown key": (["pretrain", "vit_s", "model.widht=3"], "did you mean model.width?"),
     "unknown config": (["pretrain", "vit_xxl"], "packaged configs: data2vec_prototype, demo, vit_s"),
-    "unknown device": (["pretrain", "vit_s", "--device", "cuda"], "data.store is not set"),
+    "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected cpu or cuda"),
+    "patches that do not tile": (["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"], "FAIL  token grid"),
     "no run": (["embed", "nowhere"], "nowhere"),
     "no embeddings": (["probe", "nowhere"], "no embeddings"),
     "no such run to report": (["report", "nowhere"], "nowhere"),
@@ -52,21 +53,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path):
+def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path, store):
     words, message = WRONG[case]
-    code, out, err = octfm_command(*words, cwd=tmp_path)
+    code, out, err = octfm_command(*(word.format(store=store) for word in words), cwd=tmp_path)
     assert code == 1, (out, err)
-    assert err.startswith("octfm: ") and message in err and err.count("\n") == 1, err
+    if words[0] == "doctor":
+        assert message in out and err == ""
+    else:
+        assert err.startswith("octfm: ") and message in err and err.count("\n") == 1, err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
-
-
-def test_a_file_where_a_folder_was_expected_is_one_line(tmp_path):
-    """What only the operating system can tell is passed on in its words, with the path."""
-    (tmp_path / "taken").write_text("precious")
-    code, out, err = octfm_command("phantom", "taken/cohort", "--participants", 1, "--size", "4x64x32", "--workers", 1, cwd=tmp_path)
-    assert code == 1 and err.startswith("octfm: ") and err.count("\n") == 1 and "taken" in err and "Not a directory" in err, (out, err)
-    assert (tmp_path / "taken").read_text() == "precious"
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path):

@@ -1,5 +1,8 @@
 """A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
@@ -92,6 +95,22 @@ def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
     said: list[str] = []
     embed_all(run, store.path, echo=said.append)
     assert any("already there" in line for line in said)
+
+
+def test_embeddings_follow_splits_that_changed(run, store, tmp_path):
+    """The probe trains and tests by this column: an old split would put test participants into its training."""
+    import pyarrow.parquet as pq
+
+    from octfm.data.store import Store
+
+    moved = shutil.copytree(store.path, tmp_path / "moved")
+    encoder = load_encoder(run)
+    before = pq.read_table(embed_store(encoder, Store.open(moved), tmp_path, echo=quiet))
+    lines = [json.loads(line) for line in (moved / "rows.jsonl").read_text().splitlines()]
+    (moved / "rows.jsonl").write_text("".join(json.dumps({**row, "split": "test"}) + "\n" for row in lines))
+    after = pq.read_table(embed_store(encoder, Store.open(moved), tmp_path, echo=quiet))
+    assert set(before["split"].to_pylist()) == {"train", "val", "test"} and set(after["split"].to_pylist()) == {"test"}
+    assert after["vector"].equals(before["vector"])
 
 
 def test_whom_the_encoder_has_seen(run):

@@ -99,6 +99,22 @@ def test_too_few_image_tokens_are_repeated_and_counted():
     assert not np.intersect1d(masks.context, masks.target).size
 
 
+@pytest.mark.parametrize("plane", ["bscan", "enface"])
+def test_thin_tissue_and_small_blocks_still_find_enough_targets(plane):
+    """Blocks around tissue alone would never cover the background that a full budget keeps."""
+    maps = np.full((1, 4, 64, 8), BACKGROUND, np.uint8)
+    maps[:, :, 30] = TISSUE
+    masks = sample_masks(MaskConfig(budget=None, block_area=0.02, plane=plane), maps, rngs(1))
+    assert masks.target.shape == (1, int(0.6 * maps.size)) and not np.intersect1d(masks.context, masks.target).size
+
+
+def test_a_volume_of_one_image_token_is_refused():
+    maps = np.full((1, *GRID), PADDING, np.uint8)
+    maps[0, 1, 1, 1] = TISSUE
+    with pytest.raises(ValueError, match="single token that holds image"):
+        sample_masks(MaskConfig(budget=8), maps, rngs(1))
+
+
 def test_targets_prefer_tissue():
     masks = sample_masks(MaskConfig(budget=240), retina(), rngs(4))
     assert masks.dead.mean() < 0.2

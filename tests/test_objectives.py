@@ -82,6 +82,20 @@ def test_F11_targets_are_compared_at_their_own_positions(name):
 
 
 @both
+def test_F11_goals_are_the_targets_own_features(name):
+    """At the very places that were hidden: features of any other token, or of another volume, are another goal."""
+    model, x = build(name), patches()
+    output = model(x, x, INDEX, 0.5)
+    with torch.no_grad():
+        stream = model.target_encoder.hidden(x, KEPT)[-1]
+        features = model.target_encoder.norm(stream)
+        every = torch.nn.functional.layer_norm(stream, stream.shape[-1:]) if name == "vjepa2" else features
+    torch.testing.assert_close(output.masked_goal_BTD, take_tokens(every, INDEX.target))
+    torch.testing.assert_close(output.context_goal_BCD, take_tokens(every, INDEX.context))
+    torch.testing.assert_close(output.features_BKD, features)
+
+
+@both
 def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
     """0.0026 -> 0.00033 was called excellent; a constant answer scored the same. Losses do not depend on the width either."""
     output = build(name)(patches(), patches(), INDEX, 0.5)
@@ -108,11 +122,13 @@ def test_F5_step_result_is_typed(name):
 def test_F17_positions_cost_no_parameters_and_attention_is_fused():
     names = [name for name, _ in build("vjepa2").encoder.named_parameters()]
     assert not any("position" in name for name in names)
-    from pathlib import Path
-
-    import octfm.models.vit3d as vit3d
-
-    assert "scaled_dot_product_attention" in Path(vit3d.__file__).read_text()
+    model, x = build("vjepa2"), patches()
+    with torch.profiler.profile() as profile:
+        model(x, x, INDEX, 0.5)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    blocks = 2 * MODEL.depth + PREDICTOR.depth
+    assert calls["aten::scaled_dot_product_attention"] == blocks, "every attention is fused"
+    assert "aten::softmax" not in calls
 
 
 def test_F19_prototype_preset_counts_its_29_457_million_parameters():

@@ -1,6 +1,7 @@
 """The whole path on one machine in ten minutes: cohort, catalog, store, pretraining, probe, report."""
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from octfm.errors import ConfigError, EvaluationError
 
 Echo = Callable[[str], None]
 
-PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.375, 0.0104, 0.047]}
-"""6 x 2 x 6 mm, coarse enough for a CPU, with the axial pitch fine enough that a retina is several tokens deep."""
+PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.1875, 0.0104, 0.031]}
+"""The central 3 x 2 x 4 mm at about the scanners' own sampling: lesions stay larger than tokens, and a CPU can afford it."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Size:
     overrides: tuple[str, ...] = ()
 
 
-FULL = Size(300, (0.5, 0.08, 0.42))
-"""126 test participants: enough for an interval that means something."""
+FULL = Size(320, (0.56, 0.06, 0.38))
+"""122 test participants: enough for an interval that means something."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
 
 
@@ -41,8 +42,7 @@ def run_demo(
     from octfm.data.prepare import prepare
     from octfm.data.preprocessing import Preprocessing
     from octfm.evaluation.embed import embed_all
-    from octfm.evaluation.encoder import load_encoder, seen_by
-    from octfm.evaluation.maps import save_examples, save_pca
+    from octfm.evaluation.encoder import seen_by
     from octfm.evaluation.probe import probe, write_probe
     from octfm.report.html import summary_lines, write_report
     from octfm.training.pretrain import pretrain
@@ -72,12 +72,9 @@ def run_demo(
 
     clock.start("frozen features: the encoder, the same encoder at random initialisation, an intensity histogram")
     embeddings = embed_all(run, store.path, echo=lambda line: echo(f"   {line}"))
-    encoder = load_encoder(run)
-    save_examples(encoder, store, run / "figures")
-    save_pca(encoder, store, run / "figures")
 
     clock.start("probe: linear models on frozen features, judged on participants that nobody has seen")
-    commands = _commands(out, data, max_samples, seed, quick, labels)
+    commands = _commands(out, data, max_samples, seed, size, labels)
     try:
         write_probe(run / "probe.json", probe(embeddings, labels, seen=seen_by(run), commands=commands))
     except EvaluationError as error:
@@ -113,12 +110,16 @@ def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
 
 
 def _spread(acquisitions: tuple, count: int) -> tuple:
-    """At most `count` acquisitions, in turn from every split, so that each keeps its share."""
+    """At most `count` acquisitions, evenly from every split, each of which keeps its share and at least one."""
     if count < 1:
         raise ConfigError(f"--max-samples: expected at least 1, got {count}")
     if count >= len(acquisitions):
         return acquisitions
-    chosen = {acquisitions[round(i * (len(acquisitions) - 1) / max(1, count - 1))].uri for i in range(count)}
+    chosen = set()
+    for split in dict.fromkeys(a.split for a in acquisitions):
+        own = [a.uri for a in acquisitions if a.split == split]
+        wanted = max(1, round(count * len(own) / len(acquisitions)))
+        chosen |= {own[i * len(own) // wanted] for i in range(wanted)}
     return tuple(a for a in acquisitions if a.uri in chosen)
 
 
@@ -129,21 +130,23 @@ def _counts(rejects: tuple) -> str:
     return ", ".join(f"{code} {n}" for code, n in sorted(codes.items())) or "none"
 
 
-def _commands(out: Path, data: Path | None, max_samples: int | None, seed: int, quick: bool, labels: Path | None) -> list[str]:
-    """What was run, and the same path verb by verb."""
-    words = ["octfm demo", f"--out {out}", f"--seed {seed}"]
-    words += [f"--data {data}"] * (data is not None) + [f"--max-samples {max_samples}"] * (max_samples is not None) + ["--quick"] * quick
-    root = data if data is not None else out / "clinic"
-    settings = " ".join(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in PREPROCESSING.items())
-    return [
-        " ".join(words),
-        f"octfm scan {root} --out {out}/catalog",
-        f"octfm prepare {out}/catalog {settings} --out {out}/prepared",
-        f"octfm pretrain demo seed={seed} data.store={out}/prepared --out {out}/run",
-        f"octfm embed {out}/run --store {out}/prepared",
-        f"octfm probe {out}/run" + (f" --labels {labels}" if labels else ""),
-        f"octfm report {out}/run --catalog {out}/catalog --store {out}/prepared",
+def _commands(out: Path, data: Path | None, max_samples: int | None, seed: int, size: Size, labels: Path | None) -> list[str]:
+    """What was run, and the verbs that continue from its catalog."""
+    demo = ["octfm", "demo", "--out", out, "--seed", seed]
+    demo += (
+        ["--data", data] * (data is not None) + ["--max-samples", max_samples] * (max_samples is not None)
+    demo += ["--quick"] * (size is QUICK)
+    )
+    settings = [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in PREPROCESSING.items()]
+    verbs = [
+        demo,
+        ["octfm", "prepare", out / "catalog", *settings, "--out", out / "prepared"],
+        ["octfm", "pretrain", "demo", f"seed={seed}", *size.overrides, f"data.store={out / 'prepared'}", "--out", out / "run"],
+        ["octfm", "embed", out / "run", "--store", out / "prepared"],
+        ["octfm", "probe", out / "run", *(["--labels", labels] if labels else [])],
+        ["octfm", "report", out / "run", "--catalog", out / "catalog", "--store", out / "prepared"],
     ]
+    return [shlex.join(str(word) for word in words) for words in verbs]
 
 
 class _Clock:

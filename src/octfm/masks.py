@@ -6,7 +6,7 @@ from math import prod, sqrt
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from octfm.config import Config
 
@@ -64,6 +64,13 @@ class MaskConfig(Config):
     """Range of a block's height over width, in tokens of a square plane."""
     plane: Literal["bscan", "enface"] = "enface"
     """Blocks are cut in the B-scan plane (H, W) through all B-scans, as V-JEPA 2 does, or en face (D, W) through all rows."""
+
+    @field_validator("aspect")
+    @classmethod
+    def _aspect_is_a_range(cls, aspect: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < aspect[0] <= aspect[1]:
+            raise ValueError(f"expected two positive numbers, smaller first, got {list(aspect)}")
+        return aspect
 
     @model_validator(mode="after")
     def _disjoint(self) -> "MaskConfig":
@@ -130,11 +137,13 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
     for volume, rng in zip(tokens, rngs, strict=True):
         chosen = select_tokens(volume, kept_count, rng)
         unique = np.unique(chosen)
-        covered = _cover(config, volume, unique, min(num_target, unique.size - 1), rng)
+        if unique.size < 2:
+            raise ValueError("a volume has a single token that holds image, and masks need one to see and one to predict")
+        split = min(num_target, unique.size - 1, max(1, round(unique.size * config.mask_ratio)))
+        covered = _cover(config, volume, unique, split, rng)
         # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
         order = rng.permutation(unique.size)
         order = unique[order[np.argsort(~covered[order], kind="stable")]]
-        split = min(num_target, max(1, round(unique.size * config.mask_ratio)))
         visible = order[split:][::-1][: max(1, min(num_context, order.size - split))]
         kept.append(chosen)
         target.append(np.sort(np.resize(order[:split], num_target)))
@@ -160,9 +169,12 @@ def _cover(config: MaskConfig, volume: np.ndarray, kept: np.ndarray, wanted: int
     tissue = kept[volume.ravel()[kept] == TISSUE]
     centres = tissue if tissue.size else kept
     inside = covered.ravel()[kept]
-    while inside.sum() < wanted:
+    while (reached := inside.sum()) < wanted:
         covered[_block(config, volume.shape, int(rng.choice(centres)), rng)] = True
         inside = covered.ravel()[kept]
+        if inside.sum() == reached:
+            # Blocks around tissue may never reach the background that is kept; go where nothing is covered yet.
+            centres = kept[~inside]
     return inside
 
 

@@ -33,9 +33,7 @@ class Volume:
 
     def __post_init__(self):
         if self.voxels.ndim != 3 or 0 in self.voxels.shape:
-            raise ValueError(
-                f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got shape {self.voxels.shape}"
-            )
+            raise ValueError(f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got shape {self.voxels.shape}")
         if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
             raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
 

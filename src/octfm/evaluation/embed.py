@@ -1,5 +1,6 @@
 """One vector per acquisition of a store, written as parquet with the key of what made it; aligned by id, never by order."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.encoder import Encoder, load_encoder
+from octfm.evaluation.maps import save_examples, save_pca
 
 BATCH = 16
 HISTOGRAM_BINS = 64
@@ -21,13 +23,22 @@ NAMES = ("pretrained", "random_init", "histogram")
 def embed_all(
     run: str | Path, store: str | Path, out: Path | None = None, *, baselines: bool = True, echo: Callable[[str], None] = print
 ) -> list[Path]:
-    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram."""
-    opened = Store.open(store)
-    folder = out or Path(run) / "embeddings"
-    written = [embed_store(load_encoder(run), opened, folder, "pretrained", echo)]
+    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
+
+    Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report).
+    """
+    opened, run = Store.open(store), Path(run)
+    if len(opened) == 0:
+        raise EvaluationError(f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl")
+    home = run if run.is_dir() else run.parent.parent
+    folder = out or home / "embeddings"
+    encoder = load_encoder(run)
+    written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))
         written.append(histogram_baseline(opened, folder))
+    save_examples(encoder, opened, folder.parent / "figures")
+    save_pca(encoder, opened, folder.parent / "figures")
     return written
 
 
@@ -48,13 +59,15 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
             "prepare the volumes with the checkpoint's own Preprocessing (octfm prepare --like RUN) (F15)"
         )
     target = Path(out) / f"{name}.parquet"
-    if stored_key(target) == encoder.key and _rows_of(target) == [row.acquisition for row in store.rows]:
-        echo(f"{target}: already there for these weights")
-        return target
-    vectors = _over(store, encoder.embed_arrays, encoder.width)
-    return _write(
-        target, store, vectors, {"key": encoder.key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
-    )
+    key = f"{encoder.key}-{_voxels_of(store)}"
+    facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
+    vectors = _known_vectors(target, key)
+    if vectors is None:
+        vectors = _over(store, encoder.embed_arrays, encoder.width)
+    else:
+        # Written again all the same: splits and labels may have changed since.
+        echo(f"{target}: vectors of these weights and volumes are already there")
+    return _write(target, store, vectors, facts)
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
@@ -78,20 +91,26 @@ def histogram_baseline(store: Store, out: str | Path) -> Path:
     return _write(Path(out) / "histogram.parquet", store, vectors, facts | {"precision": "fp32"})
 
 
-def stored_key(path: Path) -> str | None:
-    """The key of an embeddings file; None when there is no such file."""
+def _voxels_of(store: Store) -> str:
+    """Identifies the volumes of a store and their order."""
+    return hashlib.sha256("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows).encode()).hexdigest()[:16]
+
+
+def _known_vectors(path: Path, key: str) -> np.ndarray | None:
+    """The vectors of an embeddings file made under this key; None where there is no such file."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
         return None
-    metadata = pq.read_schema(path).metadata or {}
-    return json.loads(metadata.get(b"octfm", b"{}")).get("key")
-
-
-def _rows_of(path: Path) -> list[str]:
-    import pyarrow.parquet as pq
-
-    return pq.read_table(path, columns=["acquisition"])["acquisition"].to_pylist()
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid:
+        return None
+    metadata = table.schema.metadata or {}
+    if json.loads(metadata.get(b"octfm", b"{}")).get("key") != key:
+        return None
+    return np.array(table["vector"].to_pylist(), np.float32)
 
 
 def _over(store: Store, describe: Callable, width: int) -> np.ndarray:

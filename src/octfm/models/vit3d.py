@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +22,7 @@ Rotary = tuple[Tensor, Tensor]
 class ViTConfig(Config):
     """Size of the encoder. The default is ViT-S/12 on 4 x 16 x 16 patches."""
 
-    patch_size: Shape3 = (4, 16, 16)
+    patch_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (4, 16, 16)
     """Voxels of one token, (B-scan, axial, lateral)."""
     width: int = Field(default=384, ge=8)
     depth: int = Field(default=12, ge=1)
@@ -36,6 +36,8 @@ class ViTConfig(Config):
     def _heads_fit(self) -> "ViTConfig":
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"width {self.width} must split into {self.heads} heads of even size")
+        if self.positions == "rotary" and self.width // self.heads < 6:
+            raise ValueError(f"heads of width {self.width // self.heads} have no frequency pair for each of three axes; use 6 or more")
         return self
 
 

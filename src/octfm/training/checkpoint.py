@@ -13,6 +13,7 @@ import torch
 from octfm.errors import CheckpointError
 
 FORMAT, VERSION = "octfm-checkpoint", 1
+CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
 
 
 def save(folder: Path, step: int, content: dict[str, Any], keep: int) -> Path:
@@ -25,6 +26,11 @@ def save(folder: Path, step: int, content: dict[str, Any], keep: int) -> Path:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the rename itself must survive a power cut
+    finally:
+        os.close(descriptor)
     for old in steps(folder)[:-keep]:
         old.unlink()
     return path
@@ -39,13 +45,15 @@ def load(path: Path) -> dict[str, Any]:
     """Everything `save` was given. Tensors and plain values only: no code in a checkpoint is ever run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0][:200]
+    except (RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise CheckpointError(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore it from a copy"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
+    if missing := CONTENT - content.keys():
+        raise CheckpointError(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
     if content["version"] > VERSION:
         raise CheckpointError(f"{path}: checkpoint version {content['version']}, this octfm reads up to {VERSION}; upgrade octfm")
     return content

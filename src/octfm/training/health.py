@@ -22,7 +22,8 @@ class Verdict:
 @torch.no_grad()
 def effective_rank(features_MD: Tensor) -> float:
     """RankMe (arXiv:2210.02885) of centred features: exp of the entropy of the normalised singular values; 1 is collapse, D the most."""
-    centred = features_MD.float() - features_MD.float().mean(0)
+    # float64: the Gram matrix squares the condition number, and float32 noise would pass for rank.
+    centred = features_MD.double() - features_MD.double().mean(0)
     singular = torch.linalg.eigvalsh(centred.T @ centred).clamp_min(0).sqrt()
     share = singular / singular.sum().clamp_min(1e-12)
     return float(torch.exp(-(share * share.clamp_min(1e-12).log()).sum()))

@@ -39,7 +39,11 @@ def checks(
     config: PretrainConfig, store: Store, runtime: Runtime, train_rows: np.ndarray, validation_rows: np.ndarray, out: Path
 ) -> list[Check]:
     """All checks, in seconds. Wrong settings are found first, so that a later check never fails for an earlier reason."""
+    grid = patches_tile(config, store)
+    if grid.status == "FAIL":
+        return [grid]
     found = [
+        grid,
         arithmetic(config, runtime, len(train_rows)),
         *learning_rate(Schedule(config.schedule, config.steps)),
         teacher(Schedule(config.schedule, config.steps)),
@@ -81,7 +85,17 @@ def require(found: list[Check], echo: Callable[[str], None]) -> None:
         first = failed[0]
         more = f" (and {len(failed) - 1} more; octfm doctor lists them)" if len(failed) > 1 else ""
         raise ConfigError(f"preflight stopped the run before step 0: {first.name}: {first.measured}; {first.advice}{more}")
-    echo(f"preflight: {len(found)} checks, {sum(c.status == 'PASS' for c in found)} passed")
+    told = next((c.measured for c in found if c.name == "disk"), "")
+    echo(f"preflight: {len(found)} checks, {sum(c.status == 'PASS' for c in found)} passed; {told}")
+
+
+def patches_tile(config: PretrainConfig, store: Store) -> Check:
+    """Volumes divide into whole patches."""
+    size, patch = store.preprocessing.image_size, config.model.patch_size
+    try:
+        return Check("token grid", "PASS", "{} x {} x {} tokens".format(*token_grid(size, patch)))
+    except ValueError as error:
+        return Check("token grid", "FAIL", str(error).partition(";")[0], "choose a model.patch_size that divides the store's volumes")
 
 
 def arithmetic(config: PretrainConfig, runtime: Runtime, volumes: int) -> Check:

@@ -1,5 +1,6 @@
 """Self-supervised pretraining: one function, one loop."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from octfm.config import load
 from octfm.data.loader import Batch, Loader, accumulation, microbatches
 from octfm.data.store import Store
 from octfm.errors import ConfigError, TrainingError
+from octfm.masks import TokenMasks
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.objective import ObjectiveOutput, content_free_baseline
@@ -30,11 +32,29 @@ Echo = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """What one micro-batch produced: enough for metrics, nothing that needs a graph."""
+    """What one micro-batch leaves behind: losses always, goals and features only in steps that are logged."""
 
-    inputs: Inputs
-    output: ObjectiveOutput
+    loss: torch.Tensor
+    masked_loss_B: torch.Tensor
+    context_loss_B: torch.Tensor
+    masks: TokenMasks
     scanner: tuple[str, ...]
+    masked_goal_BTD: torch.Tensor | None
+    context_goal_BCD: torch.Tensor | None
+    tissue_features_MD: torch.Tensor | None
+
+
+def _keep(inputs: Inputs, output: ObjectiveOutput, scanner: tuple[str, ...], *, everything: bool) -> MicroStep:
+    return MicroStep(
+        output.loss.detach(),
+        output.masked_loss_B.detach(),
+        output.context_loss_B.detach(),
+        inputs.masks,
+        scanner,
+        output.masked_goal_BTD if everything else None,
+        output.context_goal_BCD if everything else None,
+        output.features_BKD[inputs.tissue] if everything else None,
+    )
 
 
 def pretrain(
@@ -52,7 +72,7 @@ def pretrain(
     schedule = Schedule(config.schedule, config.steps)
 
     preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out)), echo)
-    run = claim(out, config, store.fingerprint)
+    run = claim(out, config, store.fingerprint, _identity(store, train_rows))
     model = build_objective(config, preprocessing).to(runtime.device)
     decayed, free = optimizer_groups(model)
     optimizer = torch.optim.AdamW(
@@ -81,7 +101,7 @@ def pretrain(
                 with runtime.autocast():
                     output = model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
                 (output.loss / micro_steps).backward()
-                done.append(MicroStep(inputs, output._replace(loss=output.loss.detach()), part.scanner))
+                done.append(_keep(inputs, output, part.scanner, everything=logged))
             grad_norm = torch.nn.utils.clip_grad_norm_(decayed + free, config.clip_grad_norm)
             _require_finite(step, grad_norm, done, batch, store, run)
             optimizer.step()
@@ -149,7 +169,7 @@ def save(
 @torch.no_grad()
 def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runtime: Runtime, rows: np.ndarray) -> dict[str, float]:
     """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass (F12)."""
-    masked, baseline, context, context_baseline = [], [], [], []
+    outputs: list[ObjectiveOutput] = []
     for first in range(0, len(rows), config.data.per_device_batch_size):
         chosen = rows[first : first + config.data.per_device_batch_size]
         arrays = store.read(chosen)
@@ -158,11 +178,11 @@ def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runti
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
             output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
-        masked.append(output.masked_loss_B)
-        context.append(output.context_loss_B)
-        baseline.append(content_free_baseline(model.name, output.masked_goal_BTD))
-        context_baseline.append(content_free_baseline(model.name, output.context_goal_BCD))
-    masked, baseline, context, context_baseline = (float(torch.cat(x).mean()) for x in (masked, baseline, context, context_baseline))
+        outputs.append(output._replace(features_BKD=output.features_BKD[:0]))
+    # One median over all held-out volumes, so that the ratio does not depend on the micro-batch.
+    masked, context = (float(torch.cat(x).mean()) for x in zip(*((o.masked_loss_B, o.context_loss_B) for o in outputs), strict=True))
+    goals = (torch.cat(x) for x in zip(*((o.masked_goal_BTD, o.context_goal_BCD) for o in outputs), strict=True))
+    baseline, context_baseline = (float(content_free_baseline(model.name, goal).mean()) for goal in goals)
     return {
         "masked_loss": masked,
         "masked_over_baseline": masked / baseline,
@@ -174,20 +194,23 @@ def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runti
 
 def _train_row(model: JEPA | Data2Vec, done: list[MicroStep], before: list[torch.Tensor]) -> dict:
     """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens."""
-    masked = torch.cat([d.output.masked_loss_B.detach() for d in done])
-    context = torch.cat([d.output.context_loss_B.detach() for d in done])
-    baseline = content_free_baseline(model.name, torch.cat([d.output.masked_goal_BTD for d in done]))
-    context_baseline = content_free_baseline(model.name, torch.cat([d.output.context_goal_BCD for d in done]))
-    tissue = torch.cat([d.output.features_BKD[d.inputs.tissue] for d in done])
+    masked = torch.cat([d.masked_loss_B for d in done])
+    context = torch.cat([d.context_loss_B for d in done])
+    goal = torch.cat([d.masked_goal_BTD for d in done if d.masked_goal_BTD is not None])
+    baseline = content_free_baseline(model.name, goal)
+    context_goal = torch.cat([d.context_goal_BCD for d in done if d.context_goal_BCD is not None])
+    context_baseline = content_free_baseline(model.name, context_goal)
+    tissue = torch.cat([d.tissue_features_MD for d in done if d.tissue_features_MD is not None])
     scanner = np.array([name for d in done for name in d.scanner])
-    masks = [d.inputs.masks for d in done]
+    masks = [d.masks for d in done]
     after = health.parameters_of(model.target_encoder)
     by_scanner = {}
     for name in sorted(set(scanner)):
-        own = torch.from_numpy(scanner == name)
-        by_scanner[name] = float(masked.cpu()[own].mean() / baseline.cpu()[own].mean())
+        own = torch.from_numpy(scanner == name).to(masked.device)
+        # Its own median: a scanner is not easier to predict because another one looks different.
+        by_scanner[name] = float(masked[own].mean() / content_free_baseline(model.name, goal[own]).mean())
     return {
-        "loss": float(torch.stack([d.output.loss for d in done]).mean()),
+        "loss": float(torch.stack([d.loss for d in done]).mean()),
         "masked_loss": float(masked.mean()),
         "masked_over_baseline": float(masked.mean() / baseline.mean()),
         "context_loss": float(context.mean()),
@@ -220,7 +243,7 @@ def _require_finite(step: int, grad_norm: torch.Tensor, done: list[MicroStep], b
     """Stop before a non-finite gradient touches the weights, and name the volumes whose loss is not finite."""
     if torch.isfinite(grad_norm):
         return
-    losses = torch.cat([d.output.masked_loss_B + d.output.context_loss_B for d in done]).detach().cpu()
+    losses = torch.cat([d.masked_loss_B + d.context_loss_B for d in done]).cpu()
     culprits = [store.rows[row].uri for row, loss in zip(batch.index, losses, strict=True) if not torch.isfinite(loss)]
     last = run.last_checkpoint()
     raise TrainingError(
@@ -247,6 +270,12 @@ def _one_store(config: PretrainConfig, store: Store | None) -> Store:
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
     return Store.open(config.data.store)
+
+
+def _identity(store: Store, rows: np.ndarray) -> str:
+    """Which volumes are trained on, in which order, down to their voxels."""
+    text = "\n".join(f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _facts(model: JEPA | Data2Vec, runtime: Runtime, store: Store, participants: list[str]) -> dict:

@@ -34,7 +34,11 @@ class RunFolder:
     @property
     def record(self) -> dict[str, Any]:
         """run.json: what was run, on what, with which code."""
-        return json.loads((self.path / "run.json").read_text())
+        path = self.path / "run.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: missing or damaged ({error}); restore it from a copy, or choose another --out") from None
 
     def last_checkpoint(self) -> Path | None:
         found = checkpoint.steps(self.checkpoints)
@@ -49,8 +53,11 @@ class RunFolder:
         partial.replace(path)
 
 
-def claim(out: str | Path, config: PretrainConfig, fingerprint: str) -> RunFolder:
-    """The folder of this run: new, or one that the same config and Preprocessing began."""
+def claim(out: str | Path, config: PretrainConfig, fingerprint: str, data: str) -> RunFolder:
+    """The folder of this run: new, or one that the same config began on the same training volumes.
+
+    `fingerprint` is the Preprocessing's; `data` identifies the training volumes, their order and their voxels.
+    """
     run = RunFolder(Path(out))
     settings = run.path / "config.yaml"
     if settings.is_file():
@@ -58,16 +65,25 @@ def claim(out: str | Path, config: PretrainConfig, fingerprint: str) -> RunFolde
             raise CheckpointError(
                 f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, or choose another --out"
             )
-        if run.record["fingerprint"] != fingerprint:
+        if run.record.get("fingerprint") != fingerprint:
             raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
+        if run.record.get("data") != data:
+            raise CheckpointError(
+                f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again or split anew), "
+                "so it would not be the same run and its list of participants would be wrong; choose another --out (F18)"
+            )
         return run
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+    # A kill between the two first files leaves run.json alone: that run has not begun yet.
+    if run.path.exists() and (
+        not run.path.is_dir() or {p.name for p in run.path.iterdir()} - {"run.json", "run.partial", "config.partial"}
+    ):
         raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
     run.path.mkdir(parents=True, exist_ok=True)
     run.write_record(
         command="octfm " + " ".join(sys.argv[1:]),
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         fingerprint=fingerprint,
+        data=data,
         participant_key=secrets.token_hex(16),
         git=git_state(),
     )

@@ -55,6 +55,8 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
             "start it without torchrun"
         )
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected cpu or cuda (cuda:1 for the second), got {name!r}")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name} was asked for, but torch {torch.__version__} finds no CUDA device here; use device cpu")
     return Runtime(torch.device(name), precision)

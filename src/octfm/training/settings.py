@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -14,6 +15,8 @@ from octfm.models.vit3d import ViTConfig
 from octfm.training.augment import AugmentConfig
 from octfm.training.runtime import Precision
 from octfm.training.schedule import ScheduleConfig
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class PretrainConfig(Config):
@@ -30,7 +33,7 @@ class PretrainConfig(Config):
     masks: MaskConfig = MaskConfig()
     augment: AugmentConfig = AugmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates."""
     clip_grad_norm: float = Field(default=3.0, gt=0)
     """Gradients are scaled down to this norm; the norm before clipping is what is logged (F3)."""
@@ -45,6 +48,8 @@ class PretrainConfig(Config):
     def _predictor_heads_fit(self) -> "PretrainConfig":
         if self.predictor.width % self.predictor.heads or (self.predictor.width // self.predictor.heads) % 2:
             raise ValueError(f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size")
+        if self.objective.target_levels > self.model.depth:
+            raise ValueError(f"objective.target_levels {self.objective.target_levels} exceeds the {self.model.depth} blocks of model.depth")
         return self
 
 
