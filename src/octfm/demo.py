@@ -133,10 +133,9 @@ def _counts(rejects: tuple) -> str:
 def _commands(out: Path, data: Path | None, max_samples: int | None, seed: int, size: Size, labels: Path | None) -> list[str]:
     """What was run, and the verbs that continue from its catalog."""
     demo = ["octfm", "demo", "--out", out, "--seed", seed]
-    demo += (
-        ["--data", data] * (data is not None) + ["--max-samples", max_samples] * (max_samples is not None)
+    demo += ["--data", data] * (data is not None)
+    demo += ["--max-samples", max_samples] * (max_samples is not None)
     demo += ["--quick"] * (size is QUICK)
-    )
     settings = [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in PREPROCESSING.items()]
     verbs = [
         demo,
