@@ -10,16 +10,16 @@ demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
 
 test: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
 
 test-all: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n 2 -m "not gpu"
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/pyright
 
 wheel: $(STAMP)

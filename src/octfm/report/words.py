@@ -130,7 +130,7 @@ def _training(sources: Sources) -> str:
     if not len(steps):
         return "No training step has been logged yet."
     held_out = series(sources.validation, "masked_over_baseline")[1]
-    text = f"{steps[-1]:.0f} steps. Hidden tissue is predicted with {ratio[-1]:.0%} of the error of an answer that never looks"
+    text = f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {ratio[-1]:.0%} of the error of an answer that never looks"
     return text + (f", {held_out[-1]:.0%} on held-out participants." if len(held_out) else "; no validation was logged.")
 
 
