@@ -37,19 +37,18 @@ def save_examples(encoder: Encoder, store: Store, out: Path) -> Path:
 
 
 def save_pca(encoder: Encoder, store: Store, out: Path) -> Path:
-    """<out>/pca.npz: the first three principal components of tissue tokens as colours in 0..1, one basis for all volumes shown."""
+    """<out>/pca.npz: three principal components of tissue tokens as colours in 0..1, one basis for all volumes shown; 0 elsewhere."""
     chosen = _some_of_each_scanner(store)
     arrays = store.read(chosen)
     tokens = np.stack([encoder.encode_grid(voxels[None])[0] for voxels in arrays.voxels])
     maps = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, encoder.config.model.patch_size)
-    image, tissue = maps != PADDING, maps == TISSUE
-    tissue = tissue if tissue.any() else image
+    tissue = maps == TISSUE if (maps == TISSUE).any() else maps != PADDING
     # A basis over all tokens would spend its colours on telling tissue from background.
     centred = tokens - tokens[tissue].mean(0)
     _, _, axes = np.linalg.svd(centred[tissue], full_matrices=False)
     scores = centred @ axes[:3].T
     low, high = np.percentile(scores[tissue], (1, 99), axis=0)
-    colours = np.clip((scores - low) / np.maximum(high - low, 1e-6), 0, 1) * image[..., None]
+    colours = np.clip((scores - low) / np.maximum(high - low, 1e-6), 0, 1) * tissue[..., None]
     return _save(
         out / "pca.npz",
         pca=colours.astype(np.float32),
