@@ -27,12 +27,12 @@ def embed_all(
 
     Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report).
     """
-    opened, run = Store.open(store), Path(run)
+    run = Path(run)
+    encoder, opened = load_encoder(run), Store.open(store)
     if len(opened) == 0:
         raise EvaluationError(f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl")
     home = run if run.is_dir() else run.parent.parent
     folder = out or home / "embeddings"
-    encoder = load_encoder(run)
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))

@@ -52,10 +52,10 @@ def load(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
+    if content.get("version", 0) > VERSION:
+        raise CheckpointError(f"{path}: checkpoint version {content['version']}, this octfm reads up to {VERSION}; upgrade octfm")
     if missing := CONTENT - content.keys():
         raise CheckpointError(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
-    if content["version"] > VERSION:
-        raise CheckpointError(f"{path}: checkpoint version {content['version']}, this octfm reads up to {VERSION}; upgrade octfm")
     return content
 
 
