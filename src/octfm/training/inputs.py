@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octfm.data.loader import Batch
 from octfm.data.preprocessing import Preprocessing
-from octfm.masks import TISSUE, TokenMasks, sample_masks, token_grid, token_map
+from octfm.masks import TokenMasks, sample_masks, token_grid, token_map
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.objective import TokenIndex
@@ -86,8 +86,3 @@ def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """(decayed, not decayed) parameters: biases, norms and single tokens are not pulled towards zero."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-
-
-def tissue_share(tokens: np.ndarray) -> float:
-    """Share of all tokens that are tissue."""
-    return float((tokens == TISSUE).mean())
