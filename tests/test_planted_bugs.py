@@ -1,0 +1,188 @@
+"""Every named failure is planted again in a copy of the source, and the test that bears its name must turn red."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One old behaviour: what to write instead of what, and who must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+BUGS = (
+    Bug(
+        "F1-schedule-restarts",
+        "training/schedule.py",
+        "_cosine(peak, end, self._progress(step))",
+        "_cosine(peak, end, 2 * self._progress(step) % 1)",
+        "test_schedule.py::test_F1_learning_rate_rises_once_and_falls_once",
+    ),
+    Bug(
+        "F2-learning-rate-0-without-a-decay",
+        "training/schedule.py",
+        'return peak if self.config.lr_shape == "constant"',
+        'return 0.0 if self.config.lr_shape == "constant"',
+        "test_schedule.py::test_F2_learning_rate_is_never_zero",
+    ),
+    Bug(
+        "F3-gradient-norm-after-zero-grad",
+        "training/pretrain.py",
+        "grad_norm = torch.nn.utils.clip_grad_norm_(",
+        "optimizer.zero_grad(set_to_none=False)\n            grad_norm = torch.nn.utils.clip_grad_norm_(",
+        "test_pretrain.py::test_F3_gradient_norm_is_measured_before_clipping_and_never_after_zero_grad",
+    ),
+    Bug(
+        "F4-masks-count-voxels",
+        "masks.py",
+        "target.append(np.sort(np.resize(order[:split], num_target)))",
+        "target.append(np.sort(np.resize(order[:split], num_target)) * 64)",
+        "test_masks.py::test_F4_masks_are_token_indices_never_voxels",
+    ),
+    Bug(
+        "F5-step-result-is-a-bare-tuple",
+        "models/jepa.py",
+        "return ObjectiveOutput(loss,",
+        "return (lambda *several: several)(loss,",
+        "test_objectives.py::test_F5_step_result_is_typed",
+    ),
+    Bug(
+        "F7-accumulated-gradients-are-summed",
+        "training/pretrain.py",
+        "(output.loss / micro_steps).backward()",
+        "output.loss.backward()",
+        "test_pretrain.py::test_F7_accumulation_does_not_change_the_maths",
+    ),
+    Bug(
+        "F9-shared-functional-groups-are-ignored",
+        "data/readers/dicom_geometry.py",
+        '("shared", [_first(shared, "PixelMeasuresSequence")])',
+        '("shared", [])',
+        "test_dicom.py::test_F9_spacing_is_read_from_shared_functional_groups",
+    ),
+    Bug(
+        "F9-missing-spacing-becomes-1",
+        "data/readers/dicom_geometry.py",
+        'raise ReadError(\n        "missing_spacing",\n        f"{uri}: no PixelSpacing in shared',
+        'return (0.01, 0.01), 0.1, 0.1, "guessed"\n    raise ReadError(\n        "missing_spacing",\n        f"{uri}: no PixelSpacing in shared',
+        "test_dicom.py::test_F9_missing_spacing_is_refused_never_one",
+    ),
+    Bug(
+        "F10-every-rank-reads-the-same",
+        "data/loader.py",
+        "self.rank * share",
+        "0 * share",
+        "test_loader.py::test_F10_ranks_see_disjoint_data",
+    ),
+    Bug(
+        "F11a-teacher-never-moves",
+        "models/jepa.py",
+        "move_average(self.target_encoder, self.encoder, momentum)",
+        "pass",
+        "test_objectives.py::test_F11_teacher_moves_and_gets_no_gradient",
+    ),
+    Bug(
+        "F11a-teacher-never-moves-is-stopped-by-the-loop",
+        "training/pretrain.py",
+        "model.update_target(ema)",
+        "pass",
+        "test_pretrain.py::test_F11_teacher_moves_in_every_update_and_context_cannot_see",
+    ),
+    Bug(
+        "F11b-context-encoder-sees-the-answers",
+        "models/jepa.py",
+        "seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)",
+        "seen = take_tokens(encoder(patches_BKP, index.kept, table), index.context)",
+        "test_objectives.py::test_F11_context_encoder_cannot_see_target_voxels",
+    ),
+    Bug(
+        "F11c-goals-of-other-places",
+        "models/jepa.py",
+        "wanted = take_tokens(goal, asked)",
+        "wanted = take_tokens(goal, asked).roll(1, 1)",
+        "test_objectives.py::test_F11_goals_are_the_targets_own_features",
+    ),
+    Bug(
+        "F11d-loss-shrinks-with-the-width",
+        "models/objective.py",
+        "(2 - 2 * F.cosine_similarity(prediction.float(), goal.float(), dim=-1)).mean(1)",
+        "(F.normalize(prediction.float(), dim=-1) - F.normalize(goal.float(), dim=-1)).pow(2).mean((1, 2))",
+        "test_objectives.py::test_F11_loss_is_told_relative_to_a_content_free_baseline",
+    ),
+    Bug(
+        "F12-validation-loss-is-0",
+        "training/pretrain.py",
+        '"masked_loss": masked,',
+        '"masked_loss": 0.0,',
+        "test_pretrain.py::test_F12_validation_has_real_masks_and_the_same_ones_every_time",
+    ),
+    Bug(
+        "F13-augmentation-flips-the-axial-axis",
+        "training/augment.py",
+        "torch.arange(height, device=voxels.device) - shift_B.unsqueeze(1)",
+        "torch.arange(height, device=voxels.device).flip(0) - shift_B.unsqueeze(1)",
+        "test_augment.py::test_F13_augmentation_never_flips_an_axis",
+    ),
+    Bug(
+        "F15-evaluation-normalises-in-its-own-way",
+        "evaluation/encoder.py",
+        "prepared = self.preprocessing(volume)",
+        'prepared = self.preprocessing.model_copy(update={"target_spacing": (0.1, 0.02, 0.02)})(volume)',
+        "test_encoder.py::test_F15_preprocessing_travels_with_the_weights",
+    ),
+    Bug(
+        "F16-eyes-are-split-not-participants",
+        "evaluation/cases.py",
+        "names, member = np.unique(participant, return_inverse=True)",
+        "names, member = np.arange(len(participant)), np.arange(len(participant))",
+        "test_probe.py::test_F16_folds_never_share_a_participant",
+    ),
+    Bug(
+        "F17-attention-is-materialised",
+        "models/vit3d.py",
+        "attended = F.scaled_dot_product_attention(q, k, v)",
+        "attended = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v",
+        "test_objectives.py::test_F17_positions_cost_no_parameters_and_attention_is_fused",
+    ),
+    Bug(
+        "F18-an-unreadable-checkpoint-starts-anew",
+        "training/pretrain.py",
+        "content = checkpoint.load(last)",
+        "try:\n        content = checkpoint.load(last)\n    except Exception:\n        return 0",
+        "test_pretrain.py::test_F18_a_damaged_checkpoint_stops_with_the_reason",
+    ),
+    Bug(
+        "F19-depth-never-reaches-the-model",
+        "models/vit3d.py",
+        "for _ in range(config.depth)",
+        "for _ in range(6)",
+        "test_objectives.py::test_F19_prototype_preset_counts_its_29_457_million_parameters",
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_turns_its_test_red(bug, tmp_path):
+    shutil.copytree(ROOT / "src" / "octfm", tmp_path / "octfm", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "octfm" / bug.file
+    source = path.read_text()
+    assert source.count(bug.old) == 1, f"{bug.file} holds the text to replace {source.count(bug.old)} times; bring this table up to date"
+    path.write_text(source.replace(bug.old, bug.new))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{bug.test}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and " failed" in done.stdout, f"{bug.test} did not notice {bug.name}:\n{done.stdout[-2000:]}{done.stderr[-500:]}"
