@@ -76,8 +76,8 @@ BUGS = (
     Bug(
         "F9-missing-spacing-becomes-1",
         "data/readers/dicom_geometry.py",
-        'raise ReadError(\n        "missing_spacing",\n        f"{uri}: no PixelSpacing in shared',
-        'return (0.01, 0.01), 0.1, 0.1, "guessed"\n    raise ReadError(\n        "missing_spacing",\n        f"{uri}: no PixelSpacing in shared',
+        "return (float(dy), float(dx)), between, thickness, source\n    raise ReadError(",
+        'return (float(dy), float(dx)), between, thickness, source\n    return (0.01, 0.01), 0.1, 0.1, "guessed"\n    raise ReadError(',
         "test_dicom.py::test_F9_missing_spacing_is_refused_never_one",
     ),
     Bug(
@@ -185,4 +185,6 @@ def test_planted_bug_turns_its_test_red(bug, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{bug.test}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and " failed" in done.stdout, f"{bug.test} did not notice {bug.name}:\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+    assert done.returncode == 1 and " failed" in done.stdout, (
+        f"{bug.test} did not notice {bug.name}:\n{done.stdout[-2000:]}{done.stderr[-999:]}"
+    )
