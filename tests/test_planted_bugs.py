@@ -61,7 +61,7 @@ BUGS = (
     ),
     Bug(
         "F7-accumulated-gradients-are-summed",
-        "training/pretrain.py",
+        "training/step.py",
         "(output.loss / micro_steps).backward()",
         "output.loss.backward()",
         "test_pretrain.py::test_F7_accumulation_does_not_change_the_maths",
@@ -124,7 +124,7 @@ BUGS = (
     ),
     Bug(
         "F12-validation-loss-is-0",
-        "training/pretrain.py",
+        "training/measure.py",
         '"masked_loss": masked,',
         '"masked_loss": 0.0,',
         "test_pretrain.py::test_F12_validation_has_real_masks_and_the_same_ones_every_time",

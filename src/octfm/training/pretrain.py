@@ -1,9 +1,7 @@
 """Self-supervised pretraining: one function, one loop."""
 
 import hashlib
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,50 +9,23 @@ import torch
 
 from octfm import __version__
 from octfm.config import load
-from octfm.data.loader import Batch, Loader, accumulation, microbatches
+from octfm.data.loader import Batch, Loader
 from octfm.data.store import Store
 from octfm.errors import ConfigError, TrainingError
-from octfm.masks import TokenMasks
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
-from octfm.models.objective import ObjectiveOutput, content_free_baseline
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, preflight
-from octfm.training.inputs import Inputs, build_objective, make_inputs, optimizer_groups
+from octfm.training.inputs import build_objective, optimizer_groups
+from octfm.training.measure import Window, train_row, validate
 from octfm.training.run_folder import RunFolder, claim
 from octfm.training.runtime import Runtime, environment, start
 from octfm.training.schedule import Schedule, ramp
 from octfm.training.settings import PretrainConfig
+from octfm.training.step import MicroStep, accumulate
 from octfm.training.tracking import Metrics
 
 Echo = Callable[[str], None]
-
-
-@dataclass(frozen=True, eq=False)
-class MicroStep:
-    """What one micro-batch leaves behind: losses always, goals and features only in steps that are logged."""
-
-    loss: torch.Tensor
-    masked_loss_B: torch.Tensor
-    context_loss_B: torch.Tensor
-    masks: TokenMasks
-    scanner: tuple[str, ...]
-    masked_goal_BTD: torch.Tensor | None
-    context_goal_BCD: torch.Tensor | None
-    tissue_features_MD: torch.Tensor | None
-
-
-def _keep(inputs: Inputs, output: ObjectiveOutput, scanner: tuple[str, ...], *, everything: bool) -> MicroStep:
-    return MicroStep(
-        output.loss.detach(),
-        output.masked_loss_B.detach(),
-        output.context_loss_B.detach(),
-        inputs.masks,
-        scanner,
-        output.masked_goal_BTD if everything else None,
-        output.context_goal_BCD if everything else None,
-        output.features_BKD[inputs.tissue] if everything else None,
-    )
 
 
 def pretrain(
@@ -68,7 +39,6 @@ def pretrain(
     runtime = start(config.precision, device)
     preprocessing = store.preprocessing
     train_rows, validation_rows = preflight.training_rows(config, store)
-    micro_steps = accumulation(config.data.global_batch_size, config.data.per_device_batch_size, runtime.world)
     schedule = Schedule(config.schedule, config.steps)
 
     preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out)), echo)
@@ -84,7 +54,7 @@ def pretrain(
 
     metrics = Metrics(run.metrics, first_step)
     loader = Loader(store, train_rows, config.data.global_batch_size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
-    window = _Window()
+    window = Window()
     try:
         for step in range(first_step, config.steps):
             batch = loader.batches(step)
@@ -95,13 +65,9 @@ def pretrain(
             optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
             optimizer.param_groups[1].update(lr=lr)
             optimizer.zero_grad(set_to_none=True)
-            done: list[MicroStep] = []
-            for part in microbatches(batch, config.data.per_device_batch_size):
-                inputs = make_inputs(config, preprocessing, runtime, part)
-                with runtime.autocast():
-                    output = model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
-                (output.loss / micro_steps).backward()
-                done.append(_keep(inputs, output, part.scanner, everything=logged))
+            done = accumulate(
+                config, model, runtime, preprocessing, batch, config.data.per_device_batch_size, context_weight, everything=logged
+            )
             grad_norm = torch.nn.utils.clip_grad_norm_(decayed + free, config.clip_grad_norm)
             _require_finite(step, grad_norm, done, batch, store, run)
             optimizer.step()
@@ -110,7 +76,7 @@ def pretrain(
 
             window.add(batch)
             if logged:
-                row = _train_row(model, done, before) | window.close(runtime)
+                row = train_row(model, done, before) | window.close(runtime)
                 row |= {"lr": lr, "weight_decay": weight_decay, "ema": ema, "grad_norm": float(grad_norm), "context_weight": context_weight}
                 metrics.write("train", step, **row)
                 _say(metrics, step, config, row | {"step": step, "warmup_steps": schedule.warmup_steps}, echo)
@@ -164,66 +130,6 @@ def save(
         "octfm": __version__,
     }
     checkpoint.save(run.checkpoints, step, content, config.keep_checkpoints)
-
-
-@torch.no_grad()
-def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runtime: Runtime, rows: np.ndarray) -> dict[str, float]:
-    """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass (F12)."""
-    outputs: list[ObjectiveOutput] = []
-    for first in range(0, len(rows), config.data.per_device_batch_size):
-        chosen = rows[first : first + config.data.per_device_batch_size]
-        arrays = store.read(chosen)
-        scanner = tuple(store.rows[row].scanner for row in chosen)
-        batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0)
-        inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
-        with runtime.autocast():
-            output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
-        outputs.append(output._replace(features_BKD=output.features_BKD[:0]))
-    # One median over all held-out volumes, so that the ratio does not depend on the micro-batch.
-    masked, context = (float(torch.cat(x).mean()) for x in zip(*((o.masked_loss_B, o.context_loss_B) for o in outputs), strict=True))
-    goals = (torch.cat(x) for x in zip(*((o.masked_goal_BTD, o.context_goal_BCD) for o in outputs), strict=True))
-    baseline, context_baseline = (float(content_free_baseline(model.name, goal).mean()) for goal in goals)
-    return {
-        "masked_loss": masked,
-        "masked_over_baseline": masked / baseline,
-        "context_loss": context,
-        "context_over_baseline": context / context_baseline,
-        "volumes": len(rows),
-    }
-
-
-def _train_row(model: JEPA | Data2Vec, done: list[MicroStep], before: list[torch.Tensor]) -> dict:
-    """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens."""
-    masked = torch.cat([d.masked_loss_B for d in done])
-    context = torch.cat([d.context_loss_B for d in done])
-    goal = torch.cat([d.masked_goal_BTD for d in done if d.masked_goal_BTD is not None])
-    baseline = content_free_baseline(model.name, goal)
-    context_goal = torch.cat([d.context_goal_BCD for d in done if d.context_goal_BCD is not None])
-    context_baseline = content_free_baseline(model.name, context_goal)
-    tissue = torch.cat([d.tissue_features_MD for d in done if d.tissue_features_MD is not None])
-    scanner = np.array([name for d in done for name in d.scanner])
-    masks = [d.masks for d in done]
-    after = health.parameters_of(model.target_encoder)
-    by_scanner = {}
-    for name in sorted(set(scanner)):
-        own = torch.from_numpy(scanner == name).to(masked.device)
-        # Its own median: a scanner is not easier to predict because another one looks different.
-        by_scanner[name] = float(masked[own].mean() / content_free_baseline(model.name, goal[own]).mean())
-    return {
-        "loss": float(torch.stack([d.loss for d in done]).mean()),
-        "masked_loss": float(masked.mean()),
-        "masked_over_baseline": float(masked.mean() / baseline.mean()),
-        "context_loss": float(context.mean()),
-        "context_over_baseline": float(context.mean() / context_baseline.mean()),
-        "by_scanner": by_scanner,
-        "effective_rank": health.effective_rank(tissue),
-        "feature_std": health.feature_std(tissue),
-        "teacher_step": health.relative_distance(after, before),
-        "teacher_distance": health.relative_distance(after, health.parameters_of(model.encoder)),
-        "dead_targets": float(np.concatenate([m.dead for m in masks]).mean()),
-        "tissue_dropped": float(np.concatenate([m.tissue_dropped for m in masks]).mean()),
-        "tokens_repeated": float(np.concatenate([m.repeated for m in masks]).mean()),
-    }
 
 
 def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: Echo) -> None:
@@ -287,31 +193,6 @@ def _facts(model: JEPA | Data2Vec, runtime: Runtime, store: Store, participants:
         "store": {"volumes": len(store), "train_participants": len(participants)},
         "octfm": __version__,
     }
-
-
-class _Window:
-    """Volumes, time and waiting since the last logged step."""
-
-    def __init__(self):
-        self.restart()
-
-    def restart(self) -> None:
-        self.volumes, self.wait_s, self.since = 0, 0.0, time.perf_counter()
-
-    def add(self, batch: Batch) -> None:
-        self.volumes += len(batch.index)
-        self.wait_s += batch.wait_s
-
-    def close(self, runtime: Runtime) -> dict[str, float]:
-        elapsed = max(1e-9, time.perf_counter() - self.since)
-        row = {
-            "volumes_per_s": self.volumes / elapsed,
-            "data_wait_share": min(1.0, self.wait_s / elapsed),
-            "peak_memory_gb": runtime.peak_memory_gb(),
-            "time": time.time(),
-        }
-        self.restart()
-        return row
 
 
 def config_of(content: dict) -> PretrainConfig:
