@@ -42,13 +42,14 @@ def phantom(
     seed: Annotated[int, typer.Option(help="0-99 for development, 100 and above for reported results.")] = 0,
     size: Annotated[str, typer.Option(help="B-scans x rows x columns, or `native` for each scanner's own.")] = "32x256x192",
     defects: Annotated[float, typer.Option(help="Spoilt files per good one.")] = 0.0,
+    zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
     workers: Workers = None,
 ) -> None:
     """Write a synthetic cohort with known truth, laid out like AI-READI."""
     from octfm.data.phantom import write_phantom
 
     shape = None if size == "native" else _size(size)
-    path = write_phantom(out, participants, seed, size=shape, defects=defects, workers=workers)
+    path = write_phantom(out, participants, seed, size=shape, defects=defects, zipped=zipped, workers=workers)
     typer.echo(f"{path}: {participants} participants; truth in {path / 'ground_truth'}")
 
 
@@ -57,14 +58,17 @@ def scan(
     root: Annotated[str, typer.Argument(help="Folder in AI-READI layout, or any tree of DICOM files.")],
     out: Out = Path("catalog"),
     seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
+    extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
     workers: Workers = None,
 ) -> None:
     """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason."""
     from octfm.data.catalog import scan as scan_root
 
-    catalog = scan_root(root, seed=seed, workers=workers)
+    catalog = scan_root(root, seed=seed, extract=extract, workers=workers)
     catalog.save(out)
-    _print_counts(f"{out}: {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected", catalog.summary())
+    _print_counts(
+        f"{out}: {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped", catalog.summary()
+    )
 
 
 @app.command()

@@ -1,12 +1,14 @@
 """The tables of an AI-READI data set: manifest.tsv (one row per file) and participants.tsv (one row per person), v2 and v3."""
 
 import csv
+import io
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octfm.errors import OctfmError
+from octfm.data.archive import open_file, unpacked_paths
+from octfm.errors import OctfmError, ReadError
 
 _PERSON = ("person_id", "participant_id")  # v3, v2
 _IDENTIFIER = re.compile(
@@ -42,9 +44,19 @@ class Tables:
     by_path: dict[str, ManifestRow] = field(default_factory=dict)
     participants: dict[str, dict[str, str]] = field(default_factory=dict)
     """Columns of participants.tsv by participant, without direct identifiers."""
+    unpacked_from: dict[str, str] = field(default_factory=dict)
+    """Member of an archive that each unpacked file came from: the tables know it by the archive's place."""
 
     def find(self, uri: str, sop_instance_uid: str) -> ManifestRow | None:
-        return self.by_uid.get(sop_instance_uid) or self.by_path.get(uri)
+        """The row of this file: listed at its path with its UID, else under its UID anywhere, else at its path."""
+        at_path = self.at_path(uri)
+        if at_path is not None and at_path.sop_instance_uid == sop_instance_uid:
+            return at_path
+        return self.by_uid.get(sop_instance_uid) or at_path
+
+    def at_path(self, uri: str) -> ManifestRow | None:
+        """The row of whatever lies here. A member of an archive is listed where unpacking would put it."""
+        return next((self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path), None)
 
 
 def read_tables(root: Path, companions: Iterable[Path]) -> Tables:
@@ -104,9 +116,9 @@ def _read_participants(path: Path, tables: Tables) -> None:
 
 def _rows(path: Path) -> list[dict[str, str]]:
     try:
-        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
-    except (OSError, csv.Error) as error:
+        with open_file(path, whole=True) as file, io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text:
+            rows = list(csv.DictReader(text, delimiter="\t"))
+    except (OSError, ReadError, csv.Error) as error:
         raise TableError(f"{path}: cannot be read as a tab-separated table: {error}; fetch it again") from error
     return [{str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)} for row in rows]
 

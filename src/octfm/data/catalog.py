@@ -3,66 +3,28 @@
 import hashlib
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from octfm.data.aireadi import ManifestRow, Tables, read_tables
+from octfm.data.acquisition import Acquisition, Reject
+from octfm.data.aireadi import Tables, read_tables
+from octfm.data.archive import file_size, unpack
+from octfm.data.duplicates import without_duplicates
 from octfm.data.readers import REASONS, Header, read_header
 from octfm.data.splits import SPLITS, Split, assign, parse_split
-from octfm.data.volume import Laterality, Shape3, Spacing3
-from octfm.data.walk import walk
+from octfm.data.spread import spread
+from octfm.data.walk import Found, walk
 from octfm.errors import OctfmError, ReadError
 
-FORMAT, VERSION = "octfm-catalog", 1
-
-_CHUNK = 32
-"""Files per task: a header takes milliseconds, handing one over to a process as long."""
+FORMAT, VERSION = "octfm-catalog", 2
 
 
 class CatalogError(OctfmError):
     """A root without a usable scan, or a catalog that is missing, damaged, of another version, or leaks participants."""
-
-
-@dataclass(frozen=True)
-class Acquisition:
-    """One accepted file. Holds no name, birth date or other direct identifier."""
-
-    uri: str
-    """Absolute path."""
-    participant: str
-    """From the manifest, else PatientID, else the folder."""
-    laterality: Laterality | None
-    """None where nothing states it and where header and manifest contradict each other."""
-    scanner: str
-    """heidelberg_spectralis, topcon_maestro2, topcon_triton, zeiss_cirrus, else manufacturer_model."""
-    protocol: str
-    shape: Shape3
-    """(D, H, W)."""
-    spacing_mm: Spacing3
-    """(dz, dy, dx)."""
-    spacing_source: str
-    sop_instance_uid: str
-    split: Split | None = None
-    participant_labels: dict[str, str] = field(default_factory=dict)
-    """Columns of participants.tsv, without direct identifiers."""
-    flags: tuple[str, ...] = ()
-    """What is doubtful but no reason to reject: laterality_conflict, slice_thickness_corrected, not_in_manifest, ..."""
-
-    @property
-    def eye_id(self) -> str:
-        return f"{self.participant}_{self.laterality or 'unknown'}"
-
-
-@dataclass(frozen=True)
-class Reject:
-    uri: str
-    code: str
-    """One of octfm.data.readers.REASONS."""
-    sentence: str
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +34,8 @@ class Catalog:
     rejects: tuple[Reject, ...]
     companions: int = 0
     """Tables, documents and ground truth beside the images: neither accepted nor rejected."""
+    skipped: tuple[Reject, ...] = ()
+    """Recognised and left out on purpose (angiography, photographs, radial scans, ...): counted, no errors."""
 
     def save(self, folder: str | Path) -> Path:
         """Write catalog.parquet and rejects.parquet. Each appears complete or not at all, and a mixed pair is refused by `load`."""
@@ -82,7 +46,7 @@ class Catalog:
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"format": FORMAT, "version": VERSION, "root": self.root, "companions": self.companions, "key": self._key()}
         staged = []
-        for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", [asdict(reject) for reject in self.rejects])):
+        for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
             partial = folder / f".{name}.{os.getpid()}"
             pq.write_table(pa.Table.from_pylist(table, schema), partial, compression="zstd")
@@ -98,12 +62,14 @@ class Catalog:
         """Raises CatalogError where the pair is missing, damaged, of another version or from two different scans."""
         folder = Path(folder)
         rows, facts = _read_parquet(folder / "catalog.parquet")
-        rejects, other = _read_parquet(folder / "rejects.parquet")
+        left_out, other = _read_parquet(folder / "rejects.parquet")
+        rejects = [Reject(row["uri"], row["code"], row["sentence"], row["bytes"]) for row in left_out]
         catalog = Catalog(
             root=facts["root"],
             acquisitions=tuple(_acquisition(row) for row in rows),
-            rejects=tuple(Reject(**row) for row in rejects),
+            rejects=tuple(reject for reject in rejects if not reject.expected),
             companions=facts["companions"],
+            skipped=tuple(reject for reject in rejects if reject.expected),
         )
         if not facts["key"] == other["key"] == catalog._key():
             raise CatalogError(f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again")
@@ -115,6 +81,7 @@ class Catalog:
         return {
             "accepted": len(self.acquisitions),
             "rejected": len(self.rejects),
+            "skipped": len(self.skipped),
             "companions": self.companions,
             "participants": len(participants),
             "eyes": len({a.eye_id for a in self.acquisitions}),
@@ -123,6 +90,7 @@ class Catalog:
             "lateralities": _count(a.laterality or "unknown" for a in self.acquisitions),
             "participants_per_split": {split: n for split in SPLITS if (n := list(participants.values()).count(split))},
             "rejects": _count(reject.code for reject in self.rejects),
+            "skips": _count(reject.code for reject in self.skipped),
             "flags": _count(flag for a in self.acquisitions for flag in a.flags),
         }
 
@@ -132,41 +100,53 @@ class Catalog:
             for a in self.acquisitions
         ]
 
+    def _left_out(self) -> list[dict[str, Any]]:
+        """One row per file that is not in the catalog, with what would put it there."""
+        return [asdict(reject) | {"fix": reject.fix, "skipped": reject.expected} for reject in (*self.rejects, *self.skipped)]
+
     def _key(self) -> str:
-        content = json.dumps([self.root, self.companions, self._rows(), [asdict(reject) for reject in self.rejects]], default=list)
+        content = json.dumps([self.root, self.companions, self._rows(), self._left_out()], default=list)
         return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def scan(root: str | Path, *, seed: int = 0, workers: int | None = None, progress: Callable[[int, int], None] | None = None) -> Catalog:
+def scan(
+    root: str | Path,
+    *,
+    seed: int = 0,
+    extract: str | Path | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Catalog:
     """Look at every file below `root` (AI-READI layout or any tree), without decoding, and assign participant-level splits.
 
+    ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     The result does not depend on `workers` (processes; default one per core). `progress(done, total)` counts files.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for a contradictory participants.tsv.
     """
     folder = _existing(root)
     found = walk(folder)
-    if not found.files and not found.unreadable:
+    if not found.files and not found.refused:
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
         raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files")
     tables = read_tables(folder, found.companions)
-    rejects = [Reject(uri, "unreadable", sentence, 0) for uri, sentence in found.unreadable]
-    headers: list[Header] = []
-    for outcome in _examine_all(found.files, workers, progress):
-        if isinstance(outcome, Header):
-            headers.append(outcome)
-        else:
-            rejects.append(outcome)
-    headers, duplicates = _without_duplicates(headers, tables)
-    rejects += duplicates
-    acquisitions = [_accept(header, tables) for header in headers]
-    if not acquisitions:
-        counts = ", ".join(f"{n} {code} ({REASONS[code]})" for code, n in _count(reject.code for reject in rejects).items())
-        raise CatalogError(f"{folder}: none of {len(rejects)} files is an acceptable OCT volume: {counts}")
+    if extract is not None:
+        found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
+    outcomes = list(spread(_examine, found.files, workers, progress))
+    headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers)
+    left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
+    left_out.sort(key=lambda reject: reject.uri)
+    if not headers:
+        reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
+        counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
+        raise CatalogError(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}")
+    from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
+
     return Catalog(
         root=str(folder),
-        acquisitions=assign_splits(acquisitions, seed=seed),
-        rejects=tuple(sorted(rejects, key=lambda reject: reject.uri)),
+        acquisitions=assign_splits([accept(header, tables) for header in headers], seed=seed),
+        rejects=tuple(reject for reject in left_out if not reject.expected),
         companions=len(found.companions),
+        skipped=tuple(reject for reject in left_out if reject.expected),
     )
 
 
@@ -219,110 +199,26 @@ def _existing(root: str | Path) -> Path:
     return folder
 
 
-def _examine_all(files: list[Path], workers: int | None, progress: Callable[[int, int], None] | None) -> Iterable[Header | Reject]:
-    """In the order of `files`, whichever worker is faster."""
-    chunks = [files[i : i + _CHUNK] for i in range(0, len(files), _CHUNK)]
-    # Fewer files are done before the processes have started.
-    workers = 1 if len(files) < 8 * _CHUNK else workers or os.cpu_count() or 1
-    if workers == 1:
-        results: Iterable[list[Header | Reject]] = map(_examine, chunks)
-    else:
-        from joblib import Parallel, delayed
-
-        results = cast(Any, Parallel(n_jobs=workers, return_as="generator")(delayed(_examine)(chunk) for chunk in chunks))
-    done = 0
-    for found in results:
-        done += len(found)
-        if progress:
-            progress(done, len(files))
-        yield from found
+def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path]:
+    """The files to look at after every archive is unpacked below `into`, at the place that it has below `root`."""
+    if into.is_relative_to(root):
+        raise CatalogError(f"--extract {into}: expected a folder outside {root}, where the next scan would find every file twice")
+    needed = sum(member.size for archive in found.archives for member in archive.members.values())
+    into.mkdir(parents=True, exist_ok=True)
+    if needed > (free := shutil.disk_usage(into).free):
+        raise CatalogError(f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, or scan without --extract")
+    files: dict[str, Path] = {}
+    for archive in found.archives:
+        files |= unpack(archive, into / Path(archive.path).relative_to(root).with_suffix(""))
+    tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
+    return [files.get(str(path), path) for path in found.files]
 
 
-def _examine(paths: list[Path]) -> list[Header | Reject]:
-    found: list[Header | Reject] = []
-    for path in paths:
-        try:
-            found.append(read_header(path))
-        except ReadError as error:
-            found.append(Reject(str(path), error.code, str(error), path.stat().st_size if path.exists() else 0))
-    return found
-
-
-def _without_duplicates(headers: list[Header], tables: Tables) -> tuple[list[Header], list[Reject]]:
-    """One file per SOP Instance UID: the one that the manifest lists, else the first by path."""
-    kept: dict[str, Header] = {}
-    for header in sorted(headers, key=lambda header: (header.uri not in tables.by_path, header.uri)):
-        kept.setdefault(header.sop_instance_uid, header)
-    rejects = [
-        Reject(
-            header.uri,
-            "duplicate_sop_uid",
-            f"{header.uri}: the same SOP Instance UID as {kept[header.sop_instance_uid].uri}; remove the copy",
-            Path(header.uri).stat().st_size,
-        )
-        for header in headers
-        if kept[header.sop_instance_uid] is not header
-    ]
-    return [header for header in headers if kept[header.sop_instance_uid] is header], rejects
-
-
-def _accept(header: Header, tables: Tables) -> Acquisition:
-    """Header and manifest side by side; every contradiction becomes a flag."""
-    from octfm.data.readers.dicom import lateralities, scanner_slug, slugify
-
-    row = tables.find(header.uri, header.sop_instance_uid)
-    flags = [*header.flags]
-    if row is None:
-        flags += ["not_in_manifest"] if tables.by_path or tables.by_uid else []
-        row = ManifestRow()
-    flags += _contradictions(header, row)
-
-    laterality = header.laterality
-    stated, _ = lateralities([row.laterality])
-    if stated and laterality and stated != laterality:
-        laterality = None  # mirrored or not would be a guess
-        flags.append("laterality_conflict")
-    elif stated and not laterality and "laterality_conflict" not in flags:
-        laterality = stated
-        flags[flags.index("laterality_unknown")] = "laterality_from_manifest"
-
-    participant = row.participant or header.participant
-    if participant is None:
-        participant = Path(header.uri).parent.name
-        flags.append("participant_from_folder")
-    scanner = scanner_slug(row.manufacturer, row.model) if header.scanner == "unknown" else header.scanner
-    return Acquisition(
-        uri=header.uri,
-        participant=participant,
-        laterality=laterality,
-        scanner=scanner,
-        protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
-        shape=header.shape,
-        spacing_mm=header.spacing_mm,
-        spacing_source=header.spacing_source,
-        sop_instance_uid=header.sop_instance_uid,
-        participant_labels=tables.participants.get(participant, {}),
-        flags=tuple(flags),
-    )
-
-
-def _contradictions(header: Header, row: ManifestRow) -> list[str]:
-    from octfm.data.readers.dicom import scanner_slug
-
-    flags = []
-    if row.participant and header.participant and row.participant != header.participant:
-        flags.append("participant_conflict")
-    listed = scanner_slug(row.manufacturer, row.model)
-    if "unknown" not in (listed, header.scanner) and listed != header.scanner:
-        flags.append("scanner_conflict")
-    if row.sop_instance_uid and row.sop_instance_uid != header.sop_instance_uid:
-        flags.append("sop_uid_conflict")
-    if row.shape and row.shape != header.shape:
-        flags.append("shape_conflict")
-    pairs = [*zip(row.in_plane_mm or (), header.spacing_mm[1:], strict=False), (row.slice_thickness_mm, header.spacing_mm[0])]
-    if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):
-        flags.append("spacing_conflict")
-    return flags
+def _examine(path: Path) -> Header | Reject:
+    try:
+        return read_header(path)
+    except ReadError as error:
+        return Reject(str(path), error.code, str(error), file_size(path))
 
 
 def _count(words: Iterable[str]) -> dict[str, int]:
@@ -333,7 +229,8 @@ def _schema(name: str):
     import pyarrow as pa
 
     if name == "rejects.parquet":
-        return pa.schema({"uri": pa.string(), "code": pa.string(), "sentence": pa.string(), "bytes": pa.int64()})
+        text = {name: pa.string() for name in ("uri", "code", "sentence", "fix")}
+        return pa.schema(text | {"bytes": pa.int64(), "skipped": pa.bool_()})
     text = ("uri", "participant", "laterality", "scanner", "protocol", "spacing_source", "sop_instance_uid", "split", "participant_labels")
     return pa.schema(
         {name: pa.string() for name in text}

@@ -1,9 +1,14 @@
-"""Which files below a folder may hold images; tables, documents and ground truth beside them are companions."""
+"""Which files below a folder, and in ZIP archives there, may hold images; tables, documents and ground truth are companions."""
 
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from octfm.data.acquisition import Reject
+from octfm.data.archive import MEMBER, Archive, open_archive, open_file
+from octfm.errors import ReadError
 
 _COMPANION_FOLDERS = {"ground_truth"}
 _COMPANION_NAMES = {"dicomdir", "license", "readme", "changelog", "thumbs.db"}
@@ -14,8 +19,10 @@ _COMPANION_SUFFIXES = {".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", 
 class Found:
     files: list[Path] = field(default_factory=list)
     companions: list[Path] = field(default_factory=list)
-    unreadable: list[tuple[str, str]] = field(default_factory=list)
-    """(path, sentence) of folders that cannot be listed, broken links, pipes and names that are not text."""
+    """Members of archives are archive.zip!/member."""
+    archives: list[Archive] = field(default_factory=list)
+    refused: list[Reject] = field(default_factory=list)
+    """Folders that cannot be listed, broken links, pipes, names that are not text, damaged archives, hostile members."""
 
 
 def walk(root: Path) -> Found:
@@ -31,11 +38,11 @@ def walk(root: Path) -> Found:
             seen.add((identity.st_dev, identity.st_ino))
             entries = sorted(folder.iterdir())
         except OSError as error:
-            found.unreadable.append((_text(folder), f"{_text(folder)}: cannot be listed: {error.strerror}; check permissions"))
+            found.refused.append(_unreadable(folder, f"cannot be listed: {error.strerror}; check permissions"))
             continue
         for entry in entries:
             if problem := _sort(entry, root, found, pending):
-                found.unreadable.append((_text(entry), f"{_text(entry)}: {problem}"))
+                found.refused.append(_unreadable(entry, problem))
     found.files.sort()
     found.companions.sort()
     return found
@@ -53,25 +60,48 @@ def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
         return "a device, socket or pipe, not a file; remove it"
     elif _text(entry) != str(entry):
         return "the name is not UTF-8; rename it"
-    elif _is_companion(entry, root):
+    elif _is_companion(entry, entry.relative_to(root).parts):
         found.companions.append(entry)
+    elif entry.suffix.lower() == ".zip" and _starts_with(entry, b"PK"):
+        _look_inside(entry, found)
     else:
         found.files.append(entry)
     return ""
 
 
-def _is_companion(path: Path, root: Path) -> bool:
-    """Named like a table, a document or ground truth, and not DICOM inside."""
+def _look_inside(path: Path, found: Found) -> None:
+    try:
+        archive = open_archive(path)
+    except ReadError as error:
+        found.refused.append(Reject(str(path), error.code, str(error), path.stat().st_size))
+        return
+    found.archives.append(archive)
+    found.refused += archive.refused
+    for name in archive.members:
+        member = Path(f"{path}{MEMBER}{name}")
+        (found.companions if _is_companion(member, PurePosixPath(name).parts) else found.files).append(member)
+
+
+def _is_companion(path: Path, parts: Sequence[str]) -> bool:
+    """Named like a table, a document or ground truth, and not DICOM inside. `parts` of the path below the root or inside the archive."""
     name = path.name.lower()
-    if _COMPANION_FOLDERS & set(path.relative_to(root).parts[:-1]):
+    if _COMPANION_FOLDERS & set(parts[:-1]):
         return True
     if not (name.startswith(".") or path.suffix.lower() in _COMPANION_SUFFIXES or path.stem.lower() in _COMPANION_NAMES):
         return False
+    return name == "dicomdir" or not _starts_with(path, b"DICM", 128)
+
+
+def _starts_with(path: Path, magic: bytes, at: int = 0) -> bool:
     try:
-        with path.open("rb") as file:
-            return name == "dicomdir" or file.read(132)[128:] != b"DICM"
-    except OSError:
-        return True
+        with open_file(path) as file:
+            return file.read(at + len(magic))[at:] == magic
+    except (OSError, ReadError):
+        return False
+
+
+def _unreadable(path: Path, problem: str) -> Reject:
+    return Reject(_text(path), "unreadable", f"{_text(path)}: {problem}", 0)
 
 
 def _text(path: Path) -> str:

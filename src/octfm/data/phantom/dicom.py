@@ -95,7 +95,7 @@ def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
 
 def to_bytes(ds: Dataset) -> bytes:
     buffer = BytesIO()
-    ds.save_as(buffer, enforce_file_format=True)
+    ds.save_as(buffer, implicit_vr=False, little_endian=True, enforce_file_format=True)
     return buffer.getvalue()
 
 

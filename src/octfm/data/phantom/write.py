@@ -54,13 +54,15 @@ def write_phantom(
     second_scanner: float = 0.25,
     fractions: tuple[float, float, float] = (0.7, 0.15, 0.15),
     defects: float = 0.0,
+    zipped: bool = False,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write both eyes of every participant; a share of participants is scanned on a second instrument too.
 
     `size` is (B-scans, rows, columns); None takes each instrument's own. `fractions` are the shares of recommended_split
-    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. The same arguments give the
+    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. `zipped` puts the files of each
+    scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI is also shipped. The same arguments give the
     same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
     The folder appears at once when it is complete; one that exists is refused.
     """
@@ -84,12 +86,16 @@ def write_phantom(
         planted += spoilt
         if progress:
             progress(done, len(people))
+    if zipped:
+        for folder in sorted((partial / "retinal_oct" / "structural_oct").iterdir()):
+            _zip(folder)
     _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
     _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
     _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
-    _write_tsv(partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "participant_id"))
+    _write_tsv(partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "outcome", "participant_id"))
     settings = {"phantom_version": PHANTOM_VERSION, "participants": participants, "seed": seed, "size": size}
     settings |= {"scanners": list(scanners), "second_scanner": second_scanner, "fractions": fractions, "defects": defects}
+    settings |= {"zipped": True} if zipped else {}
     settings |= {"lesions": LESIONS, "volumes": len(labels), "synthetic": True}
     (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
     partial.rename(out)
@@ -129,14 +135,15 @@ def _write_participant(job: _Job) -> _Rows:
             labels.append(_label_row(volume, truth, path))
             if defect := job.defects.get((name, laterality)):
                 rng = np.random.default_rng([job.seed, 10, job.person.index, sorted(SCANNERS).index(name), SIDES.index(laterality)])
-                row, spoilt = _plant(job, volume, scanner, defect, rng)
-                manifest.append(row)
+                rows, spoilt = _plant(job, volume, scanner, defect, rng)
+                manifest += rows
                 planted.append(spoilt)
     return manifest, labels, planted
 
 
-def _acquire(job: _Job, scanner: Scanner, laterality: Laterality) -> tuple[Volume, GroundTruth]:
-    stream = [job.seed, 11, job.person.index, sorted(SCANNERS).index(scanner.name), 0 if laterality == "R" else 1]
+def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
+    """`again`: a second scan of the same eye, with other noise and motion."""
+    stream = [job.seed, 11, job.person.index, sorted(SCANNERS).index(scanner.name), 0 if laterality == "R" else 1, *([1] if again else [])]
     eye = eye_of(job.person, laterality, job.seed)
     volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
     identity = uid("instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape)
@@ -154,14 +161,24 @@ def _plan_defects(people: Sequence[Participant], seed: int, share: float) -> lis
     return plan
 
 
-def _plant(job: _Job, volume: Volume, scanner: Scanner, defect: Defect, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A spoilt second file of the same eye, listed in the manifest as archives list theirs; returns its two table rows."""
-    spoilt = replace(volume, acquisition=uid("spoilt", volume.acquisition))
+def _plant(
+    job: _Job, volume: Volume, scanner: Scanner, defect: Defect, rng: np.random.Generator
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A spoilt second file of the same eye; returns its rows of the manifest (none for a stray copy) and of defects.tsv."""
+    assert volume.laterality is not None
+    spoilt = _acquire(job, scanner, volume.laterality, again=True)[0] if defect.rescanned else volume
+    spoilt = replace(spoilt, acquisition=volume.acquisition if defect.same_uid else uid("spoilt", volume.acquisition))
     path = _path(spoilt, scanner)
+    if defect.same_uid:
+        # Sorts before the good file: only the manifest can tell which of the two is meant.
+        path = f"{path.rpartition('/')[0]}/0_copy_{path.rpartition('/')[2]}"
     ds = to_dataset(spoilt, scanner, job.person, PHANTOM_VERSION, rle=False)
     _write(job.out / path.lstrip("/"), spoil(ds, spoilt.voxels, defect.kind, rng))
-    row = {"filepath": path, "kind": defect.kind, "code": defect.code, "participant_id": job.person.participant}
-    return _manifest_row(spoilt, scanner, path), row
+    listed = _manifest_row(spoilt, scanner, path)
+    if defect.kind == "wrong_laterality":
+        listed["laterality"] = SIDES[1 - SIDES.index(volume.laterality)]
+    row = {"filepath": path, "kind": defect.kind, "code": defect.code, "outcome": defect.outcome, "participant_id": job.person.participant}
+    return [] if defect.same_uid else [listed], row
 
 
 def _path(volume: Volume, scanner: Scanner) -> str:
@@ -172,6 +189,14 @@ def _path(volume: Volume, scanner: Scanner) -> str:
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+
+
+def _zip(folder: Path) -> None:
+    """Replace a folder by an archive of its files. Stored, so that bytes do not depend on a compression library, with a fixed date."""
+    with zipfile.ZipFile(folder.with_name(folder.name + ".zip"), "w", zipfile.ZIP_STORED) as archive:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            archive.writestr(zipfile.ZipInfo(str(path.relative_to(folder)), (1980, 1, 1, 0, 0, 0)), path.read_bytes())
+    shutil.rmtree(folder)
 
 
 def _write_truth(path: Path, truth: GroundTruth) -> None:

@@ -6,26 +6,56 @@ from pathlib import Path
 from octfm.data.volume import Laterality, Shape3, Spacing3, Volume
 from octfm.errors import ReadError
 
-REASONS: dict[str, str] = {
-    "empty_file": "the file has no bytes; fetch it again",
-    "unreadable": "the file system or the DICOM parser failed on it; check permissions and the disk, fetch it again",
-    "not_dicom": "the content is of no format that octfm reads; remove it, or convert it to DICOM Ophthalmic Tomography",
-    "not_oct": "DICOM, but a photograph, OCTA, layer heights or another object; nothing to fix, it is left out on purpose",
-    "not_raster": "radial, circular or repeated B-scans do not form a volume; nothing to fix, they are left out on purpose",
-    "missing_sop_uid": "without a SOP Instance UID an acquisition cannot be told from its copies; export it again",
-    "missing_pixel_data": "the header is complete but there are no pixels; export it again with images",
-    "truncated_pixel_data": "the file ends before its pixels do, so the transfer was cut; fetch it again",
-    "frame_count_mismatch": "NumberOfFrames differs from the B-scans that are there; export it again, which frames are meant is a guess",
-    "absurd_size": "rows, columns or frames are zero or beyond any OCT instrument; the header is damaged, export it again",
-    "unsupported_pixels": "colour, signed, floating-point or neither 8 nor 16 bit; export 8- or 16-bit grayscale",
-    "unsupported_transfer_syntax": "no installed decoder knows this compression; transcode it, for example with gdcmconv --raw",
-    "decode_failed": "every installed decoder refused the compressed pixels; fetch it again, or transcode it",
-    "missing_spacing": "no millimetres in shared, per-frame or top-level attributes nor in frame positions; add PixelSpacing",
-    "absurd_spacing": "the millimetres fit no OCT instrument (1, 1, 1 is a placeholder); correct PixelSpacing and SliceThickness",
-    "blank_volume": "every voxel has the same value; nothing was imaged, or the export failed",
-    "duplicate_sop_uid": "the same acquisition is already in the catalog; remove the copy",
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a file is not in the catalog, and what would put it there."""
+
+    meaning: str
+    fix: str
+    expected: bool = False
+    """Recognised and left out on purpose: counted as skipped, not as an error."""
+
+
+_LEFT_OUT = "nothing to fix, it is left out on purpose"
+
+REASONS: dict[str, Reason] = {
+    "empty_file": Reason("the file has no bytes", "fetch it again"),
+    "unreadable": Reason("the file system or the DICOM parser failed on it", "check permissions and the disk, fetch it again"),
+    "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
+    "unsafe_member": Reason("a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"),
+    "decompression_bomb": Reason("a member of a ZIP archive that inflates beyond any OCT volume", "unpack it by hand if you trust it"),
+    "unsupported_member": Reason(
+        "a member of a ZIP archive that is encrypted or compressed in an exotic way", "unpack it, or zip it again"
+    ),
+    "not_dicom": Reason("the content is of no format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"),
+    "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
+    "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
+    "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
+    "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
+    "not_oct": Reason("DICOM, but no image of the eye that octfm knows", _LEFT_OUT, expected=True),
+    "not_raster": Reason("radial, circular or repeated B-scans do not form a volume", _LEFT_OUT, expected=True),
+    "missing_sop_uid": Reason("without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"),
+    "missing_pixel_data": Reason("the header is complete but there are no pixels", "export it again with images"),
+    "truncated_pixel_data": Reason("the file ends before its pixels do, so the transfer was cut", "fetch it again"),
+    "frame_count_mismatch": Reason(
+        "NumberOfFrames differs from the B-scans that are there", "export it again, which frames are meant is a guess"
+    ),
+    "absurd_size": Reason("rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"),
+    "unsupported_pixels": Reason("colour, signed, floating-point or neither 8 nor 16 bit", "export 8- or 16-bit grayscale"),
+    "unsupported_transfer_syntax": Reason(
+        "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"
+    ),
+    "decode_failed": Reason("every installed decoder refused the compressed pixels", "fetch it again, or transcode it"),
+    "missing_spacing": Reason("no millimetres in shared, per-frame or top-level attributes nor in frame positions", "add PixelSpacing"),
+    "absurd_spacing": Reason("the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"),
+    "blank_volume": Reason("every voxel has the same value", "nothing was imaged, or the export failed: export it again"),
+    "duplicate_sop_uid": Reason("the same acquisition is already in the catalog, with the same voxels", "remove the copy"),
+    "reused_sop_uid": Reason(
+        "another acquisition in the catalog has this SOP Instance UID and other voxels", "export both again, each needs a UID of its own"
+    ),
 }
-"""Reason code -> what it means and what would fix it. The one list; rejects.parquet and the report use no other code."""
+"""The one list of reason codes; rejects.parquet and the report use no other."""
 
 
 @dataclass(frozen=True)
@@ -62,4 +92,4 @@ def read_header(uri: str | Path) -> Header:
     return dicom.read_header(uri)
 
 
-__all__ = ["REASONS", "Header", "ReadError", "read_header", "read_volume"]
+__all__ = ["REASONS", "Header", "ReadError", "Reason", "read_header", "read_volume"]

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from octfm.data.readers import Header
+from octfm.data.archive import open_file
+from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
 from octfm.data.readers.dicom_pixels import (
     MAX_BYTES,
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
     from pydicom import Dataset
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+_LEFT_OUT = {
+    "1.2.840.10008.5.1.4.1.1.77.1.5.8": "angiography",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.7": "en_face",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.1": "photograph",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.2": "photograph",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.5": "photograph",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.6": "photograph",
+    "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
+}
+"""SOP classes that come with OCT and are not it (PS3.4 B.5) -> reason code; every other one is not_oct."""
 _IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 _NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
 
@@ -56,7 +67,7 @@ _SCANNERS = (
 def read_dicom(uri: str | Path) -> Volume:
     """The Volume of a multi-frame Ophthalmic Tomography file; white is full scale of uint8 or uint16. Raises ReadError."""
     uri = str(uri)
-    with _parsed(uri) as (dataset, stream, size):
+    with _parsed(uri, whole=True) as (dataset, stream, size):
         header, pixels, geometry = _inspect(dataset, stream, size, uri)
         voxels = decode(stream, pixels, uri)
     if voxels.min() == voxels.max():
@@ -110,13 +121,13 @@ def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
 
 
 @contextmanager
-def _parsed(uri: str) -> Iterator[tuple["Dataset", BinaryIO, int]]:
+def _parsed(uri: str, whole: bool = False) -> Iterator[tuple["Dataset", BinaryIO, int]]:
     """Dataset up to the pixels, a stream positioned there, and the stream's size. Parse errors become ReadError `unreadable`."""
     from pydicom.errors import BytesLengthException, InvalidDicomError
 
     damaged = (*PARSE_ERRORS, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
     try:
-        with Path(uri).open("rb") as file, _quiet_pydicom():
+        with open_file(uri, whole=whole) as file, _quiet_pydicom():
             yield _parse(file, uri)
     except OSError as error:
         raise ReadError(
@@ -178,7 +189,7 @@ def _refuse_other_formats(head: bytes, uri: str) -> None:
     element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
     short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
     if group not in (2, 8) or element > 0x0100 or not (explicit or short):
-        kind = "a ZIP archive, unpack it" if head[:2] == b"PK" else "no format that octfm reads"
+        kind = "a ZIP archive inside another or without the ending .zip; unpack it" if head[:2] == b"PK" else "no format that octfm reads"
         raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
 
 
@@ -215,7 +226,8 @@ def _inspect(dataset: "Dataset", stream: BinaryIO, size: int, uri: str) -> tuple
     if pixel_offset >= size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):  # may be cut inside this very value
         raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {size:,} without pixel data; fetch or export it again")
     if sop_class != OPHTHALMIC_TOMOGRAPHY:
-        raise ReadError("not_oct", f"{uri}: {UID(sop_class).name}, expected Ophthalmic Tomography Image Storage; left out")
+        code = _LEFT_OUT.get(sop_class, "not_oct")
+        raise ReadError(code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}); left out")
     sop_instance_uid = _text(dataset, "SOPInstanceUID")
     if not sop_instance_uid:
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
@@ -252,12 +264,13 @@ def _locate(dataset: "Dataset", stream: BinaryIO, offset: int, size: int, uri: s
     if length == 0:
         raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
     native = not transfer_syntax or transfer_syntax in _NATIVE
+    if not native:
+        find_decoder(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
     if native != (length != 0xFFFFFFFF):
         declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
         raise ReadError("decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again")
     fragments = None
     if not native:
-        find_decoder(transfer_syntax, uri)
         fragments, length = find_fragments(stream, offset, size, uri)
     pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, fragments)
     if native:

@@ -1,0 +1,64 @@
+"""Header and tables side by side: what both say is believed, what only one says is taken, and every contradiction becomes a flag."""
+
+from pathlib import Path
+
+from octfm.data.acquisition import Acquisition
+from octfm.data.aireadi import ManifestRow, Tables
+from octfm.data.readers import Header
+from octfm.data.readers.dicom import lateralities, scanner_slug, slugify
+
+
+def accept(header: Header, tables: Tables) -> Acquisition:
+    """The catalog's row. Where header and manifest name different eyes, laterality is unknown: to choose one would be a guess, and a wrong
+    one is mirrored in training and carries the other eye's labels."""
+    row = tables.find(header.uri, header.sop_instance_uid)
+    flags = [*header.flags]
+    if row is None:
+        flags += ["not_in_manifest"] if tables.by_path or tables.by_uid else []
+        row = ManifestRow()
+    flags += _contradictions(header, row)
+
+    laterality = header.laterality
+    stated, _ = lateralities([row.laterality])
+    if stated and laterality and stated != laterality:
+        laterality = None  # mirrored or not would be a guess
+        flags.append("laterality_conflict")
+    elif stated and not laterality and "laterality_conflict" not in flags:
+        laterality = stated
+        flags[flags.index("laterality_unknown")] = "laterality_from_manifest"
+
+    participant = row.participant or header.participant
+    if participant is None:
+        participant = Path(header.uri).parent.name
+        flags.append("participant_from_folder")
+    scanner = scanner_slug(row.manufacturer, row.model) if header.scanner == "unknown" else header.scanner
+    return Acquisition(
+        uri=header.uri,
+        participant=participant,
+        laterality=laterality,
+        scanner=scanner,
+        protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
+        shape=header.shape,
+        spacing_mm=header.spacing_mm,
+        spacing_source=header.spacing_source,
+        sop_instance_uid=header.sop_instance_uid,
+        participant_labels=tables.participants.get(participant, {}),
+        flags=tuple(flags),
+    )
+
+
+def _contradictions(header: Header, row: ManifestRow) -> list[str]:
+    flags = []
+    if row.participant and header.participant and row.participant != header.participant:
+        flags.append("participant_conflict")
+    listed = scanner_slug(row.manufacturer, row.model)
+    if "unknown" not in (listed, header.scanner) and listed != header.scanner:
+        flags.append("scanner_conflict")
+    if row.sop_instance_uid and row.sop_instance_uid != header.sop_instance_uid:
+        flags.append("sop_uid_conflict")
+    if row.shape and row.shape != header.shape:
+        flags.append("shape_conflict")
+    pairs = [*zip(row.in_plane_mm or (), header.spacing_mm[1:], strict=False), (row.slice_thickness_mm, header.spacing_mm[0])]
+    if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):
+        flags.append("spacing_conflict")
+    return flags
