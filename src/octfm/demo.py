@@ -61,7 +61,8 @@ def run_demo(
     if max_samples is not None:
         catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, max_samples))
     catalog.save(out / "catalog")
-    echo(f"   {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected: {_counts(catalog.rejects)}; {len(catalog.skipped)} skipped")
+    rejected = f"{len(catalog.rejects)} rejected: {_counts(catalog.rejects)}"
+    echo(f"   {len(catalog.acquisitions)} accepted, {len(catalog.skipped)} skipped, {rejected}")
 
     clock.start("store: mirror left eyes, register B-scans, find the tissue band, resample to one spacing")
     store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
