@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octfm.models.objective import ObjectiveOutput, TokenIndex, distance, move_average
+from octfm.models.objective import ObjectiveOutput, TargetNorm, TokenIndex, distance, move_average
 from octfm.models.predictor import Predictor, PredictorConfig
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
+from octfm.models.whitening import Whitening
 
 
 class JEPA(nn.Module):
@@ -16,12 +17,15 @@ class JEPA(nn.Module):
 
     name = "vjepa2"
 
-    def __init__(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid, target_levels: int = 1):
+    def __init__(
+        self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid, target_levels: int = 1, target_norm: TargetNorm = "layer"
+    ):
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
         self.predictor = Predictor(predictor, model.width, model.width * target_levels)
         self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
+        self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
 
     def forward(self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float) -> ObjectiveOutput:
         """Losses of normalised patches of the kept tokens. The context encoder receives the context patches and nothing else.
@@ -30,10 +34,12 @@ class JEPA(nn.Module):
         """
         encoder, grid = self.encoder, self.encoder.grid
         table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+        learns = torch.is_grad_enabled()
         with torch.no_grad():
             stream = self.target_encoder.hidden(target_patches_BKP, index.kept, table)
             features = self.target_encoder.norm(stream[-1])
-            goal = torch.cat([F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels], dim=-1)
+            levels = [F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels]
+            goal = self.whitening(levels, gather=learns) if self.whitening is not None else torch.cat(levels, dim=-1)
         context_patches = take_tokens(patches_BKP, index.context)
         context_index = torch.gather(index.kept, 1, index.context)
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
@@ -55,3 +61,5 @@ class JEPA(nn.Module):
 
     def update_target(self, momentum: float) -> None:
         move_average(self.target_encoder, self.encoder, momentum)
+        if self.whitening is not None:
+            self.whitening.update()

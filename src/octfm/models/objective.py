@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from octfm.config import Config
 
+TargetNorm = Literal["layer", "whiten"]
+
 
 class ObjectiveConfig(Config):
     """Which self-supervised objective, and its weights."""
@@ -20,6 +22,9 @@ class ObjectiveConfig(Config):
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (FACTS §2)."""
     target_levels: int = Field(default=1, ge=1)
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
+    target_norm: TargetNorm = "layer"
+    """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
+    the features in short runs (docs/LOG.md); vjepa2 only."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 

@@ -39,7 +39,7 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> JEP
     grid = grid_of(preprocessing, config.model.patch_size)
     if config.objective.name == "data2vec":
         return Data2Vec(config.model, grid)
-    return JEPA(config.model, config.predictor, grid, config.objective.target_levels)
+    return JEPA(config.model, config.predictor, grid, config.objective.target_levels, config.objective.target_norm)
 
 
 @dataclass(frozen=True, eq=False)

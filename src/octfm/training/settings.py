@@ -50,6 +50,8 @@ class PretrainConfig(Config):
             raise ValueError(f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size")
         if self.objective.target_levels > self.model.depth:
             raise ValueError(f"objective.target_levels {self.objective.target_levels} exceeds the {self.model.depth} blocks of model.depth")
+        if self.objective.name == "data2vec" and self.objective.target_norm != "layer":
+            raise ValueError("objective.target_norm whiten belongs to objective.name vjepa2; data2vec compares directions")
         return self
 
 

@@ -1,0 +1,58 @@
+"""Whitened goals: every direction of the target encoder's features counts the same, so that none of them is worth forgetting.
+
+A layer norm per token leaves a token's features as they are distributed: on OCT a few directions (which layer, how deep) hold nearly
+all of their variance, a loss over them is nearly all about these, and the rest is lost within some hundred updates. Decorrelating the
+goals keeps their rank (Ermolov et al. 2021, arXiv:2007.06346 whiten both views; here the target side alone, from running moments).
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Whitening(nn.Module):
+    """ZCA whitening of each level's features from moments over the last updates; a batch does not influence its own goals.
+
+    Moments are gathered over all micro-batches of an update and applied from the next one on: how a batch is split changes nothing.
+    """
+
+    def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 100, refresh: int = 10):
+        """`shrinkage` is added to the eigenvalues, as a share of their mean; `window` is the memory of the moments in updates."""
+        super().__init__()
+        self.shrinkage, self.window, self.refresh = shrinkage, window, refresh
+        self.register_buffer("mean_LD", torch.zeros(levels, width))
+        self.register_buffer("moment_LDD", torch.eye(width).repeat(levels, 1, 1))
+        self.register_buffer("matrix_LDD", torch.eye(width).repeat(levels, 1, 1))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self._gathered: list[tuple[Tensor, Tensor, int]] = []
+
+    @torch.no_grad()
+    def forward(self, features: list[Tensor], *, gather: bool) -> Tensor:
+        """Goals [B, M, L * D] of the features [B, M, D] of every level. `gather` is false where nothing is learned from them."""
+        with torch.autocast(features[0].device.type, enabled=False):
+            rows_LND = torch.stack([f.float().flatten(0, 1) for f in features])
+            if gather:
+                self._gathered.append((rows_LND.sum(1), rows_LND.transpose(1, 2) @ rows_LND, rows_LND.shape[1]))
+            goals_LND = (rows_LND - self.mean_LD.unsqueeze(1)) @ self.matrix_LDD
+        return goals_LND.transpose(0, 1).flatten(1).unflatten(0, features[0].shape[:2])
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in what was gathered since the last update."""
+        if not self._gathered:
+            return
+        total = sum(count for _, _, count in self._gathered)
+        mean_LD = torch.stack([s for s, _, _ in self._gathered]).sum(0) / total
+        moment_LDD = torch.stack([m for _, m, _ in self._gathered]).sum(0) / total
+        self._gathered.clear()
+        self.updates += 1
+        done = int(self.updates)
+        share = 1 / min(done, self.window)
+        self.mean_LD.lerp_(mean_LD, share)
+        self.moment_LDD.lerp_(moment_LDD, share)
+        # An eigendecomposition is small beside an update on a CPU, not beside one on a fast GPU.
+        if done <= self.window or done % self.refresh == 0:
+            covariance = self.moment_LDD - self.mean_LD.unsqueeze(2) * self.mean_LD.unsqueeze(1)
+            value_LD, vector_LDD = torch.linalg.eigh(covariance)
+            floor_L1 = self.shrinkage * value_LD.clamp_min(0).mean(1, keepdim=True)
+            scale_LD = (value_LD.clamp_min(0) + floor_L1).clamp_min(1e-12).rsqrt()
+            self.matrix_LDD.copy_((vector_LDD * scale_LD.unsqueeze(1)) @ vector_LDD.transpose(1, 2))
