@@ -42,7 +42,7 @@ BUGS = (
         "F3-gradient-norm-after-zero-grad",
         "training/pretrain.py",
         "grad_norm = torch.nn.utils.clip_grad_norm_(",
-        "optimizer.zero_grad(set_to_none=False)\n            grad_norm = torch.nn.utils.clip_grad_norm_(",
+        "learner.optimizer.zero_grad(set_to_none=False)\n            grad_norm = torch.nn.utils.clip_grad_norm_(",
         "test_pretrain.py::test_F3_gradient_norm_is_measured_before_clipping_and_never_after_zero_grad",
     ),
     Bug(
@@ -159,9 +159,9 @@ BUGS = (
     ),
     Bug(
         "F18-an-unreadable-checkpoint-starts-anew",
-        "training/pretrain.py",
-        "content = checkpoint.load(last)",
-        "try:\n        content = checkpoint.load(last)\n    except Exception:\n        return 0",
+        "training/resume.py",
+        "first_problem = first_problem or error",
+        "pass",
         "test_pretrain.py::test_F18_a_damaged_checkpoint_stops_with_the_reason",
     ),
     Bug(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from octfm.errors import OctfmError
+from octfm.errors import OctfmError, Preempted
 
 app = typer.Typer(
     name="octfm",
@@ -124,12 +124,13 @@ def pretrain(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")] = None,
     out: Out = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+    override: Annotated[bool, typer.Option("--override", help="Resume with settings other than the run's; recorded in run.json.")] = False,
 ) -> None:
     """Pretrain an encoder; the same command resumes an interrupted run."""
     from octfm.training.pretrain import pretrain as train
     from octfm.training.settings import load_config
 
-    train(load_config(config, overrides or []), None, out, device, echo=typer.echo)
+    train(load_config(config, overrides or []), None, out, device, echo=typer.echo, override=override)
 
 
 @app.command()
@@ -201,9 +202,12 @@ def _print_counts(title: str, counts: dict) -> None:
 
 
 def main() -> None:
-    """One error line and exit code 1 for a problem the user can act on; a traceback only for our own mistakes."""
+    """One error line and exit code 1 for a problem the user can act on, 75 for a run that was stopped and saved; else a traceback."""
     try:
         app()
+    except Preempted as error:
+        sys.stderr.write(f"octfm: {error}\n")
+        sys.exit(75)
     except OctfmError as error:
         sys.stderr.write(f"octfm: {error}\n")
         sys.exit(1)

@@ -31,3 +31,7 @@ class EvaluationError(OctfmError):
 
 class TrainingError(OctfmError):
     """A run that cannot go on without doing harm."""
+
+
+class Preempted(OctfmError):
+    """A run that was asked to stop and has saved what it had. The command line exits with code 75: run again to continue."""

@@ -19,7 +19,7 @@ from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training import checkpoint
 from octfm.training.augment import normalise
 from octfm.training.inputs import build_objective
-from octfm.training.pretrain import config_of
+from octfm.training.learner import config_of
 from octfm.training.runtime import Runtime, start
 from octfm.training.settings import PretrainConfig
 

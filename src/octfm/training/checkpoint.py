@@ -1,38 +1,55 @@
-"""Checkpoints: written beside and renamed, so that a killed process leaves the old one or the new one, never half of one."""
+"""Checkpoints: one file each, written beside and renamed, with a checksum over all that is in it: whole, or known to be damaged."""
 
 import hashlib
 import hmac
+import json
 import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from octfm.errors import CheckpointError
 
-FORMAT, VERSION = "octfm-checkpoint", 1
+FORMAT, VERSION = "octfm-checkpoint", 2
+"""Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
 CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
+ADDED = {1: set(), 2: {"state", "checksum"}}
 
 
-def save(folder: Path, step: int, content: dict[str, Any], keep: int) -> Path:
-    """Write `step-XXXXXXXX.pt` after `step` updates, then delete all but the newest `keep`."""
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not what was written: cut off, changed, or no checkpoint at all. The one before it may be whole."""
+
+
+def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
+    """Write `step-XXXXXXXX.pt` after `step` updates. OSError when the disk will not take it; nothing is left behind then."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save({"format": FORMAT, "version": VERSION, "step": step, **content}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
+    whole["checksum"] = checksum(whole)
+    try:
+        with partial.open("wb") as file:
+            sink = _Sink(file)
+            try:
+                torch.save(whole, sink)  # pyright: ignore[reportArgumentType]  (it needs write and flush only)
+            except RuntimeError as error:
+                # torch reports a failed write as a broken archive; the operating system's reason is the useful one.
+                raise sink.error or error from None
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # the rename itself must survive a power cut
     finally:
         os.close(descriptor)
-    for old in steps(folder)[:-keep]:
-        old.unlink()
     return path
 
 
@@ -41,34 +58,116 @@ def steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
 
 
+def step_of(path: Path) -> int:
+    """Updates done when this checkpoint was written, as its name says."""
+    return int(path.stem.removeprefix("step-"))
+
+
 def load(path: Path) -> dict[str, Any]:
-    """Everything `save` was given. Tensors and plain values only: no code in a checkpoint is ever run."""
+    """Everything `write` was given, verified. Tensors and plain values only: no code in a checkpoint is ever run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore it from a copy"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
-    if content.get("version", 0) > VERSION:
-        raise CheckpointError(f"{path}: checkpoint version {content['version']}, this octfm reads up to {VERSION}; upgrade octfm")
-    if missing := CONTENT - content.keys():
-        raise CheckpointError(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
+        raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
+    version = content.get("version", 0)
+    if version > VERSION:
+        raise CheckpointError(f"{path}: checkpoint version {version}, this octfm reads up to {VERSION}; upgrade octfm")
+    if missing := (CONTENT | ADDED.get(version, set())) - content.keys():
+        raise DamagedCheckpoint(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
+    if version > 1 and content["checksum"] != (found := checksum(content)):
+        raise DamagedCheckpoint(
+            f"{path}: damaged, its checksum is {found[:12]} and should be {content['checksum'][:12]}; "
+            "delete it to continue from the one before it, or restore it from a copy"
+        )
     return content
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """SHA-256 over names, types, shapes and bytes of everything but the checksum itself; torch verifies none of these."""
+    digest = hashlib.sha256()
+    _feed(digest, {name: value for name, value in content.items() if name != "checksum"})
+    return digest.hexdigest()
+
+
+def snapshot(value: Any) -> Any:
+    """A copy on the host that later updates do not touch."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: snapshot(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(item) for item in value)
+    return value
 
 
 def newest(run: Path) -> Path:
     """The last checkpoint of a run folder; a checkpoint file is its own answer."""
     if run.is_file():
         return run
-    found = steps(run / "checkpoints")
+    found = everywhere(run)
     if not found:
         raise CheckpointError(f"{run}: no checkpoint found in {run / 'checkpoints'}; expected a run folder or a .pt file")
     return found[-1]
 
 
+def everywhere(run: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first, in its folder and in its second destination; at equal steps the run folder's counts."""
+    second = second_destination(run)
+    found = {path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)}
+    return [found[name] for name in sorted(found)]
+
+
+def second_destination(run: Path) -> Path | None:
+    """Where checkpoints of this run went when its own disk was full, as run.json says."""
+    try:
+        name = json.loads((run / "run.json").read_text()).get("second_destination")
+    except (OSError, ValueError):
+        return None
+    return Path(name) if name else None
+
+
 def participant_hashes(participants: list[str], key: str) -> list[str]:
     """Keyed hashes (HMAC-SHA256) of participant ids: membership can be tested, ids cannot be read off."""
-    return sorted(hmac.new(key.encode(), p.encode(), hashlib.sha256).hexdigest() for p in set(participants))
+    return sorted(keyed_hash(p, key) for p in set(participants))
+
+
+def keyed_hash(name: str, key: str) -> str:
+    return hmac.new(key.encode(), name.encode(), hashlib.sha256).hexdigest()
+
+
+class _Sink:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.error = file, None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            digest.update(repr(name).encode())
+            _feed(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"[{len(value)}]".encode())
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(repr(value).encode())

@@ -8,16 +8,18 @@ import numpy as np
 import torch
 
 from octfm import __version__
-from octfm.config import load
 from octfm.data.loader import Batch, Loader
 from octfm.data.store import Store
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import CheckpointError, ConfigError, Preempted, TrainingError
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, preflight
-from octfm.training.inputs import build_objective, optimizer_groups
+from octfm.training.checkpoint_writer import CheckpointWriter, Retention
+from octfm.training.interruption import Interruption
+from octfm.training.learner import Learner
 from octfm.training.measure import Window, train_row, validate
+from octfm.training.resume import resume
 from octfm.training.run_folder import RunFolder, claim
 from octfm.training.runtime import Runtime, environment, start
 from octfm.training.schedule import Schedule, ramp
@@ -29,50 +31,76 @@ Echo = Callable[[str], None]
 
 
 def pretrain(
-    config: PretrainConfig, store: Store | None = None, out: str | Path = "runs/run", device: str | None = None, echo: Echo = print
+    config: PretrainConfig,
+    store: Store | None = None,
+    out: str | Path = "runs/run",
+    device: str | None = None,
+    echo: Echo = print,
+    *,
+    override: bool = False,
 ) -> Path:
     """Train until `config.steps` updates are done and return the run folder; the same call resumes an interrupted run.
 
-    `store` and `config.data.store` are two ways to say the same thing; giving both is an error.
+    `store` and `config.data.store` are two ways to say the same thing; giving both is an error. `override` accepts a config that
+    contradicts the run's. Raises Preempted after SIGTERM or SIGINT, once the step is finished and saved.
     """
     store = _one_store(config, store)
     runtime = start(config.precision, device)
-    preprocessing = store.preprocessing
     train_rows, validation_rows = preflight.training_rows(config, store)
-    schedule = Schedule(config.schedule, config.steps)
-
     preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out)), echo)
-    run = claim(out, config, store.fingerprint, _identity(store, train_rows))
-    model = build_objective(config, preprocessing).to(runtime.device)
-    decayed, free = optimizer_groups(model)
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=schedule.lr(0), betas=config.betas, fused=True
-    )
-    first_step = resume(run, model, optimizer, echo)
-    participants = sorted({store.rows[row].participant for row in train_rows})
-    run.write_record(**_facts(model, runtime, store, participants), precision=config.precision)
+    identity = _identity(store, train_rows)
+    with claim(out, config, store.fingerprint, identity, override=override, echo=echo) as run, Interruption() as interruption:
+        _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo)
+    return run.path
 
-    metrics = Metrics(run.metrics, first_step)
-    loader = Loader(store, train_rows, config.data.global_batch_size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
+
+def _train(
+    config: PretrainConfig,
+    store: Store,
+    train_rows: np.ndarray,
+    validation_rows: np.ndarray,
+    runtime: Runtime,
+    run: RunFolder,
+    interruption: Interruption,
+    echo: Echo,
+) -> None:
+    """The loop, in a folder that is ours."""
+    schedule = Schedule(config.schedule, config.steps)
+    learner = Learner(config, store.preprocessing, runtime)
+    resume(run, learner, echo)
+    names = sorted({store.rows[row].participant for row in train_rows})
+    run.write_record(**_facts(learner.model, runtime, store, names), precision=config.precision, **_second_destination(config, run))
+    participants = {"key": run.key, "hashes": checkpoint.participant_hashes(names, run.key)}
+
+    size = config.data.global_batch_size
+    loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
+    metrics = Metrics(run.metrics, learner.step)
+    writer = CheckpointWriter(run.destinations, _retention(config, loader.steps_per_epoch))
+    saved = learner.step
+
+    def save() -> None:
+        nonlocal saved
+        writer.save(learner.step, learner.content(run.record, store.fingerprint, participants))
+        saved = learner.step
+
     window = Window()
     try:
-        for step in range(first_step, config.steps):
+        while learner.step < config.steps:
+            step, model = learner.step, learner.model
             batch = loader.batches(step)
             lr, weight_decay, ema = schedule.lr(step), schedule.weight_decay(step), schedule.ema(step)
             context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
             logged = step % config.log_every_steps == 0 or step + 1 == config.steps
 
-            optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
-            optimizer.param_groups[1].update(lr=lr)
-            optimizer.zero_grad(set_to_none=True)
-            done = accumulate(
-                config, model, runtime, preprocessing, batch, config.data.per_device_batch_size, context_weight, everything=logged
-            )
-            grad_norm = torch.nn.utils.clip_grad_norm_(decayed + free, config.clip_grad_norm)
+            learner.set_rates(lr, weight_decay)
+            learner.optimizer.zero_grad(set_to_none=True)
+            done = accumulate(learner, batch, context_weight, everything=logged)
+            grad_norm = torch.nn.utils.clip_grad_norm_(learner.decayed + learner.free, config.clip_grad_norm)
             _require_finite(step, grad_norm, done, batch, store, run)
-            optimizer.step()
+            learner.optimizer.step()
             before = [p.clone() for p in health.parameters_of(model.target_encoder)] if logged else []
             model.update_target(ema)
+            learner.step += 1
 
             window.add(batch)
             if logged:
@@ -84,52 +112,52 @@ def pretrain(
                 metrics.write("validation", step, **validate(config, model, store, runtime, validation_rows))
                 window.restart()
             if _due(step, config.ckpt_every_steps, config.steps):
-                save(run, model, optimizer, config, store, step + 1, participants)
+                save()
+            _tell_failures(writer, metrics, step, echo)
+            if interruption.asked and learner.step < config.steps:
+                if saved != learner.step:
+                    save()
+                writer.wait()
+                _require_saved(writer, metrics, learner.step, run, echo)
+                raise Preempted(f"{interruption.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
+        writer.wait()
+        _require_saved(writer, metrics, learner.step, run, echo)
     finally:
         loader.close()
+        writer.close()
         metrics.close()
     echo(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
-    return run.path
 
 
-def resume(run: RunFolder, model: JEPA | Data2Vec, optimizer: torch.optim.Optimizer, echo: Echo) -> int:
-    """Restore the newest checkpoint in place and return the next step; 0 when there is none. Anything wrong with it stops (F18)."""
-    last = run.last_checkpoint()
-    if last is None:
-        return 0
-    content = checkpoint.load(last)
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    echo(f"resuming {run.path} after {content['step']} updates")
-    return content["step"]
+def _tell_failures(writer: CheckpointWriter, metrics: Metrics, step: int, echo: Echo) -> bool:
+    """Say which checkpoints were not written where they should be; True if one was not written at all."""
+    failures = writer.failures()
+    for failure in failures:
+        metrics.write("checkpoint", step, verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
+        echo(f"step {step}: {failure.sentence}")
+    return any(failure.lost for failure in failures)
 
 
-def save(
-    run: RunFolder,
-    model: JEPA | Data2Vec,
-    optimizer: torch.optim.Optimizer,
-    config: PretrainConfig,
-    store: Store,
-    step: int,
-    participants: list[str],
-) -> None:
-    """Everything that resuming, embedding and an honest evaluation need, in one file."""
-    record = run.record
-    content = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "config": config.model_dump(mode="json"),
-        "preprocessing": store.preprocessing.model_dump(mode="json"),
-        "fingerprint": store.fingerprint,
-        "participants": {
-            "key": record["participant_key"],
-            "hashes": checkpoint.participant_hashes(participants, record["participant_key"]),
-        },
-        "git": record["git"],
-        "environment": record["environment"],
-        "octfm": __version__,
-    }
-    checkpoint.save(run.checkpoints, step, content, config.keep_checkpoints)
+def _require_saved(writer: CheckpointWriter, metrics: Metrics, step: int, run: RunFolder, echo: Echo) -> None:
+    """The last checkpoint of a process must be on disk: what was trained since the one before would be lost without a word."""
+    if _tell_failures(writer, metrics, step - 1, echo):
+        last = run.last_checkpoint()
+        raise CheckpointError(
+            f"{run.path}: the checkpoint after step {step} could not be written; free some space or set ckpt_second_dir, and run again: "
+            + (f"it continues from {last}" if last else "it starts from the beginning")
+        )
+
+
+def _second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
+    """A folder of this run's own on the other disk."""
+    if config.ckpt_second_dir is None:
+        return {}
+    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}")}
+
+
+def _retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
+    intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
+    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval))
 
 
 def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: Echo) -> None:
@@ -193,8 +221,3 @@ def _facts(model: JEPA | Data2Vec, runtime: Runtime, store: Store, participants:
         "store": {"volumes": len(store), "train_participants": len(participants)},
         "octfm": __version__,
     }
-
-
-def config_of(content: dict) -> PretrainConfig:
-    """The config stored in a checkpoint."""
-    return load(PretrainConfig, content["config"])

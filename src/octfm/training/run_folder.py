@@ -1,10 +1,14 @@
 """A run's folder: started once, resumed by the same command, refused when it holds something else; never overwritten."""
 
+import fcntl
 import json
+import os
 import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,12 @@ from octfm.training import checkpoint
 from octfm.training.settings import PretrainConfig, differences
 
 FORMAT, VERSION = "octfm-run", 1
+LOCK = "run.lock"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """config.yaml, run.json, metrics.jsonl, checkpoints/."""
+    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock."""
 
     path: Path
 
@@ -40,8 +45,19 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: missing or damaged ({error}); restore it from a copy, or choose another --out") from None
 
+    @property
+    def key(self) -> str:
+        """The secret of this run's keyed hashes."""
+        return self.record["participant_key"]
+
+    @property
+    def destinations(self) -> list[Path]:
+        """Where checkpoints go: the run folder, then, should its disk be full, the second destination."""
+        second = checkpoint.second_destination(self.path)
+        return [self.checkpoints, *([second] if second else [])]
+
     def last_checkpoint(self) -> Path | None:
-        found = checkpoint.steps(self.checkpoints)
+        found = checkpoint.everywhere(self.path)
         return found[-1] if found else None
 
     def write_record(self, **facts: Any) -> None:
@@ -53,44 +69,94 @@ class RunFolder:
         partial.replace(path)
 
 
-def claim(out: str | Path, config: PretrainConfig, fingerprint: str, data: str) -> RunFolder:
-    """The folder of this run: new, or one that the same config began on the same training volumes.
+@contextmanager
+def claim(
+    out: str | Path, config: PretrainConfig, fingerprint: str, data: str, *, override: bool = False, echo: Callable[[str], None] = print
+) -> Iterator[RunFolder]:
+    """The folder of this run, locked while the context lasts: new, or one that the same config began on the same training volumes.
 
-    `fingerprint` is the Preprocessing's; `data` identifies the training volumes, their order and their voxels.
+    `fingerprint` is the Preprocessing's; `data` identifies the training volumes, their order and their voxels. With
+    `override`, settings other than the run's are accepted and recorded in run.json.
     """
     run = RunFolder(Path(out))
     settings = run.path / "config.yaml"
-    if settings.is_file():
-        if changed := differences(config, load(PretrainConfig, settings)):
-            raise CheckpointError(
-                f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, or choose another --out"
-            )
-        if run.record.get("fingerprint") != fingerprint:
-            raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
-        if run.record.get("data") != data:
-            raise CheckpointError(
-                f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again or split anew), "
-                "so it would not be the same run and its list of participants would be wrong; choose another --out (F18)"
-            )
-        return run
-    # A kill between the two first files leaves run.json alone: that run has not begun yet.
-    if run.path.exists() and (
-        not run.path.is_dir() or {p.name for p in run.path.iterdir()} - {"run.json", "run.partial", "config.partial"}
-    ):
+    # A kill between the first files leaves these alone: that run has not begun yet.
+    beginnings = {"run.json", "run.partial", "config.partial", LOCK}
+    if run.path.exists() and not settings.is_file() and (not run.path.is_dir() or {p.name for p in run.path.iterdir()} - beginnings):
         raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
     run.path.mkdir(parents=True, exist_ok=True)
-    run.write_record(
-        command="octfm " + " ".join(sys.argv[1:]),
-        started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        fingerprint=fingerprint,
-        data=data,
-        participant_key=secrets.token_hex(16),
-        git=git_state(),
-    )
-    partial = settings.with_suffix(".partial")
+    with _locked(run.path, echo):
+        if settings.is_file():
+            _continue(run, settings, config, fingerprint, data, override, echo)
+        else:
+            run.write_record(
+                command="octfm " + " ".join(sys.argv[1:]),
+                started=_now(),
+                fingerprint=fingerprint,
+                data=data,
+                participant_key=secrets.token_hex(16),
+                git=git_state(),
+            )
+            _write_settings(settings, config)
+        yield run
+
+
+def _continue(
+    run: RunFolder, settings: Path, config: PretrainConfig, fingerprint: str, data: str, override: bool, echo: Callable[[str], None]
+) -> None:
+    """Refuse what would make it another run, or record that the user wanted it so."""
+    if run.record.get("fingerprint") != fingerprint:
+        raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
+    if run.record.get("data") != data:
+        raise CheckpointError(
+            f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again or split anew), "
+            "so it would not be the same run and its list of participants would be wrong; choose another --out (F18)"
+        )
+    changed = differences(config, load(PretrainConfig, settings))
+    if not changed:
+        return
+    if not override:
+        raise CheckpointError(
+            f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, "
+            "accept the change with --override, or choose another --out"
+        )
+    last = run.last_checkpoint()
+    keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
+    step = checkpoint.step_of(last) if last else 0
+    run.write_record(overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}])
+    _write_settings(settings, config)
+    for key, (now, before) in changed.items():
+        echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
+
+
+@contextmanager
+def _locked(folder: Path, echo: Callable[[str], None]) -> Iterator[None]:
+    """Held by one process at a time; the system takes it back from a process that dies, however it dies."""
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"{folder}: another process ({file.read().strip() or 'unknown'}) is training into this folder; "
+                "wait for it, stop it, or choose another --out"
+            ) from None
+        except OSError as error:
+            echo(f"{folder} cannot be locked on this file system ({error.strerror}): make sure that no other process trains into it")
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} since {_now()}\n")
+        file.flush()
+        yield
+
+
+def _write_settings(path: Path, config: PretrainConfig) -> None:
+    partial = path.with_suffix(".partial")
     partial.write_text(dump(config))
-    partial.replace(settings)
-    return run
+    partial.replace(path)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def git_state() -> dict[str, Any]:

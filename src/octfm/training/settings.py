@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,13 @@ class PretrainConfig(Config):
     """At most so many held-out volumes are used for the validation loss."""
     ckpt_every_steps: int = Field(default=500, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+    """So many of the newest checkpoints are kept."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Besides, the first checkpoint of every so many steps is kept for good."""
+    keep_every_epochs: float | None = Field(default=None, gt=0)
+    """The same, in passes over the training volumes."""
+    ckpt_second_dir: str | None = None
+    """Another disk, for checkpoints that the run folder's own has no room for."""
 
     @model_validator(mode="after")
     def _predictor_heads_fit(self) -> "PretrainConfig":
@@ -61,6 +68,9 @@ MAY_CHANGE = {
     "validation_volumes",
     "ckpt_every_steps",
     "keep_checkpoints",
+    "keep_every_steps",
+    "keep_every_epochs",
+    "ckpt_second_dir",
     "data.prefetch",
     "data.store",
 }
@@ -72,10 +82,10 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> PretrainCo
     return load(PretrainConfig, source, overrides)
 
 
-def differences(a: PretrainConfig, b: PretrainConfig) -> list[str]:
-    """Dotted keys whose values differ and which a resumed run must not change."""
+def differences(a: PretrainConfig, b: PretrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ and which a resumed run must not change, with both values."""
     left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
-    return sorted(key for key in left if left[key] != right[key] and key not in MAY_CHANGE)
+    return {key: (left[key], right[key]) for key in sorted(left) if left[key] != right[key] and key not in MAY_CHANGE}
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

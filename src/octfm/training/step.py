@@ -5,14 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from octfm.data.loader import Batch, microbatches
-from octfm.data.preprocessing import Preprocessing
 from octfm.masks import TokenMasks
-from octfm.models.data2vec import Data2Vec
-from octfm.models.jepa import JEPA
 from octfm.models.objective import ObjectiveOutput
 from octfm.training.inputs import Inputs, make_inputs
-from octfm.training.runtime import Runtime
-from octfm.training.settings import PretrainConfig
+from octfm.training.learner import Learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,24 +38,14 @@ def _keep(inputs: Inputs, output: ObjectiveOutput, scanner: tuple[str, ...], *, 
     )
 
 
-def accumulate(
-    config: PretrainConfig,
-    model: JEPA | Data2Vec,
-    runtime: Runtime,
-    preprocessing: Preprocessing,
-    batch: Batch,
-    size: int,
-    context_weight: float,
-    *,
-    everything: bool,
-) -> list[MicroStep]:
-    """Gradients of the mean loss of the whole batch, computed in micro-batches of `size` volumes."""
-    micro_steps = len(batch) // size
+def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everything: bool) -> list[MicroStep]:
+    """Gradients of the mean loss of the whole batch, computed in micro-batches."""
+    micro_steps = len(batch) // learner.micro_batch
     done = []
-    for part in microbatches(batch, size):
-        inputs = make_inputs(config, preprocessing, runtime, part)
-        with runtime.autocast():
-            output = model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
+    for part in microbatches(batch, learner.micro_batch):
+        inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
+        with learner.runtime.autocast():
+            output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
         (output.loss / micro_steps).backward()
         done.append(_keep(inputs, output, part.scanner, everything=everything))
     return done

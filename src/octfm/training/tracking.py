@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ class Metrics:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _keep_before(path, first_step)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append a row. Rows that a full disk does not take are kept until it does: metrics are no reason to stop training."""
         row = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(row).encode() + b"\n"
+        with suppress(OSError):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
         self._file.close()

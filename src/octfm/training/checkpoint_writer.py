@@ -1,0 +1,127 @@
+"""Writing checkpoints while training goes on: a copy on the host, then a thread; what may be deleted; what happens when a disk is full."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octfm.training import checkpoint
+
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last `last`, the first in every interval, and the best one."""
+
+    last: int
+    intervals: tuple[float, ...] = ()
+    """In steps; of each interval after the first, the earliest checkpoint is kept for good."""
+
+    def surplus(self, found: Sequence[Path], best: int | None) -> list[Path]:
+        """What may be deleted of these, oldest first."""
+        kept = set(found[-self.last :])
+        for interval in self.intervals:
+            first: dict[int, Path] = {}
+            for path in found:
+                first.setdefault(int(checkpoint.step_of(path) // interval), path)
+            kept |= {path for number, path in first.items() if number > 0}
+        return [path for path in found if path not in kept and checkpoint.step_of(path) != best]
+
+
+def keep_best(folder: Path, step: int) -> None:
+    """Name the checkpoint after `step` updates the best so far: it is never deleted, until another one is named."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{BEST}.partial"
+    partial.write_text(json.dumps({"step": step}))
+    partial.replace(folder / BEST)
+
+
+def best_step(folder: Path) -> int | None:
+    """The step that `keep_best` named last."""
+    try:
+        return int(json.loads((folder / BEST).read_text())["step"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A checkpoint that was not written where it should have been."""
+
+    step: int
+    sentence: str
+    lost: bool
+    """It was not written anywhere."""
+
+
+class CheckpointWriter:
+    """Writes into the first of `places` that takes a checkpoint, in a thread, one at a time.
+
+    A failure never stops training: it is told by `failures`, and the checkpoints written before are left as they are.
+    """
+
+    def __init__(self, places: Sequence[Path], retention: Retention):
+        self.places, self.retention = tuple(places), retention
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
+        self._in_flight: Future | None = None
+        self._failures: list[Failure] = []
+        for place in self.places:
+            for partial in place.glob("*.partial"):  # of a process that was killed while it wrote
+                partial.unlink()
+
+    def save(self, step: int, content: dict[str, Any]) -> None:
+        """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being written."""
+        self.wait()
+        copy = checkpoint.snapshot(content)
+        self._in_flight = self._thread.submit(self._write, step, copy)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._in_flight is not None:
+            self._in_flight.result()  # raises only for a mistake of ours: what the disk refuses is a Failure
+            self._in_flight = None
+
+    def failures(self) -> list[Failure]:
+        """What went wrong since the last call."""
+        found, self._failures = self._failures, []
+        return found
+
+    def forget_after(self, step: int) -> None:
+        """Delete the checkpoints of an abandoned course of training."""
+        self.wait()
+        for place in self.places:
+            for path in checkpoint.steps(place):
+                if checkpoint.step_of(path) > step:
+                    path.unlink()
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._thread.shutdown(wait=True)
+
+    def _write(self, step: int, content: dict[str, Any]) -> None:
+        for place in self.places:
+            try:
+                checkpoint.write(place, step, content)
+            except OSError as error:
+                self._failures.append(self._explain(step, place, error))
+            else:
+                self._tidy(place)
+                return
+
+    def _tidy(self, place: Path) -> None:
+        try:
+            for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
+                path.unlink()
+        except OSError as error:
+            self._failures.append(Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False))
+
+    def _explain(self, step: int, place: Path, error: OSError) -> Failure:
+        last = place == self.places[-1]
+        before = [path for folder in self.places for path in checkpoint.steps(folder)]
+        intact = f"the one before it, {max(before, key=checkpoint.step_of)}, is intact" if before else "there is none before it"
+        remedy = "training goes on; free some space, or name another disk in ckpt_second_dir" if last else f"trying {self.places[-1]}"
+        reason = f"checkpoint after step {step} was not written to {place}: {error.strerror or error}"
+        return Failure(step, f"{reason}; {intact}; {remedy}", last)

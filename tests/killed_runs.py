@@ -1,0 +1,86 @@
+"""A run that is killed again and again: `python killed_runs.py STORE OUT KILLS SEED [SAVES]`, for tests/test_recovery_from_kills.py.
+
+Every attempt is a process of its own that trains into OUT and gets a SIGKILL: from outside after a random time, or, for SAVES of them, from
+inside at a random write, flush or rename of a checkpoint. The last attempt may finish. Prints how each attempt ended. Processes are
+forked from one that has imported everything but started no thread, so that fifty of them take a minute.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+
+from octfm.data.store import Store
+from octfm.training import checkpoint
+from octfm.training.pretrain import pretrain
+from octfm.training.settings import PretrainConfig
+from test_pretrain import TINY
+
+
+def main() -> None:
+    store, out, kills, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    saves = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    rng = random.Random(seed)
+    plan = ["save"] * saves + ["time"] * (kills - saves)
+    rng.shuffle(plan)
+    duration = timed(lambda: attempt(store, f"{out}.first", None))
+    for kind in plan:
+        # A process needs some of its time for starting; kills are spread over all of its life.
+        pid = attempt_in_child(store, out, rng.randrange(1, 12) if kind == "save" else None)
+        if kind == "time":
+            time.sleep(rng.uniform(0, duration))
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        print(kind, "killed" if os.WIFSIGNALED(status) else f"ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+    pid = attempt_in_child(store, out, None)
+    print("last", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def timed(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def attempt(store: str, out: str, fatal_operation: int | None) -> None:
+    pid = attempt_in_child(store, out, fatal_operation)
+    os.waitpid(pid, 0)
+
+
+def attempt_in_child(store: str, out: str, fatal_operation: int | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    if fatal_operation is not None:
+        die_while_saving(fatal_operation)
+    try:
+        pretrain(PretrainConfig.model_validate(TINY | SETTINGS), Store.open(store), out, "cpu", echo=lambda _: None)
+    except BaseException as error:
+        print("error", type(error).__name__, error, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+SETTINGS = {"steps": 30, "ckpt_every_steps": 3, "validate_every_steps": 10, "model": {**TINY["model"], "width": 24, "heads": 2}}
+
+
+def die_while_saving(operation: int) -> None:
+    """SIGKILL at the n-th write, flush to disk or directory scan of saving, counted over this process."""
+    left = [operation]
+
+    def fatal(function):
+        def counted(*args, **kwargs):
+            left[0] -= 1
+            if left[0] <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return counted
+
+    checkpoint._Sink.write = fatal(checkpoint._Sink.write)
+    checkpoint.os.fsync = fatal(os.fsync)
+
+
+if __name__ == "__main__":
+    main()

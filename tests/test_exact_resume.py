@@ -1,0 +1,369 @@
+"""A run survives its process: kills, signals, damaged files, full disks, two processes at once, other settings."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from octfm.errors import CheckpointError, Preempted
+from octfm.training import checkpoint
+from octfm.training.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.training.interruption import Interruption
+from octfm.training.pretrain import pretrain
+from octfm.training.run_folder import claim
+from octfm.training.run_state import Rollback, RunState
+from small_store import small_store
+from test_cli import tiny
+from test_pretrain import config, final, quiet, rows, timeless
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer, teacher, run state and every metric, bit for bit."""
+    a, b = final(one), final(other)
+    assert a["step"] == b["step"] and a["state"] == b["state"]
+    assert a["model"].keys() == b["model"].keys()
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), name
+    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(x[k], y[k]) for k in x)
+    assert timeless(one) == timeless(other)
+
+
+def killed_run(store, out, kills, saves, seed):
+    command = [sys.executable, str(Path(__file__).parent / "killed_runs.py"), str(store.path), str(out), str(kills), str(seed), str(saves)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[-1] == "last 0", said
+    assert not [line for line in said if line.startswith("error")], said
+    return said
+
+
+def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(store, tmp_path):
+    said = killed_run(store, tmp_path / "run", kills=4, saves=2, seed=1)
+    assert sum("killed" in line for line in said) >= 2
+    assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_F18_fifty_kills_change_nothing(store, tmp_path):
+    said = killed_run(store, tmp_path / "run", kills=50, saves=25, seed=2)
+    assert sum("killed" in line for line in said) >= 40, said
+    assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
+    words = [sys.executable, "-c", "from octfm.cli import main; main()", "pretrain", "vit_s"]
+    settings = tiny(f"data.store={store.path}", "ckpt_every_steps=100000")
+    run = tmp_path / "run"
+    arguments = [*words, *(s for s in settings if not s.startswith("steps=")), "steps=40", "--device", "cpu", "--out", str(run)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      3/"):
+            process.send_signal(number)
+            break
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert said.startswith(f"octfm: {number.name}: saved after ") and said.endswith("of 40 updates; run again to continue\n"), said
+    assert 3 <= final(run)["step"] < 40
+
+
+def test_a_second_signal_acts_at_once():
+    with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert interruption.asked == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def interrupted_after(steps, monkeypatch):
+    """As if SIGTERM came during step number `steps`."""
+    from octfm.training import pretrain as loop
+
+    accumulate, calls = loop.accumulate, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", counted)
+
+
+def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, tmp_path):
+    """One flipped bit, which torch reads without complaint."""
+    run, whole = (pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
+    newest = checkpoint.newest(run)
+    content = bytearray(newest.read_bytes())
+    name = next(iter(checkpoint.load(newest)["model"]))
+    at = content.find(checkpoint.load(newest)["model"][name].numpy().tobytes())
+    content[at + 5] ^= 1
+    newest.write_bytes(bytes(content))
+    torch.load(newest, weights_only=True)
+    with pytest.raises(CheckpointError, match=r"step-00000008\.pt: damaged, its checksum is \w+ and should be"):
+        checkpoint.load(newest)
+    said: list[str] = []
+    pretrain(config(), store, run, echo=said.append)
+    assert any("step-00000008.pt is damaged and was set aside" in line and "going back to" in line for line in said)
+    assert_same_run(run, whole)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "step", "state", "config", "participants"])
+def test_the_checksum_covers_everything(tmp_path, what):
+    content = {
+        "model": {"w": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}},
+        "state": RunState().to_dict(),
+        "config": {"seed": 1},
+        "preprocessing": {},
+        "fingerprint": "f",
+        "participants": {"key": "k", "hashes": ["a"]},
+    }
+    path = checkpoint.write(tmp_path, 4, content)
+    changed = torch.load(path, weights_only=True)
+    if what == "step":
+        changed["step"] = 5
+    elif what == "model":
+        changed["model"]["w"][1] = 2
+    elif what == "optimizer":
+        changed["optimizer"]["state"][0]["step"] += 1
+    else:
+        next(iter([changed[what]]))[next(iter(changed[what]))] = "other"
+    torch.save(changed, path)
+    with pytest.raises(CheckpointError, match="checksum"):
+        checkpoint.load(path)
+
+
+def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
+    """The lock goes with the process that held it, however it ended."""
+    run = tmp_path / "run"
+    code = "import sys, time, pathlib; from octfm.training.run_folder import _locked\nwith _locked(pathlib.Path(sys.argv[1]), print): "
+    code += "print('held', flush=True); time.sleep(60)"
+    run.mkdir()
+    other = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"another process \(pid {other.pid} since .*is training into this folder"):
+            pretrain(config(steps=1), store, run, echo=quiet)
+        assert [p.name for p in run.iterdir()] == ["run.lock"], "nothing was written"
+    finally:
+        other.kill()
+        other.wait()
+    pretrain(config(steps=1), store, run, echo=quiet)
+
+
+def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
+    from octfm.training import pretrain as loop
+
+    def second(*args, **kwargs):
+        with pytest.raises(CheckpointError, match="another process"), claim(tmp_path / "run", config(steps=1), "", ""):
+            pass
+        return accumulate(*args, **kwargs)
+
+    accumulate = loop.accumulate
+    monkeypatch.setattr(loop, "accumulate", second)
+    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    with claim(run, config(steps=1), store.fingerprint, json.loads((run / "run.json").read_text())["data"]):
+        pass
+
+
+def test_override_accepts_other_settings_and_records_them(store, tmp_path):
+    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    longer = config(steps=5, clip_grad_norm=1.0)
+    with pytest.raises(CheckpointError, match=r"other values of clip_grad_norm, steps; .*--override"):
+        pretrain(longer, store, run, echo=quiet)
+    said: list[str] = []
+    pretrain(longer, store, run, echo=said.append, override=True)
+    assert "override: steps is 5 from step 3 on; the run began with 3" in said
+    record = json.loads((run / "run.json").read_text())["overrides"]
+    assert record[0]["after_step"] == 3
+    assert record[0]["settings"] == {"clip_grad_norm": {"before": 3.0, "now": 1.0}, "steps": {"before": 3, "now": 5}}
+    assert final(run)["step"] == 5 and final(run)["config"]["steps"] == 5
+    pretrain(longer, store, run, echo=quiet)
+
+
+def test_shapes_cannot_be_overridden(store, tmp_path):
+    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    wider = config(steps=3, model={"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2})
+    with pytest.raises(CheckpointError, match=r"weights do not fit the networks of this config .*cannot be overridden"):
+        pretrain(wider, store, run, echo=quiet, override=True)
+
+
+def test_a_version_1_run_goes_on(store, tmp_path):
+    """Runs that began before checkpoints had a checksum and a state."""
+    run, whole = (pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
+    for path in checkpoint.steps(run / "checkpoints"):
+        old = checkpoint.load(path)
+        old["version"] = 1
+        del old["checksum"], old["state"]
+        torch.save(old, path)
+    checkpoint.newest(run).unlink()
+    pretrain(config(), store, run, echo=quiet)
+    a, b = final(run), final(whole)
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+def test_run_state_survives_the_checkpoint(tmp_path):
+    state = RunState(3, ("a",), ("b",), 0.5, 2, (7,), (Rollback(9, 4, "loss spike"),), (0.1, 1 / 3), (2.0,))
+    content = {
+        "model": {},
+        "optimizer": {},
+        "state": state.to_dict(),
+        "config": {},
+        "preprocessing": {},
+        "fingerprint": "",
+        "participants": {},
+    }
+    assert RunState.from_dict(checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]) == state
+
+
+def paths(steps):
+    return [Path(f"step-{step:08d}.pt") for step in steps]
+
+
+def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
+    found = paths(range(500, 10_001, 500))
+    kept = [checkpoint.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, best=4500)]
+    assert kept == [3000, 4500, 6000, 9000, 9500, 10_000]
+    assert Retention(3).surplus(found, None) == found[:-3]
+    assert Retention(3).surplus(found[:2], None) == []
+
+
+def test_retention_over_a_whole_run(store, tmp_path):
+    settings = config(steps=12, ckpt_every_steps=1, keep_checkpoints=1, keep_every_steps=5, keep_every_epochs=1.5)
+    run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    # 16 training volumes in batches of 4: an epoch is 4 steps, and the first checkpoint at or after 6 steps is kept, and after 12.
+    assert [checkpoint.step_of(p) for p in checkpoint.steps(run / "checkpoints")] == [5, 6, 10, 12]
+
+
+def test_the_best_checkpoint_is_never_deleted(tmp_path):
+    with_best = CheckpointWriter([tmp_path], Retention(1))
+    for step in range(1, 6):
+        with_best.save(step, {"model": {}})
+        with_best.wait()
+        if step == 2:
+            keep_best(tmp_path, 2)
+    with_best.close()
+    assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 5]
+
+
+class FullDisk:
+    """The kernel refuses every file beyond `size` bytes in this process, as a full disk would refuse it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def disk_full_from(step, monkeypatch, limit=50_000):
+    """The disk is full while this process writes checkpoints after `step` updates and later."""
+    write = checkpoint.write
+
+    def limited(folder, at, content):
+        if at < step or "second" in str(folder):
+            return write(folder, at, content)
+        with FullDisk(limit):
+            return write(folder, at, content)
+
+    monkeypatch.setattr(checkpoint, "write", limited)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_path, monkeypatch):
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        disk_full_from(6, patch)
+        with pytest.raises(
+            CheckpointError, match=r"after step 8 could not be written; free some space .* it continues from .*step-00000003\.pt"
+        ):
+            pretrain(config(), store, tmp_path / "run", echo=said.append)
+    message = next(line for line in said if "was not written" in line)
+    assert os.strerror(errno.EFBIG) in message and "step-00000003.pt, is intact; training goes on" in message
+    assert rows(tmp_path / "run", "checkpoint")[0]["sentence"] in message
+    assert any(line.startswith("step      8/8") for line in said), "training went on"
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003.pt"], "no half file is left"
+    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
+    assert_same_run(run, pretrain(config(), store, tmp_path / "whole", echo=quiet))
+
+
+def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path, monkeypatch):
+    settings = config(ckpt_second_dir=str(tmp_path / "second"))
+    said: list[str] = []
+    disk_full_from(6, monkeypatch)
+    run = pretrain(settings, store, tmp_path / "run", echo=said.append)
+    assert any("trying" in line for line in said)
+    newest = checkpoint.newest(run)
+    assert newest.name == "step-00000008.pt" and (tmp_path / "second") in newest.parents
+    said.clear()
+    pretrain(settings, store, run, echo=said.append)
+    assert any("after 8 updates" in line for line in said), "it is found again"
+
+
+def test_metrics_wait_for_a_full_disk(tmp_path):
+    from octfm.training.tracking import Metrics, read_metrics
+
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write("train", 0, loss=1.0)
+    with FullDisk((tmp_path / "metrics.jsonl").stat().st_size + 5):
+        for step in (1, 2):
+            metrics.write("train", step, loss=0.5)
+    metrics.write("train", 3, loss=0.1)
+    metrics.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):
+    """The thread must not see the next update, and one checkpoint is written at a time."""
+    weights, running = torch.zeros(1000), []
+    write = checkpoint.write
+
+    def slow(folder, step, content):
+        running.append(step)
+        assert len(running) == 1
+        time.sleep(0.1)
+        running.pop()
+        return write(folder, step, content)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    writer = CheckpointWriter([tmp_path], Retention(5))
+    start = time.perf_counter()
+    writer.save(1, {"model": {"w": weights}})
+    assert time.perf_counter() - start < 0.05, "writing goes on in the background"
+    weights += 1
+    writer.save(2, {"model": {"w": weights}})
+    weights += 1
+    writer.close()
+    saved = [torch.load(p, weights_only=True)["model"]["w"] for p in checkpoint.steps(tmp_path)]
+    assert [float(w.unique()) for w in saved] == [0, 1]
+
+
+def test_python_callers_get_preempted_too(store, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Preempted, match="SIGTERM: saved after 2 of 8 updates"):
+        interrupted_after(2, patch)
+        pretrain(config(), store, tmp_path / "run", echo=quiet)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
+    assert_same_run(run, pretrain(config(), store, tmp_path / "whole", echo=quiet))
