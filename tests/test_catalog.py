@@ -9,8 +9,8 @@ import pytest
 from pydicom import uid
 
 from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
-from octfm.data.aireadi import TableError
 from octfm.data.catalog import Catalog, CatalogError, scan
+from octfm.data.columns import TableError
 from octfm.data.phantom.write import write_phantom
 from octfm.data.readers import REASONS
 

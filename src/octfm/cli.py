@@ -58,13 +58,18 @@ def scan(
     root: Annotated[str, typer.Argument(help="Folder in AI-READI layout, or any tree of DICOM files.")],
     out: Out = Path("catalog"),
     seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
+    table: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per file.")] = None,
+    participants: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per person, joined by id.")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")] = None,
     extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
     workers: Workers = None,
 ) -> None:
     """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason."""
     from octfm.data.catalog import scan as scan_root
+    from octfm.data.columns import Columns
 
-    catalog = scan_root(root, seed=seed, extract=extract, workers=workers)
+    mapped = Columns.parse(columns or []).of_field
+    catalog = scan_root(root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers)
     catalog.save(out)
     _print_counts(
         f"{out}: {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped", catalog.summary()

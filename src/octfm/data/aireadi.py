@@ -1,23 +1,15 @@
-"""The tables of an AI-READI data set: manifest.tsv (one row per file) and participants.tsv (one row per person), v2 and v3."""
+"""Tables beside the images: one row per file and one per person, as AI-READI v2 and v3 have them or with a user's own columns."""
 
-import csv
-import io
+import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from octfm.data.archive import open_file, unpacked_paths
-from octfm.errors import OctfmError, ReadError
+from octfm.data.archive import unpacked_paths
+from octfm.data.columns import Columns, TableError, read_rows
 
-_PERSON = ("person_id", "participant_id")  # v3, v2
-_IDENTIFIER = re.compile(
-    r"(^|_)(name|surname|birth|birthdate|birthday|dob|address|street|phone|telephone|email|mail|mrn|ssn|insurance)(_|$)"
-)
-
-
-class TableError(OctfmError):
-    """A manifest or participants table that cannot be trusted."""
+_EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +26,6 @@ class ManifestRow:
     """(axial, lateral)."""
     slice_thickness_mm: float | None = None
     sop_instance_uid: str = ""
-    path: str = ""
-    """Absolute."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,8 @@ class Tables:
     """Columns of participants.tsv by participant, without direct identifiers."""
     unpacked_from: dict[str, str] = field(default_factory=dict)
     """Member of an archive that each unpacked file came from: the tables know it by the archive's place."""
+    own: Path | None = None
+    """The user's own table of files, where one was given."""
 
     def find(self, uri: str, sop_instance_uid: str) -> ManifestRow | None:
         """The row of this file: listed at its path with its UID, else under its UID anywhere, else at its path."""
@@ -59,72 +51,108 @@ class Tables:
         return next((self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path), None)
 
 
-def read_tables(root: Path, companions: Iterable[Path]) -> Tables:
-    """Every manifest.tsv and participants.tsv below `root`; above it too where `root` lies inside the retinal_oct folder."""
+def read_tables(root: Path, companions: Iterable[Path], skip: Iterable[str] = ()) -> Tables:
+    """Every manifest.tsv and participants.tsv below `root`; above it too where `root` lies inside the retinal_oct folder.
+
+    `skip`: names of tables that a user's own replace.
+    """
     found = sorted(companions)
     inside = next((parent for parent in (root, *root.parents) if parent.name == "retinal_oct"), None)
     if inside is not None:
         found += [path for path in (inside / "manifest.tsv", inside.parent / "participants.tsv") if path.is_file() and path not in found]
     tables = Tables()
     for path in found:
+        if path.name in skip:
+            continue
         if path.name == "manifest.tsv":
             _read_manifest(path, tables)
         elif path.name == "participants.tsv":
-            _read_participants(path, tables)
+            _add_participants(read_rows(path, "\t"), Columns(), tables, path)
     return tables
 
 
+def read_own_tables(root: Path, table: Path | None, participants: Path | None, columns: Columns, tables: Tables) -> Tables:
+    """`tables` and what a user's own say: `table` has one row per file, `participants` one per person; either may be None.
+
+    Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID.
+    Raises TableError for a column that is not there, a value that cannot be meant, and rows that contradict each other.
+    """
+    files, people = (read_rows(path) if path is not None else [] for path in (table, participants))
+    for path, rows in ((table, files), (participants, people)):
+        if path is not None and not rows:
+            raise TableError(f"{path}: no rows; expected a header line and at least one row")
+    columns.check({str(path): list(rows[0]) for path, rows in ((table, files), (participants, people)) if path is not None})
+    if table is not None:
+        tables = replace(tables, own=table)
+        if not (columns.present(files[0], "file") or columns.present(files[0], "sop_instance_uid")):
+            raise TableError(
+                f"{table}: neither a column of files nor of SOP Instance UIDs; name one with --columns file=COLUMN or "
+                f"sop_instance_uid=COLUMN; columns: {', '.join(files[0])}"
+            )
+        for number, row in enumerate(files, start=2):
+            _add_file(row, columns, tables, root, table, number)
+    if participants is not None:
+        _add_participants(people, columns, tables, participants)
+    return tables
+
+
+def _add_file(row: Mapping[str, str], columns: Columns, tables: Tables, root: Path, table: Path, number: int) -> None:
+    entry = _manifest_row(row, columns)
+    if entry.laterality and entry.laterality.upper() not in _EYES:
+        raise TableError(f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing")
+    listed = columns.value(row, "file")
+    places = [str(Path(listed))] if listed.startswith("/") else []
+    places += [str(base / listed.lstrip("/")) for base in (root, Path(os.path.abspath(table)).parent)] if listed else []  # noqa: PTH100
+    for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
+        if key and known.setdefault(key, entry) != entry:
+            raise TableError(f"{table}: line {number}: another line says other things of {key}; keep one row per file")
+
+
 def _read_manifest(path: Path, tables: Tables) -> None:
-    for row in _rows(path):
+    for row in read_rows(path, "\t"):
         listed = row.get("filepath", "")
         # "/retinal_oct/..." starts at the folder that holds retinal_oct.
         base = path.parent.parent if listed.lstrip("/").startswith(f"{path.parent.name}/") else path.parent
-        shape = [_number(row.get(column, "")) for column in ("number_of_frames", "height", "width")]
-        frames, height, width = (int(count) if count else 0 for count in shape)
-        in_plane = [float(mm) for mm in re.findall(r"\d*\.?\d+(?:[eE][-+]?\d+)?", row.get("pixel_spacing", ""))]
-        entry = ManifestRow(
-            participant=_first(row, _PERSON),
-            laterality=row.get("laterality", ""),
-            manufacturer=row.get("manufacturer", ""),
-            model=row.get("manufacturers_model_name", ""),
-            region=row.get("anatomic_region", ""),
-            shape=(frames, height, width) if all(shape) else None,
-            in_plane_mm=(in_plane[0], in_plane[1]) if len(in_plane) == 2 else None,
-            slice_thickness_mm=_number(row.get("slice_thickness", "")),
-            sop_instance_uid=row.get("sop_instance_uid", ""),
-            path=str(base / listed.lstrip("/")) if listed else "",
-        )
+        entry = _manifest_row(row, Columns())
         if entry.sop_instance_uid:
             tables.by_uid[entry.sop_instance_uid] = entry
-        if entry.path:
-            tables.by_path[entry.path] = entry
+        if listed:
+            tables.by_path[str(base / listed.lstrip("/"))] = entry
 
 
-def _read_participants(path: Path, tables: Tables) -> None:
-    for row in _rows(path):
-        participant = _first(row, _PERSON)
+def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
+    shape = [_number(columns.value(row, name)) for name in ("frames", "height", "width")]
+    frames, height, width = (int(count) if count else 0 for count in shape)
+    in_plane = [float(mm) for mm in re.findall(r"\d*\.?\d+(?:[eE][-+]?\d+)?", columns.value(row, "pixel_spacing"))]
+    return ManifestRow(
+        participant=columns.value(row, "participant"),
+        laterality=columns.value(row, "laterality"),
+        manufacturer=columns.value(row, "manufacturer"),
+        model=columns.value(row, "model"),
+        region=columns.value(row, "region"),
+        shape=(frames, height, width) if all(shape) else None,
+        in_plane_mm=(in_plane[0], in_plane[1]) if len(in_plane) == 2 else None,
+        slice_thickness_mm=_number(columns.value(row, "slice_thickness")),
+        sop_instance_uid=columns.value(row, "sop_instance_uid"),
+    )
+
+
+def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Path) -> None:
+    for row in rows:
+        participant = columns.value(row, "participant")
         if not participant:
-            raise TableError(f"{path}: expected a column {' or '.join(_PERSON)} with a value in every row, got columns {', '.join(row)}")
-        labels = {key: value for key, value in row.items() if key not in _PERSON and not _IDENTIFIER.search(key.lower())}
+            wanted = columns.of_field.get("participant") or "person_id or participant_id"
+            raise TableError(
+                f"{path}: expected a column {wanted} with a value in every row, got columns {', '.join(row)}; "
+                "name yours with --columns participant=COLUMN"
+            )
+        labels = columns.labels(row)
         known = tables.participants.setdefault(participant, labels)
         if known.get("recommended_split") != labels.get("recommended_split"):
             raise TableError(
                 f"{path}: participant {participant} is in {known.get('recommended_split')!r} and in {labels.get('recommended_split')!r}; "
                 "a participant has one recommended_split, correct the table"
             )
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    try:
-        with open_file(path, whole=True) as file, io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text:
-            rows = list(csv.DictReader(text, delimiter="\t"))
-    except (OSError, ReadError, csv.Error) as error:
-        raise TableError(f"{path}: cannot be read as a tab-separated table: {error}; fetch it again") from error
-    return [{str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)} for row in rows]
-
-
-def _first(row: dict[str, str], columns: tuple[str, ...]) -> str:
-    return next((row[column] for column in columns if row.get(column)), "")
 
 
 def _number(text: str) -> float | None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from octfm.data.acquisition import Acquisition, Reject
-from octfm.data.aireadi import Tables, read_tables
+from octfm.data.aireadi import Tables, read_own_tables, read_tables
 from octfm.data.archive import file_size, unpack
+from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
 from octfm.data.readers import REASONS, Header, read_header
 from octfm.data.splits import SPLITS, Split, assign, parse_split
@@ -113,22 +114,28 @@ def scan(
     root: str | Path,
     *,
     seed: int = 0,
+    table: str | Path | None = None,
+    participants: str | Path | None = None,
+    columns: Mapping[str, str] | None = None,
     extract: str | Path | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Catalog:
     """Look at every file below `root` (AI-READI layout or any tree), without decoding, and assign participant-level splits.
 
+    AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
+    that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     The result does not depend on `workers` (processes; default one per core). `progress(done, total)` counts files.
-    Raises CatalogError for a root that is missing or has no acceptable file, TableError for a contradictory participants.tsv.
+    Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
+    column or fit none of the files.
     """
     folder = _existing(root)
     found = walk(folder)
     if not found.files and not found.refused:
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
         raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files")
-    tables = read_tables(folder, found.companions)
+    tables = _tables(folder, found, table, participants, columns)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     outcomes = list(spread(_examine, found.files, workers, progress))
@@ -141,9 +148,11 @@ def scan(
         raise CatalogError(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}")
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 
+    acquisitions = [accept(header, tables) for header in headers]
+    _expect_a_match(acquisitions, tables, participants)
     return Catalog(
         root=str(folder),
-        acquisitions=assign_splits([accept(header, tables) for header in headers], seed=seed),
+        acquisitions=assign_splits(acquisitions, seed=seed),
         rejects=tuple(reject for reject in left_out if not reject.expected),
         companions=len(found.companions),
         skipped=tuple(reject for reject in left_out if reject.expected),
@@ -197,6 +206,35 @@ def _existing(root: str | Path) -> Path:
     if not folder.is_dir():
         raise CatalogError(f"{folder}: expected a folder, got a file; give the folder it is in, or open it with octfm.read_volume")
     return folder
+
+
+def _tables(
+    root: Path, found: Found, table: str | Path | None, participants: str | Path | None, columns: Mapping[str, str] | None
+) -> Tables:
+    replaced = ["manifest.tsv"] * (table is not None) + ["participants.tsv"] * (participants is not None)
+    tables = read_tables(root, found.companions, replaced)
+    if not replaced:
+        if columns:
+            raise CatalogError("--columns: names columns of your own table; give it with --table FILE or --participants FILE")
+        return tables
+    own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
+    return read_own_tables(root, Path(table) if table else None, Path(participants) if participants else None, own, tables)
+
+
+def _expect_a_match(acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | None) -> None:
+    """A table of one's own that fits nothing is a mistake in a path or a column, not an absence of labels."""
+    if tables.own is not None and all("not_in_manifest" in a.flags for a in acquisitions):
+        example = next(iter({**tables.by_path, **tables.by_uid}))
+        raise TableError(
+            f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against {acquisitions[0].uri} "
+            f"({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the table, or SOP Instance UIDs"
+        )
+    if participants is not None and not any(a.participant in tables.participants for a in acquisitions):
+        example = next(iter(tables.participants))
+        raise TableError(
+            f"{participants}: none of its {len(tables.participants)} participants is among the images, for example {example!r} against "
+            f"{acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, or join ids by --table"
+        )
 
 
 def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path]:

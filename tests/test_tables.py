@@ -1,0 +1,144 @@
+"""Tables beside the images: both AI-READI releases, and anybody's own CSV through a column map; a wrong column is one clear error."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dicom_files import write_oct_dicom
+from octfm.data.catalog import Catalog, CatalogError, scan
+from octfm.data.columns import Columns, TableError, is_identifier
+from octfm.data.phantom import write_phantom
+from octfm.errors import ConfigError
+
+SPACING_MM = (0.12, 0.0039, 0.0115)
+COLUMNS = {"participant": "pid", "file": "path", "laterality": "eye"}
+PEOPLE = {"participant": "pid", "split": "set", "diagnosis": "dx"}
+
+
+@pytest.fixture
+def clinic(tmp_path) -> Path:
+    """Two people, both eyes, files that say nothing of either; a table of files and a table of people with a clinic's own columns."""
+    root = tmp_path / "images"
+    lines = ["path,pid,eye,room"]
+    for number, (pid, side) in enumerate((p, s) for p in ("p1", "p2") for s in "RL"):
+        voxels = np.random.default_rng(number).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        name = f"{pid}/{number}.dcm"
+        write_oct_dicom(root / name, voxels, SPACING_MM, laterality=None, participant=None, sop_instance_uid=f"1.2.{number}")
+        lines.append(f"{name},{pid},{'OD' if side == 'R' else 'os'},3")
+    (tmp_path / "files.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "people.csv").write_text(
+        "pid;set;dx;PatientName;years\np1;train;dme;Planted^Secret;61\np2;test;healthy;Planted^Secret;58\n"
+    )
+    return root
+
+
+def rows(catalog: Catalog) -> list[tuple]:
+    return [(a.participant, a.laterality, a.split, a.participant_labels, a.flags) for a in catalog.acquisitions]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_written_cohort_reads_the_same_with_the_columns_of_release_2_and_3(tmp_path, zipped):
+    root = write_phantom(tmp_path / "cohort", 4, 6, size=(8, 64, 48), workers=1, zipped=zipped)
+    release_3 = scan(root)
+    for path in (root / "retinal_oct" / "manifest.tsv", root / "participants.tsv"):
+        text = path.read_text()
+        assert text.startswith("person_id\t")
+        path.write_text("participant_id" + text.removeprefix("person_id"))
+    assert rows(scan(root)) == rows(release_3) and all(flags == () for *_, flags in rows(release_3))
+    assert {split for _, _, split, _, _ in rows(release_3)} > {"train"}
+
+
+def test_own_tables_are_joined_by_path_and_by_id(clinic):
+    catalog = scan(clinic, table=clinic.parent / "files.csv", participants=clinic.parent / "people.csv", columns=COLUMNS | PEOPLE)
+    assert [(a.participant, a.laterality, a.split) for a in catalog.acquisitions] == [
+        ("p1", "R", "train"),
+        ("p1", "L", "train"),
+        ("p2", "R", "test"),
+        ("p2", "L", "test"),
+    ]
+    first = catalog.acquisitions[0]
+    assert first.participant_labels == {"recommended_split": "train", "diagnosis": "dme", "years": "61"}, "no name, AI-READI's words"
+    assert first.flags == ("laterality_from_manifest",)
+
+
+def test_own_table_may_name_files_absolutely_by_uid_or_beside_itself(clinic):
+    expected = rows(scan(clinic, table=clinic.parent / "files.csv", columns=COLUMNS))
+    lines = (clinic.parent / "files.csv").read_text().splitlines()
+    absolute = clinic.parent / "absolute.tsv"
+    absolute.write_text("\n".join([lines[0], *(f"{clinic}/{line}" for line in lines[1:])]).replace(",", "\t"))
+    assert rows(scan(clinic, table=absolute, columns=COLUMNS)) == expected
+    by_uid = clinic.parent / "uids.csv"
+    by_uid.write_text("\n".join(["uid,pid,eye,room", *(f"1.2.{i},{line.split(',', 1)[1]}" for i, line in enumerate(lines[1:]))]))
+    columns = {"participant": "pid", "sop_instance_uid": "uid", "laterality": "eye"}
+    assert rows(scan(clinic, table=by_uid, columns=columns)) == expected
+    beside = clinic / "p1" / "mine.csv"
+    beside.write_text("\n".join([lines[0], *(line.removeprefix("p1/") for line in lines[1:3])]))
+    flags = [a.flags for a in scan(clinic, table=beside, columns=COLUMNS).acquisitions]
+    assert flags[:2] == [("laterality_from_manifest",)] * 2 and all("not_in_manifest" in others for others in flags[2:])
+
+
+def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path):
+    root = write_phantom(tmp_path / "cohort", 4, 6, size=(8, 64, 48), workers=1)
+    people = tmp_path / "people.csv"
+    with (root / "participants.tsv").open() as file:
+        ids = [row["person_id"] for row in csv.DictReader(file, delimiter="\t")]
+    people.write_text("participant_id,recommended_split\n" + "".join(f"{pid},test\n" for pid in ids))
+    catalog = scan(root, participants=people)
+    assert {a.split for a in catalog.acquisitions} == {"test"}
+    assert all(a.participant_labels == {"recommended_split": "test"} and a.flags == () for a in catalog.acquisitions)
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "words"),
+    [
+        (["participant=pid,file=pth"], TableError, "no column pth for file; did you mean path?"),
+        (["participant=PID,file=path"], TableError, "no column PID for participant; did you mean pid?"),
+        (["partisipant=pid"], ConfigError, "unknown field partisipant; did you mean participant?"),
+        (["participant"], ConfigError, "expected field=column pairs"),
+        (["file=path", "file=pid"], ConfigError, "file is mapped to path and to pid"),
+        (["participant=pid"], TableError, "neither a column of files nor of SOP Instance UIDs.*columns: path, pid, eye, room"),
+        (["participant=pid,file=room"], TableError, "line 4: another line says other things of .*/3"),
+        (["participant=pid,file=path,laterality=room"], TableError, "line 2: laterality is '3'; expected R, L, OD"),
+    ],
+)
+def test_a_wrong_column_is_one_error_that_names_the_nearest(clinic, columns, error, words):
+    with pytest.raises(error, match=words) as caught:
+        scan(clinic, table=clinic.parent / "files.csv", columns=Columns.parse(columns).of_field)
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_that_fit_none_of_the_files_are_refused(clinic):
+    table = clinic.parent / "elsewhere.csv"
+    table.write_text("path,pid\nx/1.dcm,p1\n")
+    with pytest.raises(TableError, match=r"no row fits any of 4 acquisitions, for example .*x/1\.dcm against "):
+        scan(clinic, table=table, columns={"participant": "pid", "file": "path"})
+    people = clinic.parent / "others.csv"
+    people.write_text("pid,set\nsomeone,train\n")
+    with pytest.raises(TableError, match="none of its 1 participants is among the images, for example 'someone' against 'p1'"):
+        scan(clinic, participants=people, columns={"participant": "pid"})
+    with pytest.raises(TableError, match=r"expected a column person_id or participant_id .* --columns participant=COLUMN"):
+        scan(clinic, participants=people)
+    with pytest.raises(TableError, match="cannot be read as a table: No such file"):
+        scan(clinic, table=clinic / "absent.csv", columns=COLUMNS)
+    with pytest.raises(CatalogError, match="--table FILE or --participants FILE"):
+        scan(clinic, columns=COLUMNS)
+
+
+def test_columns_that_identify_a_person_are_known_by_name():
+    for column in (
+        "PatientName",
+        "patient_name",
+        "Birth Date",
+        "DateOfBirth",
+        "dateofbirth",
+        "DOB",
+        "e-mail",
+        "Surname",
+        "first name",
+        "MRN",
+    ):
+        assert is_identifier(column), column
+    for column in ("age", "study_group", "recommended_split", "diagnosis", "clinical_site", "hba1c", "years"):
+        assert not is_identifier(column), column
