@@ -62,18 +62,26 @@ def scan(
     participants: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per person, joined by id.")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")] = None,
     extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
+    max_reject: Annotated[
+        float | None, typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1)
+    ] = None,
+    images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
     workers: Workers = None,
 ) -> None:
-    """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason."""
+    """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason, and data_health.html shows it all."""
     from octfm.data.catalog import scan as scan_root
     from octfm.data.columns import Columns
+    from octfm.report.data_health import write_data_health
 
     mapped = Columns.parse(columns or []).of_field
     catalog = scan_root(root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers)
     catalog.save(out)
-    _print_counts(
-        f"{out}: {len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped", catalog.summary()
-    )
+    page = write_data_health(catalog, out / "data_health.html", images=images, max_reject=max_reject)
+    counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
+    _print_counts(f"{out}: {counts}", catalog.summary())
+    typer.echo(str(page))
+    if max_reject is not None:
+        catalog.expect_few_rejects(max_reject, f"see {page}")
 
 
 @app.command()

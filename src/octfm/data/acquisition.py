@@ -6,6 +6,26 @@ from octfm.data.readers import REASONS
 from octfm.data.splits import Split
 from octfm.data.volume import Laterality, Shape3, Spacing3
 
+FLAGS: dict[str, str] = {
+    "laterality_conflict": "header and table name different eyes; counted as unknown, never mirrored",
+    "laterality_unknown": "nothing says which eye it is; never mirrored",
+    "laterality_from_manifest": "only the table says which eye it is",
+    "reused_sop_uid": "another file has its SOP Instance UID and other voxels; tables that name the UID may mean either",
+    "not_in_manifest": "no table lists it",
+    "participant_from_folder": "neither header nor table names a participant; the folder's name stands in",
+    "participant_conflict": "header and table name different participants; the table is believed",
+    "scanner_conflict": "header and table name different scanners; the header is believed",
+    "sop_uid_conflict": "the table lists another SOP Instance UID at this path",
+    "shape_conflict": "the table lists other rows, columns or frames; the header is believed",
+    "spacing_conflict": "the table lists other millimetres; header and positions are believed",
+    "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; positions are believed",
+    "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); taken from the square field of view",
+    "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
+    "uneven_positions": "B-scans are not equally far apart",
+    "frames_reordered": "frames are not stored in the order of their positions",
+}
+"""What is doubtful about an accepted row, and what is made of it."""
+
 
 @dataclass(frozen=True)
 class Acquisition:
@@ -30,7 +50,7 @@ class Acquisition:
     participant_labels: dict[str, str] = field(default_factory=dict)
     """Columns of participants.tsv, without direct identifiers."""
     flags: tuple[str, ...] = ()
-    """What is doubtful but no reason to reject: laterality_conflict, slice_thickness_corrected, not_in_manifest, ..."""
+    """What is doubtful but no reason to reject: keys of FLAGS."""
 
     @property
     def eye_id(self) -> str:

@@ -76,6 +76,21 @@ class Catalog:
             raise CatalogError(f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again")
         return catalog
 
+    @property
+    def reject_share(self) -> float:
+        """Rejected over rejected and accepted; what is skipped on purpose counts on neither side."""
+        return len(self.rejects) / max(len(self.rejects) + len(self.acquisitions), 1)
+
+    def expect_few_rejects(self, most: float, advice: str = "see its rejects") -> None:
+        """Raises CatalogError where a larger share than `most` is rejected: a pipeline stops before it trains on what is left."""
+        if self.reject_share > most:
+            codes = ", ".join(f"{n} {code}" for code, n in _count(reject.code for reject in self.rejects).items())
+            total = len(self.rejects) + len(self.acquisitions)
+            raise CatalogError(
+                f"{self.root}: {len(self.rejects)} of {total} files are rejected ({self.reject_share:.1%}), expected at most {most:.1%}: "
+                f"{codes}; {advice}"
+            )
+
     def summary(self) -> dict[str, Any]:
         """Counts that a report or a terminal shows; rejects most frequent first, splits in participants."""
         participants = {a.participant: a.split for a in self.acquisitions}
@@ -85,7 +100,7 @@ class Catalog:
             "skipped": len(self.skipped),
             "companions": self.companions,
             "participants": len(participants),
-            "eyes": len({a.eye_id for a in self.acquisitions}),
+            "eyes": len({a.eye_id for a in self.acquisitions if a.laterality}),
             "scanners": _count(a.scanner for a in self.acquisitions),
             "protocols": _count(a.protocol for a in self.acquisitions),
             "lateralities": _count(a.laterality or "unknown" for a in self.acquisitions),

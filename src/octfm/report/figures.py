@@ -148,12 +148,12 @@ def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Ch
                 )
             chance = next(r["chance"] for r in rows if r["target"] == target)
             axes.plot([chance, chance], [t * pitch - 0.5, t * pitch + len(encoders) - 0.5], color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
-        axes.set_yticks(ticks, [_plain(target) for target in targets])
+        axes.set_yticks(ticks, [plain(target) for target in targets])
         axes.set_ylim(len(targets) * pitch - 0.8, -0.9)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(name)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(encoders))
-        svg = _svg(figure, f"forest-{metric}", f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
+        svg = to_svg(figure, f"forest-{metric}", f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
     leakage = ", except for scanner" if any(r["leakage"] for r in rows) else ""
     caption = (
         f"Right is better{leakage}. The bar is the 95\u00a0% interval, the dashed line is chance. Hollow markers have no interval: "
@@ -184,7 +184,7 @@ def _chart(
         if len(lines) > 1:
             axes.legend(loc="best")
         last = "; ".join(f"{line.label} {line.values[-1]:.3g} at step {line.steps[-1]:.0f}" for line in lines)
-        svg = _svg(figure, key, f"{title}. Last values: {last}")
+        svg = to_svg(figure, key, f"{title}. Last values: {last}")
     return Chart(title, caption, svg)
 
 
@@ -219,11 +219,11 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
     lines = []
     for name in names:
         steps, values = series([{"step": r.get("step"), "value": (r.get("by_scanner") or {}).get(name)} for r in rows], "value")
-        lines.append(Line(_plain(name), steps, values))
+        lines.append(Line(plain(name), steps, values))
     return lines
 
 
-def _svg(figure: Figure, key: str, alt: str) -> str:
+def to_svg(figure: Figure, key: str, alt: str) -> str:
     """The figure as an <svg> element: ids made unique on the page, colours as CSS variables, text in the page's font."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -247,11 +247,11 @@ def _attribute(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     # A dollar sign would start mathtext.
     return name.replace("_", " ").replace("$", r"\$")
 
 
 def _spoken(r: dict[str, Any]) -> str:
     between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ", no interval"
-    return f"{_plain(r['target'])}, {r['encoder']}: {number(r['estimate']):.2f}{between}"
+    return f"{plain(r['target'])}, {r['encoder']}: {number(r['estimate']):.2f}{between}"

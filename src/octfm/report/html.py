@@ -1,17 +1,14 @@
 """report.html: one self-contained page (no network, no script) that says what was run and what came out."""
 
-import os
 import shlex
 from collections import Counter
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from octfm.errors import EvaluationError
 from octfm.report import figures, images, words
+from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.sources import Sources, gather
-
-MAX_BYTES = 10_000_000
 
 
 def write_report(run: Path, out: Path, *, catalog: Path | None = None, store_path: Path | None = None, images: bool = True) -> Path:
@@ -29,16 +26,12 @@ def write_report(run: Path, out: Path, *, catalog: Path | None = None, store_pat
     facts = _facts(sources, shlex.join(command))
     page = ""
     for per_scanner in (2, 1, 0) if images else (0,):
-        page = _render(facts | _pictures(sources, per_scanner))
+        page = render("report.html.jinja", facts | _pictures(sources, per_scanner))
         if len(page.encode()) < MAX_BYTES:
             break
     else:
         raise EvaluationError(f"{out}: the report would take {len(page.encode()):,} bytes without pictures, expected under {MAX_BYTES:,}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(out)
-    return out
+    return write_page(page, out)
 
 
 def summary_lines(run: Path, *, catalog: Path | None = None, store_path: Path | None = None) -> list[str]:
@@ -168,11 +161,3 @@ def _commands(sources: Sources, report: str) -> list[str]:
     listed = [sources.record["command"]] if sources.record.get("command") else []
     listed += (sources.probe or {}).get("commands", [])
     return list(dict.fromkeys([*listed, report]))
-
-
-def _render(facts: dict[str, Any]) -> str:
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = (resources.files("octfm.report") / "report.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(**facts)

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from octfm.data.volume import Volume
+
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
 WIDTH_PX = 660
@@ -91,6 +93,24 @@ def pca_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) 
     return examples
 
 
+def native_pictures(volume: Volume) -> list[Picture]:
+    """Middle B-scan and en-face mean of a volume as it lies in its file; sides are named only where the file tells them."""
+    dz, dy, dx = volume.spacing_mm
+    voxels = volume.voxels if volume.voxels.dtype == np.uint8 else (volume.voxels >> 8).astype(np.uint8)
+    d, h, w = volume.shape
+    # Proportions in mm, within what a page can show: a wrong spacing would make a picture of a hundred metres.
+    dy = float(np.clip(h * dy, w * dx / 8, w * dx * 2)) / h
+    dz = float(np.clip(d * dz, w * dx / 8, w * dx * 2)) / d
+    mean = voxels.mean(1)
+    low, high = np.percentile(mean, (1, 99))
+    mean = np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
+    scanner = volume.scanner.replace("_", " ")
+    return [
+        _bscan(voxels[d // 2], (dz, dy, dx), "B-scan", f"Middle B-scan of a {scanner} volume"),
+        _enface(mean, (dz, dy, dx), None, "En face", f"Mean over depth, seen from the front, {scanner}", vertical=None),
+    ]
+
+
 def _some_of_each(scanner: np.ndarray, count: int) -> list[int]:
     names = list(dict.fromkeys(scanner.tolist()))
     return [int(i) for name in names for i in np.flatnonzero(scanner == name)[:count]]
@@ -130,11 +150,12 @@ def _bscan(
 def _enface(
     image: np.ndarray,
     spacing: tuple[float, float, float],
-    laterality: str,
+    laterality: str | None,
     caption: str,
     alt: str,
     *,
     size: tuple[int, int] | None = None,
+    vertical: str | None = "SI",
 ) -> Picture:
     """`image` [D, W] or [d, w, 3]; temporal and nasal are only named where the laterality is known."""
     rows, columns = size or image.shape[:2]
@@ -142,7 +163,7 @@ def _enface(
     figure, axes = _canvas(height, width, WIDTH_PX * 2 // 3)
     _show(axes, image, height, width, smooth=size is None)
     _scale_bar(axes, height, width)
-    sides = [("S", 0.5, 0.955), ("I", 0.5, 0.045)]
+    sides = [(vertical[0], 0.5, 0.955), (vertical[1], 0.5, 0.045)] if vertical else []
     if laterality in ("R", "L"):
         sides += [("T", 0.04, 0.5), ("N", 0.96, 0.5)]
     for word, x, y in sides:

@@ -1,0 +1,204 @@
+"""data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from octfm.data.acquisition import FLAGS, Acquisition, Reject
+from octfm.data.catalog import Catalog
+from octfm.data.readers import REASONS, read_volume
+from octfm.data.splits import SPLITS
+from octfm.errors import ReadError
+from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
+from octfm.report.images import Picture, native_pictures
+from octfm.report.page import render, write_page
+
+AXES = ("B-scan distance", "axial spacing", "lateral spacing")
+EXTENTS = ("extent across B-scans", "axial extent", "lateral extent")
+OUTLIERS = 8
+"""Volumes shown."""
+UNLIKE = 1.15
+"""Times larger or smaller than the median of its kind: beyond what eye-specific scaling explains."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    row: int
+    """Of catalog.parquet, from 0."""
+    acquisition: Acquisition
+    why: str
+    distance: float
+
+
+def write_data_health(catalog: Catalog, out: Path, *, images: bool = True, max_reject: float | None = None) -> Path:
+    """Counts, distributions, reasons and, with `images`, the volumes least like their kind. Outliers are decoded, nothing else is."""
+    facts = {
+        "summary": catalog.summary(),
+        "rejected_share": catalog.reject_share,
+        "max_reject": max_reject,
+        "groups": _groups(catalog.acquisitions),
+        "sites": _sites(catalog.acquisitions),
+        "splits": _splits(catalog.acquisitions),
+        "shapes": _shapes(catalog.acquisitions),
+        "rejects": _reasons(catalog.rejects),
+        "skipped": _reasons(catalog.skipped),
+        "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
+        "charts": distribution_charts(catalog.acquisitions),
+        "outliers": [_shown(outlier, images) for outlier in outliers(catalog.acquisitions)],
+        "images": images,
+    }
+    return write_page(render("data_health.html.jinja", facts), out)
+
+
+def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list[Outlier]:
+    """Volumes whose spacing or extent is unlike the median of their scanner and protocol, furthest first, then those that are flagged."""
+    kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row, a in enumerate(acquisitions):
+        kinds[a.scanner, a.protocol].append(row)
+    found = {}
+    for rows in kinds.values():
+        measures = np.array([(*acquisitions[row].spacing_mm, *_extent_mm(acquisitions[row])) for row in rows])
+        ratio = measures / np.median(measures, axis=0)
+        far = np.maximum(ratio, 1 / ratio)
+        for row, values, unlike in zip(rows, measures, far, strict=True):
+            worst = int(unlike.argmax())
+            if unlike[worst] > UNLIKE:
+                usual = float(values[worst] / ratio[rows.index(row), worst])
+                why = f"{(*AXES, *EXTENTS)[worst]} {values[worst]:.3g} mm, usual for its kind {usual:.3g} mm"
+                found[row] = Outlier(row, acquisitions[row], why, float(unlike[worst]))
+    rare = Counter(flag for a in acquisitions for flag in a.flags)
+    for row, a in enumerate(acquisitions):
+        # A flag that most rows share says something about the archive, not about this volume.
+        doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10]
+        if doubts and row not in found:
+            found[row] = Outlier(row, a, "; ".join(FLAGS[flag] for flag in doubts), 0.0)
+    return sorted(found.values(), key=lambda outlier: (-outlier.distance, outlier.row))[:count]
+
+
+def distribution_charts(acquisitions: Sequence[Acquisition]) -> list[Chart]:
+    """One chart per axis: which spacings and extents each scanner has; the larger the mark, the more volumes share the value."""
+    charts = []
+    for title, caption, names, measure in (
+        ("Spacing", "Distance between neighbours, in µm.", AXES, lambda a: [1000 * mm for mm in a.spacing_mm]),
+        ("Extent", "Field of view, in mm: the number of pixels times their spacing.", EXTENTS, _extent_mm),
+    ):
+        charts += [_distribution(acquisitions, name, title, caption, i, measure) for i, name in enumerate(names)]
+    return charts
+
+
+def _distribution(
+    acquisitions: Sequence[Acquisition], name: str, title: str, caption: str, axis: int, measure: Callable[[Acquisition], Sequence[float]]
+) -> Chart:
+    scanners = sorted({a.scanner for a in acquisitions})
+    key = f"{title}-{axis}".lower()
+    unit = "µm" if title == "Spacing" else "mm"
+    spoken = []
+    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+        figure = Figure(figsize=(4.2, 0.8 + 0.34 * len(scanners)), layout="constrained")
+        axes = figure.subplots()
+        every = []
+        for i, scanner in enumerate(scanners):
+            values = Counter(float(f"{measure(a)[axis]:.3g}") for a in acquisitions if a.scanner == scanner)
+            size = [14 + 90 * n / max(values.values()) for n in values.values()]
+            marker = MARKERS[i % len(MARKERS)]
+            axes.scatter(
+                list(values), [i] * len(values), size, color=SERIES[i % len(SERIES)], marker=marker, alpha=0.75, linewidths=0, zorder=3
+            )
+            spoken.append(f"{scanner} {min(values):g} to {max(values):g} {unit}, mostly {values.most_common(1)[0][0]:g}")
+            every += list(values)
+        if max(every) > 4 * min(every):
+            axes.set_xscale("log")
+        elif max(every) < 1.02 * min(every):
+            axes.set_xlim(0.9 * min(every), 1.1 * max(every))
+        axes.set_yticks(range(len(scanners)), [plain(scanner) for scanner in scanners])
+        axes.set_ylim(len(scanners) - 0.5, -0.5)
+        axes.set_xlabel(unit)
+        svg = to_svg(figure, key, f"{name}: " + "; ".join(spoken))
+    return Chart(name[0].upper() + name[1:], caption, svg)
+
+
+def _extent_mm(a: Acquisition) -> list[float]:
+    return [n * mm for n, mm in zip(a.shape, a.spacing_mm, strict=True)]
+
+
+def _groups(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
+    kinds: dict[tuple[str, str], list[Acquisition]] = defaultdict(list)
+    for a in acquisitions:
+        kinds[a.scanner, a.protocol].append(a)
+    rows = []
+    for (scanner, protocol), own in sorted(kinds.items()):
+        eyes = Counter(a.laterality or "unknown" for a in own)
+        people = len({a.participant for a in own})
+        row = {"scanner": scanner, "protocol": protocol, "volumes": len(own), "participants": people}
+        rows.append(row | {side: eyes[side] for side in ("R", "L", "unknown")})
+    return rows
+
+
+def _sites(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
+    places: dict[str, list[Acquisition]] = defaultdict(list)
+    for a in acquisitions:
+        places[a.participant_labels.get("clinical_site", "")].append(a)
+    if set(places) == {""}:
+        return []
+    return [
+        {
+            "site": site or "not stated",
+            "volumes": len(own),
+            "participants": len({a.participant for a in own}),
+            "scanners": Counter(a.scanner for a in own).most_common(),
+        }
+        for site, own in sorted(places.items())
+    ]
+
+
+def _splits(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
+    scanners = sorted({a.scanner for a in acquisitions})
+    rows = []
+    for split in SPLITS:
+        own = [a for a in acquisitions if a.split == split]
+        volumes = Counter(a.scanner for a in own)
+        people, eyes = len({a.participant for a in own}), len({a.eye_id for a in own if a.laterality})
+        rows.append({"split": split, "participants": people, "eyes": eyes, "volumes": [(s, volumes[s]) for s in scanners]})
+    return rows
+
+
+def _shapes(acquisitions: Sequence[Acquisition], most: int = 20) -> list[tuple[str, str, int]]:
+    """(scanner, B-scans x rows x columns, volumes), most frequent first."""
+    sizes = Counter((a.scanner, " × ".join(map(str, a.shape))) for a in acquisitions)
+    return [(scanner, shape, n) for (scanner, shape), n in sizes.most_common(most)]
+
+
+def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:
+    by_code: dict[str, list[Reject]] = defaultdict(list)
+    for reject in left_out:
+        by_code[reject.code].append(reject)
+    return [
+        {
+            "code": code,
+            "count": len(own),
+            "megabytes": sum(reject.bytes for reject in own) / 1e6,
+            "meaning": REASONS[code].meaning,
+            "fix": REASONS[code].fix,
+        }
+        for code, own in sorted(by_code.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+
+
+def _shown(outlier: Outlier, images: bool) -> dict[str, Any]:
+    a = outlier.acquisition
+    pictures: list[Picture] = []
+    note = ""
+    if images:
+        try:
+            pictures = native_pictures(read_volume(a.uri))
+        except ReadError as error:
+            note = f"It could not be decoded: {REASONS[error.code].meaning}."
+    eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
+    title = f"Row {outlier.row}: {a.scanner.replace('_', ' ')}, {a.protocol.replace('_', ' ')}, {eye}, {' × '.join(map(str, a.shape))}"
+    return {"title": title, "why": outlier.why, "note": note, "pictures": pictures}

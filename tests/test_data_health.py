@@ -1,0 +1,153 @@
+"""The data-health page says what the scan found, names nobody, and a pipeline can stop on it."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dicom_files import write_oct_dicom
+from octfm.data.acquisition import FLAGS
+from octfm.data.catalog import Catalog, CatalogError, scan
+from octfm.data.phantom import write_phantom
+from octfm.data.readers import REASONS
+from octfm.report.data_health import outliers, write_data_health
+from test_cli import octfm_command
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SPACING_MM = (0.12, 0.0039, 0.0115)
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory) -> Path:
+    return write_phantom(tmp_path_factory.mktemp("clinic") / "cohort", 13, 3, size=(8, 64, 48), defects=1.0, workers=1)
+
+
+@pytest.fixture(scope="module")
+def catalog(clinic) -> Catalog:
+    return scan(clinic)
+
+
+@pytest.fixture(scope="module")
+def page(catalog, tmp_path_factory) -> Path:
+    return write_data_health(catalog, tmp_path_factory.mktemp("page") / "data_health.html")
+
+
+def text_of(page: Path) -> str:
+    body = page.read_text().split("</head>")[1]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<svg.*?</svg>", " ", body, flags=re.DOTALL))).replace("&nbsp;", " ")
+
+
+def test_page_says_what_the_catalog_says(catalog, page):
+    text, summary = text_of(page), catalog.summary()
+    assert f"{summary['accepted']} volumes of 13 participants ({summary['eyes']} eyes of known side) are accepted" in text
+    assert f"{summary['rejected']} files ({100 * catalog.reject_share:.1f} %) are rejected; {summary['skipped']} are skipped" in text
+    for code, count in (summary["rejects"] | summary["skips"]).items():
+        assert re.search(rf"{code} {count} [\d.,]+ {re.escape(REASONS[code].meaning)} {re.escape(REASONS[code].fix)}", text), code
+    for flag, count in summary["flags"].items():
+        assert f"{flag} {count} {FLAGS[flag]}" in text
+    for site in {a.participant_labels["clinical_site"] for a in catalog.acquisitions}:
+        people = {a.participant for a in catalog.acquisitions if a.participant_labels["clinical_site"] == site}
+        volumes = [a for a in catalog.acquisitions if a.participant in people]
+        assert f"{site} {len(volumes)} {len(people)} " in text
+    for scanner in summary["scanners"]:
+        sides = [a.laterality for a in catalog.acquisitions if a.scanner == scanner]
+        assert f"{len(sides)} " in text and f"{sides.count('R')} {sides.count('L')} {sides.count(None)}" in text
+
+
+def test_page_is_self_contained_and_names_no_file_folder_or_person(catalog, page):
+    html = page.read_text()
+    assert not re.search(r"<script|<link rel=.stylesheet|@import|(src|href)=\"(?!data:|#)|url\((?!#)", html)
+    assert "default-src 'none'" in html and len(html) < 10_000_000
+    assert html.count("<img ") == 2 * len(outliers(catalog.acquisitions)) > 0
+    for secret in {catalog.root, Path(catalog.root).name, *(a.participant for a in catalog.acquisitions)}:
+        assert secret not in html
+    for a in catalog.acquisitions:
+        assert Path(a.uri).name not in html and a.sop_instance_uid not in html
+
+
+def write_clinic(root: Path, odd_mm=SPACING_MM, count=6, **odd) -> Catalog:
+    for i in range(count):
+        voxels = np.random.default_rng(i).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        mm, other = (odd_mm, odd) if i == 3 else (SPACING_MM, {})
+        write_oct_dicom(root / f"{i:02}.dcm", voxels, mm, participant=str(i), sop_instance_uid=f"1.2.{i}", **other)
+    return scan(root)
+
+
+def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
+    assert outliers(write_clinic(tmp_path / "same").acquisitions) == []
+    catalog = write_clinic(tmp_path / "odd", (0.48, 0.0039, 0.0115))
+    (odd,) = outliers(catalog.acquisitions)
+    assert (odd.row, odd.why, odd.distance) == (3, "B-scan distance 0.48 mm, usual for its kind 0.12 mm", pytest.approx(4))
+    assert "Row 3: heidelberg spectralis" in text_of(write_data_health(catalog, tmp_path / "a.html"))
+    without = write_data_health(catalog, tmp_path / "b.html", images=False).read_text()
+    assert "<img" not in without and "Row 3" in without
+    flagged = write_clinic(tmp_path / "flagged", count=12, laterality=None)
+    assert [(o.row, o.why) for o in outliers(flagged.acquisitions)] == [(3, FLAGS["laterality_unknown"])]
+
+
+def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):
+    catalog = write_clinic(tmp_path / "odd", (0.48, 0.0039, 0.0115))
+    Path(catalog.acquisitions[3].uri).write_bytes(b"")
+    text = text_of(write_data_health(catalog, tmp_path / "a.html"))
+    assert f"It could not be decoded: {REASONS['empty_file'].meaning}." in text
+
+
+def test_scan_stops_a_pipeline_when_too_much_is_rejected_and_still_writes_everything(clinic, catalog, tmp_path):
+    share = catalog.reject_share
+    assert share == len(catalog.rejects) / (len(catalog.rejects) + len(catalog.acquisitions)), "skipped files count on neither side"
+    code, _, err = octfm_command("scan", clinic, "--out", "a", "--max-reject", f"{share - 0.01:.3f}", "--no-images", cwd=tmp_path)
+    assert code == 1 and err.count("\n") == 1 and err.startswith("octfm: ") and f"({share:.1%}), expected at most" in err
+    assert "empty_file" in err and "data_health.html" in err
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["catalog.parquet", "data_health.html", "rejects.parquet"]
+    assert "too many rejects" in (tmp_path / "a" / "data_health.html").read_text()
+    assert octfm_command("scan", clinic, "--out", "b", "--max-reject", f"{share + 0.01:.3f}", "--no-images", cwd=tmp_path)[0] == 0
+    assert octfm_command("scan", clinic, "--max-reject", "20", cwd=tmp_path)[0] == 2
+    with pytest.raises(CatalogError, match=r"expected at most 0\.0%"):
+        catalog.expect_few_rejects(0)
+
+
+def test_rejects_parquet_says_what_would_fix_each_file(catalog, tmp_path):
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(catalog.save(tmp_path) / "rejects.parquet").to_pylist()
+    assert len(rows) == len(catalog.rejects) + len(catalog.skipped)
+    for row in rows:
+        assert row["fix"] == REASONS[row["code"]].fix and row["skipped"] == REASONS[row["code"]].expected
+        assert row["sentence"].startswith(row["uri"]) and row["bytes"] == Path(row["uri"]).stat().st_size
+    assert {row["code"] for row in rows if row["skipped"]} == {"angiography"}
+
+
+def test_every_flag_in_the_sources_has_a_meaning():
+    import octfm.data
+
+    root = Path(octfm.data.__file__).parent
+    named = set()
+    for path in root.rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if "flags" in line and (
+                "append(" in line or "flags +=" in line or "flags=(" in line or "flags[" in line or "flags = (" in line
+            ):
+                named |= set(re.findall(r'"([a-z]+(?:_[a-z]+)+)"', line))
+    assert named == set(FLAGS)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; install Debian's chromium to check how the page renders")
+def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
+    done = subprocess.run(
+        [
+            CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
+            "--hide-scrollbars", "--window-size=1280,2400", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ":CONSOLE" not in done.stderr, done.stderr
+    assert "<h2>Outliers</h2>" in done.stdout
+    from matplotlib.image import imread
+
+    assert imread(tmp_path / "page.png").std() > 0.05

@@ -1,0 +1,66 @@
+"""Names and birth dates stay in the files: not in the catalog, the store, the page, nor in anything that is printed."""
+
+import csv
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
+from octfm.data.catalog import Catalog
+from octfm.data.store import Store
+from test_cli import octfm_command
+
+SECRETS = (*PATIENT_NAME.split("^"), BIRTH_DATE, "1950-01-02", "Geheim")
+SPACING_MM = (0.12, 0.0039, 0.0115)
+
+
+@pytest.fixture
+def clinic(tmp_path) -> Path:
+    """Good, damaged and rejected files with a name and a birth date in each, and a table that has them too."""
+    root = tmp_path / "clinic"
+    for i in range(4):
+        voxels = np.random.default_rng(i).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_oct_dicom(root / f"{i}.dcm", voxels, SPACING_MM, participant=f"p{i}", sop_instance_uid=f"1.2.{i}")
+    whole = (root / "0.dcm").read_bytes()
+    (root / "cut.dcm").write_bytes(whole[: len(whole) // 2])
+    (root / "header.dcm").write_bytes(whole[: whole.index(b"Planted") + 3])
+    (root / "garbled.dcm").write_bytes(whole.replace(b"PN", b"\xff\xff", 1))
+    frames = b"\x28\x00\x08\x00IS\x02\x004 "
+    assert frames in whole
+    # What a parser quotes in its errors and warnings.
+    (root / "quoted.dcm").write_bytes(whole.replace(frames, b"\x28\x00\x08\x00IS\x08\x00Planted "))
+    with (root / "participants.tsv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["person_id", "PatientName", "dateOfBirth", "surname", "age"], delimiter="\t")
+        table.writeheader()
+        for i in range(4):
+            table.writerow({"person_id": f"p{i}", "PatientName": PATIENT_NAME, "dateOfBirth": "1950-01-02", "surname": "Geheim", "age": 71})
+    return root
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tmp_path):
+    assert all(secret.encode() in everything_in(clinic) for secret in SECRETS), "they must be there to leak"
+    said = [octfm_command("scan", clinic, "--out", "catalog", cwd=tmp_path)]
+    said.append(octfm_command("prepare", "catalog", "image_size=[4,32,32]", "target_spacing=[0.12,0.0039,0.0115]", cwd=tmp_path))
+    assert [code for code, *_ in said] == [0, 0], said
+    catalog, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
+    assert len(catalog.acquisitions) == len(store) == 4 and len(catalog.rejects) == 4
+    # Parquet is compressed: its rows are looked at as text, everything else as bytes.
+    found = repr(catalog) + repr(store.rows) + repr(store.unprepared()) + str(said)
+    raw = everything_in(tmp_path / "catalog") + everything_in(tmp_path / "prepared")
+    for secret in SECRETS:
+        assert secret not in found and secret.encode() not in raw, secret
+    assert {a.participant_labels["age"] for a in catalog.acquisitions} == {"71"}
+
+
+def test_no_log_record_quotes_a_file(clinic, caplog):
+    from octfm.data.catalog import scan
+
+    with caplog.at_level(logging.DEBUG):
+        scan(clinic)
+    assert not any(secret in record.getMessage() for record in caplog.records for secret in SECRETS)
