@@ -73,7 +73,7 @@ def test_wrong_usage_is_exit_code_2(tmp_path):
 def test_doctor_then_pretrain_then_resume(store, tmp_path):
     words = tiny(f"data.store={store}")
     code, out, err = octfm_command("doctor", "vit_s", *words, cwd=tmp_path)
-    assert code == 0 and "PASS  objective integrity" in out, (out, err)
+    assert code == 0 and "PASS  objective learns" in out, (out, err)
     assert list(tmp_path.iterdir()) == []
     for _ in range(2):
         code, out, err = octfm_command("pretrain", "vit_s", *words, "--out", "runs/a", "--device", "cpu", cwd=tmp_path)

@@ -1,16 +1,21 @@
 """Each check of the preflight with its defect planted."""
 
+import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from octfm.config import load
 from octfm.data.loader import select
 from octfm.errors import ConfigError
 from octfm.models.jepa import JEPA
 from octfm.training import preflight
+from octfm.training.preflight import data, objective, resources, tokens
 from octfm.training.runtime import start
 from small_store import prepared_eye, small_preprocessing, small_store
 from test_pretrain import config
@@ -23,12 +28,17 @@ def store(tmp_path_factory):
 
 def table(settings, store, out):
     rows = select(store, "train"), select(store, "val")
-    return {c.name: c for c in preflight.checks(settings, store, start("fp32", "cpu"), *rows, out)}
+    return by_name(preflight.checks(settings, store, start("fp32", "cpu"), *rows, out))
+
+
+def by_name(found):
+    return {check.name: check for check in found}
 
 
 def test_a_sound_run_passes_everything(store, tmp_path):
     found = table(config(steps=4000), store, tmp_path / "run")
-    assert {c.status for c in found.values()} == {"PASS"}, found
+    # How fast a busy machine reads is no fault of the settings.
+    assert {c.status for c in found.values() if c.name != "forecast"} == {"PASS"}, found
     assert "8 participants to train on, 2 to validate on" in found["splits"].measured
     assert list(tmp_path.iterdir()) == [], "the write test leaves nothing behind"
 
@@ -37,15 +47,14 @@ def test_F14_padding_and_shallow_retina_are_named(tmp_path):
     """Target spacing 0.02 mm put a 0.3 mm retina into a single 16-voxel patch and left most rows empty."""
 
     def shallow(seed, prepared):
-        from dataclasses import replace
-
         middle = prepared.band.mean(0)
         valid = prepared.valid.copy()
         valid[0], valid[1] = 8, 32
         return replace(prepared, band=np.stack([middle - 4, middle + 4]).astype(np.float32), valid=valid)
 
     store = small_store(tmp_path / "prepared", shallow)
-    found = table(config(masks={"budget": 32}), store, tmp_path / "run")
+    settings = config(masks={"budget": 32})
+    found = by_name(tokens.budget(settings, data.read_sample(settings, store, select(store, "train"))))
     assert found["padding"].status == "WARN" and "62% of the grid is padding" in found["padding"].measured
     assert found["axial detail"].status == "WARN" and "1.0 tokens deep" in found["axial detail"].measured
 
@@ -66,9 +75,9 @@ def test_F11_an_encoder_that_sees_the_answers_is_stopped_before_step_0(store, tm
         preflight.require(list(table(config(), store, tmp_path / "run").values()), lambda _: None)
 
 
-def test_F11_a_teacher_that_never_moves_is_stopped_before_step_0(store, tmp_path, monkeypatch):
+def test_F11_a_teacher_that_never_moves_is_stopped_before_step_0(store, monkeypatch):
     monkeypatch.setattr(JEPA, "update_target", lambda self, momentum: None)
-    assert table(config(), store, tmp_path / "run")["teacher moves"].status == "FAIL"
+    assert by_name(objective.integrity(config(), store, select(store, "train")))["teacher moves"].status == "FAIL"
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc").is_dir(), reason="root can write anywhere; needs /proc")
@@ -76,36 +85,252 @@ def test_destination_is_write_tested(store):
     assert table(config(), store, Path("/proc/octfm/run"))["destination"].status == "FAIL"
 
 
-def test_missing_validation_participants_are_named(store, tmp_path):
+def test_missing_validation_participants_are_named(store):
     rows = select(store, "train"), np.array([], np.int64)
-    found = {c.name: c for c in preflight.checks(config(), store, start("fp32", "cpu"), *rows, tmp_path)}
-    assert found["splits"].status == "WARN" and "no validation loss" in found["splits"].advice
+    found = data.splits(store, *rows)
+    assert found.status == "WARN" and "no validation loss" in found.advice
 
 
 def test_budget_larger_than_the_volume_is_named(tmp_path):
     def narrow(seed, prepared):
-        from dataclasses import replace
-
         valid = prepared.valid.copy()
         valid[:, :, 8:] = 0
         return replace(prepared, valid=valid)
 
-    found = table(config(masks={"budget": 128}), small_store(tmp_path / "prepared", narrow), tmp_path / "run")
+    settings, store = config(masks={"budget": 128}), small_store(tmp_path / "prepared", narrow)
+    found = by_name(tokens.budget(settings, data.read_sample(settings, store, select(store, "train"))))
     assert found["tokens repeated"].status == "WARN" and "lower masks.budget to 32" in found["tokens repeated"].advice
 
 
 def test_disk_and_parameters_are_told(store, tmp_path):
-    assert "M parameters" in table(config(), store, tmp_path / "run")["disk"].measured
+    found = table(config(), store, tmp_path / "run")
+    assert "M parameters" in found["parameters"].measured and "GB free" in found["disk"].measured
+
+
+def test_a_full_disk_is_told_before_step_0(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    found = table(config(), store, tmp_path / "run")["disk"]
+    assert found.status == "FAIL" and "lower keep_checkpoints" in found.advice
+
+
+def test_disk_counts_what_is_kept_for_good(store, tmp_path):
+    plain, forever = (resources.disk(config(steps=3000, **more), store, tmp_path, 16) for more in ({}, {"keep_every_steps": 100}))
+    assert "up to 3 checkpoints" in plain.measured and "up to 33 checkpoints" in forever.measured
 
 
 def test_preflight_never_reads_more_than_a_sample(store, tmp_path, monkeypatch):
     read, seen = type(store).read, []
     monkeypatch.setattr(type(store), "read", lambda self, index, out=None: seen.append(len(index)) or read(self, index, out))
     table(config(), store, tmp_path / "run")
-    assert sum(seen) <= preflight.SAMPLE + 1
+    assert max(seen) <= data.AT_ONCE
+    assert sum(seen) <= data.SAMPLE + data.CHECKSUMS + 8
 
 
 def test_small_volume_helper_is_deterministic():
     a, b = (prepared_eye(3, small_preprocessing()) for _ in range(2))
     np.testing.assert_array_equal(a.voxels, b.voxels)
     assert load(type(config()), config().model_dump()) == config()
+
+
+def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp_path):
+    found = table(config(data={"global_batch_size": 4, "per_device_batch_size": 3}), store, tmp_path / "run")["batch arithmetic"]
+    assert found.status == "FAIL" and "global_batch_size 4 is not a multiple" in found.measured
+
+
+def test_F10_ranks_that_read_the_same_volumes_are_stopped(store, tmp_path, monkeypatch):
+    """Every replica of the prototype believed to be rank 0."""
+    monkeypatch.setattr(data.Loader, "positions", lambda self, step: step * 4 + np.arange(4 // self.world))
+    found = table(config(), store, tmp_path / "run")["ranks"]
+    assert found.status == "FAIL" and "at step 0 the 2 ranks read 2 of 4 volumes twice" in found.measured
+
+
+def test_a_damaged_store_is_stopped(tmp_path):
+    store = small_store(tmp_path / "prepared")
+    rows = store.path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("sha256:", "sha256:0"))
+    found = table(config(), type(store).open(store.path), tmp_path / "run")["store"]
+    assert found.status == "FAIL" and "differ from their checksum" in found.measured and "octfm prepare" in found.advice
+
+
+def test_F15_a_store_of_another_version_is_stopped(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "fingerprint", "0" * 16)
+    assert table(config(), store, tmp_path / "run")["store"].status == "FAIL"
+
+
+def test_F16_a_participant_in_two_splits_is_stopped(store):
+    train = select(store, "train")
+    found = data.splits(store, train, train[:2])
+    assert found.status == "FAIL" and "1 participants are in training and validation" in found.measured
+
+
+def test_F16_a_store_with_leaking_splits_is_a_row_of_the_table(tmp_path):
+    store = small_store(tmp_path / "prepared")
+    rows = store.path / "rows.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    lines[0] = lines[0].replace('"split":"train"', '"split":"test"')
+    rows.write_text("".join(lines))
+    found = preflight.examine(config(data={"store": str(store.path), "global_batch_size": 4}), tmp_path / "run", "cpu")
+    assert [(c.name, c.status) for c in found] == [("splits", "FAIL")] and "octfm scan" in found[0].advice
+
+
+# Masks -------------------------------------------------------------------------------------------------------------------------------
+
+
+def sampled(monkeypatch, edit):
+    original = tokens.sampler.sample_masks
+    monkeypatch.setattr(tokens.sampler, "sample_masks", lambda settings, maps, rngs: edit(original(settings, maps, rngs), maps))
+
+
+def test_sorted_masks_cut_at_the_end_are_stopped(store, tmp_path, monkeypatch):
+    """What vjepa2's collation does: surplus is cut off sorted indices, so that the last B-scans are hardly ever a target."""
+
+    def cut(drawn, maps):
+        return replace(drawn, target=drawn.target[:, : drawn.target.shape[1] * 3 // 4])
+
+    sampled(monkeypatch, cut)
+    found = table(config(), store, tmp_path / "run")["mask coverage"]
+    assert found.status == "FAIL" and "slice 3 of D is a target" in found.measured
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_masks_that_starve_an_edge_are_stopped(store, tmp_path, monkeypatch, axis):
+    """A place that blocks never reach: its targets go to the tokens next to it."""
+
+    def starve(drawn, maps):
+        target, kept = drawn.target.copy(), drawn.kept
+        for row, (t, k) in enumerate(zip(target, kept, strict=True)):
+            place = np.unravel_index(k, maps.shape[1:])[axis]
+            edge = np.isin(t, k[place == place.min()]) if axis == 2 else np.isin(t, k[place == np.median(place)])
+            others = np.setdiff1d(k, t)
+            others = others[~np.isin(others, k[place == place.min()])]
+            t[edge] = others[: edge.sum()] if len(others) >= edge.sum() else t[~edge][0]
+            target[row] = np.sort(t)
+        return replace(drawn, target=target, context=np.setdiff1d(kept, target)[None, :4])
+
+    sampled(monkeypatch, starve)
+    found = table(config(), store, tmp_path / "run")["mask coverage"]
+    assert found.status == "FAIL" and f"of {'DHW'[axis]} is a target" in found.measured
+
+
+def test_context_that_overlaps_the_target_is_stopped(store, tmp_path, monkeypatch):
+    sampled(monkeypatch, lambda drawn, maps: replace(drawn, context=drawn.target[:, :5]))
+    found = table(config(), store, tmp_path / "run")["masks"]
+    assert found.status == "FAIL" and "1000 tokens are context and target" in found.measured
+
+
+def test_dead_targets_are_named(store):
+    sample = data.read_sample(config(), store, select(store, "train"))
+    found = by_name(tokens.masking(config(masks={"budget": None}), sample))["dead targets"]
+    assert found.status == "WARN" and "of targets are background" in found.measured
+
+
+@pytest.mark.parametrize("plane", ["enface", "bscan"])
+@pytest.mark.parametrize("budget", [32, 64, None])
+def test_sound_masks_never_raise_an_alarm(store, plane, budget):
+    sample = data.read_sample(config(), store, select(store, "train"))
+    for seed in range(4):
+        found = tokens.masking(config(seed=seed, masks={"plane": plane, "budget": budget}), sample)
+        assert all(check.status != "FAIL" for check in found), found
+
+
+# Objective ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Torch:
+    """torch whose no_grad forbids nothing."""
+
+    no_grad = contextlib.nullcontext
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def test_F11_a_teacher_that_gets_gradients_is_stopped(store, monkeypatch):
+    monkeypatch.setattr("octfm.models.jepa.torch", Torch())
+    build = objective.build_objective
+
+    def trained_teacher(*words):
+        model = build(*words)
+        model.target_encoder.requires_grad_(True)
+        return model
+
+    monkeypatch.setattr(objective, "build_objective", trained_teacher)
+    assert by_name(objective.integrity(config(), store, select(store, "train")))["teacher gets no gradient"].status == "FAIL"
+
+
+def test_F11_two_views_that_were_moved_apart_are_stopped(store, monkeypatch):
+    """The prototype flipped and warped two views independently and compared them at the same index."""
+    make = objective.make_inputs
+
+    def apart(*words, **more):
+        inputs = make(*words, **more)
+        return replace(inputs, target_patches=inputs.target_patches.roll(1, 1))
+
+    monkeypatch.setattr(objective, "make_inputs", apart)
+    assert objective.views(config(), store, select(store, "train")).status == "FAIL"
+
+
+def test_F12_validation_without_targets_is_stopped(store, monkeypatch):
+    """The prototype's validation mask was all zeros, its loss always 0, and its first epoch the best."""
+    make = objective.make_inputs
+
+    def unmasked(*words, augmented=True):
+        inputs = make(*words, augmented=augmented)
+        if augmented:
+            return inputs
+        return replace(inputs, masks=replace(inputs.masks, target=np.zeros_like(inputs.masks.target)))
+
+    monkeypatch.setattr(objective, "make_inputs", unmasked)
+    (found,) = objective.validation_masks(config(), store, select(store, "val"))
+    assert found.status == "FAIL" and "1 of 64 tokens of a held-out volume are targets" in found.measured
+
+
+@pytest.mark.parametrize("name", ["vjepa2", "data2vec"])
+@pytest.mark.parametrize("fault", ["constant teacher", "blind context", "learning rate 0"])
+def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, name, fault):
+    """Loss may fall all the way in each of these; what it never does is depend on the content of a volume."""
+    settings, rows = config(objective={"name": name}), select(store, "train")
+    build = objective.build_objective
+    monkeypatch.setattr(objective, "OVERFIT_STEPS", 80)
+    if fault == "constant teacher":
+
+        def constant(*words):
+            model = build(*words)
+            model.target_encoder.patch_embed.weight.data.zero_()
+            model.update_target = lambda momentum: None
+            return model
+
+        monkeypatch.setattr(objective, "build_objective", constant)
+    elif fault == "blind context":
+
+        def blind(*words):
+            model = build(*words)
+            model.encoder.patch_embed.weight.data.zero_()
+            model.encoder.patch_embed.weight.requires_grad_(False)
+            return model
+
+        monkeypatch.setattr(objective, "build_objective", blind)
+    else:
+        monkeypatch.setattr(objective, "OVERFIT_LR", 0.0)
+    found = objective.overfit(settings, store, rows)
+    assert found.status == "FAIL" and "do not depend on what it sees" in found.advice, found
+
+
+def test_a_sound_objective_is_told_by_its_content(store):
+    for name in ("vjepa2", "data2vec"):
+        assert objective.overfit(config(objective={"name": name}), store, select(store, "train")).status == "PASS"
+
+
+def test_a_resumed_run_is_not_examined_at_length(store, tmp_path):
+    rows = select(store, "train"), select(store, "val")
+    found = preflight.checks(config(), store, start("fp32", "cpu"), *rows, tmp_path, resumed=True)
+    assert not {"objective learns", "forecast"} & {c.name for c in found} and {"ranks", "destination", "store"} <= {c.name for c in found}
+
+
+def test_plot_is_a_picture(store, tmp_path):
+    from matplotlib.image import imread
+
+    settings = config(data={"store": str(store.path), "global_batch_size": 4})
+    preflight.examine(settings, tmp_path / "run", "cpu", plot=tmp_path / "new" / "doctor.png")
+    picture = imread(tmp_path / "new" / "doctor.png")
+    assert picture.shape[0] > 400 and picture.std() > 0.05

@@ -118,16 +118,23 @@ def doctor(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
     out: Out = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")] = None,
 ) -> None:
-    """Everything that can be known to be wrong before step 0."""
+    """Everything that can be known to be wrong before step 0: PASS, WARN or FAIL, what was measured and what to do."""
     from octfm.training.preflight import examine
     from octfm.training.settings import load_config
 
-    found = examine(load_config(config, overrides or []), out, device)
+    found = examine(load_config(config, overrides or []), out, device, plot)
     width = max(len(check.name) for check in found)
     for check in found:
-        typer.echo(f"{check.status}  {check.name:<{width}}  {check.measured}" + (f"; {check.advice}" if check.status != "PASS" else ""))
-    if any(check.status == "FAIL" for check in found):
+        typer.echo(f"{check.status}  {check.name:<{width}}  {check.measured}")
+        if check.advice:
+            typer.echo(f"{'':{width + 6}}  -> {check.advice}")
+    count = {status: sum(check.status == status for check in found) for status in ("PASS", "WARN", "FAIL")}
+    typer.echo(f"{len(found)} checks: {count['PASS']} passed, {count['WARN']} to look at, {count['FAIL']} failed")
+    if plot is not None and plot.is_file():
+        typer.echo(str(plot))
+    if count["FAIL"]:
         raise typer.Exit(1)
 
 

@@ -47,7 +47,8 @@ def pretrain(
     store = _one_store(config, store)
     runtime = start(config.precision, device)
     train_rows, validation_rows = preflight.training_rows(config, store)
-    preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out)), echo)
+    begun = (Path(out) / "config.yaml").is_file()
+    preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out), resumed=begun), echo)
     identity = _identity(store, train_rows)
     with claim(out, config, store.fingerprint, identity, override=override, echo=echo) as run, Interruption() as interruption:
         _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo)

@@ -3,8 +3,9 @@
 import os
 import platform
 import resource
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -43,7 +44,19 @@ class Runtime:
         """What could still be allocated, in GB (1e9 bytes)."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0] / 1e9
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return _host_bytes_available() / 1e9
+
+
+def _host_bytes_available() -> int:
+    """Memory that could be had without swapping: the system's own estimate (page cache counts as free), or less inside a container."""
+    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with suppress(OSError, ValueError):  # "max" where a control group sets no limit
+        group = Path("/sys/fs/cgroup")
+        bounds.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(bounds))
 
 
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:

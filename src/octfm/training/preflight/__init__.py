@@ -1,0 +1,104 @@
+"""Everything that can be known to be wrong before step 0: each check says what was measured and what to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from octfm.data.loader import select
+from octfm.data.store import Store
+from octfm.errors import ConfigError, StoreError
+from octfm.training.preflight import curves, data, objective, resources, tokens
+from octfm.training.preflight.check import Check, fail
+from octfm.training.runtime import Runtime, start
+from octfm.training.schedule import Schedule
+from octfm.training.settings import PretrainConfig
+
+__all__ = ["Check", "checks", "examine", "require", "training_rows"]
+
+
+def checks(
+    config: PretrainConfig,
+    store: Store,
+    runtime: Runtime,
+    train_rows: np.ndarray,
+    validation_rows: np.ndarray,
+    out: Path,
+    *,
+    resumed: bool = False,
+) -> list[Check]:
+    """All checks, in seconds. Wrong settings are found first, so that a later check never fails for an earlier reason.
+
+    A resumed run has its objective and forecast behind it, so those that take more than a moment are left out.
+    """
+    first = [data.patches_tile(config, store), data.arithmetic(config, runtime.world, len(train_rows))]
+    if any(check.status == "FAIL" for check in first):
+        return first
+    schedule = Schedule(config.schedule, config.steps)
+    sample = data.read_sample(config, store, train_rows)
+    found = [
+        *first,
+        data.ranks(config, store, train_rows, runtime.world),
+        *curves.learning_rate(schedule),
+        curves.weight_decay(schedule),
+        curves.teacher(schedule),
+        data.splits(store, train_rows, validation_rows),
+        data.prepared(store),
+        resources.destination(out),
+        resources.disk(config, store, out, len(train_rows)),
+        resources.parameters(config, store),
+        *tokens.budget(config, sample),
+        *tokens.masking(config, sample),
+    ]
+    if resumed or any(check.status == "FAIL" for check in found):
+        return found
+    found += objective.integrity(config, store, train_rows)
+    found.append(objective.views(config, store, train_rows))
+    found += objective.validation_masks(config, store, validation_rows)
+    if not any(check.status == "FAIL" for check in found):
+        found.append(objective.overfit(config, store, train_rows))
+    found.append(resources.memory(config, store, runtime))
+    found.append(resources.forecast(config, store, runtime, sample))
+    return found
+
+
+def examine(config: PretrainConfig, out: Path, device: str | None = None, plot: Path | None = None) -> list[Check]:
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks."""
+    if config.data.store is None:
+        raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
+    store = Store.open(config.data.store)
+    try:
+        train_rows, validation_rows = training_rows(config, store)
+    except StoreError as error:
+        measured, _, advice = str(error).partition("; ")
+        return [fail("splits", measured, f"{advice} (F16)")]
+    found = checks(config, store, start(config.precision, device), train_rows, validation_rows, out)
+    if plot is not None and all(check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")):
+        from octfm.training.preflight.plot import draw_plot
+
+        draw_plot(plot, config, store, train_rows)
+    return found
+
+
+def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
+    """Store rows to train on and to validate on; the latter may be none."""
+    train = select(store, "train", config.data.scanners, config.data.max_samples)
+    held_out = any(row.split == "val" and (not config.data.scanners or row.scanner in config.data.scanners) for row in store.rows)
+    validation = select(store, "val", config.data.scanners, config.validation_volumes) if held_out else np.array([], np.int64)
+    return train, validation
+
+
+def require(found: list[Check], echo: Callable[[str], None]) -> None:
+    """Say what is not right, and stop before step 0 when anything failed."""
+    for check in found:
+        if check.status != "PASS":
+            echo(f"preflight {check.status}: {check.name}: {check.measured}; {check.advice}")
+    failed = [check for check in found if check.status == "FAIL"]
+    if failed:
+        first = failed[0]
+        more = f" (and {len(failed) - 1} more; octfm doctor lists them)" if len(failed) > 1 else ""
+        raise ConfigError(f"preflight stopped the run before step 0: {first.name}: {first.measured}; {first.advice}{more}")
+    echo(f"preflight: {len(found)} checks, {sum(c.status == 'PASS' for c in found)} passed")
+    for check in found:
+        if check.name in ("parameters", "memory", "forecast"):
+            echo(f"preflight: {check.name}: {check.measured}")

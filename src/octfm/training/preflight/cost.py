@@ -1,0 +1,181 @@
+"""What one optimizer step takes: the run's own networks are stepped on tensors without storage, and every allocation is counted."""
+
+import functools
+import time
+import weakref
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octfm.data.preprocessing import Preprocessing
+from octfm.masks import token_grid
+from octfm.models.objective import TokenIndex
+from octfm.models.vit3d import count_parameters, take_patches
+from octfm.training import augment
+from octfm.training.inputs import build_objective
+from octfm.training.runtime import Runtime
+from octfm.training.settings import PretrainConfig
+
+GB = 1e9
+ALLOCATOR = 1.15
+"""What allocators keep beyond live tensors. Measured on CPU (glibc): 1.05 to 1.3, shrinking as tensors grow; without its heap, 1.02."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one optimizer step with its micro-batches."""
+
+    weights_bytes: int
+    """Weights, gradients, AdamW's two moments and the target encoder: there whatever the batch is."""
+    peak_bytes: int
+    """At the highest moment of a step, weights_bytes included."""
+    flops: float
+    """Of matrix products and attention, over all micro-batches."""
+    moved_bytes: float
+    """Written by all kernels, over all micro-batches."""
+    kernels: int
+    """Launched, over all micro-batches."""
+
+
+def step_cost(config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int) -> Cost:
+    """Forward, backward and the logged extras of one micro-batch, on fake tensors: a second for ViT-S, no memory, no arithmetic.
+
+    Live tensors are counted to a percent; what the allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On
+    CPU the estimate is within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
+    """
+    return _step_cost(config.model_dump_json(), preprocessing.model_dump_json(), micro_batch, micro_steps)
+
+
+@functools.lru_cache(maxsize=32)
+def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int) -> Cost:
+    config, preprocessing = PretrainConfig.model_validate_json(config_json), Preprocessing.model_validate_json(preprocessing_json)
+    # Imported here: it takes a second, and resumed runs and embedding never need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = build_objective(config, preprocessing)
+    torch.set_rng_state(state)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    teacher = count_parameters(model.target_encoder)
+    grid = token_grid(preprocessing.image_size, config.model.patch_size)
+    kept, num_context, num_target = config.masks.counts(grid)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        ledger, counter = _Ledger(), FlopCounterMode(display=False)
+        with ledger, counter:
+            inputs = _inputs(config, preprocessing, micro_batch, kept, num_context, num_target)
+            with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
+                output = model(*inputs, config.objective.context_loss)
+            output.loss.backward()
+    levels = config.objective.target_levels if config.objective.name != "data2vec" else 1
+    # A logged step keeps goals and tissue features of every micro-batch until its end; the ledger has seen those of one.
+    logged = 4 * micro_batch * config.model.width * ((num_context + num_target) * levels + kept)
+    kept_bytes = (micro_steps - 1) * logged
+    weights = 4 * (3 * trained + count_parameters(model))
+    # The ledger holds gradients as soon as they exist. With accumulation they are there from the second forward pass on.
+    forward = ledger.peak + (4 * trained if micro_steps > 1 else 0)
+    activations = 4 * (2 * trained + count_parameters(model)) + int(ALLOCATOR * (forward + kept_bytes))
+    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32.
+    telling = weights + 4 * teacher + 3 * micro_steps * logged
+    held_out = config.validation_volumes * 4 * config.model.width * (num_context + num_target) * levels
+    validating = weights + 2 * held_out
+    return Cost(
+        weights_bytes=weights,
+        peak_bytes=max(activations, telling, validating),
+        flops=float(counter.get_total_flops()) * micro_steps,
+        moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained,
+        kernels=ledger.kernels * micro_steps,
+    )
+
+
+def _inputs(config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int):
+    """What `make_inputs` allocates on the device for one micro-batch, call by call."""
+    index = TokenIndex(*(torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target)))
+    voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
+    voxels = augment.shift_rows(voxels, torch.zeros(batch, dtype=torch.int64))
+    raw = take_patches(voxels, index.kept, config.model.patch_size)
+    mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
+    target_patches = augment.normalise(raw, mean, std)
+    one = torch.ones(batch)
+    return augment.recolour(raw, one, one, mean, std), target_patches, index
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts live bytes: a storage is entered when an operator returns it first, and struck out when its last tensor dies."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = self.total = self.kernels = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        new = False
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            new = True
+            size = storage.nbytes()
+            self._known.add(key)
+            self.live += size
+            self.total += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, key, size)
+        self.kernels += new
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What this device does, measured in a tenth of a second."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    kernels_per_s: float
+
+    def seconds(self, cost: Cost) -> float:
+        """Forecast of one step: products, then memory traffic (each written byte was also read twice), then launches."""
+        return cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
+
+
+@torch.no_grad()
+def measure_speed(runtime: Runtime, width: int, tokens: int) -> Speed:
+    """Rates of this device for products of the run's own shape and precision."""
+    dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
+    rows = max(256, min(4096, tokens))
+    a = torch.randn(rows, width, device=runtime.device, dtype=dtype)
+    b = torch.randn(width, 4 * width, device=runtime.device, dtype=dtype)
+    block = torch.zeros(4_000_000, device=runtime.device)
+    one = torch.zeros(1, device=runtime.device)
+    return Speed(
+        flops_per_s=2 * prod((rows, width, 4 * width)) * _rate(lambda: a @ b),
+        bytes_per_s=3 * block.nbytes * _rate(lambda: block + block),
+        kernels_per_s=20 * _rate(lambda: [one + one for _ in range(20)][-1]),
+    )
+
+
+def _rate(work) -> float:
+    """Calls per second, the best of three short windows: another process may have had the device in one."""
+    work().flatten()[0].item()
+    best = 0.0
+    for _ in range(3):
+        start, calls, batch = time.perf_counter(), 0, 1
+        while (elapsed := time.perf_counter() - start) < 0.01:
+            for _ in range(batch):
+                result = work()
+            result.flatten()[0].item()  # waits for the device
+            calls, batch = calls + batch, 2 * batch
+        best = max(best, calls / elapsed)
+    return best

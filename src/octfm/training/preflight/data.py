@@ -1,0 +1,118 @@
+"""The data of a run: batch arithmetic, ranks, splits, store, and a sample of it to look at."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from octfm.data.loader import Loader, accumulation
+from octfm.data.store import Store
+from octfm.errors import ConfigError, StoreError
+from octfm.masks import Shape3, token_grid, token_map
+from octfm.training.preflight.check import Check, fail, passed, warn
+from octfm.training.settings import PretrainConfig
+
+SAMPLE = 32
+"""Volumes that are read to count tokens."""
+AT_ONCE = 4
+"""Of them in memory at a time: a volume may be 9 MB."""
+CHECKSUMS = 8
+"""Volumes whose checksum is compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Some training volumes, spread over the store."""
+
+    rows: np.ndarray
+    """int64 [n] rows of the store."""
+    tokens: np.ndarray
+    """uint8 [n, d, h, w]: padding, background or tissue."""
+    band_rows: float
+    """Mean depth of the tissue band in voxels."""
+    volumes_per_s: float
+    """How fast they were read, in one process."""
+
+
+def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sample:
+    """Up to SAMPLE of `rows`; never fewer than one."""
+    chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]
+    size, patch = store.preprocessing.image_size, config.model.patch_size
+    tokens, depth, elapsed = [], [], 0.0
+    store.read(chosen[:1])  # opening it is not reading
+    for first in range(0, len(chosen), AT_ONCE):
+        start = time.perf_counter()
+        arrays = store.read(chosen[first : first + AT_ONCE])
+        elapsed += time.perf_counter() - start
+        tokens.append(token_map(arrays.band, arrays.valid, size, patch))
+        depth.append((arrays.band[:, 1] - arrays.band[:, 0]).clip(0))
+    return Sample(chosen, np.concatenate(tokens), float(np.mean(np.concatenate(depth))), len(chosen) / max(elapsed, 1e-9))
+
+
+def patches_tile(config: PretrainConfig, store: Store) -> Check:
+    """Volumes divide into whole patches."""
+    size, patch = store.preprocessing.image_size, config.model.patch_size
+    try:
+        grid: Shape3 = token_grid(size, patch)
+    except ValueError as error:
+        return fail("token grid", str(error).partition(";")[0], "choose a model.patch_size that divides the store's volumes")
+    return passed("token grid", "{} x {} x {} tokens".format(*grid))
+
+
+def arithmetic(config: PretrainConfig, world: int, volumes: int) -> Check:
+    """Global batch = per-device batch x ranks x accumulation (F7)."""
+    data = config.data
+    try:
+        parts = accumulation(data.global_batch_size, data.per_device_batch_size, world)
+    except ConfigError as error:
+        measured, _, remedy = str(error).partition("; ")
+        return fail("batch arithmetic", measured, remedy or "give positive numbers")
+    product = f"{data.per_device_batch_size} x {world} ranks x {parts} accumulation"
+    measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
+    if volumes == 0:
+        advice = "check data.scanners, data.max_samples and the splits"
+        return fail("batch arithmetic", "no training volume is left after selection", advice)
+    return passed("batch arithmetic", f"{measured}, {config.steps * data.global_batch_size / volumes:.1f} epochs")
+
+
+def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: int) -> Check:
+    """In every step the ranks take disjoint places of the global batch that together are all of it (F10)."""
+    batch = config.data.global_batch_size
+    worlds = [world] if world > 1 else [n for n in (2, 4) if batch % n == 0]
+    for count in worlds:
+        for step in (0, 1, config.steps - 1):
+            shares = []
+            for rank in range(count):
+                with Loader(store, train_rows, batch, config.seed, rank, count, prefetch=0) as loader:
+                    shares.append(loader.positions(step))
+            together = np.sort(np.concatenate(shares))
+            if not np.array_equal(together, step * batch + np.arange(batch)):
+                repeated = len(together) - len(np.unique(together))
+                measured = f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice"
+                return fail("ranks", measured, "every rank must take its own places of the global batch; report this as a bug (F10)")
+    if not worlds:
+        return passed("ranks", "one rank; a global batch of this size cannot be shared by 2 or 4")
+    return passed("ranks", f"disjoint shares of the global batch with {' or '.join(map(str, worlds))} ranks")
+
+
+def prepared(store: Store) -> Check:
+    """Volumes as this version prepares them, and bytes as they were written, on a sample."""
+    if store.fingerprint != store.preprocessing.fingerprint():
+        return fail("store", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)")
+    try:
+        count = store.verify(sample=min(CHECKSUMS, len(store)))
+    except StoreError as error:
+        measured, _, advice = str(error).partition("; ")
+        return fail("store", measured, advice)
+    return passed("store", f"{len(store)} volumes, {count} checksums verified")
+
+
+def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
+    """No participant in two splits (F16), and somebody to validate on (F12)."""
+    train, validation = ({store.rows[row].participant for row in rows} for rows in (train_rows, validation_rows))
+    if shared := train & validation:
+        return fail("splits", f"{len(shared)} participants are in training and validation", "split by participant (F16)")
+    measured = f"{len(train)} participants to train on, {len(validation)} to validate on"
+    if not validation:
+        return warn("splits", measured, "without validation participants there is no validation loss; scan with a val split")
+    return passed("splits", measured)

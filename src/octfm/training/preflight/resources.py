@@ -1,0 +1,120 @@
+"""Will it fit, and how long will it take: parameters, memory, disk, destination, data rate against step rate (F6, F7, F8, F19)."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from octfm.data.loader import accumulation
+from octfm.data.store import Store
+from octfm.models.vit3d import count_parameters
+from octfm.training.inputs import build_objective
+from octfm.training.preflight.check import Check, fail, passed, warn
+from octfm.training.preflight.cost import GB, measure_speed, step_cost
+from octfm.training.preflight.data import Sample
+from octfm.training.runtime import Runtime
+from octfm.training.settings import PretrainConfig
+
+ACCURACY = 0.2
+"""The memory estimate is trusted to so much; between the two ends a run is warned, not stopped."""
+
+
+def parameters(config: PretrainConfig, store: Store) -> Check:
+    """What will really be trained (F19)."""
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = build_objective(config, store.preprocessing)
+    torch.set_rng_state(state)
+    encoder, teacher, total = (count_parameters(m) for m in (model.encoder, model.target_encoder, model))
+    parts = f"encoder {encoder / 1e6:.3f}, target encoder {teacher / 1e6:.3f}, predictor {(total - encoder - teacher) / 1e6:.3f}"
+    return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
+
+
+def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
+    """The highest moment of a step against what is free, and the largest micro-batch that would fit (F7)."""
+    per_rank = config.data.global_batch_size // runtime.world
+    chosen = config.data.per_device_batch_size
+    other = 1 if chosen > 1 else 2
+
+    def peak(micro_batch: int) -> int:
+        return step_cost(config, store.preprocessing, micro_batch, max(1, per_rank // micro_batch)).peak_bytes
+
+    needed, compared, free = peak(chosen), peak(other), runtime.free_memory_gb() * GB
+    slope = max(1.0, (needed - compared) / (chosen - other))
+    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and needed + slope * (n - chosen) <= (1 - ACCURACY) * free]
+    fitting = f"per_device_batch_size {max(sizes)} would fit" if sizes else "not even one volume at a time would fit"
+    weights = step_cost(config, store.preprocessing, chosen, 1).weights_bytes
+    measured = f"{needed / GB:.2f} GB estimated ({weights / GB:.2f} of it weights and optimizer), {free / GB:.1f} GB free; {fitting}"
+    smaller = f"data.per_device_batch_size={max(sizes)}" if sizes else "a smaller model or masks.budget"
+    advice = f"choose {smaller}; the global batch stays (F7)"
+    if needed > (1 + ACCURACY) * free:
+        return fail("memory", measured, advice)
+    if needed > (1 - ACCURACY) * free:
+        return warn("memory", measured, advice)
+    return passed("memory", measured)
+
+
+def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
+    """How long a step and the run will take, and whether the store can feed it (F8)."""
+    data = config.data
+    micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
+    cost = step_cost(config, store.preprocessing, data.per_device_batch_size, micro_steps)
+    tokens = config.masks.counts(sample.tokens.shape[1:])[0] * data.per_device_batch_size
+    step_s = measure_speed(runtime, config.model.width, tokens).seconds(cost)
+    needs = data.global_batch_size / step_s
+    reads = sample.volumes_per_s * runtime.world
+    slowest = max(step_s, data.global_batch_size / reads)
+    measured = (
+        f"about {duration(step_s)} a step ({cost.flops / 1e12:.2f} TFLOP), {needs:.3g} volumes/s wanted, the store gives {reads:.3g}; "
+        f"{config.steps:,} steps take about {duration(config.steps * slowest)}"
+    )
+    if reads < needs:
+        waiting = f"the device would wait {1 - reads / needs:.0%} of the time"
+        return warn(
+            "forecast",
+            f"{measured}; {waiting}",
+            "use a local, uncompressed store (octfm prepare --compression none), or more data.prefetch",
+        )
+    return passed("forecast", measured)
+
+
+def destination(out: Path) -> Check:
+    """The run folder can be written, read back and cleaned (F6)."""
+    parent = next(p for p in (out, *out.parents) if p.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=".octfm-probe-") as probe:
+            probe.write(b"octfm")
+            probe.flush()
+            if Path(probe.name).read_bytes() != b"octfm":
+                return fail("destination", f"{parent} returns other bytes than were written", "choose another --out (F6)")
+    except OSError as error:
+        return fail("destination", f"{parent} cannot be written: {error.strerror}", "choose another --out (F6)")
+    return passed("destination", f"{out} was write-tested")
+
+
+def disk(config: PretrainConfig, store: Store, out: Path, volumes: int) -> Check:
+    """Room for the checkpoints that the retention policy keeps until the end, and one more while it is written."""
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = build_objective(config, store.preprocessing)
+    torch.set_rng_state(state)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    size = 4 * (count_parameters(model) + 2 * trained)
+    every = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size]
+    for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
+    count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + 1
+    needed = size * count / GB
+    free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free / GB
+    measured = f"{needed:.2f} GB for up to {count} checkpoints, {free:.1f} GB free"
+    if free < needed:
+        return fail("disk", measured, "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs")
+    return passed("disk", measured)
+
+
+def duration(seconds: float) -> str:
+    """`41 ms`, `12 s`, `3.5 h`, `4.2 days`."""
+    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 86400:.3g} days"

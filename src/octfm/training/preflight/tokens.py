@@ -1,0 +1,140 @@
+"""What the token budget is spent on (F14), and that masks are what they must be: disjoint, evenly spread, on tissue."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octfm import masks as sampler
+from octfm.masks import BACKGROUND, PADDING, TISSUE
+from octfm.training.inputs import generators
+from octfm.training.preflight.check import Check, fail, passed, warn
+from octfm.training.preflight.data import Sample
+from octfm.training.settings import PretrainConfig
+
+DRAWS = 200
+PREFLIGHT_STREAM = 9
+"""Its masks are not those of the run."""
+AXES = ("D", "H", "W")
+TOLERANCE = {"D": 0.10, "H": 0.20, "W": 0.20}
+"""Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be equally likely."""
+SIGNIFICANT = 4.0
+"""A departure counts from so many standard errors on: 200 draws are no proof by themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """How often a kept token is a target, slice by slice of each axis."""
+
+    observed: dict[str, np.ndarray]
+    expected: dict[str, np.ndarray]
+    """The sampler's analytic expectation; NaN where it says nothing about a slice."""
+    standard_error: dict[str, np.ndarray]
+    at_least: frozenset[str]
+    """Axes whose expectation is only a lower bound."""
+    overlap: int
+    """Tokens that were context and target at once."""
+    padded: int
+    """Kept tokens without image."""
+    dead: float
+    """Share of targets that are background."""
+
+    def worst(self, axis: str) -> tuple[int, float]:
+        """(slice, relative departure) of the largest departure that is beyond chance; (-1, 0) when there is none."""
+        difference = self.observed[axis] - self.expected[axis]
+        counts = np.abs(difference) > SIGNIFICANT * self.standard_error[axis]
+        if axis in self.at_least:
+            counts &= difference < 0
+        gap = np.where(counts, difference / self.expected[axis], 0.0)
+        where = int(np.abs(gap).argmax())
+        return (where, float(gap[where])) if gap[where] else (-1, 0.0)
+
+
+def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
+    """Tissue, background and padding tokens, and how the budget fits them (F14)."""
+    grid = sample.tokens.shape[1:]
+    tissue, background, padding = (
+        (sample.tokens == value).reshape(len(sample.tokens), -1).sum(1) for value in (TISSUE, BACKGROUND, PADDING)
+    )
+    kept, num_context, num_target = config.masks.counts(grid)
+    image = tissue + background
+    share = f"tissue {tissue.mean():.0f}, background {background.mean():.0f}, padding {padding.mean():.0f}"
+    each = config.data.per_device_batch_size
+    measured = f"{np.prod(grid)} tokens: {share}; {kept} kept, {num_context} context, {num_target} target; x {each} volumes per device"
+    found = [passed("token budget", measured)]
+    if (empty := float(padding.mean()) / np.prod(grid)) > 0.4:
+        found.append(warn("padding", f"{empty:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)"))
+    if (deep := sample.band_rows / config.model.patch_size[1]) < 2:
+        found.append(warn("axial detail", f"the tissue band is {deep:.1f} tokens deep", "use a finer axial target_spacing or patch (F14)"))
+    if (starved := float(np.mean(tissue > kept))) > 0.1:
+        measured = f"{starved:.0%} of volumes have more tissue tokens than the budget"
+        found.append(warn("tissue dropped", measured, f"raise masks.budget to {int(tissue.max())}"))
+    if (short := float(np.mean(image < kept))) > 0.1:
+        measured = f"{short:.0%} of volumes have fewer image tokens than the budget"
+        found.append(warn("tokens repeated", measured, f"lower masks.budget to {int(image.min())}"))
+    return found
+
+
+def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
+    """200 draws: context and target disjoint, no padding, few dead targets, every place as likely a target as it should be."""
+    coverage = draw_coverage(config, sample.tokens)
+    found = []
+    if coverage.overlap or coverage.padded:
+        measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"
+        found.append(fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)"))
+    else:
+        found.append(passed("masks", f"context and target are disjoint in {DRAWS} draws"))
+    dead = f"{coverage.dead:.0%} of targets are background"
+    if coverage.dead > 0.3:
+        found.append(warn("dead targets", dead, "lower masks.budget so that tissue fills it"))
+    else:
+        found.append(passed("dead targets", dead))
+    uneven = []
+    for axis in AXES:
+        where, gap = coverage.worst(axis)
+        if abs(gap) > TOLERANCE[axis]:
+            uneven.append(f"slice {where} of {axis} is a target {gap:+.0%} as often as expected")
+    if uneven:
+        found.append(fail("mask coverage", "; ".join(uneven), "some places would hardly be trained on; report this as a bug"))
+    else:
+        widest = max(abs(coverage.worst(axis)[1]) for axis in AXES)
+        found.append(passed("mask coverage", f"even over B-scans, rows and A-scans (largest sure departure {widest:.0%})"))
+    return found
+
+
+def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS) -> Coverage:
+    """Masks for token maps [n, d, h, w], each drawn equally often, against what the sampler should do.
+
+    Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often; along the axis that
+    it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore a target with probability T / K,
+    whatever its slice. Only along H in the B-scan plane do blocks follow tissue: its rows get T / K or more, others what is left.
+    """
+    volumes, grid = len(tokens), tokens.shape[1:]
+    hits = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
+    kept_count = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
+    overlap = padded = targets = 0
+    dead = []
+    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, np.arange(draws))):
+        volume = tokens[draw % volumes]
+        drawn = sampler.sample_masks(config.masks, volume[None], [rng])
+        kept, target = np.unique(drawn.kept), np.unique(drawn.target)
+        targets += target.size
+        overlap += np.intersect1d(drawn.context, target).size
+        padded += int((volume.ravel()[kept] == PADDING).sum())
+        dead.append(drawn.dead.mean())
+        for axis, places_kept, places_target in zip(AXES, np.unravel_index(kept, grid), np.unravel_index(target, grid), strict=True):
+            n = hits[axis].shape[1]
+            hits[axis][draw] = np.bincount(places_target, minlength=n)
+            kept_count[axis][draw] = np.bincount(places_kept, minlength=n)
+    observed, expected, error = {}, {}, {}
+    for axis in AXES:
+        total = kept_count[axis].sum(0)
+        observed[axis] = hits[axis].sum(0) / np.maximum(1, total)
+        expected[axis] = np.where(total > 0, targets / total.sum(), np.nan)
+        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens.
+        residual = hits[axis] - observed[axis] * kept_count[axis]
+        error[axis] = np.sqrt((residual**2).sum(0)) / np.maximum(1, total)
+    at_least = frozenset("H" if config.masks.plane == "bscan" else "")
+    if at_least:
+        tissue = (tokens == TISSUE).sum((0, 1, 3))
+        expected["H"] = np.where(tissue >= tissue.mean(), expected["H"], np.nan)
+    return Coverage(observed, expected, error, at_least, overlap, padded, float(np.mean(dead)))
