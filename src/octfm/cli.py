@@ -43,13 +43,28 @@ def phantom(
     size: Annotated[str, typer.Option(help="B-scans x rows x columns, or `native` for each scanner's own.")] = "32x256x192",
     defects: Annotated[float, typer.Option(help="Spoilt files per good one.")] = 0.0,
     zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
+    diagnosis: Annotated[list[str] | None, typer.Option(help="Draw only this diagnosis; repeat for several. Default: all seven.")] = None,
+    scanner: Annotated[
+        list[str] | None, typer.Option(help="Scan on this instrument; repeat for several. Default: the four of AI-READI.")
+    ] = None,
+    null_effect: Annotated[bool, typer.Option("--null-effect", help="Draw labels as ever but render every eye healthy.")] = False,
     workers: Workers = None,
 ) -> None:
     """Write a synthetic cohort with known truth, laid out like AI-READI."""
-    from octfm.data.phantom import write_phantom
+    from octfm.data.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
 
-    shape = None if size == "native" else _size(size)
-    path = write_phantom(out, participants, seed, size=shape, defects=defects, zipped=zipped, workers=workers)
+    path = write_phantom(
+        out,
+        participants,
+        seed,
+        size=None if size == "native" else _size(size),
+        scanners=scanner or DEFAULT_SCANNERS,
+        diagnoses=diagnosis or DIAGNOSES,
+        defects=defects,
+        effect=not null_effect,
+        zipped=zipped,
+        workers=workers,
+    )
     typer.echo(f"{path}: {participants} participants; truth in {path / 'ground_truth'}")
 
 

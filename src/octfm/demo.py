@@ -104,7 +104,7 @@ def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
                 f"{size.participants} with seed {seed}; choose another --out"
             )
         return folder
-    clock.start(f"cohort: {size.participants} phantom participants, both eyes, two scanners, seed {seed}, with spoilt files among them")
+    clock.start(f"cohort: {size.participants} phantom participants, both eyes, four scanners, seed {seed}, with spoilt files among them")
     return write_phantom(
         folder, size.participants, seed, fractions=size.fractions, second_scanner=0.1, defects=0.03, progress=clock.progress("participants")
     )

@@ -6,7 +6,7 @@ from octfm.data.phantom.anatomy import LAYERS, SURFACES
 from octfm.data.phantom.eye import Eye, central_subfield_um, sample_eye
 from octfm.data.phantom.pathology import DIAGNOSES, LESIONS
 from octfm.data.phantom.render import GroundTruth, render
-from octfm.data.phantom.scanner import SCANNERS, Scanner
+from octfm.data.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
 from octfm.data.phantom.write import PHANTOM_VERSION, write_phantom
 from octfm.data.volume import Laterality, Shape3, Volume
 
@@ -23,12 +23,13 @@ def phantom_volume(
 ) -> tuple[Volume, GroundTruth]:
     """One phantom in memory: the same arguments give the same voxels, and one seed is one participant."""
     eye = sample_eye((seed, 0), laterality, participant=f"phantom{seed}", age=age, diagnosis=diagnosis, severity=severity)
-    order = sorted(SCANNERS).index(scanner)
+    order = list(SCANNERS).index(scanner)
     rng = np.random.default_rng([seed, 0, 100 + order + 1000 * (laterality == "L")])
     return render(eye, SCANNERS[scanner], rng, size)
 
 
 __all__ = [
+    "DEFAULT_SCANNERS",
     "DIAGNOSES",
     "LAYERS",
     "LESIONS",

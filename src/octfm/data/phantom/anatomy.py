@@ -46,6 +46,8 @@ LAYER = {name: i for i, name in enumerate(LAYERS)}
 SURFACE = {name: i for i, name in enumerate(SURFACES)}
 DISC_MM = (4.5, 0.35)
 """Centre of the optic disc: about 15 degrees nasal and slightly superior of the fovea."""
+DISC_RADIUS_MM = (0.82, 0.92)
+"""Horizontal and vertical: a mean disc of 2.4 mm²."""
 
 # Floor, rim and periphery of each inner layer in µm, in the pit model below, set so that the ETDRS means of a normal eye come out
 # as published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al. 2017, PMC5498048, 297 eyes),
@@ -175,7 +177,20 @@ def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.nda
     for name in _WAVY:
         depth = 0.10 if name == "choroid" else 0.04
         layers[LAYER[name]] *= 1 + depth * anatomy.texture[name](x, y)
+    _open_disc(layers, x, y)
     return np.maximum(layers, 0)
+
+
+def _open_disc(layers: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    """The optic disc, which wide scans reach: every layer but the nerve fibres ends at its margin; these form the rim around the cup."""
+    off_centre = np.hypot((x - DISC_MM[0]) / DISC_RADIUS_MM[0], (y - DISC_MM[1]) / DISC_RADIUS_MM[1])
+    inside = np.clip((1.12 - off_centre) / 0.24, 0, 1)
+    if not inside.any():
+        return
+    inside = inside * inside * (3 - 2 * inside)
+    rim = 45 + 285 * np.clip((off_centre - 0.3) / 0.7, 0, 1) ** 0.8
+    layers *= 1 - inside
+    layers[LAYER["nfl"]] += inside * rim
 
 
 def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:

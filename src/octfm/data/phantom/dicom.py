@@ -5,12 +5,12 @@ from io import BytesIO
 import numpy as np
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
-from pydicom.pixels.encoders.base import RLELosslessEncoder
+from pydicom.pixels.encoders.base import JPEGLSLosslessEncoder, RLELosslessEncoder
 from pydicom.sequence import Sequence
-from pydicom.uid import ExplicitVRLittleEndian, RLELossless, generate_uid
+from pydicom.uid import ExplicitVRLittleEndian, JPEGLSLossless, RLELossless, generate_uid
 
 from octfm.data.phantom.cohort import Participant
-from octfm.data.phantom.scanner import Scanner
+from octfm.data.phantom.scanner import Compression, Scanner
 from octfm.data.volume import Volume
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
@@ -66,11 +66,25 @@ def to_dataset(volume: Volume, scanner: Scanner, person: Participant, version: s
     ds.PresentationLUTShape = "IDENTITY"
     ds.SharedFunctionalGroupsSequence = Sequence([_shared(volume)])
     ds.PerFrameFunctionalGroupsSequence = Sequence([_frame(volume, i) for i in range(frames)])
-    set_pixels(ds, volume.voxels, scanner.rle if rle is None else rle)
+    if rle is None:
+        compress(ds, volume.voxels, scanner.compression)
+    else:
+        set_pixels(ds, volume.voxels, rle)
     return ds
 
 
 def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
+    compress(ds, voxels, "rle" if rle else "none")
+
+
+# One named encoder each: another library may choose other runs, and the same seed must give the same bytes.
+_ENCODERS = {
+    "rle": (RLELossless, RLELosslessEncoder, "pylibjpeg"),
+    "jpeg_ls": (JPEGLSLossless, JPEGLSLosslessEncoder, "pyjpegls"),
+}
+
+
+def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
     """Pixel data and the file meta information that says how it is written."""
     meta = FileMetaDataset()
     meta.FileMetaInformationVersion = b"\x00\x01"
@@ -78,19 +92,17 @@ def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
     meta.MediaStorageSOPInstanceUID = ds.SOPInstanceUID
     meta.ImplementationClassUID = IMPLEMENTATION_UID
     meta.ImplementationVersionName = "OCTFM_PHANTOM"
-    meta.TransferSyntaxUID = RLELossless if rle else ExplicitVRLittleEndian
     ds.file_meta = meta
-    if rle:
-        # One named encoder: another library may choose other runs, and the same seed must give the same bytes.
-        encode, options = RLELosslessEncoder.encode, {"rows": voxels.shape[1], "columns": voxels.shape[2]}
-        options |= {"samples_per_pixel": 1, "bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
-        options |= {"photometric_interpretation": "MONOCHROME2", "number_of_frames": 1}
-        ds.PixelData = encapsulate([encode(np.ascontiguousarray(frame), encoding_plugin="pylibjpeg", **options) for frame in voxels])
-        ds["PixelData"].VR = "OB"
-        ds["PixelData"].is_undefined_length = True
-    else:
+    if compression == "none":
+        meta.TransferSyntaxUID = ExplicitVRLittleEndian
         ds.PixelData = voxels.tobytes()
-        ds["PixelData"].VR = "OB"
+    else:
+        meta.TransferSyntaxUID, encoder, plugin = _ENCODERS[compression]
+        options = {"rows": voxels.shape[1], "columns": voxels.shape[2], "number_of_frames": 1, "photometric_interpretation": "MONOCHROME2"}
+        options |= {"samples_per_pixel": 1, "bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
+        ds.PixelData = encapsulate([encoder.encode(np.ascontiguousarray(f), encoding_plugin=plugin, **options) for f in voxels])
+    ds["PixelData"].VR = "OB"
+    ds["PixelData"].is_undefined_length = compression != "none"
 
 
 def to_bytes(ds: Dataset) -> bytes:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from octfm.data.phantom.anatomy import LAYER, Anatomy, Waves, bruch_um, sample_anatomy, thickness_um, waves
-from octfm.data.phantom.pathology import Lesions, deform, sample_lesions
+from octfm.data.phantom.deformation import deform
+from octfm.data.phantom.pathology import Lesions, sample_lesions
 from octfm.data.phantom.vessels import Vessels, sample_vessels
 from octfm.data.volume import Laterality
 

@@ -57,8 +57,8 @@ def detector_noise(rng: np.random.Generator, shape: tuple[int, int, int], looks:
     return speckle(rng, shape, (0.0, 0.0), looks)
 
 
-def log_display(power: np.ndarray, black_db: float, range_db: float) -> np.ndarray:
-    """uint8: `black_db` and below is 0, `range_db` above it is 255.
+def log_display(power: np.ndarray, black_db: float, range_db: float, gamma: float = 1.0) -> np.ndarray:
+    """uint8: `black_db` and below is 0, `range_db` above it is 255; between them the level to the power of `gamma`.
 
     Looked up by the leading bits of the float32 power (sign, exponent and 10 of the mantissa, 0.004 dB): fast, and free of the last
     bit of a logarithm, which differs between vector units.
@@ -68,6 +68,7 @@ def log_display(power: np.ndarray, black_db: float, range_db: float) -> np.ndarr
     # The middle of each interval stands for it.
     centre = ((np.arange(first, last, dtype=np.uint32) << dropped) | (1 << (dropped - 1))).view(np.float32).astype(np.float64)
     table = np.zeros(1 << (32 - dropped), np.uint8)
-    table[first:last] = np.clip(np.rint((10 * np.log10(centre) - black_db) * 255 / range_db), 0, 255)
+    level = np.clip((10 * np.log10(centre) - black_db) / range_db, 0, 1)
+    table[first:last] = np.rint(255 * level**gamma)
     table[last : len(table) // 2] = 255
     return table[power.view(np.uint32) >> dropped]

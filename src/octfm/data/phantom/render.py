@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.data.phantom.anatomy import LAYER, LAYERS, SURFACE, SURFACES
+from octfm.data.phantom.anatomy import DISC_MM, LAYER, LAYERS, SURFACE, SURFACES
+from octfm.data.phantom.deformation import atrophy, cyst_spans, membrane_um
 from octfm.data.phantom.eye import Eye, central_subfield_um, surfaces_um
 from octfm.data.phantom.optics import blur, detector_noise, log_display, speckle
-from octfm.data.phantom.pathology import LESIONS, cyst_spans
+from octfm.data.phantom.pathology import LESIONS
 from octfm.data.phantom.scanner import Acquisition, Scanner, acquire
 from octfm.data.phantom.vessels import vessel_profile
 from octfm.data.volume import Shape3, Spacing3, Volume
@@ -28,8 +29,10 @@ LAYER_DB = {
     "rpe": 0.0,
     "drusen": -8.0,
 }
-VITREOUS_DB, FLUID_DB, ELM_DB, HYALOID_DB = -34.0, -27.0, -8.5, -17.0
+VITREOUS_DB, FLUID_DB, ELM_DB, HYALOID_DB, MEMBRANE_DB, OPERCULUM_DB = -34.0, -27.0, -8.5, -19.0, -2.0, -9.0
 CHORIOCAPILLARIS_DB, CHOROID_DB, SCLERA_DB = -4.5, -6.0, -11.5
+HYPERTRANSMISSION_DB = 5.0
+"""More light below Bruch's membrane where the RPE is gone."""
 FWHM = 2.3548
 
 
@@ -190,12 +193,14 @@ def _layers(
         steps.add(edges[index], level - above)
         above = level
     steps.add(edges[SURFACE["bm"]], -above)
-    elm = _db(ELM_DB) * shade
+    elm = _db(ELM_DB) * shade * np.clip(thickness[LAYER["myoid"]] / 10, 0, 1)
     steps.add(edges[SURFACE["elm"]] - 3 * rows_per_um, elm)
     steps.add(edges[SURFACE["elm"]] + 3 * rows_per_um, -elm)
     if eye.anatomy.hyaloid_um > 0:
-        # Still attached at the fovea, so the line rises from the ILM around it.
-        lift = eye.anatomy.hyaloid_um * (1 - np.exp(-((x_mm**2 + y_mm**2) / 2.2**2))) + 4 * eye.anatomy.texture["bm"](x_mm, y_mm)
+        # Still attached at fovea and disc, so the line rises from the ILM around them.
+        off_fovea, off_disc = x_mm**2 + y_mm**2, (x_mm - DISC_MM[0]) ** 2 + (y_mm - DISC_MM[1]) ** 2
+        free = (1 - np.exp(-off_fovea / 2.2**2)) * (1 - np.exp(-off_disc / 1.4**2))
+        lift = eye.anatomy.hyaloid_um * free + 4 * eye.anatomy.texture["bm"](x_mm, y_mm)
         line = edges[SURFACE["ilm"]] - np.maximum(lift, 0) * rows_per_um
         seen = _db(HYALOID_DB) * np.clip(lift / 25 - 0.5, 0, 1)
         steps.add(line - 8 * rows_per_um, seen)
@@ -233,7 +238,8 @@ def _add_below_bruch(
     # exp(-(z - bm) / decay) as a product of a row and an en-face factor, both small enough for float32.
     middle = float(bm.mean()) * dy_mm
     tissue *= np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm).astype(np.float32)[None, :, None]
-    tissue *= (shade * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)[:, None, :]
+    window = _db(HYPERTRANSMISSION_DB * atrophy(eye.lesions, x_mm, y_mm))
+    tissue *= (shade * window * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)[:, None, :]
     power[:, first:] += tissue
 
 
@@ -287,7 +293,65 @@ def _paint_lesions(
         for offset in range(max(1, round(1000 * radius * rows_per_um))):
             inside = (row + offset >= 0) & (row + offset < height)
             power[d[inside], row[inside] + offset, w[inside]] = _db(-2.0)
+    atrophic = atrophy(eye.lesions, x_mm, y_mm) > 0.5
+    _fill(lesions, edges[SURFACE["opl_onl"]], edges[SURFACE["bm"]], atrophic, LESIONS["atrophy"])
+    _paint_membrane(power, lesions, eye, edges, x_mm, y_mm, rows_per_um)
+    _paint_hole(power, lesions, eye, edges, x_mm, y_mm, rows_per_um)
     return lesions
+
+
+def _fill(lesions: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarray, value: int) -> None:
+    """Mark the voxels whose centre lies between two surfaces [D, W], at least one per A-scan."""
+    height = lesions.shape[1]
+    for d, w in zip(*np.nonzero(where), strict=True):
+        first = min(max(round(float(top[d, w])), 0), height - 1)
+        lesions[d, first : max(round(float(bottom[d, w])), first + 1), w] = value
+
+
+def _blend(power: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarray, level: float) -> None:
+    """Antialiased tissue of one level between two surfaces [D, W], over what was there."""
+    d, w = np.nonzero(where)
+    if len(d) == 0:
+        return
+    top, bottom = top[d, w], bottom[d, w]
+    first = np.floor(top).astype(np.int64)
+    for offset in range(int(np.ceil((bottom - top).max())) + 1):
+        row = first + offset
+        share = np.clip(np.minimum(bottom, row + 1) - np.maximum(top, row), 0, 1)
+        inside = (share > 0) & (row >= 0) & (row < power.shape[1])
+        at = d[inside], row[inside], w[inside]
+        power[at] += share[inside] * (level - power[at])
+
+
+def _paint_membrane(
+    power: np.ndarray, lesions: np.ndarray, eye: Eye, edges: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, rows_per_um: float
+) -> None:
+    """A bright line on the folds of the ILM, with dark pockets under it in the troughs."""
+    thickness, gap = membrane_um(eye.lesions, x_mm, y_mm)
+    bottom = edges[SURFACE["ilm"]] - gap * rows_per_um
+    top = bottom - thickness * rows_per_um
+    _blend(power, top, bottom, thickness > 0, float(_db(MEMBRANE_DB)))
+    _fill(lesions, top, bottom, thickness > 0, LESIONS["membrane"])
+
+
+def _paint_hole(
+    power: np.ndarray, lesions: np.ndarray, eye: Eye, edges: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, rows_per_um: float
+) -> None:
+    """The gap belongs to the mask from the height of its rims down; a torn-off roof floats above it."""
+    if eye.lesions.roof:
+        return
+    for x, y, gap, _ in eye.lesions.hole:
+        angle = np.arange(16) / 16 * 2 * np.pi
+        rim = surfaces_um(eye, x + (gap + 0.2) * np.cos(angle), y + (gap + 0.2) * np.sin(angle))
+        rim_rows = float((rim[SURFACE["bm"]] - rim[SURFACE["ilm"]]).mean()) * rows_per_um
+        r = np.hypot(x_mm - x, y_mm - y)
+        top, floor = edges[SURFACE["bm"]] - rim_rows, edges[SURFACE["ilm"]]
+        _fill(lesions, top, floor, r < gap, LESIONS["hole"])
+        if eye.lesions.operculum:
+            inside = 1 - (r / (0.6 * gap + 0.04)) ** 2
+            half = 22 * rows_per_um * np.sqrt(np.clip(inside, 0, 1))
+            middle = top - 140 * rows_per_um
+            _blend(power, middle - half, middle + half, inside > 0, float(_db(OPERCULUM_DB)))
 
 
 def _expose(
@@ -314,4 +378,4 @@ def _expose(
     noise = detector_noise(rng, power.shape, looks)
     noise *= np.float32(_db(acquisition.noise_db))
     power += noise
-    return log_display(power, acquisition.black_db, acquisition.range_db)
+    return log_display(power, acquisition.black_db, acquisition.range_db, scanner.gamma)

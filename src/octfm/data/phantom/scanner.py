@@ -1,11 +1,15 @@
 """The OCT instruments: geometry, optics and display of each, and what varies from one acquisition to the next."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from octfm.data.phantom.anatomy import Waves, waves
 from octfm.data.volume import Shape3, Spacing3
+
+Compression = Literal["none", "rle", "jpeg_ls"]
+"""How pixel data are written: uncompressed, RLE Lossless, JPEG-LS Lossless. JPEG 2000 would cost more than the image itself."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,11 @@ class Scanner:
     """Standard deviation of what remains of axial eye motion across the volume."""
     saccades: float
     """Expected number per volume of abrupt lateral jumps; tracking instruments repeat those B-scans."""
-    rle: bool
-    """Files written with RLE Lossless instead of uncompressed."""
+    gamma: float
+    """Exponent of the display between black and white: below 1 lifts dark tissue."""
+    compression: Compression
+    held_out: bool = False
+    """Scans only where it is asked for by name: never trained on, so that results on it tell of an instrument nobody has seen."""
 
     def spacing_mm(self, size: Shape3) -> Spacing3:
         z, y, x = (mm / n for mm, n in zip(self.field_mm, size, strict=True))
@@ -50,34 +57,37 @@ class Scanner:
         return max(1, round(self.frames_averaged * cells))
 
 
+# Geometry as in AI-READI (frames, rows, columns, spacing); optics after the makers' data sheets; noise, window and B-scan order of Maestro2
+# and Cirrus by eye (guesses).
 SCANNERS = {
-    # Eye tracking, averaged frames, inferior B-scan first, black background.
+    # Eye tracking, averaged frames, inferior B-scan first, black background; 30 x 25 degrees reach the optic disc.
     "heidelberg_spectralis": Scanner(
         name="heidelberg_spectralis",
         manufacturer="Heidelberg Engineering",
         model="Spectralis",
-        protocol="spectralis_mac_raster",
-        field_mm=(5.8, 1.92, 5.8),
-        vendor_size=(49, 496, 512),
+        protocol="spectralis_ppol_mac_hr",
+        field_mm=(7.3, 1.92, 8.8),
+        vendor_size=(61, 496, 768),
         superior_first=False,
         frames_averaged=4,
         axial_psf_um=7.0,
         lateral_psf_um=14.0,
         noise_db=-25.0,
         roll_off_db_per_mm=2.0,
-        choroid_decay_mm=0.12,
+        choroid_decay_mm=0.085,
         black_db=-24.5,
         range_db=26.0,
         axial_motion_um=22.0,
         saccades=0.2,
-        rle=False,
+        gamma=1.0,
+        compression="none",
     ),
-    # Swept source, one shot per A-scan, superior B-scan first, grey background, deep choroid.
+    # Swept source at 1,050 nm, one shot per A-scan, superior B-scan first, grey background, deep choroid.
     "topcon_triton": Scanner(
         name="topcon_triton",
         manufacturer="Topcon",
         model="Triton",
-        protocol="triton_macula_7x7",
+        protocol="triton_3d_radial",  # a raster in spite of its name
         field_mm=(7.0, 2.58, 7.0),
         vendor_size=(256, 992, 512),
         superior_first=True,
@@ -91,9 +101,79 @@ SCANNERS = {
         range_db=37.0,
         axial_motion_um=42.0,
         saccades=1.2,
-        rle=True,
+        gamma=1.0,
+        compression="rle",
+    ),
+    # Spectral domain, one shot, no tracking: grainy, and the deeper the dimmer.
+    "topcon_maestro2": Scanner(
+        name="topcon_maestro2",
+        manufacturer="Topcon",
+        model="Maestro2",
+        protocol="maestro2_3d_macula",
+        field_mm=(6.0, 2.30, 6.0),
+        vendor_size=(128, 885, 512),
+        superior_first=True,
+        frames_averaged=1,
+        axial_psf_um=6.0,
+        lateral_psf_um=20.0,
+        noise_db=-23.0,
+        roll_off_db_per_mm=3.0,
+        choroid_decay_mm=0.09,
+        black_db=-26.0,
+        range_db=31.0,
+        axial_motion_um=45.0,
+        saccades=1.6,
+        gamma=0.9,
+        compression="jpeg_ls",
+    ),
+    # Spectral domain, one shot, fine axial resolution, contrast set high.
+    "zeiss_cirrus": Scanner(
+        name="zeiss_cirrus",
+        manufacturer="Carl Zeiss Meditec",
+        model="Cirrus HD-OCT 5000",
+        protocol="macular_cube_512x128",
+        field_mm=(6.0, 2.0, 6.0),
+        vendor_size=(128, 1024, 512),
+        superior_first=False,
+        frames_averaged=1,
+        axial_psf_um=5.0,
+        lateral_psf_um=15.0,
+        noise_db=-23.5,
+        roll_off_db_per_mm=2.5,
+        choroid_decay_mm=0.10,
+        black_db=-24.5,
+        range_db=27.0,
+        axial_motion_um=34.0,
+        saccades=0.7,
+        gamma=1.0,
+        compression="rle",
+    ),
+    # No real instrument: a fifth set of optics and geometry, for results on a scanner that no training has seen.
+    "synthetic_held_out": Scanner(
+        name="synthetic_held_out",
+        manufacturer="Synthetic",
+        model="Held-out",
+        protocol="held_out_macula",
+        field_mm=(6.4, 2.20, 6.4),
+        vendor_size=(101, 700, 401),
+        superior_first=True,
+        frames_averaged=2,
+        axial_psf_um=5.0,
+        lateral_psf_um=17.0,
+        noise_db=-26.0,
+        roll_off_db_per_mm=1.3,
+        choroid_decay_mm=0.11,
+        black_db=-29.0,
+        range_db=34.0,
+        axial_motion_um=30.0,
+        saccades=0.5,
+        gamma=0.85,
+        compression="none",
+        held_out=True,
     ),
 }
+DEFAULT_SCANNERS = tuple(name for name, scanner in SCANNERS.items() if not scanner.held_out)
+"""Whom a cohort is scanned on unless scanners are named."""
 
 
 @dataclass(frozen=True, eq=False)

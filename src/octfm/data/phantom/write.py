@@ -17,13 +17,13 @@ import numpy as np
 from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
 from octfm.data.phantom.defects import DEFECTS, Defect, spoil
 from octfm.data.phantom.dicom import to_bytes, to_dataset, uid
-from octfm.data.phantom.pathology import LESIONS
+from octfm.data.phantom.pathology import DIAGNOSES, LESIONS
 from octfm.data.phantom.render import GroundTruth, render
-from octfm.data.phantom.scanner import SCANNERS, Scanner
+from octfm.data.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
 from octfm.data.volume import Laterality, Shape3, Volume
 from octfm.errors import OctfmError
 
-PHANTOM_VERSION = "1"
+PHANTOM_VERSION = "2"
 """Raised by every change that alters bytes; results name it."""
 
 SIDES: tuple[Laterality, ...] = ("R", "L")
@@ -42,6 +42,7 @@ class _Job:
     size: Shape3 | None
     defects: dict[tuple[str, Laterality], Defect]
     """By scanner and eye: what the spoilt second file of that acquisition suffers from."""
+    effect: bool
 
 
 def write_phantom(
@@ -50,18 +51,21 @@ def write_phantom(
     seed: int,
     *,
     size: Shape3 | None = (32, 256, 192),
-    scanners: Sequence[str] = ("heidelberg_spectralis", "topcon_triton"),
+    scanners: Sequence[str] = DEFAULT_SCANNERS,
+    diagnoses: Sequence[str] = DIAGNOSES,
     second_scanner: float = 0.25,
     fractions: tuple[float, float, float] = (0.7, 0.15, 0.15),
     defects: float = 0.0,
     zipped: bool = False,
+    effect: bool = True,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write both eyes of every participant; a share of participants is scanned on a second instrument too.
 
     `size` is (B-scans, rows, columns); None takes each instrument's own. `fractions` are the shares of recommended_split
-    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. `zipped` puts the files of each
+    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. Without `effect`, labels are drawn
+    exactly the same but every eye is rendered healthy: on such a null cohort nothing may predict them. `zipped` puts the files of each
     scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI is also shipped. The same arguments give the
     same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
     The folder appears at once when it is complete; one that exists is refused.
@@ -69,8 +73,8 @@ def write_phantom(
     from joblib import Parallel, delayed
 
     out = Path(out)
-    _check(out, participants, seed, size, scanners, fractions, defects)
-    people = draw_cohort(participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions)
+    _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
+    people = draw_cohort(participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -78,7 +82,7 @@ def write_phantom(
     labels: list[dict[str, Any]] = []
     planted: list[dict[str, Any]] = []
     spoilt_files = _plan_defects(people, seed, defects)
-    jobs = (delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index])) for person in people)
+    jobs = (delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index], effect)) for person in people)
     written = Parallel(n_jobs=workers or os.cpu_count() or 1, return_as="generator")(jobs)
     for done, (rows, truths, spoilt) in enumerate(cast(Generator[_Rows], written), 1):
         manifest += rows
@@ -96,6 +100,7 @@ def write_phantom(
     settings = {"phantom_version": PHANTOM_VERSION, "participants": participants, "seed": seed, "size": size}
     settings |= {"scanners": list(scanners), "second_scanner": second_scanner, "fractions": fractions, "defects": defects}
     settings |= {"zipped": True} if zipped else {}
+    settings |= {"diagnoses": list(diagnoses), "effect": effect}
     settings |= {"lesions": LESIONS, "volumes": len(labels), "synthetic": True}
     (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
     partial.rename(out)
@@ -103,7 +108,14 @@ def write_phantom(
 
 
 def _check(
-    out: Path, count: int, seed: int, size: Shape3 | None, scanners: Sequence[str], fractions: tuple[float, float, float], defects: float
+    out: Path,
+    count: int,
+    seed: int,
+    size: Shape3 | None,
+    scanners: Sequence[str],
+    diagnoses: Sequence[str],
+    fractions: tuple[float, float, float],
+    defects: float,
 ) -> None:
     if out.exists():
         raise OctfmError(f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another")
@@ -116,6 +128,9 @@ def _check(
     unknown = [name for name in scanners if name not in SCANNERS]
     if unknown or not scanners:
         raise OctfmError(f"phantom cohort: unknown scanner {', '.join(unknown) or '(none given)'}; known: {', '.join(SCANNERS)}")
+    unknown = [name for name in diagnoses if name not in DIAGNOSES]
+    if unknown or not diagnoses:
+        raise OctfmError(f"phantom cohort: unknown diagnosis {', '.join(unknown) or '(none given)'}; known: {', '.join(DIAGNOSES)}")
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
     if not 0 <= defects <= 1:
@@ -132,9 +147,9 @@ def _write_participant(job: _Job) -> _Rows:
             _write(job.out / path.lstrip("/"), to_bytes(to_dataset(volume, scanner, job.person, PHANTOM_VERSION)))
             _write_truth(job.out / "ground_truth" / f"{volume.acquisition}.npz", truth)
             manifest.append(_manifest_row(volume, scanner, path))
-            labels.append(_label_row(volume, truth, path))
+            labels.append(_label_row(volume, truth, job.person, path))
             if defect := job.defects.get((name, laterality)):
-                rng = np.random.default_rng([job.seed, 10, job.person.index, sorted(SCANNERS).index(name), SIDES.index(laterality)])
+                rng = np.random.default_rng([job.seed, 10, job.person.index, list(SCANNERS).index(name), SIDES.index(laterality)])
                 rows, spoilt = _plant(job, volume, scanner, defect, rng)
                 manifest += rows
                 planted.append(spoilt)
@@ -143,8 +158,8 @@ def _write_participant(job: _Job) -> _Rows:
 
 def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
     """`again`: a second scan of the same eye, with other noise and motion."""
-    stream = [job.seed, 11, job.person.index, sorted(SCANNERS).index(scanner.name), 0 if laterality == "R" else 1, *([1] if again else [])]
-    eye = eye_of(job.person, laterality, job.seed)
+    stream = [job.seed, 11, job.person.index, list(SCANNERS).index(scanner.name), 0 if laterality == "R" else 1, *([1] if again else [])]
+    eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
     volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
     identity = uid("instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape)
     return replace(volume, acquisition=identity), truth
@@ -241,15 +256,18 @@ def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> dict[str, Any]
     }
 
 
-def _label_row(volume: Volume, truth: GroundTruth, path: str) -> dict[str, Any]:
+def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: str) -> dict[str, Any]:
+    """Diagnosis and severity are the drawn ones of this eye, which a null cohort does not show; the thickness is what was rendered."""
+    side: Laterality = "R" if truth.laterality == "R" else "L"
     return {
         "participant_id": truth.participant,
         "laterality": truth.laterality,
         "scanner": truth.scanner,
         "filepath": path,
         "sop_instance_uid": volume.acquisition,
-        "diagnosis": truth.diagnosis,
-        "severity": f"{truth.severity:.4f}",
+        "diagnosis": person.eye_diagnosis[side],
+        "severity": f"{person.severity[side]:.4f}",
+        "participant_diagnosis": person.diagnosis,
         "cst_um": f"{truth.cst_um:.2f}",
         "age": f"{truth.age:.0f}",
         "phantom_version": PHANTOM_VERSION,
