@@ -81,17 +81,30 @@ def scan(
         float | None, typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1)
     ] = None,
     images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
+    pseudonymise: Annotated[
+        Path | None, typer.Option(help="Key file, made where there is none: hash ids, UIDs and paths with it and shift dates.")
+    ] = None,
     workers: Workers = None,
 ) -> None:
     """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason, and data_health.html shows it all."""
     from octfm.data.catalog import scan as scan_root
     from octfm.data.columns import Columns
+    from octfm.errors import ConfigError
     from octfm.report.data_health import write_data_health
 
+    if pseudonymise is not None and extract is not None:
+        raise ConfigError("--pseudonymise and --extract: unpacked files keep their names; archives are read in place without --extract")
     mapped = Columns.parse(columns or []).of_field
     catalog = scan_root(root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers)
+    locations = {}
+    if pseudonymise is not None:
+        from octfm.data import pseudonyms
+
+        key = pseudonyms.read_key(pseudonymise)
+        catalog = pseudonyms.pseudonymise(catalog, key)
+        locations = pseudonyms.locate(catalog, root, key)
     catalog.save(out)
-    page = write_data_health(catalog, out / "data_health.html", images=images, max_reject=max_reject)
+    page = write_data_health(catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations)
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     _print_counts(f"{out}: {counts}", catalog.summary())
     typer.echo(str(page))
@@ -106,6 +119,8 @@ def prepare(
     settings: Annotated[list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")] = None,
     like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run or checkpoint.")] = None,
     compression: Annotated[str, typer.Option(help="none (fastest, local disk) or zstd (smaller, buckets).")] = "none",
+    key: Annotated[Path | None, typer.Option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder that a pseudonymised catalog was scanned from.")] = None,
     workers: Workers = None,
 ) -> None:
     """Turn a catalog into a store of uniform volumes; a second call does only what is missing."""
@@ -123,7 +138,14 @@ def prepare(
 
         base = checkpoint.load(checkpoint.newest(like))["preprocessing"]
     preprocessing = load(Preprocessing, base, settings or [])
-    store = prepare_catalog(Catalog.load(catalog), out, preprocessing, workers=workers, compression=compression)
+    scanned, locations = Catalog.load(catalog), None
+    if key is not None or root is not None:
+        from octfm.data import pseudonyms
+
+        if key is None or root is None:
+            raise ConfigError("--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither")
+        locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
+    store = prepare_catalog(scanned, out, preprocessing, workers=workers, compression=compression, locations=locations)
     typer.echo(f"{store.path}: {len(store)} volumes")
 
 

@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """What octfm asks of a table -> the columns that hold it where no map says otherwise, first found first taken."""
 
 _IDENTIFIER = re.compile(
-    r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone|(e_?)?mail|mrn|ssn|insurance)(_|$)"
+    r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone|(e_?)?mail|mrn|ssn|insurance|zip_?code|post(al)?_?code)(_|$)"
 )
 
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -46,6 +46,7 @@ def prepare(
     compression: Compression | None = None,
     progress: bool = True,
     read: Read | None = None,
+    locations: Mapping[str, str] | None = None,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
 
@@ -56,20 +57,25 @@ def prepare(
     workers: processes, None for one per core; 1 works in this process.
     compression: "none" for a local disk (what a new store gets), "zstd" for a bucket.
     read: how a uri becomes a Volume, by default `read_volume`, which decides by content; it travels to the workers.
+    locations: where the file of each uri lies, for a catalog whose uris are pseudonyms (octfm.data.pseudonyms.locate).
     Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
     where nothing at all could be prepared.
     """
     import joblib
 
+    from octfm.data.pseudonyms import is_pseudonymous
+
     out = Path(out)
     if not catalog.acquisitions:
         raise StoreError(f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects")
+    if locations is None and read is None and is_pseudonymous(catalog):
+        raise StoreError(f"{out}: the catalog names files by pseudonyms; give its key and root (octfm prepare --key FILE --root FOLDER)")
     workers = joblib.cpu_count() if workers is None else workers
     if workers < 1:
         raise StoreError(f"workers must be at least 1, got {workers}")
     with StoreWriter(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
-        tasks = _missing(writer, catalog.acquisitions)
+        tasks = _missing(writer, catalog.acquisitions, locations or {})
         trying = {task.acquisition.sop_instance_uid for task in tasks}
         writer.keep_unprepared(lambda u: u.acquisition not in trying)
         run = functools.partial(
@@ -120,13 +126,15 @@ def describe(summary: dict[str, Any]) -> str:
 @dataclass(frozen=True)
 class _Task:
     acquisition: "Acquisition"
+    location: str
+    """Where the file lies; the acquisition's uri, unless that is a pseudonym."""
     index: int | None
     """The row whose shards are lost; None for a volume that is new."""
     name: str
     """Of its files in the staging folder."""
 
 
-def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) -> list[_Task]:
+def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"], locations: Mapping[str, str]) -> list[_Task]:
     index = {row.acquisition: row.index for row in writer.rows}
     lost = writer.missing()
     tasks, seen = [], set()
@@ -136,7 +144,7 @@ def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) -> list
             raise StoreError(f"{acquisition.uri}: acquisition {uid} is in the catalog twice; scan again, which rejects duplicates")
         seen.add(uid)
         if uid not in index or index[uid] in lost:
-            tasks.append(_Task(acquisition, index.get(uid), f"{position:08d}"))
+            tasks.append(_Task(acquisition, locations.get(acquisition.uri, acquisition.uri), index.get(uid), f"{position:08d}"))
     return tasks
 
 
@@ -182,9 +190,10 @@ def _prepare_one(
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
-        prepared = _prepared(acquisition, preprocessing, read)
+        prepared = _prepared(task, preprocessing, read)
     except BAD_INPUT as error:
-        return _unprepared(acquisition, _code(error), " ".join(str(error).split()) or type(error).__name__)
+        sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
+        return _unprepared(acquisition, _code(error), sentence or type(error).__name__)
     digest = stage(prepared, staging, task.name, compression)
     row = row_of(acquisition, prepared, digest)
     return row if task.index is None else replace(row, index=task.index)
@@ -202,10 +211,11 @@ def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str) -> Sto
     )
 
 
-def _prepared(acquisition: "Acquisition", preprocessing: "Preprocessing", read: Read | None) -> "Prepared":
+def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) -> "Prepared":
     if read is None:
         from octfm.data.readers import read_volume as read
-    volume = read(acquisition.uri)
+    acquisition = task.acquisition
+    volume = read(task.location)
     if volume.shape != tuple(acquisition.shape):
         raise ReadError(
             "changed_since_scan", f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again"

@@ -1,7 +1,7 @@
 """data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,18 @@ class Outlier:
     distance: float
 
 
-def write_data_health(catalog: Catalog, out: Path, *, images: bool = True, max_reject: float | None = None) -> Path:
-    """Counts, distributions, reasons and, with `images`, the volumes least like their kind. Outliers are decoded, nothing else is."""
+def write_data_health(
+    catalog: Catalog,
+    out: Path,
+    *,
+    images: bool = True,
+    max_reject: float | None = None,
+    locations: Mapping[str, str] | None = None,
+) -> Path:
+    """Counts, distributions, reasons and, with `images`, the volumes least like their kind. Outliers are decoded, nothing else is.
+
+    `locations`: where the files lie, for a catalog whose uris are pseudonyms.
+    """
     facts = {
         "summary": catalog.summary(),
         "rejected_share": catalog.reject_share,
@@ -50,7 +60,7 @@ def write_data_health(catalog: Catalog, out: Path, *, images: bool = True, max_r
         "skipped": _reasons(catalog.skipped),
         "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
         "charts": distribution_charts(catalog.acquisitions),
-        "outliers": [_shown(outlier, images) for outlier in outliers(catalog.acquisitions)],
+        "outliers": [_shown(outlier, images, locations or {}) for outlier in outliers(catalog.acquisitions)],
         "images": images,
     }
     return write_page(render("data_health.html.jinja", facts), out)
@@ -190,13 +200,13 @@ def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:
     ]
 
 
-def _shown(outlier: Outlier, images: bool) -> dict[str, Any]:
+def _shown(outlier: Outlier, images: bool, locations: Mapping[str, str]) -> dict[str, Any]:
     a = outlier.acquisition
     pictures: list[Picture] = []
     note = ""
     if images:
         try:
-            pictures = native_pictures(read_volume(a.uri))
+            pictures = native_pictures(read_volume(locations.get(a.uri, a.uri)))
         except ReadError as error:
             note = f"It could not be decoded: {REASONS[error.code].meaning}."
     eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
