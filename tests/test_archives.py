@@ -272,6 +272,40 @@ def test_damaged_and_unreadable_archives_have_a_code(tmp_path, image):
     assert error.value.code == "damaged_archive"
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_mutated_archives_are_read_or_refused_with_a_code(tmp_path, compression):
+    """Bytes flipped, cut or doubled, half of them in the directory: every outcome is a member's bytes or a known reason."""
+    content = {f"{i}/{'long' * i}.dcm": bytes([i]) * 40 + b"some content" * i for i in range(5)}
+    whole = write_zip(tmp_path / "whole.zip", content, compression).read_bytes()
+    directory = whole.index(b"PK\x01\x02")
+    rng = np.random.default_rng(0)
+    path, refused = tmp_path / "mutated.zip", 0
+    for turn in range(400):
+        mutated = bytearray(whole)
+        for _ in range(rng.integers(1, 4)):
+            low = directory if rng.random() < 0.5 else 0
+            mutated[rng.integers(low, len(mutated))] = rng.integers(256)
+        if turn % 10 == 0:
+            mutated = mutated[: rng.integers(len(mutated))]
+        path.write_bytes(b"PK" + mutated[2:])
+        archives._listed.cache_clear()  # all of these have one size and nearly one date
+        try:
+            archive = open_archive(path)
+        except ReadError as error:
+            assert error.code == "damaged_archive"
+            refused += 1
+            continue
+        assert all(entry.code in REASONS for entry in archive.refused)
+        for member in archive.members:
+            try:
+                with open_file(f"{path}!/{member}", whole=True) as stream:
+                    assert stream.read() in content.values(), "the checksum holds, so it is one of the originals"
+            except ReadError as error:
+                assert error.code in REASONS
+                refused += 1
+    assert refused > 100
+
+
 def test_extract_refuses_a_folder_that_the_next_scan_would_see(tmp_path, image):
     write_zip(tmp_path / "x.zip", {"a.dcm": image})
     with pytest.raises(CatalogError, match="expected a folder outside"):

@@ -109,6 +109,17 @@ def test_scan_stops_a_pipeline_when_too_much_is_rejected_and_still_writes_everyt
         catalog.expect_few_rejects(0)
 
 
+def test_rejects_are_kept_where_nothing_at_all_is_accepted(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "clinic" / name).mkdir(parents=True)
+        (tmp_path / "clinic" / name / "x.dcm").write_bytes(b"")
+    code, _, err = octfm_command("scan", "clinic", cwd=tmp_path)
+    assert code == 1 and "none of 2 files is an acceptable OCT volume: 2 empty_file" in err and err.count("\n") == 1
+    catalog = Catalog.load(tmp_path / "catalog")
+    assert catalog.acquisitions == () and [r.code for r in catalog.rejects] == ["empty_file"] * 2
+    assert octfm_command("prepare", "catalog", cwd=tmp_path)[0] == 1
+
+
 def test_rejects_parquet_says_what_would_fix_each_file(catalog, tmp_path):
     import pyarrow.parquet as pq
 

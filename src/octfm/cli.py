@@ -87,6 +87,7 @@ def scan(
     workers: Workers = None,
 ) -> None:
     """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason, and data_health.html shows it all."""
+    from octfm.data.catalog import NothingAccepted
     from octfm.data.catalog import scan as scan_root
     from octfm.data.columns import Columns
     from octfm.errors import ConfigError
@@ -95,7 +96,12 @@ def scan(
     if pseudonymise is not None and extract is not None:
         raise ConfigError("--pseudonymise and --extract: unpacked files keep their names; archives are read in place without --extract")
     mapped = Columns.parse(columns or []).of_field
-    catalog = scan_root(root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers)
+    try:
+        catalog = scan_root(root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers)
+    except NothingAccepted as nothing:
+        if pseudonymise is None:
+            nothing.catalog.save(out)  # what is wrong with every one of them
+        raise
     locations = {}
     if pseudonymise is not None:
         from octfm.data import pseudonyms

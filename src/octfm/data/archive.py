@@ -256,29 +256,29 @@ def _data_offset(file: BinaryIO, member: Member, uri: str) -> int:
     return start
 
 
-def _content(file: BinaryIO, start: int, member: Member, uri: str) -> bytearray:
+def _content(file: BinaryIO, start: int, member: Member, uri: str) -> bytes:
     """All bytes of the member, never more than the directory claims, with the right checksum."""
     file.seek(start)
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS) if member.method == zipfile.ZIP_DEFLATED else None
-    content, crc, left = bytearray(), 0, member.compressed
+    content = file.read(member.compressed) if member.method == zipfile.ZIP_STORED else _inflated(file, member, uri)
+    if len(content) != member.size or zlib.crc32(content) != member.crc:
+        raise _damaged(uri, "size or checksum differ from what the archive claims")
+    return content
+
+
+def _inflated(file: BinaryIO, member: Member, uri: str) -> bytes:
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    pieces, done, left = [], 0, member.compressed
     try:
-        while left:
-            piece = file.read(min(left, _CHUNK))
-            left -= len(piece)
-            if not piece:
-                raise _damaged(uri, "the archive ends before it does")
-            if inflater is not None:
-                # One byte more than there may be, so that a surplus shows.
-                piece = inflater.decompress(piece, member.size - len(content) + 1)
-            crc = zlib.crc32(piece, crc)
-            content += piece
-            if len(content) > member.size or (inflater is not None and inflater.unconsumed_tail):
+        while left and (packed := file.read(min(left, _CHUNK))):
+            left -= len(packed)
+            # One byte more than there may be, so that a surplus shows.
+            pieces.append(inflater.decompress(packed, member.size - done + 1))
+            done += len(pieces[-1])
+            if done > member.size:
                 raise ReadError("decompression_bomb", f"{uri}: inflates beyond the {member.size:,} bytes that the archive claims")
     except zlib.error:
         raise _damaged(uri, "the compressed data are corrupt") from None
-    if len(content) != member.size or crc != member.crc:
-        raise _damaged(uri, "size or checksum differ from what the archive claims")
-    return content
+    return b"".join(pieces)
 
 
 def _damaged(uri: str, found: str) -> ReadError:

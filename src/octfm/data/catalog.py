@@ -28,6 +28,14 @@ class CatalogError(OctfmError):
     """A root without a usable scan, or a catalog that is missing, damaged, of another version, or leaks participants."""
 
 
+class NothingAccepted(CatalogError):
+    """Files, and not one acceptable. `catalog` has the rejects, so that they can be saved and looked at."""
+
+    def __init__(self, message: str, catalog: "Catalog"):
+        super().__init__(message)
+        self.catalog = catalog
+
+
 @dataclass(frozen=True)
 class Catalog:
     root: str
@@ -157,21 +165,22 @@ def scan(
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers)
     left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
     left_out.sort(key=lambda reject: reject.uri)
-    if not headers:
-        reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
-        counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-        raise CatalogError(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}")
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 
     acquisitions = [accept(header, tables) for header in headers]
-    _expect_a_match(acquisitions, tables, participants)
-    return Catalog(
+    catalog = Catalog(
         root=str(folder),
-        acquisitions=assign_splits(acquisitions, seed=seed),
+        acquisitions=assign_splits(acquisitions, seed=seed) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
         companions=len(found.companions),
         skipped=tuple(reject for reject in left_out if reject.expected),
     )
+    if not acquisitions:
+        reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
+        counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
+        raise NothingAccepted(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}", catalog)
+    _expect_a_match(acquisitions, tables, participants)
+    return catalog
 
 
 def assign_splits(

@@ -76,10 +76,10 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
         measures = np.array([(*acquisitions[row].spacing_mm, *_extent_mm(acquisitions[row])) for row in rows])
         ratio = measures / np.median(measures, axis=0)
         far = np.maximum(ratio, 1 / ratio)
-        for row, values, unlike in zip(rows, measures, far, strict=True):
+        for row, values, unlike, usually in zip(rows, measures, far, measures / ratio, strict=True):
             worst = int(unlike.argmax())
             if unlike[worst] > UNLIKE:
-                usual = float(values[worst] / ratio[rows.index(row), worst])
+                usual = float(usually[worst])
                 why = f"{(*AXES, *EXTENTS)[worst]} {values[worst]:.3g} mm, usual for its kind {usual:.3g} mm"
                 found[row] = Outlier(row, acquisitions[row], why, float(unlike[worst]))
     rare = Counter(flag for a in acquisitions for flag in a.flags)
