@@ -129,7 +129,7 @@ def _scanner_order(seed: int, diagnosis: str, turn: int, scanners: Sequence[str]
     """Participants of one diagnosis take all scanners in turn, every round in another order: neither diagnosis nor split tells which."""
     cycle, at = divmod(turn, len(scanners))
     shuffled = np.random.default_rng([seed, 13, DIAGNOSES.index(diagnosis), cycle]).permutation(len(scanners))
-    return [scanners[shuffled[(at + k) % len(scanners)]] for k in range(len(scanners))]
+    return [str(scanners[shuffled[(at + k) % len(scanners)]]) for k in range(len(scanners))]
 
 
 def _eyes(rng: np.random.Generator, diagnosis: str) -> tuple[dict[Laterality, str], dict[Laterality, float]]:
