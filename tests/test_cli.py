@@ -48,6 +48,8 @@ WRONG = {
     "no embeddings": (["probe", "nowhere"], "no embeddings"),
     "no such run to report": (["report", "nowhere"], "nowhere"),
     "bad size": (["phantom", "out", "--size", "big"], "expected B-scans x rows x columns"),
+    "unknown sabotage": (["demo", "--sabotage", "gremlins"], "expected one of teacher-frozen"),
+    "sabotage of own data": (["demo", "--sabotage", "nan-volume", "--data", "."], "leave --data"),
     "max-samples alone": (["demo", "--max-samples", "5"], "give --data FOLDER"),
 }
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octfm.demo import run_demo
+from octfm.demo import SABOTAGE, run_demo, run_sabotage
 from octfm.errors import ConfigError
 
 
@@ -49,3 +49,15 @@ def test_on_the_users_own_scans(finished, tmp_path):
     report = run_demo(tmp_path / "mine", data=out / "clinic" / "retinal_oct", max_samples=24, seed=1, quick=True, echo=said.append)
     assert report.is_file()
     assert any("24 accepted" in line for line in said)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SABOTAGE[1:]]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [SABOTAGE[0], *SLOW])
+def test_a_planted_fault_is_named_live(finished, name):
+    said: list[str] = []
+    report = run_sabotage(name, finished[0], echo=said.append)
+    assert report.is_file()
+    assert said[-2].startswith(f"planted {name} at step 40; named at step 4"), said

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octfm.config import load
-from octfm.errors import CheckpointError, ConfigError, TrainingError
+from octfm.errors import CheckpointError, ConfigError
 from octfm.training import checkpoint
 from octfm.training import step as forward
 from octfm.training.pretrain import pretrain
@@ -70,6 +70,7 @@ def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, ob
     assert curve[-1] < 0.9 * curve[0]
     held_out = [row["masked_over_baseline"] for row in rows(run, "validation")]
     assert held_out[-1] < held_out[0]
+    assert rows(run, "incident") == [], "no false alarm"
 
 
 class Killed(BaseException):
@@ -228,22 +229,6 @@ def test_F19_parameter_count_is_stored_with_the_run(store, tmp_path):
     facts = json.loads((run / "run.json").read_text())["parameters"]
     assert facts["total"] == sum(tensor.numel() for tensor in final(run)["model"].values())
     assert facts["total"] == facts["encoder"] + facts["target_encoder"] + facts["predictor"]
-
-
-def test_non_finite_gradient_changes_no_weight_and_names_the_volume(store, tmp_path, monkeypatch):
-    make_inputs = forward.make_inputs
-
-    def poisoned(settings, preprocessing, runtime, batch, **kwargs):
-        inputs = make_inputs(settings, preprocessing, runtime, batch, **kwargs)
-        if 5 in batch.index:
-            inputs.patches[list(batch.index).index(5)] = float("nan")
-        return inputs
-
-    monkeypatch.setattr(forward, "make_inputs", poisoned)
-    with pytest.raises(TrainingError, match=r"gradient norm is nan; no weight was changed\. Volumes with a non-finite loss: 5\.dcm\."):
-        pretrain(config(steps=50), store, tmp_path / "run", echo=quiet)
-    last = checkpoint.steps(tmp_path / "run" / "checkpoints")
-    assert all(bool(t.isfinite().all()) for path in last for t in checkpoint.load(path)["model"].values())
 
 
 def test_metrics_tell_losses_apart_per_scanner(store, tmp_path):

@@ -28,10 +28,19 @@ def demo(
     max_samples: Annotated[int | None, typer.Option(help="Use at most so many acquisitions of --data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the phantom cohort and of training; reported results use 100 and above.")] = 100,
     quick: Annotated[bool, typer.Option(help="A few participants and steps: shows the path in a minute, proves nothing.")] = False,
+    sabotage: Annotated[
+        str | None, typer.Option(help="Plant a fault and watch it being named: teacher-frozen, context-unmasked, lr-restart or nan-volume.")
+    ] = None,
 ) -> None:
     """The whole path in ten minutes: cohort, catalog, store, pretraining, probe, report."""
-    from octfm.demo import run_demo
+    from octfm.demo import run_demo, run_sabotage
+    from octfm.errors import ConfigError
 
+    if sabotage is not None:
+        if data is not None or max_samples is not None:
+            raise ConfigError("--sabotage trains on the quick phantom cohort; leave --data and --max-samples out")
+        run_sabotage(sabotage, out, echo=typer.echo)
+        return
     run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick)
 
 

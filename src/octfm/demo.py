@@ -91,6 +91,52 @@ def run_demo(
     return report
 
 
+SABOTAGE = ("teacher-frozen", "context-unmasked", "lr-restart", "nan-volume")
+"""What `octfm demo --sabotage` can plant."""
+
+
+def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = print) -> Path:
+    """Train the quick demonstration with a fault planted halfway, and return the path of its report.
+
+    The monitors have to name the fault while the run trains. EvaluationError if they call it anything else, or nothing.
+    """
+    from octfm.data.catalog import scan
+    from octfm.data.prepare import prepare
+    from octfm.data.preprocessing import Preprocessing
+    from octfm.errors import TrainingError
+    from octfm.report.html import write_report
+    from octfm.training.pretrain import pretrain
+    from octfm.training.sabotage import NAMES, sabotage
+    from octfm.training.settings import load_config
+    from octfm.training.tracking import read_metrics
+
+    if name not in SABOTAGE:
+        raise ConfigError(f"--sabotage: expected one of {', '.join(SABOTAGE)}; got {name!r}")
+    out, clock, steps, at = Path(out), _Clock(echo), 60, 40
+    root = _cohort(out / "clinic", QUICK, seed, clock)
+    clock.start(f"catalog and store of {root}")
+    catalog = scan(str(root))
+    catalog.save(out / "catalog")
+    store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
+    clock.start(f"pretraining: {steps} steps, {name} from step {at} on; what the monitors say:")
+    config = load_config("demo", (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"))
+    run = out / f"run-{name}"
+    try:
+        with sabotage(name, at):
+            pretrain(config, store, run, echo=lambda line: echo(f"   {line}"))
+    except TrainingError as error:
+        echo(f"   the run stopped: {error}")
+    clock.stop()
+    found = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "incident"]
+    report = write_report(run, out / f"report-{name}.html", catalog=out / "catalog", store_path=store.path)
+    named = next((row for row in found if row["what"] == NAMES[name]), None)
+    if named is None:
+        raise EvaluationError(f"{run}: {name} was planted at step {at} and not named; the monitors said {[row['what'] for row in found]}")
+    echo(f"planted {name} at step {at}; named at step {named['step']}: {named['what']}: {named['sentence']}")
+    echo(f"report: {report.resolve()}")
+    return report
+
+
 def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
     """The phantom cohort of this size and seed: made, or found again."""
     from octfm.data.phantom import write_phantom

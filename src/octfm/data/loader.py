@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Self
@@ -84,6 +84,7 @@ class Loader:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed = False
+        self._excluded: frozenset[int] = frozenset()
         self._permutation = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def __enter__(self) -> Self:
@@ -96,6 +97,15 @@ class Loader:
     def steps_per_epoch(self) -> float:
         return len(self.rows) / self.global_batch_size
 
+    def exclude(self, rows: Iterable[int]) -> None:
+        """From the next `batches` on, each of these rows is replaced by the one after it in its epoch's order; all else stays."""
+        self._excluded = frozenset(int(row) for row in rows)
+        if self._excluded.issuperset(self.rows.tolist()):
+            raise ConfigError(f"{self.store.path}: every volume is excluded, none is left to train on")
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+
     def positions(self, step: int) -> np.ndarray:
         """int64 [global_batch_size / world]: this rank's positions of the run's sequence of volumes."""
         share = self.global_batch_size // self.world
@@ -107,7 +117,13 @@ class Loader:
         index = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            index[here] = self.rows[self._permutation(int(epoch))[places[here]]]
+            order = self.rows[self._permutation(int(epoch))]
+            index[here] = order[places[here]]
+            for p in np.flatnonzero(here) if self._excluded else ():
+                place = places[p]
+                while int(index[p]) in self._excluded:
+                    place = (place + 1) % len(order)
+                    index[p] = order[place]
         return index
 
     def batches(self, step: int) -> Batch:

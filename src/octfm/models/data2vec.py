@@ -39,3 +39,6 @@ class Data2Vec(nn.Module):
 
     def update_target(self, momentum: float) -> None:
         move_average(self.target_encoder, self.encoder, momentum)
+
+    def discard_step(self) -> None:
+        """Nothing is gathered outside the weights."""

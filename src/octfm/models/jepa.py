@@ -63,3 +63,8 @@ class JEPA(nn.Module):
         move_average(self.target_encoder, self.encoder, momentum)
         if self.whitening is not None:
             self.whitening.update()
+
+    def discard_step(self) -> None:
+        """Forget what this step gathered: its update will not be made."""
+        if self.whitening is not None:
+            self.whitening.discard()

@@ -35,6 +35,10 @@ class Whitening(nn.Module):
             goals_LND = (rows_LND - self.mean_LD.unsqueeze(1)) @ self.matrix_LDD
         return goals_LND.transpose(0, 1).flatten(1).unflatten(0, features[0].shape[:2])
 
+    def discard(self) -> None:
+        """Forget what was gathered since the last update."""
+        self._gathered.clear()
+
     @torch.no_grad()
     def update(self) -> None:
         """Take in what was gathered since the last update."""

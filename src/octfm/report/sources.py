@@ -44,7 +44,7 @@ def gather(run: Path, catalog: Path | None, store: Path | None) -> Sources:
         config=config.read_text() if config.is_file() else None,
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
-        health=[row for row in rows if row.get("kind") == "health"],
+        health=[row for row in rows if row.get("kind") in ("health", "incident")],
         probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
         catalog=Catalog.load(catalog) if catalog is not None else None,
         store=Store.open(store) if store is not None else None,

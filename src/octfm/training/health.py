@@ -4,7 +4,44 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
+
+from octfm.config import Config
+
+
+class HealthConfig(Config):
+    """When a step is not believed, and what is done then."""
+
+    check_every_steps: int = Field(default=10, ge=1)
+    """How often features, teacher and objective are looked at; steps that are logged are looked at, too."""
+    window: int = Field(default=64, ge=32)
+    """Accepted steps that a loss and a gradient norm are measured against."""
+    deviations: float = Field(default=8.0, gt=0)
+    """A spike is so many robust standard deviations above the steps before it, and at least by the factors below."""
+    loss_factor: float = Field(default=3.0, gt=1)
+    gradient_factor: float = Field(default=20.0, gt=1)
+    lasting_factor: float = Field(default=1.3, gt=1)
+    """For the loss, when it lasts for three steps."""
+    drop: float = Field(default=0.5, gt=0, lt=1)
+    """Share of their former medians that loss and effective rank must not fall below together within the window."""
+    rank_share: float = Field(default=0.01, ge=0, lt=1)
+    """Collapse: effective rank of tissue tokens below this share of the width, plus 1."""
+    least_std: float = Field(default=0.01, ge=0)
+    """Collapse: standard deviation over tissue tokens below this."""
+    max_skips: int = Field(default=4, ge=1)
+    """So many updates in doubt within `skip_window` steps roll the run back."""
+    skip_window: int = Field(default=50, ge=1)
+    margin: int = Field(default=20, ge=0)
+    """A checkpoint this many steps before the first sign of trouble is preferred to a later one."""
+    max_rollbacks: int = Field(default=2, ge=0)
+    """So many times training goes on from the same checkpoint before the run stops."""
+    lr_factor: float = Field(default=1.0, gt=0, le=1)
+    """Learning rate after a rollback over before; 1 leaves it."""
+    max_excluded: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the volumes that may be excluded before the run stops."""
+    on_fault: Literal["stop", "warn"] = "stop"
+    """When something is not computed as it should be (teacher frozen, context unmasked, learning rate restarted …)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +88,7 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
     found = [
         _masked(row["masked_over_baseline"], row["step"], row["warmup_steps"]),
         _rank(row["effective_rank"], width),
-        _teacher(row["teacher_step"], row["ema"]),
+        _teacher(row["teacher_step"], row["teacher_asked"]),
         _gradient(row["grad_norm"]),
     ]
     if row["dead_targets"] > 0.3:
@@ -95,10 +132,10 @@ def _rank(rank: float, width: int) -> Verdict:
     return Verdict("effective rank", "ok", f"{rank:.1f} of {width} directions in use on tissue tokens")
 
 
-def _teacher(teacher_step: float, ema: float) -> Verdict:
-    if teacher_step == 0 and ema < 1:
-        return Verdict("teacher", "bad", "the target encoder did not move in the last update: its average is not being taken (F11)")
-    return Verdict("teacher", "ok", f"moved by {teacher_step:.1e} of its norm in the last update")
+def _teacher(moved: float, asked: float) -> Verdict:
+    if moved < 0.5 * asked and asked > 1e-6:
+        return Verdict("teacher", "bad", f"moved by {moved:.1e} of its norm where its average asks for {asked:.1e} (F11)")
+    return Verdict("teacher", "ok", f"moved by {moved:.1e} of its norm in the last update")
 
 
 def _gradient(norm: float) -> Verdict:

@@ -1,28 +1,28 @@
 """What a step and the held-out participants are measured by: losses over their content-free baselines, health of features, speed."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from octfm.data.loader import Batch
 from octfm.data.store import Store
-from octfm.models.data2vec import Data2Vec
-from octfm.models.jepa import JEPA
 from octfm.models.objective import ObjectiveOutput, content_free_baseline
 from octfm.training import health
 from octfm.training.inputs import make_inputs
+from octfm.training.learner import Learner
 from octfm.training.runtime import Runtime
-from octfm.training.settings import PretrainConfig
 from octfm.training.step import MicroStep
 
 
 @torch.no_grad()
-def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runtime: Runtime, rows: np.ndarray) -> dict[str, float]:
+def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float]:
     """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass (F12)."""
+    config, model, runtime = learner.config, learner.model, learner.runtime
     outputs: list[ObjectiveOutput] = []
-    for first in range(0, len(rows), config.data.per_device_batch_size):
-        chosen = rows[first : first + config.data.per_device_batch_size]
+    for first in range(0, len(rows), learner.micro_batch):
+        chosen = rows[first : first + learner.micro_batch]
         arrays = store.read(chosen)
         scanner = tuple(store.rows[row].scanner for row in chosen)
         batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0)
@@ -43,8 +43,28 @@ def validate(config: PretrainConfig, model: JEPA | Data2Vec, store: Store, runti
     }
 
 
-def train_row(model: JEPA | Data2Vec, done: list[MicroStep], before: list[torch.Tensor]) -> dict:
+@dataclass(frozen=True, eq=False)
+class Before:
+    """Copies from before an update, to measure what it moved."""
+
+    teacher: list[torch.Tensor]
+    sample: list[torch.Tensor]
+    """A few of the trained matrices."""
+
+    @classmethod
+    def update(cls, learner: Learner) -> "Before":
+        teacher = [p.clone() for p in health.parameters_of(learner.model.target_encoder)]
+        return cls(teacher, [p.detach().clone() for p in _sample(learner)])
+
+
+def _sample(learner: Learner) -> list[torch.Tensor]:
+    return learner.decayed[1 :: max(1, len(learner.decayed) // 4)]
+
+
+@torch.no_grad()
+def train_row(learner: Learner, done: list[MicroStep], before: Before, ema: float) -> dict:
     """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens."""
+    model = learner.model
     masked = torch.cat([d.masked_loss_B for d in done])
     context = torch.cat([d.context_loss_B for d in done])
     goal = torch.cat([d.masked_goal_BTD for d in done if d.masked_goal_BTD is not None])
@@ -54,23 +74,26 @@ def train_row(model: JEPA | Data2Vec, done: list[MicroStep], before: list[torch.
     tissue = torch.cat([d.tissue_features_MD for d in done if d.tissue_features_MD is not None])
     scanner = np.array([name for d in done for name in d.scanner])
     masks = [d.masks for d in done]
-    after = health.parameters_of(model.target_encoder)
+    after, student = health.parameters_of(model.target_encoder), health.parameters_of(model.encoder)
+    stuck = torch.cat([(a == b).flatten() for a, b in zip(before.sample, _sample(learner), strict=True)])
     by_scanner = {}
     for name in sorted(set(scanner)):
         own = torch.from_numpy(scanner == name).to(masked.device)
         # Its own median: a scanner is not easier to predict because another one looks different.
-        by_scanner[name] = float(masked[own].mean() / content_free_baseline(model.name, goal[own]).mean())
+        by_scanner[name] = float(masked[own].mean() / content_free_baseline(model.name, goal[own]).mean().clamp_min(1e-9))
     return {
         "loss": float(torch.stack([d.loss for d in done]).mean()),
         "masked_loss": float(masked.mean()),
-        "masked_over_baseline": float(masked.mean() / baseline.mean()),
+        "masked_over_baseline": float(masked.mean() / baseline.mean().clamp_min(1e-9)),
         "context_loss": float(context.mean()),
-        "context_over_baseline": float(context.mean() / context_baseline.mean()),
+        "context_over_baseline": float(context.mean() / context_baseline.mean().clamp_min(1e-9)),
         "by_scanner": by_scanner,
         "effective_rank": health.effective_rank(tissue),
         "feature_std": health.feature_std(tissue),
-        "teacher_step": health.relative_distance(after, before),
-        "teacher_distance": health.relative_distance(after, health.parameters_of(model.encoder)),
+        "teacher_step": health.relative_distance(after, before.teacher),
+        "teacher_asked": (1 - ema) * health.relative_distance(student, before.teacher),
+        "teacher_distance": health.relative_distance(after, student),
+        "weights_stuck": float(stuck.float().mean()),
         "dead_targets": float(np.concatenate([m.dead for m in masks]).mean()),
         "tissue_dropped": float(np.concatenate([m.tissue_dropped for m in masks]).mean()),
         "tokens_repeated": float(np.concatenate([m.repeated for m in masks]).mean()),

@@ -8,23 +8,24 @@ import numpy as np
 import torch
 
 from octfm import __version__
-from octfm.data.loader import Batch, Loader
+from octfm.data.loader import Loader
 from octfm.data.store import Store
-from octfm.errors import CheckpointError, ConfigError, Preempted, TrainingError
+from octfm.errors import ConfigError, Preempted
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
-from octfm.training import checkpoint, health, preflight
-from octfm.training.checkpoint_writer import CheckpointWriter, Retention
+from octfm.training import checkpoint, health, monitors, preflight
+from octfm.training.checkpoint_writer import CheckpointWriter
 from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
-from octfm.training.measure import Window, train_row, validate
+from octfm.training.measure import Before, Window, train_row, validate
 from octfm.training.resume import resume
 from octfm.training.run_folder import RunFolder, claim
 from octfm.training.runtime import Runtime, environment, start
 from octfm.training.schedule import Schedule, ramp
+from octfm.training.session import Session, retention, second_destination
 from octfm.training.settings import PretrainConfig
-from octfm.training.step import MicroStep, accumulate
+from octfm.training.step import accumulate
 from octfm.training.tracking import Metrics
 
 Echo = Callable[[str], None]
@@ -70,95 +71,73 @@ def _train(
     learner = Learner(config, store.preprocessing, runtime)
     resume(run, learner, echo)
     names = sorted({store.rows[row].participant for row in train_rows})
-    run.write_record(**_facts(learner.model, runtime, store, names), precision=config.precision, **_second_destination(config, run))
+    run.write_record(**_facts(learner.model, runtime, store, names), precision=config.precision, **second_destination(config, run))
     participants = {"key": run.key, "hashes": checkpoint.participant_hashes(names, run.key)}
 
     size = config.data.global_batch_size
     loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
-    metrics = Metrics(run.metrics, learner.step)
-    writer = CheckpointWriter(run.destinations, _retention(config, loader.steps_per_epoch))
-    saved = learner.step
-
-    def save() -> None:
-        nonlocal saved
-        writer.save(learner.step, learner.content(run.record, store.fingerprint, participants))
-        saved = learner.step
-
-    window = Window()
+    metrics = Metrics(run.metrics, learner.step, len(learner.state.rollbacks))
+    writer = CheckpointWriter(run.destinations, retention(config, loader.steps_per_epoch))
+    session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, saved=learner.step)
+    session.exclude()
+    check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
     try:
         while learner.step < config.steps:
             step, model = learner.step, learner.model
-            batch = loader.batches(step)
-            lr, weight_decay, ema = schedule.lr(step), schedule.weight_decay(step), schedule.ema(step)
+            batch = loader.batches(step + learner.state.offset)
+            lr, weight_decay, ema = schedule.lr(step) * learner.state.lr_scale, schedule.weight_decay(step), schedule.ema(step)
             context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
             logged = step % config.log_every_steps == 0 or step + 1 == config.steps
+            looked = logged or step % config.health.check_every_steps == 0
 
             learner.set_rates(lr, weight_decay)
-            learner.optimizer.zero_grad(set_to_none=True)
-            done = accumulate(learner, batch, context_weight, everything=logged)
+            micro_batch = learner.micro_batch
+            done = accumulate(learner, batch, context_weight, everything=looked)
+            if learner.micro_batch != micro_batch:
+                session.tell_memory(step, micro_batch)
             grad_norm = torch.nn.utils.clip_grad_norm_(learner.decayed + learner.free, config.clip_grad_norm)
-            _require_finite(step, grad_norm, done, batch, store, run)
-            learner.optimizer.step()
-            before = [p.clone() for p in health.parameters_of(model.target_encoder)] if logged else []
-            model.update_target(ema)
-            learner.step += 1
+            loss = float(torch.cat([d.masked_loss_B for d in done]).mean())
 
+            finding = check_rate(step, learner.optimizer.param_groups[0]["lr"]) or monitors.step_findings(
+                config, learner.state, done, batch.index, loss, float(grad_norm)
+            )
+            if finding is not None and finding.kind == "step":
+                model.discard_step()
+            else:
+                before = Before.update(learner) if looked else None
+                learner.optimizer.step()
+                model.update_target(ema)
+                learner.state = learner.state.accept(loss, float(grad_norm), config.health.window)
+                if before is not None:
+                    row = train_row(learner, done, before, ema)
+                    row |= {"lr": lr, "weight_decay": weight_decay, "ema": ema, "grad_norm": float(grad_norm)}
+                    row |= {"context_weight": context_weight, "epoch": float(batch.position[0]) / len(train_rows)}
+                    finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
+                    learner.state = learner.state.look(row["effective_rank"])
             window.add(batch)
-            if logged:
-                row = train_row(model, done, before) | window.close(runtime)
-                row |= {"lr": lr, "weight_decay": weight_decay, "ema": ema, "grad_norm": float(grad_norm), "context_weight": context_weight}
+            if logged and before is not None:
+                row |= window.close(runtime)
                 metrics.write("train", step, **row)
                 _say(metrics, step, config, row | {"step": step, "warmup_steps": schedule.warmup_steps}, echo)
+            learner.step += 1
+            if finding is not None and session.act(step, finding):
+                check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
+                continue
             if _due(step, config.validate_every_steps, config.steps) and len(validation_rows):
-                metrics.write("validation", step, **validate(config, model, store, runtime, validation_rows))
+                metrics.write("validation", step, **validate(learner, store, validation_rows))
                 window.restart()
             if _due(step, config.ckpt_every_steps, config.steps):
-                save()
-            _tell_failures(writer, metrics, step, echo)
+                session.save()
+            session.tell_failures(step)
             if interruption.asked and learner.step < config.steps:
-                if saved != learner.step:
-                    save()
-                writer.wait()
-                _require_saved(writer, metrics, learner.step, run, echo)
+                session.finish()
                 raise Preempted(f"{interruption.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
-        writer.wait()
-        _require_saved(writer, metrics, learner.step, run, echo)
+        session.finish()
     finally:
         loader.close()
         writer.close()
         metrics.close()
     echo(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
-
-
-def _tell_failures(writer: CheckpointWriter, metrics: Metrics, step: int, echo: Echo) -> bool:
-    """Say which checkpoints were not written where they should be; True if one was not written at all."""
-    failures = writer.failures()
-    for failure in failures:
-        metrics.write("checkpoint", step, verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
-        echo(f"step {step}: {failure.sentence}")
-    return any(failure.lost for failure in failures)
-
-
-def _require_saved(writer: CheckpointWriter, metrics: Metrics, step: int, run: RunFolder, echo: Echo) -> None:
-    """The last checkpoint of a process must be on disk: what was trained since the one before would be lost without a word."""
-    if _tell_failures(writer, metrics, step - 1, echo):
-        last = run.last_checkpoint()
-        raise CheckpointError(
-            f"{run.path}: the checkpoint after step {step} could not be written; free some space or set ckpt_second_dir, and run again: "
-            + (f"it continues from {last}" if last else "it starts from the beginning")
-        )
-
-
-def _second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
-    """A folder of this run's own on the other disk."""
-    if config.ckpt_second_dir is None:
-        return {}
-    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}")}
-
-
-def _retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
-    intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
-    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval))
 
 
 def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: Echo) -> None:
@@ -171,25 +150,6 @@ def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: E
         f"masked {row['masked_over_baseline']:.3f} and context {row['context_over_baseline']:.3f} of baseline  "
         f"rank {row['effective_rank']:5.1f}  lr {row['lr']:.1e}  grad {row['grad_norm']:.2f}  {row['volumes_per_s']:.1f} volumes/s  "
         f"waiting for data {row['data_wait_share']:.0%}"
-    )
-
-
-def _require_finite(step: int, grad_norm: torch.Tensor, done: list[MicroStep], batch: Batch, store: Store, run: RunFolder) -> None:
-    """Stop before a non-finite gradient touches the weights, and name the volumes whose loss is not finite."""
-    if torch.isfinite(grad_norm):
-        return
-    losses = torch.cat([d.masked_loss_B + d.context_loss_B for d in done]).cpu()
-    culprits = [store.rows[row].uri for row, loss in zip(batch.index, losses, strict=True) if not torch.isfinite(loss)]
-    last = run.last_checkpoint()
-    raise TrainingError(
-        f"step {step}: gradient norm is {float(grad_norm)}; no weight was changed. "
-        + (
-            f"Volumes with a non-finite loss: {', '.join(culprits)}. "
-            if culprits
-            else "Every loss was finite: the backward pass overflowed. "
-        )
-        + (f"The last good state is {last}" if last else "No checkpoint was written yet")
-        + "; lower schedule.base_lr, or exclude the volumes and prepare again"
     )
 
 

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from octfm.training.health import HealthConfig
+
 
 @dataclass(frozen=True)
 class Rollback:
@@ -31,24 +33,41 @@ class RunState:
     """Volumes per forward pass after memory ran out; None is the config's."""
     skips: tuple[int, ...] = ()
     """Recent steps whose update was not made because the weights were in doubt."""
+    doubts: tuple[int, ...] = ()
+    """Recent steps whose features were found to be collapsing."""
+    faults: tuple[int, ...] = ()
+    """Recent steps at which something was found not to be computed as it should be."""
     rollbacks: tuple[Rollback, ...] = ()
     losses: tuple[float, ...] = ()
     """Masked loss of the last accepted steps, which the next ones are measured against."""
     grad_norms: tuple[float, ...] = ()
     """Gradient norm before clipping of the last accepted steps."""
 
+    ranks: tuple[float, ...] = ()
+    """Effective rank of tissue tokens at the last looks."""
+
     @property
     def healthy(self) -> bool:
         """Whether a checkpoint of this moment is one to return to."""
-        return not self.skips
+        return not (self.skips or self.doubts or self.faults)
 
     def accept(self, loss: float, grad_norm: float, window: int) -> "RunState":
         """After an update that was made."""
         return replace(self, losses=(*self.losses, loss)[-window:], grad_norms=(*self.grad_norms, grad_norm)[-window:])
 
-    def forget_skips(self, before: int) -> "RunState":
-        """Skipped steps older than `before` no longer count."""
-        return replace(self, skips=kept) if len(kept := tuple(s for s in self.skips if s >= before)) != len(self.skips) else self
+    def look(self, rank: float) -> "RunState":
+        """After the features were looked at."""
+        return replace(self, ranks=(*self.ranks, rank)[-8:])
+
+    def forget_before(self, step: int, config: HealthConfig) -> "RunState":
+        """What happened too long before `step` does not count any more."""
+        looks = 2 * config.check_every_steps
+        recent = {
+            "skips": tuple(s for s in self.skips if s > step - config.skip_window),
+            "doubts": tuple(s for s in self.doubts if s >= step - looks),
+            "faults": tuple(s for s in self.faults if s >= step - looks),
+        }
+        return self if all(getattr(self, name) == kept for name, kept in recent.items()) else replace(self, **recent)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"rollbacks": [asdict(r) for r in self.rollbacks]}

@@ -40,6 +40,11 @@ class Runtime:
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
+    def release(self) -> None:
+        """Give cached device memory back, after an allocation failed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def free_memory_gb(self) -> float:
         """What could still be allocated, in GB (1e9 bytes)."""
         if self.device.type == "cuda":
@@ -57,6 +62,15 @@ def _host_bytes_available() -> int:
         group = Path("/sys/fs/cgroup")
         bounds.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(bounds))
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether this error says that memory could not be had: on CUDA by its type, on CPU by the allocator's words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc")
+    )
 
 
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:

@@ -13,6 +13,7 @@ from octfm.models.objective import ObjectiveConfig
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig
 from octfm.training.augment import AugmentConfig
+from octfm.training.health import HealthConfig
 from octfm.training.runtime import Precision
 from octfm.training.schedule import ScheduleConfig
 
@@ -33,6 +34,7 @@ class PretrainConfig(Config):
     masks: MaskConfig = MaskConfig()
     augment: AugmentConfig = AugmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    health: HealthConfig = HealthConfig()
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates."""
     clip_grad_norm: float = Field(default=3.0, gt=0)

@@ -1,14 +1,17 @@
 """One step's forward and backward passes: the global batch in micro-batches, gradients accumulated, losses kept per volume."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from octfm.data.loader import Batch, microbatches
+from octfm.errors import TrainingError
 from octfm.masks import TokenMasks
-from octfm.models.objective import ObjectiveOutput
+from octfm.models.objective import ObjectiveOutput, TokenIndex
+from octfm.models.vit3d import take_tokens
 from octfm.training.inputs import Inputs, make_inputs
 from octfm.training.learner import Learner
+from octfm.training.runtime import ran_out_of_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,29 +26,86 @@ class MicroStep:
     masked_goal_BTD: torch.Tensor | None
     context_goal_BCD: torch.Tensor | None
     tissue_features_MD: torch.Tensor | None
+    leak: float | None
+    """Gradient of the loss w.r.t. target voxels on the context path; None if it was not looked at."""
+    company: float | None
+    """Relative change of a volume's loss with the others in its micro-batch; None if it was not looked at."""
 
 
-def _keep(inputs: Inputs, output: ObjectiveOutput, scanner: tuple[str, ...], *, everything: bool) -> MicroStep:
+def _keep(
+    inputs: Inputs, output: ObjectiveOutput, part: Batch, *, everything: bool, leak: float | None, company: float | None
+) -> MicroStep:
     return MicroStep(
         output.loss.detach(),
         output.masked_loss_B.detach(),
         output.context_loss_B.detach(),
         inputs.masks,
-        scanner,
+        part.scanner,
         output.masked_goal_BTD if everything else None,
         output.context_goal_BCD if everything else None,
         output.features_BKD[inputs.tissue] if everything else None,
+        leak,
+        company,
     )
 
 
 def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everything: bool) -> list[MicroStep]:
-    """Gradients of the mean loss of the whole batch, computed in micro-batches."""
+    """Gradients of the mean loss of the whole batch, computed in micro-batches.
+
+    When memory runs out the step begins again with micro-batches of half the size, so more of them: the same global batch, images
+    and maths (F7). The learner's state keeps the size. With `everything`, the first micro-batch is examined for leaks.
+    """
+    while True:
+        learner.optimizer.zero_grad(set_to_none=True)
+        learner.model.discard_step()
+        try:
+            return _passes(learner, batch, context_weight, everything)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0][:200]
+        # Outside the handler, where the failed pass's tensors are not held any more.
+        learner.optimizer.zero_grad(set_to_none=True)
+        learner.runtime.release()
+        size = learner.micro_batch
+        smaller = max((n for n in range(1, size // 2 + 1) if len(batch) % n == 0), default=0)
+        if not smaller:
+            raise TrainingError(
+                f"step {learner.step}: memory ran out with one volume at a time ({reason}); lower masks.budget or model.width, or use a "
+                "device with more memory"
+            )
+        learner.state = replace(learner.state, micro_batch=smaller)
+
+
+def _passes(learner: Learner, batch: Batch, context_weight: float, everything: bool) -> list[MicroStep]:
     micro_steps = len(batch) // learner.micro_batch
     done = []
     for part in microbatches(batch, learner.micro_batch):
         inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
+        examined = everything and not done
+        inputs.patches.requires_grad_(examined)
         with learner.runtime.autocast():
             output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
         (output.loss / micro_steps).backward()
-        done.append(_keep(inputs, output, part.scanner, everything=everything))
+        company = _company(learner, inputs, output, context_weight) if examined else None
+        done.append(_keep(inputs, output, part, everything=everything, leak=_leak(inputs) if examined else None, company=company))
     return done
+
+
+def _leak(inputs: Inputs) -> float:
+    """Largest gradient of the loss w.r.t. a voxel that is a target."""
+    gradient = inputs.patches.grad
+    if gradient is None:
+        return 0.0
+    return float(take_tokens(gradient, inputs.index.target).abs().max())
+
+
+@torch.no_grad()
+def _company(learner: Learner, inputs: Inputs, output: ObjectiveOutput, context_weight: float) -> float | None:
+    """By what share the loss of a volume changes when it is alone; None if it is."""
+    if len(inputs.patches) == 1:
+        return None
+    index = TokenIndex(inputs.index.kept[:1], inputs.index.context[:1], inputs.index.target[:1])
+    with learner.runtime.autocast():
+        alone = learner.model(inputs.patches[:1], inputs.target_patches[:1], index, context_weight)
+    return float(abs(alone.masked_loss_B[0] - output.masked_loss_B[0]) / output.masked_loss_B[0].abs().clamp_min(1e-12))

@@ -1,0 +1,164 @@
+"""What tells, while a run trains, that a step or the run cannot be believed: findings with a name, a sentence and, where known, volumes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from octfm.training.health import HealthConfig
+from octfm.training.run_state import RunState
+from octfm.training.settings import PretrainConfig
+from octfm.training.step import MicroStep
+
+FEWEST = 24
+"""Accepted steps before one can stand out from them."""
+NEAR = 8
+"""Steps whose median a step is compared with."""
+LASTING = 3
+"""Steps for which a smaller rise must last."""
+RANKS = 4
+"""Looks at the features before a drop of their rank is believed."""
+ROUNDING = 1e-6
+"""A teacher that should move by less than this share of its norm cannot be told from one that stands still in float32."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    what: str
+    sentence: str
+    kind: Literal["step", "features", "code"]
+    """`step`: this update is in doubt. `features`: what was learned is being lost. `code`: something is not computed as it should be."""
+    volumes: tuple[int, ...] = ()
+    """Rows of the store that it comes from, where they are known."""
+    damaging: bool = True
+    """False when the weights cannot have suffered: the update was not made, and its volumes are to blame."""
+
+
+def step_findings(
+    config: PretrainConfig, state: RunState, done: Sequence[MicroStep], index: np.ndarray, loss: float, grad_norm: float
+) -> Finding | None:
+    """What is known before the update: the most telling finding of a step, or none. `index` are the rows of its volumes."""
+    losses_B = torch.cat([d.masked_loss_B + d.context_loss_B for d in done])
+    return (
+        non_finite(losses_B, grad_norm, index)
+        or context(done)
+        or batch_statistics(done, config.precision)
+        or spike(config.health, state, loss, grad_norm)
+    )
+
+
+def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> Finding | None:
+    """A loss or a gradient that is no number."""
+    bad = (~torch.isfinite(losses_B)).cpu().numpy()
+    if bad.any():
+        rows = tuple(int(row) for row in index[bad])
+        told = f"the loss of {bad.sum()} of {len(bad)} volumes is not finite"
+        # All of them at once is not the fault of volumes.
+        return Finding("non-finite loss", told, "step", rows if not bad.all() else (), damaging=bool(bad.all()))
+    if not isfinite(grad_norm):
+        return Finding("non-finite gradient", f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed", "step")
+    return None
+
+
+def spike(config: HealthConfig, state: RunState, loss: float, grad_norm: float) -> Finding | None:
+    """A loss or gradient norm that stands out from those of the last steps.
+
+    Each is compared with the median of the `NEAR` steps before it, in the logarithm, so that a loss that falls as it should hides
+    nothing; how much it may differ is told by the median absolute deviation of the same differences over the window.
+    """
+    for name, history, value, factor, lasting in (
+        ("loss", state.losses, loss, config.loss_factor, config.lasting_factor),
+        ("gradient", state.grad_norms, grad_norm, config.gradient_factor, None),
+    ):
+        if len(history) < FEWEST or value <= 0:
+            continue
+        jumps = _jumps((*history, value))
+        middle = np.median(jumps[:-1])
+        spread = 1.4826 * np.median(np.abs(jumps[:-1] - middle))  # the standard deviation of a normal distribution
+        if jumps[-1] - middle > max(config.deviations * spread, np.log(factor)):
+            told = f"{name} is {value:.3g}, {np.exp(jumps[-1]):.1f} times the median of the {NEAR} steps before"
+            return Finding(f"{name} spike", told, "step")
+        if lasting is None:
+            continue
+        # One batch of hard volumes is no spike; several in a row are.
+        last = np.log((*history[1 - LASTING :], value))
+        rise = min(np.median(last), last[-1]) - np.median(np.log(history[1 - LASTING - NEAR : 1 - LASTING]))
+        if rise - middle > max(config.deviations * spread, np.log(lasting)):
+            told = f"{name} has been {np.exp(rise):.1f} times the median of the {NEAR} steps before for {LASTING} steps"
+            return Finding(f"{name} spike", told, "step")
+    return None
+
+
+def _jumps(values: Sequence[float]) -> np.ndarray:
+    """Logarithm of each value over the median of the `NEAR` before it."""
+    logs = np.log(np.maximum(values, 1e-30))
+    return logs[NEAR:] - np.median(np.lib.stride_tricks.sliding_window_view(logs[:-1], NEAR), axis=1)
+
+
+def sudden_drop(config: HealthConfig, state: RunState, rank: float) -> Finding | None:
+    """A loss that falls steeply while the features lose rank has found constant features (FACTS section 3); learning keeps them."""
+    if len(state.losses) < config.window or len(state.ranks) < RANKS:
+        return None
+    now, before = np.median(state.losses[-NEAR:]), np.median(state.losses[: config.window // 2])
+    usual = float(np.median(state.ranks))
+    if now < config.drop * before and rank < config.drop * usual:
+        told = f"in {config.window} steps masked loss fell from {before:.3g} to {now:.3g} and effective rank from {usual:.1f} to {rank:.1f}"
+        return Finding("sudden drop", told, "features")
+    return None
+
+
+class LearningRate:
+    """After the warm-up the rate that is applied never rises and is never 0 (F1, F2), whatever the schedule's code says."""
+
+    def __init__(self, warmup_steps: int):
+        self.warmup_steps, self.lowest = warmup_steps, float("inf")
+
+    def __call__(self, step: int, lr: float) -> Finding | None:
+        if not lr > 0:
+            return Finding("learning rate", f"{lr}: this update trains nothing (F2)", "code")
+        if step < self.warmup_steps:
+            return None
+        lowest, self.lowest = self.lowest, min(self.lowest, lr)
+        if lr > 1.001 * lowest:
+            return Finding("learning rate", f"{lr:.2e}, {lr / lowest:.1f} times what it had come down to: it was restarted (F1)", "code")
+        return None
+
+
+def context(done: Sequence[MicroStep]) -> Finding | None:
+    """The context path must get exactly no gradient from the voxels of targets (F11)."""
+    leak = max((d.leak for d in done if d.leak is not None), default=0.0)
+    if leak > 0:
+        return Finding("context unmasked", f"gradient w.r.t. target voxels is {leak:.1e}: the encoder sees the answers (F11)", "code")
+    return None
+
+
+def batch_statistics(done: Sequence[MicroStep], precision: str) -> Finding | None:
+    """The loss of a volume must not depend on which others are in its batch: a norm over the batch leaks between volumes."""
+    change = max((d.company for d in done if d.company is not None), default=0.0)
+    if change > (2e-2 if precision == "bf16" else 1e-3):
+        told = f"the loss of a volume changes by {change:.1%} with the others in its batch: something is normalised over the batch"
+        return Finding("batch statistics", told, "code")
+    return None
+
+
+def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], width: int) -> Finding | None:
+    """What the measurements after an update say: movement of weights and teacher, collapse, a loss too good to be true."""
+    if row["weights_stuck"] > 0.5:
+        told = f"{row['weights_stuck']:.0%} of the weights did not change in an update: gradients or updates are lost in rounding"
+        return Finding("underflow", told, "code")
+    asked, moved = row["teacher_asked"], row["teacher_step"]
+    if asked > ROUNDING and not 0.5 < moved / asked < 2:
+        what = "teacher frozen" if moved < asked else "teacher"
+        return Finding(what, f"the target encoder moved by {moved:.1e} of its norm, and its average asks for {asked:.1e} (F11)", "code")
+    rank, std = row["effective_rank"], row["feature_std"]
+    if rank < config.rank_share * width + 1 or std < config.least_std:
+        return Finding("collapse", f"tissue tokens are all alike: effective rank {rank:.1f} of {width}, std {std:.2g}", "features")
+    if 0 <= row["masked_over_baseline"] < 0.02:
+        told = f"{row['masked_over_baseline']:.3f} of the content-free baseline is too good to be true: are the answers seen? (F11)"
+        return Finding("masked loss", told, "code")
+    return sudden_drop(config, state, rank)

@@ -1,0 +1,130 @@
+"""One process's hold on a run: what it reads from and writes to, and how it acts on what the monitors find."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from octfm.data.loader import Loader
+from octfm.data.store import Store
+from octfm.errors import CheckpointError, TrainingError
+from octfm.training import checkpoint
+from octfm.training.checkpoint_writer import CheckpointWriter, Retention
+from octfm.training.learner import Learner
+from octfm.training.monitors import Finding
+from octfm.training.recovery import respond, roll_back
+from octfm.training.run_folder import RunFolder
+from octfm.training.settings import PretrainConfig
+from octfm.training.tracking import Metrics
+
+Echo = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Session:
+    """Everything that a rollback touches besides the networks."""
+
+    store: Store
+    train_rows: np.ndarray
+    run: RunFolder
+    learner: Learner
+    loader: Loader
+    metrics: Metrics
+    writer: CheckpointWriter
+    participants: dict
+    echo: Echo
+    saved: int = -1
+    """Updates that the last checkpoint holds."""
+
+    def save(self) -> None:
+        """Write a checkpoint in the background."""
+        learner = self.learner
+        self.writer.save(learner.step, learner.content(self.run.record, self.store.fingerprint, self.participants))
+        self.saved = learner.step
+
+    def finish(self) -> None:
+        """Save what is not saved yet and wait for it: what was trained since the last checkpoint would be lost without a word."""
+        if self.saved != self.learner.step:
+            self.save()
+        self.writer.wait()
+        if self.tell_failures(self.learner.step - 1):
+            last = self.run.last_checkpoint()
+            raise CheckpointError(
+                f"{self.run.path}: the checkpoint after step {self.learner.step} could not be written; free some space or set "
+                "ckpt_second_dir, and run again: " + (f"it continues from {last}" if last else "it starts from the beginning")
+            )
+
+    def tell_failures(self, step: int) -> bool:
+        """Say which checkpoints were not written where they should be; True if one was not written at all."""
+        failures = self.writer.failures()
+        for failure in failures:
+            self.metrics.write("checkpoint", step, verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
+            self.echo(f"step {step}: {failure.sentence}")
+        return any(failure.lost for failure in failures)
+
+    def tell_memory(self, step: int, before: int) -> None:
+        """Memory ran out and the step was computed again in smaller parts."""
+        size = self.learner.micro_batch
+        sentence = (
+            f"memory ran out; the step was computed again with {size} instead of {before} volumes at a time, the same global batch of "
+            f"{self.learner.config.data.global_batch_size} and the same images (F7)"
+        )
+        self.metrics.write("incident", step, what="memory", verdict="watch", action="smaller micro-batch", sentence=sentence, volumes=[])
+        self.echo(f"step {step}: {sentence}")
+
+    def exclude(self) -> None:
+        """Tell the loader which volumes the run's state excludes."""
+        if self.learner.state.excluded:
+            known = set(self.learner.state.excluded)
+            self.loader.exclude(row for row in self.train_rows if self.name(row) in known)
+
+    def name(self, row: int) -> str:
+        """Keyed hash of a volume, as the run's state knows it: a checkpoint must not give acquisitions away."""
+        return checkpoint.keyed_hash(self.store.rows[row].acquisition, self.participants["key"])
+
+    def act(self, step: int, finding: Finding) -> bool:
+        """Do what the policy says; True if the run went back to an earlier step. Raises TrainingError when it must not go on."""
+        learner, config = self.learner, self.learner.config.health
+        names = [self.name(row) for row in finding.volumes]
+        response = respond(config, finding, step, learner.state, names, len(self.train_rows))
+        learner.state = response.state
+        volumes = [self.store.rows[row].uri for row in finding.volumes]
+        told = f"{finding.what}: {finding.sentence}" + (f" ({', '.join(volumes)})" if volumes else "")
+        sentence, extra = response.sentence, {}
+        if response.action == "exclude":
+            self.exclude()
+        if response.action == "roll back":
+            sentence = f"{sentence}; {roll_back(config, learner, self.run, step, finding.what)}"
+            extra = {"rollback": len(learner.state.rollbacks), "to": learner.step}
+            steps = response.state.skips or (step,)
+            positions = np.concatenate([self.loader.positions(s + response.state.offset) for s in steps])
+            volumes = volumes or sorted({self.store.rows[row].uri for row in self.loader.indices(positions)})
+        verdict = "watch" if response.action in ("skip", "exclude", "watch") else "bad"
+        incident = {"what": finding.what, "verdict": verdict, "action": response.action, "sentence": f"{finding.sentence}; {sentence}"}
+        self.metrics.write("incident", step, **incident, volumes=volumes, **extra)
+        self.echo(f"step {step}: {told}; {sentence}")
+        if response.action == "stop":
+            last = self.run.last_checkpoint()
+            kept = f"The last checkpoint is {last}" if last else "No checkpoint was written yet"
+            raise TrainingError(f"step {step}: {told}; {sentence}. {kept}")
+        if response.action != "roll back":
+            return False
+        # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all this.
+        self.writer.forget_after(learner.step)
+        self.metrics.rewind(learner.step, len(learner.state.rollbacks))
+        self.save()
+        return True
+
+
+def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
+    """The config's wishes in steps."""
+    intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
+    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval))
+
+
+def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
+    """A folder of this run's own on the other disk, for run.json."""
+    if config.ckpt_second_dir is None:
+        return {}
+    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}")}

@@ -1,0 +1,313 @@
+"""What goes wrong in a run is named within 20 steps, and the run recovers from it or stops; a sound run is left alone."""
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.data.loader import Loader
+from octfm.errors import ConfigError, TrainingError
+from octfm.training import monitors, recovery
+from octfm.training import pretrain as loop
+from octfm.training.health import HealthConfig
+from octfm.training.monitors import Finding
+from octfm.training.pretrain import pretrain
+from octfm.training.run_state import RunState
+from octfm.training.sabotage import NAMES, sabotage
+from octfm.training.tracking import read_metrics
+from small_store import small_store
+from test_exact_resume import assert_same_run, interrupted_after
+from test_pretrain import config, final, quiet, rows
+
+SMALL = {
+    "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
+    "schedule": {"base_lr": 1e-3, "warmup_ratio": 0.1},
+    "log_every_steps": 10,
+    "validate_every_steps": 1000,
+    "ckpt_every_steps": 10,
+}
+AT = 30
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+def named(said: list[str], after: int) -> list[tuple[int, str]]:
+    """(step, name) of every finding that was told."""
+    found = [re.match(r"step (\d+): ([^:]+): ", line) for line in said]
+    return [(int(match[1]), match[2]) for match in found if match and int(match[1]) >= after]
+
+
+def run_with_fault(store, out, fault, objective, at, steps=None, **changes):
+    said: list[str] = []
+    settings = config(**SMALL | {"steps": steps or at + 21, "objective": {"name": objective}} | changes)
+    error = None
+    with sabotage(fault, at):
+        try:
+            pretrain(settings, store, out, echo=said.append)
+        except TrainingError as stop:
+            error = stop
+    return said, error
+
+
+OTHER = [pytest.param("data2vec", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
+@pytest.mark.parametrize("fault", NAMES)
+def test_every_planted_fault_is_named_within_20_steps(store, tmp_path, fault, objective):
+    base = {"schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1}} if fault == "hidden-lr" else {}
+    said, error = run_with_fault(store, tmp_path / "run", fault, objective, AT, **base)
+    found = named(said, 0)
+    assert found and min(step for step, _ in found) >= AT, "no false alarm before it"
+    first = next((step for step, what in found if what == NAMES[fault]), None)
+    assert first is not None and first < AT + 20, found
+    if fault == "nan-volume":
+        assert error is None, "one volume does not stop a run"
+    elif fault in ("teacher-frozen", "context-unmasked", "lr-restart", "batch-norm", "bf16-underflow"):
+        assert error is not None and NAMES[fault] in str(error) and "the code or its settings are wrong" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
+def test_F1_a_learning_rate_times_100_at_step_300_is_named_at_once(store, tmp_path, objective):
+    said, error = run_with_fault(store, tmp_path / "run", "lr-restart", objective, 300, ckpt_every_steps=100)
+    assert named(said, 0)[0] == (300, "learning rate") and error is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_twenty_clean_runs_of_500_steps_raise_no_alarm(store, tmp_path):
+    for seed in range(20):
+        objective, base_lr = ("vjepa2", "data2vec")[seed % 2], (1e-3, 3e-3)[seed // 2 % 2]
+        changes = {"steps": 500, "seed": seed, "objective": {"name": objective}, "schedule": {"base_lr": base_lr, "warmup_ratio": 0.1}}
+        run = pretrain(config(**SMALL | changes | {"ckpt_every_steps": 100}), store, tmp_path / str(seed), echo=quiet)
+        assert rows(run, "incident") == [], (seed, objective)
+
+
+def test_a_nan_volume_is_skipped_then_excluded_and_named(store, tmp_path, monkeypatch):
+    """No weight is changed by it; after the second time it is never trained on again, and all others are."""
+    seen: list[tuple[int, list[int]]] = []
+    accumulate = loop.accumulate
+
+    def watched(learner, batch, *args, **kwargs):
+        seen.append((learner.step, batch.index.tolist()))
+        return accumulate(learner, batch, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", watched)
+    said, _ = run_with_fault(store, tmp_path / "run", "nan-volume", "vjepa2", 8, steps=40)
+    incidents = rows(tmp_path / "run", "incident")
+    assert [row["action"] for row in incidents] == ["skip", "exclude"]
+    (uri,) = incidents[0]["volumes"]
+    assert incidents[1]["volumes"] == [uri] and any(uri in line and "not finite" in line for line in said)
+    culprit = next(row.index for row in store.rows if row.uri == uri)
+    last = incidents[1]["step"]
+    assert any(culprit in index for step, index in seen if step <= last)
+    assert not any(culprit in index for step, index in seen if step > last)
+    content = final(tmp_path / "run")
+    assert all(bool(tensor.isfinite().all()) for tensor in content["model"].values())
+    assert len(content["state"]["excluded"]) == 1 and uri not in str(content["state"]), "a checkpoint does not give volumes away"
+
+
+def test_a_skipped_update_changes_no_weight(store, tmp_path, monkeypatch):
+    weights = []
+    accumulate = loop.accumulate
+
+    def watched(learner, *args, **kwargs):
+        state = {"model": learner.model.state_dict(), "moments": learner.optimizer.state_dict()["state"]}
+        weights.append(torch.cat([t.flatten().double() for t in _tensors(state)]))
+        return accumulate(learner, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", watched)
+    settings = config(**SMALL | {"steps": 8, "objective": {"target_norm": "whiten"}})
+    with sabotage("inf-gradient", 4, until=5):
+        pretrain(settings, store, tmp_path / "run", echo=quiet)
+    same = [torch.equal(a, b) for a, b in pairwise(weights) if len(a) == len(b)]
+    assert same == [False, False, False, True, False, False], "teacher, optimizer and whitening stay too"
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, monkeypatch):
+    seen: list[tuple[int, list[int]]] = []
+    accumulate = loop.accumulate
+
+    def watched(learner, batch, *args, **kwargs):
+        seen.append((learner.step, batch.position.tolist()))
+        return accumulate(learner, batch, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", watched)
+    settings = config(**SMALL | {"steps": 40, "health": {"lr_factor": 0.5, "margin": 5}})
+    with sabotage("inf-gradient", 26, until=30):
+        run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    back = next(i for i, (a, b) in enumerate(pairwise(seen)) if b[0] <= a[0])
+    assert seen[back][0] == 29 and seen[back + 1][0] == 20, "four skips, then the checkpoint five steps before the first"
+    assert seen[back + 1][1][0] == 30 * 4, "data goes on where it was"
+    positions = [position for _, batch in seen for position in batch]
+    assert len(positions) == len(set(positions)), "no batch is repeated"
+    incident = next(row for row in rows(run, "incident") if row["action"] == "roll back")
+    assert (incident["step"], incident["to"], incident["rollback"]) == (29, 20, 1) and incident["volumes"]
+    steps = [row["step"] for row in rows(run)]
+    assert steps == [0, 10, 20, 30, 39], "every step is told once"
+    assert [row["lr"] for row in rows(run)][-1] == pytest.approx(0.5 * config(**SMALL).schedule.base_lr * 0.1)
+    abandoned = list(read_metrics(run / "abandoned-1.jsonl"))
+    assert [row["step"] for row in abandoned if row["kind"] == "train"] == [20] and len(abandoned) >= 4
+    assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
+
+
+SLOW_MOMENTS = [pytest.param(stop_at, marks=pytest.mark.slow) for stop_at in (24, 30, 35, 43)]
+
+
+@pytest.mark.parametrize("stop_at", [28, 31, *SLOW_MOMENTS])
+def test_a_run_that_rolled_back_resumes_exactly(store, tmp_path, stop_at, monkeypatch):
+    """Wherever it is interrupted: before the bad batches, among them, right after going back, later."""
+    settings = config(**SMALL | {"steps": 40, "health": {"margin": 5}})
+    with sabotage("inf-gradient", 26, until=30):
+        whole = pretrain(settings, store, tmp_path / "whole", echo=quiet)
+        with monkeypatch.context() as patch:
+            interrupted_after(stop_at, patch)
+            with pytest.raises(loop.Preempted):
+                pretrain(settings, store, tmp_path / "run", echo=quiet)
+        run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert len(final(run)["state"]["rollbacks"]) == 1
+    assert_same_run(run, whole)
+
+
+def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_path):
+    settings = config(**SMALL | {"steps": 30, "ckpt_every_steps": 1000})
+    said: list[str] = []
+    with sabotage("inf-gradient", 10, until=14):
+        run = pretrain(settings, store, tmp_path / "run", echo=said.append)
+    assert any("went back to the initial weights (0 updates)" in line for line in said)
+    assert final(run)["step"] == 30
+
+
+def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(store, tmp_path):
+    _, error = run_with_fault(store, tmp_path / "run", "inf-gradient", "vjepa2", 30)
+    assert "2 times training went on from step 30 with other batches and came to the same end" in str(error)
+    assert "lower schedule.base_lr" in str(error) and "Last healthy: " in str(error)
+
+
+def test_a_config_may_ask_for_a_warning_only(store, tmp_path):
+    said, error = run_with_fault(store, tmp_path / "run", "teacher-frozen", "vjepa2", 10, health={"on_fault": "warn"})
+    assert error is None and [what for _, what in named(said, 0)].count("teacher frozen") >= 2
+
+
+def test_an_unknown_fault_is_refused():
+    with pytest.raises(ConfigError, match="teacher-frozen, context-unmasked"), sabotage("gremlins", 3):
+        pass
+
+
+def act(state, finding, step, names=(), volumes=100, **settings):
+    return recovery.respond(HealthConfig(**settings), finding, step, state, names, volumes)
+
+
+STEP = Finding("loss spike", "it is high", "step")
+
+
+def test_skips_count_within_their_window_only():
+    state = RunState()
+    actions = []
+    for step in (10, 40, 80, 100, 131, 135, 140):
+        response = act(state, STEP, step, max_skips=4, skip_window=50)
+        state = response.state
+        actions.append(response.action)
+    assert actions == ["skip"] * 6 + ["roll back"], "100, 131, 135 and 140"
+
+
+def test_too_many_bad_volumes_stop_the_run():
+    state = RunState()
+    for name in "abcdef":
+        finding = Finding("non-finite loss", "", "step", (1,), damaging=False)
+        state = act(state, finding, 1, [name]).state
+        response = act(state, finding, 2, [name])
+        state = response.state
+    assert response.action == "stop" and "6 of 100 volumes" in response.sentence
+
+
+def test_a_wrong_volume_never_rolls_back():
+    """Its update is not made, so the weights are as they were, however often it comes."""
+    state = RunState()
+    for step in range(20):
+        response = act(state, Finding("non-finite loss", "", "step", (1,), damaging=False), step, ["a"])
+        state = response.state
+        assert response.action in ("skip", "exclude")
+
+
+def test_features_are_acted_upon_when_seen_twice_in_a_row():
+    lost = Finding("collapse", "", "features")
+    first = act(RunState(), lost, 100)
+    assert first.action == "watch" and not first.state.healthy
+    assert act(first.state, lost, 110).action == "roll back"
+    assert act(first.state, lost, 200).action == "watch", "long after is not in a row"
+
+
+def history(values):
+    state = RunState()
+    for loss, norm in values:
+        state = state.accept(loss, norm, 64)
+    return state
+
+
+def test_spikes_stand_out_from_noise_and_from_a_falling_loss():
+    rng = np.random.default_rng(0)
+    flat = history([(0.5 * np.exp(0.05 * rng.normal()), np.exp(0.3 * rng.normal())) for _ in range(64)])
+    falling = history([(1.5 * 0.97**i * np.exp(0.02 * rng.normal()), np.exp(0.3 * rng.normal())) for i in range(64)])
+    health = HealthConfig()
+    for state in (flat, falling):
+        now = state.losses[-1]
+        assert monitors.spike(health, state, now * 1.1, 1.5) is None
+        found = monitors.spike(health, state, now * 4, 1.5)
+        assert found is not None and found.what == "loss spike" and "times the median of the 8 steps before" in found.sentence
+        for _ in range(2):
+            assert monitors.spike(health, state, now * 1.6, 1.5) is None, "one hard batch is no spike"
+            state = state.accept(now * 1.6, 1.5, 64)
+        found = monitors.spike(health, state, now * 1.6, 1.5)
+        assert found is not None and "for 3 steps" in found.sentence
+        assert monitors.spike(health, state, now, 1.5) is None, "it is over"
+        found = monitors.spike(health, state, now, 100.0)
+        assert found is not None and found.what == "gradient spike"
+    assert monitors.spike(health, history([(0.5, 1.0)] * 10), 50.0, 100.0) is None, "too little is known yet"
+
+
+def test_a_drop_counts_only_with_a_loss_of_rank():
+    state = history([(0.8, 1.0)] * 40 + [(0.2, 1.0)] * 24)
+    for rank in (20.0, 21.0, 19.0, 20.0):
+        state = state.look(rank)
+    assert monitors.sudden_drop(HealthConfig(), state, 19.0) is None, "fast learning"
+    found = monitors.sudden_drop(HealthConfig(), state, 5.0)
+    assert found is not None and found.what == "sudden drop"
+
+
+def test_the_learning_rate_may_rise_in_the_warmup_only():
+    check = monitors.LearningRate(warmup_steps=3)
+    assert [check(step, lr) for step, lr in enumerate((1e-4, 2e-4, 3e-4, 3e-4, 2.9e-4, 1e-5))] == [None] * 6
+    found = check(6, 2e-5)
+    assert found is not None and found.what == "learning rate" and "2.0 times" in found.sentence
+    zero = check(7, 0.0)
+    assert zero is not None and "F2" in zero.sentence
+
+
+def test_excluded_volumes_are_replaced_and_all_else_stays(store):
+    rows_ = np.arange(16)
+    with Loader(store, rows_, 4, 0) as a, Loader(store, rows_, 4, 0) as b:
+        before = [a.batches(step).index for step in range(12)]
+        assert b.batches(0).index.tolist() == before[0].tolist()
+        gone = {int(before[5][1]), int(before[5][2])}
+        b.exclude(gone)
+        after = [b.batches(step).index for step in range(12)]
+    for x, y in zip(before, after, strict=True):
+        assert not gone & set(y.tolist())
+        assert [int(n) for n in y[~np.isin(x, list(gone))]] == [int(n) for n in x[~np.isin(x, list(gone))]]
+    with pytest.raises(ConfigError, match="every volume is excluded"), Loader(store, rows_, 4, 0) as loader:
+        loader.exclude(rows_)
