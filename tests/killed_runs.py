@@ -1,4 +1,4 @@
-"""A run that is killed again and again: `python killed_runs.py STORE OUT KILLS SEED [SAVES]`, for tests/test_recovery_from_kills.py.
+"""A run that is killed again and again: `python killed_runs.py STORE OUT STEPS KILLS SAVES SEED`, for tests/test_exact_resume.py.
 
 Every attempt is a process of its own that trains into OUT and gets a SIGKILL: from outside after a random time, or, for SAVES of them, from
 inside at a random write, flush or rename of a checkpoint. The last attempt may finish. Prints how each attempt ended. Processes are
@@ -19,33 +19,24 @@ from test_pretrain import TINY
 
 
 def main() -> None:
-    store, out, kills, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    saves = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    store, out, (steps, kills, saves, seed) = sys.argv[1], sys.argv[2], map(int, sys.argv[3:])
+    SETTINGS["steps"] = steps
     rng = random.Random(seed)
     plan = ["save"] * saves + ["time"] * (kills - saves)
     rng.shuffle(plan)
-    duration = timed(lambda: attempt(store, f"{out}.first", None))
+    start = time.perf_counter()
+    os.waitpid(attempt_in_child(store, f"{out}.first", None), 0)
+    # Long enough to get somewhere at times, short enough that the run is not finished before its last kill.
+    patience = 2.5 * (time.perf_counter() - start) / max(2, kills)
     for kind in plan:
-        # A process needs some of its time for starting; kills are spread over all of its life.
-        pid = attempt_in_child(store, out, rng.randrange(1, 12) if kind == "save" else None)
+        pid = attempt_in_child(store, out, rng.randrange(1, 150) if kind == "save" else None)
         if kind == "time":
-            time.sleep(rng.uniform(0, duration))
+            time.sleep(rng.uniform(0, 0.5 + patience))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(kind, "killed" if os.WIFSIGNALED(status) else f"ended with {os.waitstatus_to_exitcode(status)}", flush=True)
     pid = attempt_in_child(store, out, None)
     print("last", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def timed(call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def attempt(store: str, out: str, fatal_operation: int | None) -> None:
-    pid = attempt_in_child(store, out, fatal_operation)
-    os.waitpid(pid, 0)
 
 
 def attempt_in_child(store: str, out: str, fatal_operation: int | None) -> int:

@@ -42,8 +42,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert timeless(one) == timeless(other)
 
 
-def killed_run(store, out, kills, saves, seed):
-    command = [sys.executable, str(Path(__file__).parent / "killed_runs.py"), str(store.path), str(out), str(kills), str(seed), str(saves)]
+def killed_run(store, out, **plan):
+    script = Path(__file__).parent / "killed_runs.py"
+    command = [sys.executable, str(script), str(store.path), str(out), *(str(plan[name]) for name in ("steps", "kills", "saves", "seed"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
@@ -53,7 +54,7 @@ def killed_run(store, out, kills, saves, seed):
 
 
 def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(store, tmp_path):
-    said = killed_run(store, tmp_path / "run", kills=4, saves=2, seed=1)
+    said = killed_run(store, tmp_path / "run", steps=30, kills=4, saves=2, seed=1)
     assert sum("killed" in line for line in said) >= 2
     assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
 
@@ -61,7 +62,7 @@ def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(store, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_F18_fifty_kills_change_nothing(store, tmp_path):
-    said = killed_run(store, tmp_path / "run", kills=50, saves=25, seed=2)
+    said = killed_run(store, tmp_path / "run", steps=400, kills=50, saves=25, seed=2)
     assert sum("killed" in line for line in said) >= 40, said
     assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
 
