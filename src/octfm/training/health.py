@@ -22,7 +22,7 @@ class HealthConfig(Config):
     loss_factor: float = Field(default=3.0, gt=1)
     gradient_factor: float = Field(default=20.0, gt=1)
     lasting_factor: float = Field(default=1.3, gt=1)
-    """For the loss, when it lasts for three steps."""
+    """For the loss, when two of the last three steps show it."""
     drop: float = Field(default=0.5, gt=0, lt=1)
     """Share of their former medians that loss and effective rank must not fall below together within the window."""
     rank_share: float = Field(default=0.01, ge=0, lt=1)

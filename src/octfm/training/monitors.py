@@ -18,7 +18,7 @@ FEWEST = 24
 NEAR = 8
 """Steps whose median a step is compared with."""
 LASTING = 3
-"""Steps for which a smaller rise must last."""
+"""Steps most of which must show a smaller rise."""
 RANKS = 4
 """Looks at the features before a drop of their rank is believed."""
 ROUNDING = 1e-6
@@ -85,11 +85,11 @@ def spike(config: HealthConfig, state: RunState, loss: float, grad_norm: float) 
             return Finding(f"{name} spike", told, "step")
         if lasting is None:
             continue
-        # One batch of hard volumes is no spike; several in a row are.
+        # One batch of hard volumes is no spike; two among three are.
         last = np.log((*history[1 - LASTING :], value))
         rise = min(np.median(last), last[-1]) - np.median(np.log(history[1 - LASTING - NEAR : 1 - LASTING]))
         if rise - middle > max(config.deviations * spread, np.log(lasting)):
-            told = f"{name} has been {np.exp(rise):.1f} times the median of the {NEAR} steps before for {LASTING} steps"
+            told = f"{name} is {np.exp(rise):.1f} times the median of the {NEAR} steps before, and not in this step alone"
             return Finding(f"{name} spike", told, "step")
     return None
 
