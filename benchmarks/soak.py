@@ -4,6 +4,7 @@ Interrupt it as often as you like and run it again: it continues. Prints a table
 """
 
 import argparse
+import itertools
 import statistics
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def table(train: list[dict], validation: list[dict]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     held_out = {row["step"]: row["masked_over_baseline"] for row in validation}
     edges = [0, 250, 500, 750, 1000, 1500, 2000, 2500, train[-1]["step"] + 1]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         rows = [row for row in train if first <= row["step"] < last]
         if rows:
             names = ("masked_over_baseline", "effective_rank", "grad_norm", "lr", "teacher_distance", "volumes_per_s")
