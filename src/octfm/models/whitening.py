@@ -15,7 +15,7 @@ class Whitening(nn.Module):
     Moments are gathered over all micro-batches of an update and applied from the next one on: how a batch is split changes nothing.
     """
 
-    def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 100, refresh: int = 10):
+    def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 1, refresh: int = 10):
         """`shrinkage` is added to the eigenvalues, as a share of their mean; `window` is the memory of the moments in updates."""
         super().__init__()
         self.shrinkage, self.window, self.refresh = shrinkage, window, refresh
@@ -54,7 +54,7 @@ class Whitening(nn.Module):
         self.mean_LD.lerp_(mean_LD, share)
         self.moment_LDD.lerp_(moment_LDD, share)
         # An eigendecomposition is small beside an update on a CPU, not beside one on a fast GPU.
-        if done <= self.window or done % self.refresh == 0:
+        if done <= 100 or done % self.refresh == 0:
             covariance = self.moment_LDD - self.mean_LD.unsqueeze(2) * self.mean_LD.unsqueeze(1)
             value_LD, vector_LDD = torch.linalg.eigh(covariance)
             floor_L1 = self.shrinkage * value_LD.clamp_min(0).mean(1, keepdim=True)
