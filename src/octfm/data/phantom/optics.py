@@ -1,5 +1,8 @@
 """What the instrument's light does to a reflectivity: point-spread function, speckle, detector noise, log compression."""
 
+from functools import cache
+from math import exp
+
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
@@ -9,7 +12,8 @@ def speckle(rng: np.random.Generator, shape: tuple[int, int, int], sigma: tuple[
 
     One look is |a complex Gaussian field|², so intensity is exponential (Goodman 2007, Speckle Phenomena in Optics); `looks`
     averaged frames are Gamma distributed, drawn by Wilson and Hilferty's cube-root-normal approximation from one field.
-    `sigma` is (axial, lateral) in pixels, of the field. B-scans are independent: their distance exceeds the beam.
+    `sigma` is (axial, lateral) in pixels, of the complex field; the intensity's covariance is the square of the field's, exp(-d² / 2σ²) at
+    a distance of d pixels, however many looks. B-scans are independent: their distance exceeds the beam.
     """
     if looks == 1:
         real, imaginary = _field(rng, shape, sigma), _field(rng, shape, sigma)
@@ -18,7 +22,7 @@ def speckle(rng: np.random.Generator, shape: tuple[int, int, int], sigma: tuple[
         real += imaginary
         real *= np.float32(0.5)
         return real
-    cube_root = _field(rng, shape, sigma)
+    cube_root = _field(rng, shape, (_narrower(sigma[0]), _narrower(sigma[1])))
     cube_root *= np.float32(1 / (3 * np.sqrt(looks)))
     cube_root += np.float32(1 - 1 / (9 * looks))
     np.maximum(cube_root, np.float32(0.02), out=cube_root)
@@ -33,6 +37,23 @@ def _field(rng: np.random.Generator, shape: tuple[int, int, int], sigma: tuple[f
             field = gaussian_filter1d(field, s, axis=axis, mode="wrap", truncate=3)
             field *= np.float32(1 / _gain(s))
     return field
+
+
+@cache
+def _narrower(sigma: float) -> float:
+    """Width of the filter that gives one real field the covariance exp(-d² / 2σ²) at d = 1, where a complex field of width σ has its square.
+
+    σ/√2 for wide filters; a sampled Gaussian narrower than a pixel decorrelates too fast. Rounded, so that any libm gives the same bytes.
+    """
+    if not 0.2 < sigma < 2:
+        return round(sigma / 2**0.5, 3)
+    wanted, low, high = exp(-0.5 / sigma**2), 0.0, sigma
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        weights = [exp(-0.5 * (k / middle) ** 2) for k in range(-8, 9)] if middle > 0.05 else [1.0]
+        covariance = sum(a * b for a, b in zip(weights, weights[1:], strict=False)) / sum(w * w for w in weights)
+        low, high = (middle, high) if covariance < wanted else (low, middle)
+    return round(high, 3)
 
 
 def _gain(sigma: float) -> float:

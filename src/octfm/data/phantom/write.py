@@ -23,7 +23,7 @@ from octfm.data.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
 from octfm.data.volume import Laterality, Shape3, Volume
 from octfm.errors import OctfmError
 
-PHANTOM_VERSION = "2"
+PHANTOM_VERSION = "3"
 """Raised by every change that alters bytes; results name it."""
 
 SIDES: tuple[Laterality, ...] = ("R", "L")
