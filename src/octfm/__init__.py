@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from octfm.errors import OctfmError
     from octfm.evaluation.encoder import Encoder, load_encoder
     from octfm.evaluation.probe import probe
+    from octfm.evaluation.prototype import load_prototype_encoder
     from octfm.report.html import write_report
     from octfm.training.pretrain import pretrain
     from octfm.training.settings import PretrainConfig, load_config
@@ -39,6 +40,7 @@ _HOME = {
     "OctfmError": "octfm.errors",
     "Encoder": "octfm.evaluation.encoder",
     "load_encoder": "octfm.evaluation.encoder",
+    "load_prototype_encoder": "octfm.evaluation.prototype",
     "probe": "octfm.evaluation.probe",
     "write_report": "octfm.report.html",
     "pretrain": "octfm.training.pretrain",

@@ -2,11 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octfm.errors import OctfmError, Preempted
+
+if TYPE_CHECKING:
+    from octfm.data.store import Store
 
 app = typer.Typer(
     name="octfm",
@@ -197,12 +200,20 @@ def pretrain(
     out: Out = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     override: Annotated[bool, typer.Option("--override", help="Resume with settings other than the run's; recorded in run.json.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="The same run in under a minute on a CPU; on phantoms if no store is named.")
+    ] = False,
 ) -> None:
     """Pretrain an encoder; the same command resumes an interrupted run."""
     from octfm.training.pretrain import pretrain as train
     from octfm.training.settings import load_config
+    from octfm.training.settings import smoke as shrink
 
-    train(load_config(config, overrides or []), None, out, device, echo=typer.echo, override=override)
+    settings, store = load_config(config, overrides or []), None
+    if smoke:
+        settings = shrink(settings)
+        store = _phantom_store(out.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
+    train(settings, store, out, device, echo=typer.echo, override=override)
 
 
 @app.command()
@@ -253,6 +264,20 @@ def report(
     from octfm.report.html import write_report
 
     typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
+
+
+def _phantom_store(folder: Path) -> "Store":
+    """Two dozen phantom volumes, small and prepared: what `--smoke` trains on when no store is named."""
+    from octfm.data.catalog import scan as scan_root
+    from octfm.data.phantom import write_phantom
+    from octfm.data.prepare import prepare as prepare_catalog
+    from octfm.data.preprocessing import Preprocessing
+    from octfm.training.settings import SMOKE_IMAGE_SIZE, SMOKE_SPACING
+
+    if not (folder / "clinic").is_dir():
+        write_phantom(folder / "clinic", 12, 0, size=(16, 160, 128), fractions=(0.6, 0.25, 0.15))
+    preprocessing = Preprocessing(image_size=SMOKE_IMAGE_SIZE, target_spacing=SMOKE_SPACING)
+    return prepare_catalog(scan_root(str(folder / "clinic")), folder / "prepared", preprocessing, progress=False)
 
 
 def _size(text: str) -> tuple[int, int, int]:

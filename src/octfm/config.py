@@ -31,7 +31,7 @@ def load(cls: type[C], source: str | Path | dict[str, Any], overrides: Iterable[
         where, values = "settings", source
     else:
         path = find_config(source)
-        where, values = str(path), _read_yaml(path)
+        where, values = str(path), read_yaml(path)
     for override in overrides:
         _apply(values, override)
     try:
@@ -58,7 +58,8 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty mapping."""
     try:
         values = _parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -111,7 +112,7 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        known = _keys(cls)
+        known = known_keys(cls)
         nearest = get_close_matches(key, known, n=1, cutoff=0.5) or get_close_matches(
             key.split(".")[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.6
         )
@@ -123,10 +124,11 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     return f"{key}: {message}, got {first['input']!r}{more}"
 
 
-def _keys(cls: type[Config], prefix: str = "") -> list[str]:
+def known_keys(cls: type[Config], prefix: str = "") -> list[str]:
+    """Every dotted key of a settings model."""
     keys = []
     for name, field in cls.model_fields.items():
         sections = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
         section = next((t for t in sections if issubclass(t, Config)), None)
-        keys += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+        keys += known_keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
     return keys

@@ -38,6 +38,8 @@ class Encoder:
     source: str
     fingerprint: str
     """Of the Preprocessing that the weights were trained on, with the version of its algorithm."""
+    own_zscore: bool = False
+    """Volumes are standardised one by one, as the prototype did, instead of by the Preprocessing's fixed mean and standard deviation."""
 
     @property
     def width(self) -> int:
@@ -46,7 +48,7 @@ class Encoder:
     @property
     def key(self) -> str:
         """Identifies a feature: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
-        digest = hashlib.sha256(f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}".encode())
+        digest = hashlib.sha256(f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}|{self.own_zscore}".encode())
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -81,7 +83,11 @@ class Encoder:
 
     def _encode(self, voxels: np.ndarray, index: Tensor) -> Tensor:
         patches = take_patches(self.runtime.tensor(voxels).unsqueeze(1), index, self.config.model.patch_size)
-        patches = normalise(patches, self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
+        if self.own_zscore:
+            whole = self.runtime.tensor(voxels).flatten(1).float()
+            patches = (patches.float() - whole.mean(1)[:, None, None]) / whole.std(1).clamp_min(1e-6)[:, None, None]
+        else:
+            patches = normalise(patches, self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
         with self.runtime.autocast():
             return self.network(patches, index).float()
 

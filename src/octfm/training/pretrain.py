@@ -24,7 +24,7 @@ from octfm.training.run_folder import RunFolder, claim
 from octfm.training.runtime import Runtime, environment, start
 from octfm.training.schedule import Schedule, ramp
 from octfm.training.session import Session, retention, second_destination
-from octfm.training.settings import PretrainConfig
+from octfm.training.settings import PretrainConfig, in_steps
 from octfm.training.step import accumulate
 from octfm.training.tracking import Metrics
 
@@ -48,6 +48,7 @@ def pretrain(
     store = _one_store(config, store)
     runtime = start(config.precision, device)
     train_rows, validation_rows = preflight.training_rows(config, store)
+    config = in_steps(config, len(train_rows))
     begun = (Path(out) / "config.yaml").is_file()
     preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out), resumed=begun), echo)
     identity = _identity(store, train_rows)

@@ -8,24 +8,29 @@ from pydantic import Field, model_validator
 
 from octfm.config import Config, load
 from octfm.data.loader import DataConfig
+from octfm.errors import ConfigError
 from octfm.masks import MaskConfig
 from octfm.models.objective import ObjectiveConfig
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig
+from octfm.training import prototype_keys
 from octfm.training.augment import AugmentConfig
 from octfm.training.health import HealthConfig
 from octfm.training.runtime import Precision
 from octfm.training.schedule import ScheduleConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+DEFAULT_STEPS = 100_000
 
 
 class PretrainConfig(Config):
     """One run."""
 
     seed: int = Field(default=0, ge=0)
-    steps: int = Field(default=100_000, ge=1)
+    steps: int = Field(default=DEFAULT_STEPS, ge=1)
     """Optimizer updates."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Instead of steps: passes over the training volumes. Becomes steps as soon as the store is known, and is stored as such."""
     precision: Precision = "bf16"
     data: DataConfig = DataConfig()
     model: ViTConfig = ViTConfig()
@@ -44,6 +49,8 @@ class PretrainConfig(Config):
     validation_volumes: int = Field(default=64, ge=1)
     """At most so many held-out volumes are used for the validation loss."""
     ckpt_every_steps: int = Field(default=500, ge=1)
+    ckpt_every_epochs: float | None = Field(default=None, gt=0)
+    """Instead of ckpt_every_steps, in passes over the training volumes."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """So many of the newest checkpoints are kept."""
     keep_every_steps: int | None = Field(default=None, ge=1)
@@ -52,6 +59,12 @@ class PretrainConfig(Config):
     """The same, in passes over the training volumes."""
     ckpt_second_dir: str | None = None
     """Another disk, for checkpoints that the run folder's own has no room for."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "PretrainConfig":
+        if self.epochs is not None and self.steps != DEFAULT_STEPS:
+            raise ValueError(f"steps {self.steps} and epochs {self.epochs:g} both say how long the run is; give one of them (epochs=null)")
+        return self
 
     @model_validator(mode="after")
     def _predictor_heads_fit(self) -> "PretrainConfig":
@@ -69,6 +82,7 @@ MAY_CHANGE = {
     "validate_every_steps",
     "validation_volumes",
     "ckpt_every_steps",
+    "ckpt_every_epochs",
     "keep_checkpoints",
     "keep_every_steps",
     "keep_every_epochs",
@@ -81,7 +95,55 @@ MAY_CHANGE = {
 
 def load_config(source: str | Path, overrides: Iterable[str] = ()) -> PretrainConfig:
     """A pretraining config from a YAML file or the name of a packaged one (`vit_s`), with `section.key=value` overrides."""
-    return load(PretrainConfig, source, overrides)
+    try:
+        return load(PretrainConfig, source, overrides)
+    except ConfigError:
+        # Settings of the prototype are told all at once; anything else is told as it is.
+        prototype_keys.refuse(source, PretrainConfig)
+        raise
+
+
+def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:
+    """The same settings with epochs as steps, now that it is known how many volumes are trained on."""
+
+    def steps(epochs: float) -> int:
+        return max(1, round(epochs * volumes / config.data.global_batch_size))
+
+    changes: dict[str, Any] = {}
+    if config.epochs is not None:
+        changes |= {"steps": steps(config.epochs), "epochs": None}
+    if config.ckpt_every_epochs is not None:
+        changes |= {"ckpt_every_steps": steps(config.ckpt_every_epochs), "ckpt_every_epochs": None}
+    return config.model_copy(update=changes)
+
+
+SMOKE_IMAGE_SIZE, SMOKE_SPACING = (16, 128, 128), (0.375, 0.0156, 0.047)
+"""Of the volumes that `--smoke` makes when it is given none."""
+
+
+def smoke(config: PretrainConfig) -> PretrainConfig:
+    """The same run small enough for a CPU and a minute: same objective, patches, masks and schedule; few steps, narrow, few tokens."""
+    batch = min(4, config.data.global_batch_size)
+    micro = max(n for n in (1, 2, 4) if batch % n == 0 and n <= config.data.per_device_batch_size)
+    depth = min(2, config.model.depth)
+    data = {"global_batch_size": batch, "per_device_batch_size": micro, "max_samples": min(8, config.data.max_samples or 8)}
+    return config.model_copy(
+        update={
+            "steps": 10,
+            "epochs": None,
+            "precision": "fp32",
+            "data": config.data.model_copy(update=data),
+            "model": config.model.model_copy(update={"width": 48, "heads": 2, "depth": depth}),
+            "predictor": config.predictor.model_copy(update={"width": 48, "heads": 2, "depth": 1}),
+            "objective": config.objective.model_copy(update={"target_levels": min(depth, config.objective.target_levels)}),
+            "masks": config.masks.model_copy(update={"budget": min(128, config.masks.budget or 128)}),
+            "log_every_steps": min(2, config.log_every_steps),
+            "validate_every_steps": 5,
+            "validation_volumes": min(4, config.validation_volumes),
+            "ckpt_every_steps": 5,
+            "ckpt_every_epochs": None,
+        }
+    )
 
 
 def differences(a: PretrainConfig, b: PretrainConfig) -> dict[str, tuple[Any, Any]]:

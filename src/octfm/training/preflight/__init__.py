@@ -12,7 +12,7 @@ from octfm.training.preflight import curves, data, objective, resources, tokens
 from octfm.training.preflight.check import Check, fail
 from octfm.training.runtime import Runtime, start
 from octfm.training.schedule import Schedule
-from octfm.training.settings import PretrainConfig
+from octfm.training.settings import PretrainConfig, in_steps
 
 __all__ = ["Check", "checks", "examine", "require", "training_rows"]
 
@@ -72,6 +72,7 @@ def examine(config: PretrainConfig, out: Path, device: str | None = None, plot: 
     except StoreError as error:
         measured, _, advice = str(error).partition("; ")
         return [fail("splits", measured, f"{advice} (F16)")]
+    config = in_steps(config, len(train_rows))
     found = checks(config, store, start(config.precision, device), train_rows, validation_rows, out)
     if plot is not None and all(check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")):
         from octfm.training.preflight.plot import draw_plot

@@ -1,0 +1,137 @@
+"""Settings of the prototype (FACTS 1) and what became of each: an unmodified YAML of it gets one error that maps every key."""
+
+from pathlib import Path
+from typing import Any
+
+from octfm.config import Config, find_config, known_keys, read_yaml
+from octfm.errors import ConfigError
+
+RENAMED = {
+    "embed_dim": "model.width",
+    "hidden_size": "model.width",
+    "depth": "model.depth",
+    "num_layers": "model.depth",
+    "num_heads": "model.heads",
+    "mlp_ratio": "model.mlp_ratio",
+    "patch_size": "model.patch_size",
+    "predictor_dim": "predictor.width",
+    "pred_dim": "predictor.width",
+    "predictor_depth": "predictor.depth",
+    "predictor_heads": "predictor.heads",
+    "mask_ratio": "masks.mask_ratio",
+    "ema_base": "schedule.ema_base",
+    "ema_momentum": "schedule.ema_base",
+    "ema_end": "schedule.ema_end",
+    "base_lr": "schedule.base_lr",
+    "lr": "schedule.base_lr",
+    "learning_rate": "schedule.base_lr",
+    "weight_decay": "schedule.weight_decay",
+    "warmup_ratio": "schedule.warmup_ratio",
+    "min_lr_ratio": "schedule.min_lr_ratio",
+    "betas": "betas",
+    "grad_clip": "clip_grad_norm",
+    "clip_grad": "clip_grad_norm",
+    "max_grad_norm": "clip_grad_norm",
+    "global_batch_size": "data.global_batch_size",
+    "per_device_batch_size": "data.per_device_batch_size",
+    "per_core_batch_size": "data.per_device_batch_size",
+    "max_samples": "data.max_samples",
+    "prefetch_factor": "data.prefetch",
+    "epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "ckpt_every_epochs": "ckpt_every_epochs",
+    "save_every_epochs": "ckpt_every_epochs",
+    "keep_last": "keep_checkpoints",
+    "log_every_steps": "log_every_steps",
+    "log_every": "log_every_steps",
+    "seed": "seed",
+    "wandb_project": "tracking.project",
+}
+"""Same meaning, same value, another name or section."""
+
+CHANGED = {
+    "image_size": "octfm prepare CATALOG image_size={value}: the store holds volumes of one size, once (F15)",
+    "target_spacing": "octfm prepare CATALOG target_spacing={value}: the same; octfm doctor tells what it wastes (F14)",
+    "warmup_epochs": "schedule.warmup_ratio, as a share of the run: the schedule is a function of the step (F1)",
+    "warmup_steps": "schedule.warmup_ratio, as a share of the run (F1)",
+    "min_lr": "schedule.min_lr_ratio, as a share of schedule.base_lr (F2)",
+    "use_bf16": "precision=bf16, or precision=fp32 for false",
+    "bf16": "precision=bf16, or precision=fp32 for false",
+    "amp": "precision=bf16, or precision=fp32 for false",
+    "mixed_precision": "precision=bf16 or precision=fp32",
+    "list_strategy": "data.scanners: [topcon_triton] for single_domain, none named for multi_domain",
+    "domain": "data.scanners, a list; none named for all",
+    "device_name": "data.scanners, a list of instruments",
+    "grad_accum_steps": "nothing to set: accumulation follows from the batch sizes, and must divide (F7)",
+    "accum_steps": "nothing to set: accumulation follows from the batch sizes, and must divide (F7)",
+    "grad_accum": "nothing to set: accumulation follows from the batch sizes, and must divide (F7)",
+    "gradient_accumulation_steps": "nothing to set: accumulation follows from the batch sizes, and must divide (F7)",
+    "steps_per_epoch": "nothing to set: it follows from the store",
+    "scheduler": "schedule.lr_shape=cosine or constant",
+    "lr_scheduler": "schedule.lr_shape=cosine or constant",
+    "use_scheduler": "schedule.lr_shape=constant for false; the rate is set anew for every update (F2)",
+    "loss": "objective.name=vjepa2, or data2vec for the prototype's",
+    "loss_type": "objective.name=vjepa2, or data2vec for the prototype's",
+    "model_name": "model.width, model.depth and model.heads; the parameter count is told before step 0 (F19)",
+    "model_size": "model.width, model.depth and model.heads; the parameter count is told before step 0 (F19)",
+    "ckpt_dir": "--out FOLDER: write-tested before step 0, never null (F6)",
+    "output_dir": "--out FOLDER (F6)",
+    "log_dir": "--out FOLDER: metrics.jsonl lies in it",
+    "run_name": "--out FOLDER: a run is named after its folder",
+    "experiment_name": "--out FOLDER: a run is named after its folder",
+    "resume": "nothing to set: the same command resumes (F18)",
+    "resume_from": "nothing to set: the same command resumes (F18)",
+    "data_root": "octfm scan ROOT, then octfm prepare, then data.store=prepared/",
+    "data_dir": "octfm scan ROOT, then octfm prepare, then data.store=prepared/",
+    "manifest": "octfm scan ROOT finds manifest.tsv by itself",
+    "manifest_path": "octfm scan ROOT finds manifest.tsv by itself",
+    "participants_tsv": "octfm scan ROOT finds participants.tsv by itself",
+    "val_split": "octfm scan: splits are by participant, recommended_split where there is one (F16)",
+    "val_ratio": "octfm scan: splits are by participant, recommended_split where there is one (F16)",
+    "cache_dir": "octfm prepare: volumes are prepared once",
+    "num_workers": "octfm prepare --workers; training reads ahead by data.prefetch",
+    "workers": "octfm prepare --workers; training reads ahead by data.prefetch",
+    "normalize": "intensity_mean and intensity_std of octfm prepare: preprocessing travels in the checkpoint (F15)",
+    "random_flip": "gone: nothing flips a retina (F13); augment.axial_shift, contrast and gamma are what is left",
+    "flip_prob": "gone: nothing flips a retina (F13)",
+    "use_wandb": "tracking.wandb=online or offline, null for false",
+    "wandb": "tracking.wandb=online or offline, null for none",
+    "wandb_mode": "tracking.wandb=online or offline",
+    "use_tensorboard": "tracking.tensorboard=true",
+    "num_cores": "the launcher's business: ranks come from torchrun (F10)",
+    "tpu_cores": "the launcher's business: ranks come from torchrun (F10)",
+    "device": "--device",
+}
+"""Another form; {value} stands for the old one."""
+
+
+def refuse(source: str | Path, cls: type[Config]) -> None:
+    """Raise one ConfigError that maps every setting of a prototype YAML; return where `source` is none."""
+    path = find_config(source)
+    flat = _leaves(read_yaml(path))
+    known = set(known_keys(cls))
+    foreign = {key: value for key, value in flat.items() if key not in known}
+    if not any(key.split(".")[-1] in RENAMED | CHANGED for key in foreign):
+        return
+    told = [f"{key} -> {successor(key, value)}" for key, value in foreign.items()]
+    raise ConfigError(
+        f"{path}: these are settings of the prototype. {'; '.join(told)}. "
+        "Its runs are ready as smoke_test, pretrain_vjepa_single_domain and pretrain_vjepa_multi_domain"
+    )
+
+
+def successor(key: str, value: Any) -> str:
+    """What a setting of the prototype is called now, with its value where that stays."""
+    name = key.split(".")[-1]
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "null" if value is None else str(value)
+    if name in RENAMED:
+        return f"{RENAMED[name]}={text}"
+    return CHANGED.get(name, "no such setting; leave it out").format(value=text)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
