@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from octfm.data.labels import read_labels
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import participant_folds
 from octfm.evaluation.embeddings import read_embeddings
-from octfm.evaluation.labels import read_labels
 from octfm.evaluation.probe import probe, write_probe
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")

@@ -98,7 +98,7 @@ def test_every_successor_is_a_real_setting():
 
 def test_a_misspelt_key_of_ours_is_not_taken_for_the_prototype(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: {widht: 3}\n")
-    with pytest.raises(ConfigError, match="did you mean model.width"):
+    with pytest.raises(ConfigError, match=r"did you mean model\.width"):
         load_config(tmp_path / "mine.yaml")
 
 
@@ -272,7 +272,7 @@ def test_prototype_files_that_do_not_fit_are_named(old, store, tmp_path):
         load_prototype_encoder(saved({k: v for k, v in state.items() if k != "blocks.1.norm1.weight"}), small_preprocessing(), heads=2)
     with pytest.raises(CheckpointError, match=r"cls_token is not of this layout"):
         load_prototype_encoder(saved({**state, "cls_token": torch.zeros(1, 1, 48)}), small_preprocessing(), heads=2)
-    with pytest.raises(CheckpointError, match="no patch_embed.weight among 1 tensors"):
+    with pytest.raises(CheckpointError, match=r"no patch_embed\.weight among 1 tensors"):
         load_prototype_encoder(saved({"weight": torch.zeros(2)}), small_preprocessing())
     with pytest.raises(CheckpointError, match="no tensors found"):
         load_prototype_encoder(saved({"epoch": 3}), small_preprocessing())
@@ -281,5 +281,5 @@ def test_prototype_files_that_do_not_fit_are_named(old, store, tmp_path):
     with pytest.raises(CheckpointError, match=r"image_size .* not divisible by patch_size"):
         load_prototype_encoder(saved(state), Preprocessing(image_size=(9, 64, 32)), heads=2)
     (tmp_path / "x.pt").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match="holds more than weights|damaged"):
+    with pytest.raises(CheckpointError, match=r"holds more than weights|damaged"):
         load_prototype_encoder(tmp_path / "x.pt", small_preprocessing())

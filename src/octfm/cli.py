@@ -206,6 +206,7 @@ def pretrain(
 ) -> None:
     """Pretrain an encoder; the same command resumes an interrupted run."""
     from octfm.training.pretrain import pretrain as train
+    from octfm.training.progress import Progress, on_terminal
     from octfm.training.settings import load_config
     from octfm.training.settings import smoke as shrink
 
@@ -213,7 +214,14 @@ def pretrain(
     if smoke:
         settings = shrink(settings)
         store = _phantom_store(out.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
-    train(settings, store, out, device, echo=typer.echo, override=override)
+    if not on_terminal():
+        train(settings, store, out, device, echo=typer.echo, override=override)
+        return
+    bar = Progress(settings.steps if settings.epochs is None else None)
+    try:
+        train(settings, store, out, device, echo=bar.echo, override=override, listeners=[bar])
+    finally:
+        bar.close()
 
 
 @app.command()

@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from octfm.data.labels import LabelTable, as_number
 from octfm.errors import EvaluationError
 from octfm.evaluation.embeddings import Embeddings
-from octfm.evaluation.labels import LabelTable, as_number
 
 Design = Literal["recommended_split", "k-fold"]
 Unit = Literal["participant", "eye", "acquisition"]

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from octfm.data.labels import read_labels
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
-from octfm.evaluation.labels import read_labels
 from octfm.evaluation.metrics import auroc, balanced_accuracy, macro_auroc, r_squared
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric, bootstrap, compare, interval
 

@@ -1,7 +1,7 @@
 """Self-supervised pretraining: one function, one loop."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +15,22 @@ from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, monitors, preflight
-from octfm.training.checkpoint_writer import CheckpointWriter
+from octfm.training.checkpoint_writer import CheckpointWriter, keep_best
 from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
 from octfm.training.measure import Before, Window, train_row, validate
+from octfm.training.online_probe import Cases, find_cases, online_probe
 from octfm.training.resume import resume
 from octfm.training.run_folder import RunFolder, claim
 from octfm.training.runtime import Runtime, environment, start
+from octfm.training.sample_picture import sample_picture
 from octfm.training.schedule import Schedule, ramp
 from octfm.training.session import Session, retention, second_destination
 from octfm.training.settings import PretrainConfig, in_steps
 from octfm.training.step import accumulate
-from octfm.training.tracking import Metrics
+from octfm.training.trackers import open_trackers
+from octfm.training.tracking import Listener, Metrics, read_metrics
+from octfm.training.waiting import Waiting
 
 Echo = Callable[[str], None]
 
@@ -39,11 +43,13 @@ def pretrain(
     echo: Echo = print,
     *,
     override: bool = False,
+    listeners: Sequence[Listener] = (),
 ) -> Path:
     """Train until `config.steps` updates are done and return the run folder; the same call resumes an interrupted run.
 
     `store` and `config.data.store` are two ways to say the same thing; giving both is an error. `override` accepts a config that
-    contradicts the run's. Raises Preempted after SIGTERM or SIGINT, once the step is finished and saved.
+    contradicts the run's. `listeners` are told what metrics.jsonl is told, for example a progress bar. Raises Preempted after SIGTERM or
+    SIGINT, once the step is finished and saved.
     """
     store = _one_store(config, store)
     runtime = start(config.precision, device)
@@ -53,7 +59,7 @@ def pretrain(
     preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out), resumed=begun), echo)
     identity = _identity(store, train_rows)
     with claim(out, config, store.fingerprint, identity, override=override, echo=echo) as run, Interruption() as interruption:
-        _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo)
+        _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, listeners)
     return run.path
 
 
@@ -66,6 +72,7 @@ def _train(
     run: RunFolder,
     interruption: Interruption,
     echo: Echo,
+    listeners: Sequence[Listener],
 ) -> None:
     """The loop, in a folder that is ours."""
     schedule = Schedule(config.schedule, config.steps)
@@ -77,15 +84,21 @@ def _train(
 
     size = config.data.global_batch_size
     loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
-    metrics = Metrics(run.metrics, learner.step, len(learner.state.rollbacks))
+    cases = find_cases(config.probe, store, train_rows, validation_rows)
+    trackers = open_trackers(config.tracking, run.path, config.model_dump(mode="json"), learner.step, runtime.rank)
+    metrics = Metrics(run.metrics, learner.step, len(learner.state.rollbacks), (*trackers, *listeners))
     writer = CheckpointWriter(run.destinations, retention(config, loader.steps_per_epoch))
     session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, saved=learner.step)
     session.exclude()
     check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
+    waiting = Waiting(config.tracking.step_deadline_s, session.tell_waiting)
+    waiting.start()
     try:
         while learner.step < config.steps:
             step, model = learner.step, learner.model
+            waiting.for_("data")
             batch = loader.batches(step + learner.state.offset)
+            waiting.for_("the device")
             lr, weight_decay, ema = schedule.lr(step) * learner.state.lr_scale, schedule.weight_decay(step), schedule.ema(step)
             context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
             logged = step % config.log_every_steps == 0 or step + 1 == config.steps
@@ -121,11 +134,17 @@ def _train(
                 metrics.write("train", step, **row)
                 _say(metrics, step, config, row | {"step": step, "warmup_steps": schedule.warmup_steps}, echo)
             learner.step += 1
+            waiting.done()
             if finding is not None and session.act(step, finding):
                 check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
                 continue
             if _due(step, config.validate_every_steps, config.steps) and len(validation_rows):
                 metrics.write("validation", step, **validate(learner, store, validation_rows))
+                if metrics.listeners:
+                    metrics.picture("masks", step, sample_picture(config, store, validation_rows[:4], step))
+                window.restart()
+            if cases is not None and _due(step, config.probe.every_steps or config.ckpt_every_steps, config.steps):
+                _probe(cases, learner, store, metrics, run, step, echo)
                 window.restart()
             if _due(step, config.ckpt_every_steps, config.steps):
                 session.save()
@@ -135,10 +154,25 @@ def _train(
                 raise Preempted(f"{interruption.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
         session.finish()
     finally:
+        waiting.close()
         loader.close()
         writer.close()
         metrics.close()
     echo(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
+
+
+def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> None:
+    """Probe the target encoder as it is; the best state so far keeps its checkpoint."""
+    config = learner.config
+    network, patch_size = learner.model.target_encoder, config.model.patch_size
+    row = online_probe(
+        cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, learner.runtime, config.data.per_device_batch_size
+    )
+    before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]
+    metrics.write("probe", step, **row)
+    if float(row["score"]) >= max(before, default=-np.inf):
+        keep_best(run.checkpoints, step + 1)
+    echo(f"step {step + 1}: {cases.target} from frozen features: {row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})")
 
 
 def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: Echo) -> None:

@@ -38,6 +38,10 @@ class Runtime:
         """Device memory on CUDA, resident memory of the process on CPU, in GB (1e9 bytes)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
+        with suppress(OSError, ValueError, StopIteration):
+            # Not ru_maxrss where it can be helped: a process inherits that from whoever started it.
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
     def release(self) -> None:

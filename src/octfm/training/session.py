@@ -63,6 +63,11 @@ class Session:
             self.echo(f"step {step}: {failure.sentence}")
         return any(failure.lost for failure in failures)
 
+    def tell_waiting(self, what: str, seconds: float, sentence: str) -> None:
+        """No step has finished for longer than the deadline (F8); called from another thread."""
+        self.metrics.write("waiting", self.learner.step, what=what, seconds=seconds, sentence=sentence)
+        self.echo(sentence)
+
     def tell_memory(self, step: int, before: int) -> None:
         """Memory ran out and the step was computed again in smaller parts."""
         size = self.learner.micro_batch

@@ -16,8 +16,10 @@ from octfm.models.vit3d import ViTConfig
 from octfm.training import prototype_keys
 from octfm.training.augment import AugmentConfig
 from octfm.training.health import HealthConfig
+from octfm.training.online_probe import OnlineProbeConfig
 from octfm.training.runtime import Precision
 from octfm.training.schedule import ScheduleConfig
+from octfm.training.tracking import TrackingConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT_STEPS = 100_000
@@ -40,6 +42,8 @@ class PretrainConfig(Config):
     augment: AugmentConfig = AugmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     health: HealthConfig = HealthConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    probe: OnlineProbeConfig = OnlineProbeConfig()
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates."""
     clip_grad_norm: float = Field(default=3.0, gt=0)
@@ -88,6 +92,14 @@ MAY_CHANGE = {
     "keep_every_epochs",
     "ckpt_second_dir",
     "data.prefetch",
+    "tracking.tensorboard",
+    "tracking.wandb",
+    "tracking.project",
+    "tracking.step_deadline_s",
+    "probe.target",
+    "probe.labels",
+    "probe.every_steps",
+    "probe.volumes",
     "data.store",
 }
 """Settings that a resumed run may change without ceasing to be the same run."""

@@ -10,6 +10,7 @@ from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
 from octfm.training.preflight import curves, data, objective, resources, tokens
 from octfm.training.preflight.check import Check, fail
+from octfm.training.preflight.tracker import probed, tracker
 from octfm.training.runtime import Runtime, start
 from octfm.training.schedule import Schedule
 from octfm.training.settings import PretrainConfig, in_steps
@@ -47,6 +48,8 @@ def checks(
         resources.destination(out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
+        tracker(config),
+        *probed(config, store, train_rows, validation_rows),
         *tokens.budget(config, sample),
         *tokens.masking(config, sample),
     ]

@@ -1,0 +1,44 @@
+"""Those who watch the run: are trackers there and do they answer, does the online probe find its labels?"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from octfm.data.store import Store
+from octfm.errors import OctfmError
+from octfm.training.online_probe import find_cases
+from octfm.training.preflight.check import Check, fail, passed, warn
+from octfm.training.settings import PretrainConfig
+from octfm.training.trackers import missing, reachable
+
+
+def tracker(config: PretrainConfig) -> Check:
+    """metrics.jsonl needs nothing; TensorBoard its package; W&B its package, a key and a server, or to be offline."""
+    tracking = config.tracking
+    if absent := missing(tracking):
+        return fail("tracker", f"{absent[0]} is not installed", f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off")
+    told = ["metrics.jsonl", *(["TensorBoard"] if tracking.tensorboard else [])]
+    if tracking.wandb is None:
+        return passed("tracker", " and ".join(told))
+    if tracking.wandb == "offline" or os.environ.get("WANDB_MODE") == "offline":
+        return passed("tracker", f"{' and '.join(told)}; Weights & Biases offline, `wandb sync` uploads it later")
+    if why := reachable():
+        return warn("tracker", f"Weights & Biases cannot be reached ({why})", "set tracking.wandb=offline and `wandb sync` later")
+    netrc = Path.home() / ".netrc"
+    if not os.environ.get("WANDB_API_KEY") and not (netrc.is_file() and "wandb" in netrc.read_text()):
+        return warn("tracker", "Weights & Biases answers, but no key is set", "run `wandb login`, or set tracking.wandb=offline")
+    return passed("tracker", f"{' and '.join(told)}; Weights & Biases answers")
+
+
+def probed(config: PretrainConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> list[Check]:
+    """The labelled volumes of the online probe; nothing to say when none was asked for (F12)."""
+    try:
+        cases = find_cases(config.probe, store, train_rows, validation_rows)
+    except OctfmError as error:
+        measured, _, advice = str(error).partition("; ")
+        return [fail("online probe", measured, advice or "set probe.target=null to train without it")]
+    if cases is None:
+        return []
+    kind = f"{len(cases.classes)} classes" if cases.classes else "a number"
+    return [passed("online probe", f"{cases.target} ({kind}): {len(cases.train)} training and {len(cases.held_out)} validation volumes")]

@@ -1,0 +1,59 @@
+"""Says what a run is waiting for when no step finishes: silence for minutes is how the prototype hid a dead data path (F8)."""
+
+import threading
+import time
+from collections.abc import Callable
+
+ADVICE = {
+    "data": "reading volumes takes this long: use a local prepared store, and see the forecast of octfm doctor",
+    "the first step": "kernels are chosen and compiled on first use; if it stays like this the device hangs or the step is too large",
+    "the device": "a step takes this long or the device hangs: see volumes_per_s and octfm doctor's forecast",
+    "validation": "or for a checkpoint being written: lower validation_volumes, or validate and save less often",
+}
+
+
+class Waiting:
+    """A thread that speaks up after `deadline_s` without a finished step, then at twice, four times, ... the deadline."""
+
+    def __init__(self, deadline_s: float, tell: Callable[[str, float, str], None]):
+        """`tell(what, seconds, sentence)` is called from the thread."""
+        self.deadline_s, self._tell = deadline_s, tell
+        self._changed, self._closed = threading.Condition(), False
+        self._what, self._since, self._steps = "data", time.monotonic(), 0
+        self._thread = threading.Thread(target=self._watch, name="octfm-waiting", daemon=True)
+
+    def start(self) -> None:
+        self._since = time.monotonic()
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def for_(self, what: str) -> None:
+        """From now on it waits for `data` or `the device`."""
+        self._what = "the first step" if what == "the device" and self._steps == 0 else what
+
+    def done(self) -> None:
+        """A step is finished."""
+        with self._changed:
+            self._steps += 1
+            self._what, self._since = "validation", time.monotonic()
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        patience = self.deadline_s
+        with self._changed:
+            steps = self._steps
+            while not self._closed:
+                if steps != self._steps:
+                    steps, patience = self._steps, self.deadline_s
+                waited = time.monotonic() - self._since
+                if waited < patience:
+                    self._changed.wait(patience - waited)
+                    continue
+                what, patience = self._what, 2 * patience
+                first = "no step has finished yet" if steps == 0 else f"no step has finished after step {steps}"
+                self._tell(what, waited, f"{first}: waiting for {what} for {waited:.0f} s; {ADVICE[what]}")

@@ -1,0 +1,147 @@
+"""The probe that chooses checkpoints: it sees what is there, it never sees a test participant, and training does not feel it."""
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.data.loader import select
+from octfm.errors import ConfigError
+from octfm.training import online_probe as probe
+from octfm.training import pretrain as loop
+from octfm.training.checkpoint_writer import best_step
+from octfm.training.online_probe import Cases, OnlineProbeConfig, find_cases
+from octfm.training.pretrain import pretrain
+from small_store import prepared_eye, small_preprocessing, small_store
+from test_pretrain import config, final, quiet, rows
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="module")
+def labels(store, tmp_path_factory):
+    """Depth of the band: a property of the image, and one class of two made from it."""
+    path = tmp_path_factory.mktemp("labels") / "labels.tsv"
+    lines = ["participant_id\tlaterality\tdepth\tside"]
+    for row in store.rows:
+        depth = float(prepared_eye(row.index, small_preprocessing()).band[0].mean())
+        lines.append(f"{row.participant}\t{row.laterality}\t{depth:.3f}\t{'deep' if depth > 17 else 'shallow'}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def cases_of(store, **settings):
+    return find_cases(OnlineProbeConfig(**settings), store, select(store, "train"), select(store, "val"))
+
+
+def test_labels_join_by_id_and_kinds_are_told_apart(store, labels):
+    number = cases_of(store, target="depth", labels=str(labels))
+    assert number.classes == () and number.metric == "r2" and len(number.train) == 16 and len(number.held_out) == 4
+    expected = [round(float(prepared_eye(int(row), small_preprocessing()).band[0].mean()), 3) for row in number.train]
+    np.testing.assert_allclose(number.train_label, expected, atol=1e-3)
+    sided = cases_of(store, target="side", labels=str(labels))
+    assert sided.classes == ("deep", "shallow") and sided.metric == "balanced_accuracy" and sided.chance == 0.5
+
+
+def test_no_target_no_probe(store):
+    assert cases_of(store) is None
+
+
+def test_F12_a_test_participant_never_chooses_a_checkpoint(store, labels):
+    test_rows = select(store, "test")
+    for train, held_out in ((test_rows, select(store, "val")), (select(store, "train"), test_rows)):
+        with pytest.raises(ConfigError, match=r"of split test, expected (train|val): it would leak"):
+            find_cases(OnlineProbeConfig(target="depth", labels=str(labels)), store, train, held_out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"target": "nothing"}, r"0 training and 0 validation volumes .* set probe\.labels, or one of the store's own: study_group"),
+     ({"target": "study_group"}, "every training volume has the label healthy")],
+)  # fmt: skip
+def test_a_probe_that_cannot_be_made_is_named(store, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        cases_of(store, **settings)
+
+
+def test_a_probe_that_cannot_be_made_is_a_row_of_the_doctor(store):
+    from octfm.training.preflight.tracker import probed
+
+    rows = select(store, "train"), select(store, "val")
+    (found,) = probed(config(probe={"target": "study_group"}), store, *rows)
+    assert found.status == "FAIL" and "name a target that differs" in found.advice
+    assert probed(config(), store, *rows) == []
+
+
+def made_up(kind, informative, n=80, width=24, seed=0):
+    """Vectors with or without the label in one direction of them."""
+    rng = np.random.default_rng(seed)
+    x, x_new = rng.normal(size=(n, width)), rng.normal(size=(n, width))
+    hidden, hidden_new = rng.normal(size=n), rng.normal(size=n)
+    if informative:
+        x[:, 3], x_new[:, 3] = 2 * hidden, 2 * hidden_new
+    if kind == "number":
+        y, y_new, classes = hidden, hidden_new, ()
+    else:
+        cut = (-1.0, 0.5)
+        y, y_new, classes = np.digitize(hidden, cut), np.digitize(hidden_new, cut), ("a", "b", "c")
+    return Cases("y", np.arange(n), np.arange(n), y, y_new, classes), x, x_new
+
+
+@pytest.mark.parametrize(("kind", "good", "chance"), [("number", 0.9, 0.0), ("classes", 0.75, 1 / 3)])
+def test_readouts_find_what_is_there_and_nothing_else(kind, good, chance):
+    cases, x, x_new = made_up(kind, True)
+    assert probe._score(cases, probe._ridge(cases, x, x_new)) > good
+    assert probe._score(cases, probe._neighbours(cases, x, x_new)) > chance + 0.05
+    chances = [probe._score(c, probe._ridge(c, a, b)) for c, a, b in (made_up(kind, False, seed=s) for s in range(5))]
+    assert abs(np.mean(chances) - chance) < 0.12
+
+
+def test_ridge_equals_the_textbook_form():
+    cases, x, x_new = made_up("number", True, n=30, width=5)
+    centred, y = x - x.mean(0), cases.train_label
+    answers = []
+    for penalty in probe.PENALTIES:
+        fitted = np.linalg.solve(centred.T @ centred + penalty * np.eye(5), centred.T @ (y - y.mean()))
+        answers.append((x_new - x.mean(0)) @ fitted + y.mean())
+    found = probe._ridge(cases, x, x_new)[:, 0]
+    assert min(np.abs(found - answer).max() for answer in answers) < 1e-9
+
+
+def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
+    """One definition of a feature: the online probe and the reported one look at the same vectors."""
+    from octfm.evaluation.encoder import load_encoder
+
+    monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
+    run = pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
+    encoder = load_encoder(run)
+    chosen = select(store, "val")
+    found = probe.tissue_means(encoder.network, lambda grid: 64, (2, 8, 8), store, encoder.runtime, chosen, 3)
+    np.testing.assert_allclose(found, encoder.embed_arrays(store.read(chosen)), rtol=1e-5, atol=1e-6)
+
+
+def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_feel_it(store, labels, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
+    scores = iter([0.1, 0.6, 0.3])
+    monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)
+    monkeypatch.setattr(probe, "_neighbours", lambda cases, x, x_new: x_new)
+    pending = []
+
+    def score(cases, predicted):
+        if pending:
+            return pending.pop()
+        pending.append(0.0)  # the second reading of a row is the nearest neighbours'
+        return next(scores)
+
+    monkeypatch.setattr(probe, "_score", score)
+    settings = config(keep_checkpoints=1, probe={"target": "depth", "labels": str(labels)})
+    run = pretrain(settings, store, tmp_path / "probed", echo=quiet)
+    found = rows(run, "probe")
+    assert [(row["step"], row["score"]) for row in found] == [(2, 0.1), (5, 0.6), (7, 0.3)]
+    assert found[0]["metric"] == "r2" and found[0]["train_volumes"] == 16
+    assert best_step(run / "checkpoints") == 6
+    assert sorted(p.name for p in (run / "checkpoints").glob("*.pt")) == ["step-00000006.pt", "step-00000008.pt"]
+    plain = pretrain(config(keep_checkpoints=1), store, tmp_path / "plain", echo=quiet)
+    assert all(torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True))
