@@ -61,7 +61,7 @@ def load_prototype_encoder(
     kernel = state["patch_embed.weight"]
     if kernel.ndim != 5 or kernel.shape[1] != 1:
         raise CheckpointError(f"{path}: patch_embed.weight: expected [D, 1, d, h, w] of a Conv3d on one channel, got {list(kernel.shape)}")
-    width, patch = int(kernel.shape[0]), tuple(int(n) for n in kernel.shape[2:])
+    width, patch = int(kernel.shape[0]), (int(kernel.shape[2]), int(kernel.shape[3]), int(kernel.shape[4]))
     depth = 1 + max((int(name.split(".")[1]) for name in state if name.startswith("blocks.")), default=-1)
     hidden = state.get("blocks.0.mlp.0.weight")
     try:

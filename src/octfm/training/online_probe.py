@@ -89,7 +89,7 @@ def find_cases(config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, 
         return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], ())
     classes = tuple(sorted({str(text) for text in train_text}))
     if len(classes) < 2:
-        raise ConfigError(f"probe.target {config.target}: every training volume has the label {classes[0]}; name a target that differs")
+        raise ConfigError(f"probe.target {config.target}: every training volume has the label {train_text[0]}; name a target that differs")
     known_class = np.array([text in classes for text in held_out_text])
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
