@@ -196,8 +196,8 @@ def test_speckle_is_as_large_as_the_point_spread_function_and_independent_betwee
 
 @pytest.mark.parametrize("scanner", SCANNERS.values(), ids=lambda scanner: scanner.name)
 def test_speckle_of_every_scanner_has_its_looks_and_the_size_of_its_point_spread_function(scanner):
-    """At the instrument's own sampling: contrast 1/√looks, and an autocovariance whose full width at half maximum is √2 times the point spread
-    function's, however many looks were averaged."""
+    """At the instrument's own sampling: contrast 1/√looks, and an autocovariance whose full width at half maximum is √2 times
+    the point spread function's, however many looks were averaged."""
     _, height, width = scanner.vendor_size
     _, dy, dx = (1000 * mm for mm in scanner.spacing_mm(scanner.vendor_size))
     psf_um, pixel_um = (scanner.axial_psf_um, scanner.lateral_psf_um), (dy, dx)

@@ -1,6 +1,7 @@
 """What the instrument's light does to a reflectivity: point-spread function, speckle, detector noise, log compression."""
 
 from functools import cache
+from itertools import pairwise
 from math import exp
 
 import numpy as np
@@ -41,7 +42,8 @@ def _field(rng: np.random.Generator, shape: tuple[int, int, int], sigma: tuple[f
 
 @cache
 def _narrower(sigma: float) -> float:
-    """Width of the filter that gives one real field the covariance exp(-d² / 2σ²) at d = 1, where a complex field of width σ has its square.
+    """Width of the filter that gives one real field the covariance exp(-d² / 2σ²) at d = 1, which is the square of the
+    complex field's of width σ.
 
     σ/√2 for wide filters; a sampled Gaussian narrower than a pixel decorrelates too fast. Rounded, so that any libm gives the same bytes.
     """
@@ -51,7 +53,7 @@ def _narrower(sigma: float) -> float:
     for _ in range(40):
         middle = 0.5 * (low + high)
         weights = [exp(-0.5 * (k / middle) ** 2) for k in range(-8, 9)] if middle > 0.05 else [1.0]
-        covariance = sum(a * b for a, b in zip(weights, weights[1:], strict=False)) / sum(w * w for w in weights)
+        covariance = sum(a * b for a, b in pairwise(weights)) / sum(w * w for w in weights)
         low, high = (middle, high) if covariance < wanted else (low, middle)
     return round(high, 3)
 
