@@ -225,6 +225,18 @@ def pretrain(
 
 
 @app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="Run folder, of a run that is going on or done.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and return, for scripts.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
+) -> None:
+    """A live dashboard in the terminal: curves, verdicts in words, what happened, time to go."""
+    from octfm.report.watch import watch as follow
+
+    follow(run, once=once, every_s=every)
+
+
+@app.command()
 def embed(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
     store: Annotated[Path, typer.Option(help="Prepared store to embed.")] = Path("prepared"),

@@ -99,6 +99,7 @@ def training_charts(sources: Sources) -> list[Chart]:
             _lines(train, {"teacher_step": "last update", "teacher_distance": "distance to encoder"}),
             log=True,
         ),
+        _online_probe(sources),
         _chart("Learning rate", "One warm-up, one decay: a second rise would be a fault.", _lines(train, {"lr": "learning rate"})),
         _chart(
             "Weight decay",
@@ -185,6 +186,42 @@ def _chart(
             axes.legend(loc="best")
         last = "; ".join(f"{line.label} {line.values[-1]:.3g} at step {line.steps[-1]:.0f}" for line in lines)
         svg = to_svg(figure, key, f"{title}. Last values: {last}")
+    return Chart(title, caption, svg)
+
+
+def _online_probe(sources: Sources) -> Chart | None:
+    """What frozen features are worth over the run (left axis), against the SSL loss (right axis); the best state is marked."""
+    rows = sources.online
+    steps, score = series(rows, "score")
+    if not len(steps):
+        return None
+    metric = {"balanced_accuracy": "balanced accuracy", "r2": "R²"}.get(rows[-1]["metric"], rows[-1]["metric"])
+    title, key = f"Online probe: {plain(rows[-1]['target'])}", "online-probe"
+    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+        figure = Figure(figsize=(4.2, 2.35), layout="constrained")
+        axes = figure.subplots()
+        _draw(axes, Line(metric, steps, score, points=True), 0)
+        _draw(axes, Line("nearest neighbours", *series(rows, "knn"), points=True), 2)
+        best = int(score.argmax())
+        axes.plot([steps[best]], [score[best]], "o", markersize=10, markerfacecolor="none", color=SERIES[0])
+        axes.set_xlabel("step")
+        axes.set_ylabel(metric)
+        loss = series(sources.validation, "masked_over_baseline")
+        if len(loss[0]):
+            other = axes.twinx()
+            other.spines["right"].set_visible(True)
+            other.grid(visible=False)
+            _draw(other, Line("held-out loss (right)", *loss), 1)
+            other.set_ylabel("loss over baseline")
+            handles = [h for part in (axes, other) for h in part.get_legend_handles_labels()[0]]
+        else:
+            handles = axes.get_legend_handles_labels()[0]
+        figure.legend(handles, [str(h.get_label()) for h in handles], loc="outside upper left", ncols=3)
+        svg = to_svg(figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}")
+    caption = (
+        "What frozen features tell about validation participants, while the run went on. The ring marks the checkpoint to take. "
+        "The SSL loss is shown beside it because the two often disagree; the loss never chooses."
+    )
     return Chart(title, caption, svg)
 
 

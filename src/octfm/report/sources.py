@@ -24,6 +24,8 @@ class Sources:
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     health: list[dict[str, Any]]
+    online: list[dict[str, Any]]
+    """Rows of the online probe."""
     probe: dict[str, Any] | None
     catalog: Catalog | None
     store: Store | None
@@ -45,6 +47,7 @@ def gather(run: Path, catalog: Path | None, store: Path | None) -> Sources:
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
         health=[row for row in rows if row.get("kind") in ("health", "incident")],
+        online=[row for row in rows if row.get("kind") == "probe"],
         probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
         catalog=Catalog.load(catalog) if catalog is not None else None,
         store=Store.open(store) if store is not None else None,

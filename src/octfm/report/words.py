@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from octfm.report.sources import Sources, number, series
 
 METRICS = {"auroc": "AUROC", "balanced_accuracy": "balanced accuracy", "r2": "R²"}
@@ -80,13 +82,14 @@ def subtitle(sources: Sources) -> str:
 
 
 def five_lines(sources: Sources) -> list[tuple[str, str]]:
-    """Data, preparation, training, probe, health: a label and a sentence each."""
+    """Data, preparation, training, probe, health, and the checkpoint to take where an online probe ran: a label and a sentence each."""
     return [
         ("Data", _data(sources)),
         ("Preparation", _preparation(sources)),
         ("Training", _training(sources)),
         ("Probe", _probe(sources.probe)),
         ("Health", _health(sources)),
+        *([("Checkpoint", advice)] if (advice := checkpoint_advice([*sources.online, *sources.validation])) else []),
     ]
 
 
@@ -100,6 +103,28 @@ def latest_health(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     order = {"bad": 0, "watch": 1, "ok": 2}
     found = [{**row, "counts": dict(counts[what])} for what, row in latest.items()]
     return sorted(found, key=lambda row: order.get(row["verdict"], 0))
+
+
+def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
+    """Which checkpoint the online probe would take, and whether the SSL loss agrees; empty without a probe."""
+    probed = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
+    if not probed:
+        return ""
+    best = max(probed, key=lambda row: number(row["score"]))
+    metric, step = METRICS.get(best["metric"], best["metric"]), int(best["step"])
+    text = f"Take step-{step + 1:08d}.pt: frozen features predict {best['target']} best there ({metric} {number(best['score']):.2f}"
+    text += f", chance {number(best['chance']):.2f})." if best.get("chance") else ")."
+    if number(best["score"]) <= number(best.get("chance", 0)):
+        return f"{text} No probed state is better than chance: do not trust any of them yet."
+    held_out = [row for row in rows if row.get("kind") == "validation" and np.isfinite(number(row.get("masked_over_baseline")))]
+    if not held_out:
+        return text
+    lowest = min(held_out, key=lambda row: number(row["masked_over_baseline"]))
+    span = max(int(row["step"]) for row in [*probed, *held_out]) + 1
+    if abs(int(lowest["step"]) - step) > 0.2 * span:
+        text += f" The SSL loss disagrees: it is lowest at step {int(lowest['step']) + 1}."
+        text += " Trust the probe; the loss says nothing about features."
+    return text
 
 
 def _data(sources: Sources) -> str:

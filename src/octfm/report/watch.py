@@ -1,0 +1,156 @@
+"""A live dashboard of a run in the terminal, from its metrics.jsonl alone: curves as sparklines, verdicts in words, time to go."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.report.sources import number, series
+from octfm.report.words import checkpoint_advice, latest_health
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+CURVES = (
+    ("train", "masked_over_baseline", "masked loss / baseline", "{:.3f}"),
+    ("validation", "masked_over_baseline", "the same, held out", "{:.3f}"),
+    ("probe", "score", "online probe", "{:.3f}"),
+    ("train", "effective_rank", "effective rank", "{:.1f}"),
+    ("train", "grad_norm", "gradient norm", "{:.2f}"),
+    ("train", "lr", "learning rate", "{:.1e}"),
+    ("train", "volumes_per_s", "volumes per second", "{:.3g}"),
+    ("train", "data_wait_share", "waiting for data", "{:.0%}"),
+)
+COLOURS = {"ok": "green", "watch": "yellow", "bad": "bold red"}
+
+
+@dataclass
+class Follower:
+    """Rows of a growing metrics.jsonl; a line that is still being written waits, and a file that was cut back is read again."""
+
+    path: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+    _file: int = -1
+
+    def update(self) -> list[dict[str, Any]]:
+        """All rows by now."""
+        if not self.path.is_file():
+            return self.rows
+        state = self.path.stat()
+        if state.st_ino != self._file or state.st_size < self._read:
+            self.rows, self._read, self._file = [], 0, state.st_ino
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a line that a full disk tore apart
+            if isinstance(row, dict) and "kind" in row and "step" in row:
+                self.rows.append(row)
+        return self.rows
+
+
+def watch(run: Path, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
+    """Show the dashboard of a run folder until it is finished or interrupted; `once` prints it and returns."""
+    from rich.console import Console
+    from rich.live import Live
+
+    run = Path(run)
+    if not (run / "run.json").is_file():
+        raise EvaluationError(f"{run}: expected a run folder with a run.json; start one with octfm pretrain")
+    console, follower, steps = console or Console(), Follower(run / "metrics.jsonl"), planned_steps(run)
+    if once:
+        console.print(dashboard(run.resolve().name, follower.update(), steps))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            rows = follower.update()
+            live.update(dashboard(run.resolve().name, rows, steps), refresh=True)
+            if last_step(rows) + 1 >= steps:
+                return
+            time.sleep(every_s)
+
+
+def planned_steps(run: Path) -> int:
+    """Length of the run, from its config.yaml."""
+    import yaml
+
+    return int(yaml.safe_load((run / "config.yaml").read_text())["steps"])
+
+
+def last_step(rows: list[dict[str, Any]]) -> int:
+    return max((int(row["step"]) for row in rows if row["kind"] == "train"), default=-1)
+
+
+def seconds_left(rows: list[dict[str, Any]], steps: int) -> float | None:
+    """From the pace of the last twenty logged steps; None before there is one. A pause between two processes does not count."""
+    at = [(int(row["step"]), number(row.get("time"))) for row in rows if row["kind"] == "train"][-20:]
+    paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(at) if b[0] > a[0]]
+    return float(np.median(paces)) * max(0, steps - 1 - at[-1][0]) if paces else None
+
+
+def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
+    """Finite values as bars, the lowest and highest of them as the ends of the scale; each bar is the median of its share."""
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return ""
+    parts = np.array([np.median(part) for part in np.array_split(values, min(width, len(values)))])
+    low, high = parts.min(), parts.max()
+    level = np.zeros(len(parts), int) if high <= low else ((parts - low) / (high - low) * (len(BARS) - 1)).round().astype(int)
+    return "".join(BARS[i] for i in level)
+
+
+def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableType":
+    """One screen: progress, curves, verdicts, what happened."""
+    from rich import box
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    done = last_step(rows) + 1
+    left = seconds_left(rows, steps)
+    state = (
+        "finished"
+        if done >= steps
+        else "nothing logged yet"
+        if not done
+        else "pace not known yet"
+        if left is None
+        else f"{_duration(left)} to go"
+    )
+    head = Table.grid(padding=(0, 2))
+    head.add_row(Text(name, style="bold"), ProgressBar(total=steps, completed=done, width=30), f"step {done:,} of {steps:,}", state)
+    curves = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for kind, key, title, form in CURVES:
+        values = series([row for row in rows if row["kind"] == kind], key)[1]
+        if len(values):
+            curves.add_row(title, Text(sparkline(values), style="cyan"), form.format(values[-1]))
+    verdicts = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for row in latest_health([row for row in rows if row["kind"] == "health"]):
+        verdicts.add_row(Text(row["verdict"], style=COLOURS.get(row["verdict"], "")), row["what"], Text(row["sentence"]))
+    parts: list[RenderableType] = [head, curves, verdicts]
+    told = [row for row in rows if row["kind"] in ("incident", "checkpoint", "waiting", "tracker")][-4:]
+    parts += [Text(f"step {row['step']}: {row['sentence']}", style="yellow") for row in told]
+    if advice := checkpoint_advice(rows):
+        parts.append(Text(advice, style="bold"))
+    return Group(*parts)
+
+
+def _duration(seconds: float) -> str:
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 86400:.3g} days"

@@ -1,0 +1,106 @@
+"""The dashboard follows a growing file, tells time to go, and names the checkpoint to take."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from octfm.errors import EvaluationError
+from octfm.report.html import write_report
+from octfm.report.watch import Follower, seconds_left, sparkline, watch
+from octfm.report.words import checkpoint_advice
+from run_folder import write_run
+
+
+def probe_rows(*scores, metric="r2", chance=0.0):
+    return [
+        {"kind": "probe", "step": 100 * i + 99, "target": "cst_um", "metric": metric, "score": s, "knn": s / 2, "chance": chance}
+        for i, s in enumerate(scores)
+    ]
+
+
+def append(path, *rows):
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_growing_file_is_followed_and_a_torn_line_waits(tmp_path):
+    path, follower = tmp_path / "metrics.jsonl", None
+    follower = Follower(path)
+    assert follower.update() == []
+    append(path, {"kind": "train", "step": 0})
+    assert [row["step"] for row in follower.update()] == [0]
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert len(follower.update()) == 1
+    with path.open("a") as file:
+        file.write('ep": 1}\n')
+    assert [row["step"] for row in follower.update()] == [0, 1]
+
+
+def test_a_file_that_a_resumed_run_cut_back_is_read_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, *({"kind": "train", "step": i} for i in range(9)))
+    follower = Follower(path)
+    follower.update()
+    partial = tmp_path / "metrics.partial"
+    append(partial, *({"kind": "train", "step": i} for i in range(3)))
+    partial.replace(path)
+    append(path, {"kind": "train", "step": 3})
+    assert [row["step"] for row in follower.update()] == [0, 1, 2, 3]
+
+
+def test_time_to_go_ignores_the_night_between_two_processes():
+    rows = [{"kind": "train", "step": 10 * i, "time": 20.0 * i + (30_000 if i > 5 else 0)} for i in range(11)]
+    assert seconds_left(rows, 201) == pytest.approx(200.0)
+    assert seconds_left(rows[:1], 201) is None
+
+
+def test_sparklines_have_shape():
+    assert sparkline(np.arange(8.0), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(np.ones(3)) == "▁▁▁" and sparkline(np.array([np.nan])) == ""
+    assert len(sparkline(np.random.default_rng(0).normal(size=5000))) == 40
+
+
+def test_once_prints_curves_verdicts_and_advice(tmp_path):
+    run = write_run(tmp_path)
+    append(run / "metrics.jsonl", *probe_rows(0.1, 0.5, 0.4))
+    out = io.StringIO()
+    watch(run, once=True, console=Console(file=out, width=120))
+    told = out.getvalue()
+    for expected in ("step 399 of 400", "masked loss / baseline", "effective rank", "watch", "low", "Take step-00000200.pt", "█"):
+        assert expected in told, expected
+
+
+def test_watching_a_finished_run_returns(tmp_path):
+    run = write_run(tmp_path, steps=401)
+    out = io.StringIO()
+    watch(run, console=Console(file=out, width=120))
+    assert "finished" in out.getvalue()
+
+
+def test_no_run_is_named(tmp_path):
+    with pytest.raises(EvaluationError, match="expected a run folder"):
+        watch(tmp_path, once=True)
+
+
+def test_F12_the_probe_chooses_and_says_when_the_loss_disagrees():
+    """The SSL loss was lowest in the first epoch while features kept getting better."""
+    loss = [{"kind": "validation", "step": 100 * i + 99, "masked_over_baseline": v} for i, v in enumerate((0.5, 0.6, 0.7, 0.8))]
+    told = checkpoint_advice([*probe_rows(0.1, 0.2, 0.3, 0.4), *loss])
+    assert told.startswith("Take step-00000400.pt") and "lowest at step 100. Trust the probe" in told
+    agree = checkpoint_advice([*probe_rows(0.1, 0.2, 0.3, 0.4), *({**row, "masked_over_baseline": -i} for i, row in enumerate(loss))])
+    assert "disagrees" not in agree
+    assert checkpoint_advice(loss) == ""
+    assert "do not trust any" in checkpoint_advice(probe_rows(0.4, 0.45, metric="balanced_accuracy", chance=0.5))
+
+
+def test_report_plots_the_probe_against_the_loss_and_names_the_checkpoint(tmp_path):
+    run = write_run(tmp_path)
+    plain = write_report(run, tmp_path / "plain.html").read_text()
+    assert "Online probe" not in plain and "Take step-" not in plain
+    append(run / "metrics.jsonl", *probe_rows(0.1, 0.5, 0.4))
+    page = write_report(run, tmp_path / "report.html").read_text()
+    assert "Online probe: cst um" in page and "held-out loss (right)" in page and "Take step-00000200.pt" in page
