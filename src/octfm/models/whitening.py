@@ -10,12 +10,17 @@ from torch import Tensor, nn
 
 
 class Whitening(nn.Module):
-    """ZCA whitening of each level's features from moments over the last updates; a batch does not influence its own goals.
+    """ZCA whitening of each level's features from moments of the last updates; a batch does not influence its own goals.
 
     Moments are gathered over all micro-batches of an update and applied from the next one on: how a batch is split changes nothing.
     """
 
-    def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 1, refresh: int = 10):
+    mean_LD: Tensor
+    moment_LDD: Tensor
+    matrix_LDD: Tensor
+    updates: Tensor
+
+    def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 5, refresh: int = 10):
         """`shrinkage` is added to the eigenvalues, as a share of their mean; `window` is the memory of the moments in updates."""
         super().__init__()
         self.shrinkage, self.window, self.refresh = shrinkage, window, refresh
