@@ -72,9 +72,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Whether this error says that memory could not be had: on CUDA by its type, on CPU by the allocator's words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc")
-    )
+    # The last two are oneDNN's, whose own allocations fail without saying so.
+    words = ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc", "could not create a primitive", "could not create a memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:

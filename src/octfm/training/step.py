@@ -63,7 +63,7 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         # Outside the handler, where the failed pass's tensors are not held any more.
         learner.optimizer.zero_grad(set_to_none=True)
         learner.runtime.release()

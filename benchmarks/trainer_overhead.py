@@ -1,0 +1,115 @@
+"""What checkpoints and health monitors cost beside training: `python benchmarks/trainer_overhead.py [--steps 6]`.
+
+Trains ViT-S/12 (config vit_s) on random voxels with steps of a second or more, all in one process on this machine, and prints
+each cost as a share of run time at the default settings: checkpoints every `ckpt_every_steps`, a look every `health.check_every_steps`.
+The aims (issue D) are <= 1 % for checkpoints and <= 2 % for monitors. Times are medians; `before` and `while` writing are compared
+in the same minute, since other work on the machine moves both.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from octfm.data.loader import Batch
+from octfm.data.preprocessing import Preprocessing
+from octfm.training import monitors
+from octfm.training.checkpoint_writer import CheckpointWriter, Retention
+from octfm.training.learner import Learner
+from octfm.training.measure import Before, train_row
+from octfm.training.runtime import start
+from octfm.training.settings import load_config
+from octfm.training.step import accumulate
+
+SIZE = (32, 192, 192)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--steps", type=int, default=6)
+    arguments.add_argument("--volumes", type=int, default=4)
+    arguments.add_argument("--micro-batch", type=int, default=4)
+    chosen = arguments.parse_args()
+    config = load_config(
+        "vit_s",
+        (
+            "precision=fp32",
+            f"data.global_batch_size={chosen.volumes}",
+            f"data.per_device_batch_size={chosen.micro_batch}",
+            "masks.budget=384",
+        ),
+    )
+    learner = Learner(config, Preprocessing(image_size=SIZE, target_spacing=(0.19, 0.0104, 0.031)), start("fp32", "cpu"))
+    batch = random_batch(chosen.volumes)
+
+    def step(look: bool = False) -> float:
+        begun = time.perf_counter()
+        done = accumulate(learner, batch, 0.5, everything=look)
+        grad_norm = torch.nn.utils.clip_grad_norm_(learner.decayed + learner.free, config.clip_grad_norm)
+        loss = float(torch.cat([d.masked_loss_B for d in done]).mean())
+        if look:
+            monitors.step_findings(config, learner.state, done, batch.index, loss, float(grad_norm))
+        before = Before.update(learner) if look else None
+        learner.optimizer.step()
+        learner.model.update_target(0.999)
+        learner.state = learner.state.accept(loss, float(grad_norm), config.health.window)
+        if before is not None:
+            monitors.row_findings(config.health, learner.state, train_row(learner, done, before, 0.999), config.model.width)
+        return time.perf_counter() - begun
+
+    for _ in range(2):
+        step()
+    pairs = [(step(), step(look=True)) for _ in range(chosen.steps)]
+    plain = statistics.median(p for p, _ in pairs)
+    look = statistics.median(b - a for a, b in pairs)
+    state = learner.state
+    for _ in range(config.health.window):
+        state = state.accept(0.5, 1.0, config.health.window)
+    begun = time.perf_counter()
+    for _ in range(100):
+        monitors.spike(config.health, state, 0.5, 1.0)
+    every = (time.perf_counter() - begun) / 100
+    share = (look / config.health.check_every_steps + every) / plain
+    print(
+        f"step {plain:.2f} s; a look costs {look:.3f} s, every {config.health.check_every_steps} steps; spike detector {every * 1e3:.2f} ms"
+    )
+    print(f"monitors: {share:.2%} of run time (a look at every logged step is part of logging, too)")
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = CheckpointWriter([Path(folder)], Retention(2))
+        content = learner.content({"git": {}, "environment": {}}, "fingerprint", {"key": "", "hashes": []})
+        held, slower, wall = [], [], []
+        for number in range(3):
+            before = step()
+            begun = time.perf_counter()
+            writer.save(number, content)
+            held.append(time.perf_counter() - begun)
+            while not writer._in_flight.done():
+                slower.append(step() - before)
+            writer.wait()
+            wall.append(time.perf_counter() - begun)
+        size = max(path.stat().st_size for path in Path(folder).glob("*.pt")) / 1e6
+        writer.close()
+    cost = statistics.median(held) + max(0.0, sum(slower) / 3)
+    print(f"checkpoint of {size:.0f} MB: loop held for {statistics.median(held):.3f} s, written after {statistics.median(wall):.2f} s")
+    print(f"steps while writing were longer by {sum(slower) / 3:+.2f} s per checkpoint")
+    print(
+        f"checkpoints: {cost / (config.ckpt_every_steps * plain):.3%} of run time, one every {config.ckpt_every_steps} steps of {plain:.2f} s"
+    )
+
+
+def random_batch(volumes: int) -> Batch:
+    d, h, w = SIZE
+    rng = np.random.default_rng(0)
+    band = np.stack([np.full((volumes, d, w), 0.3 * h), np.full((volumes, d, w), 0.6 * h)], axis=1).astype(np.float32)
+    valid = np.stack([np.zeros((volumes, d, w)), np.full((volumes, d, w), h)], axis=1).astype(np.int16)
+    index = np.arange(volumes)
+    return Batch(rng.integers(0, 255, (volumes, d, h, w), dtype=np.uint8), band, valid, index, index, ("triton",) * volumes, 0.0)
+
+
+if __name__ == "__main__":
+    main()

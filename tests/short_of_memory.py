@@ -1,0 +1,47 @@
+"""Trains under an allocation limit: `python short_of_memory.py STORE OUT [BYTES]`, for tests/test_memory.py.
+
+From the first step on the process may allocate BYTES more than it has (RLIMIT_AS, so malloc itself fails). Without BYTES there is no
+limit, and what the steps needed is printed.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+from octfm.data.store import Store
+from octfm.training import pretrain as loop
+from octfm.training.settings import PretrainConfig
+from test_pretrain import TINY
+
+SETTINGS = {
+    "steps": 2,
+    "data": {"global_batch_size": 32, "per_device_batch_size": 32, "prefetch": 0},
+    "model": {"patch_size": [2, 8, 8], "width": 192, "depth": 4, "heads": 3},
+    "masks": {"budget": 128},
+    "ckpt_every_steps": 100,
+}
+
+
+def size(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def main() -> None:
+    store, out, allowed = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
+    accumulate, before = loop.accumulate, []
+
+    def limited(learner, *args, **kwargs):
+        if not before:
+            before.append(size("VmSize"))
+            if allowed is not None:
+                resource.setrlimit(resource.RLIMIT_AS, (before[0] + allowed, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        return accumulate(learner, *args, **kwargs)
+
+    loop.accumulate = limited
+    loop.pretrain(PretrainConfig.model_validate(TINY | SETTINGS), Store.open(store), out, "cpu")
+    print("needed", size("VmPeak") - before[0])
+
+
+if __name__ == "__main__":
+    main()
