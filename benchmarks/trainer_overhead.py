@@ -97,9 +97,8 @@ def main() -> None:
     cost = statistics.median(held) + max(0.0, sum(slower) / 3)
     print(f"checkpoint of {size:.0f} MB: loop held for {statistics.median(held):.3f} s, written after {statistics.median(wall):.2f} s")
     print(f"steps while writing were longer by {sum(slower) / 3:+.2f} s per checkpoint")
-    print(
-        f"checkpoints: {cost / (config.ckpt_every_steps * plain):.3%} of run time, one every {config.ckpt_every_steps} steps of {plain:.2f} s"
-    )
+    share, every = cost / (config.ckpt_every_steps * plain), config.ckpt_every_steps
+    print(f"checkpoints: {share:.3%} of run time, one every {every} steps of {plain:.2f} s")
 
 
 def random_batch(volumes: int) -> Batch:

@@ -138,6 +138,13 @@ def _tensors(value):
             yield from _tensors(item)
 
 
+def test_a_skipped_step_is_told_as_an_incident_and_not_as_training(store, tmp_path):
+    settings = config(**SMALL | {"steps": 4, "log_every_steps": 1})
+    with sabotage("inf-gradient", 0, until=2):
+        run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert [row["step"] for row in rows(run, "incident")] == [0, 1] and [row["step"] for row in rows(run)] == [2, 3]
+
+
 def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, monkeypatch):
     seen: list[tuple[int, list[int]]] = []
     accumulate = loop.accumulate

@@ -115,6 +115,7 @@ def _train(
             finding = check_rate(step, learner.optimizer.param_groups[0]["lr"]) or monitors.step_findings(
                 config, learner.state, done, batch.index, loss, float(grad_norm)
             )
+            row = {}
             if finding is not None and finding.kind == "step":
                 model.discard_step()
             else:
@@ -129,7 +130,7 @@ def _train(
                     finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
                     learner.state = learner.state.look(row["effective_rank"])
             window.add(batch)
-            if logged and before is not None:
+            if logged and row:
                 row |= window.close(runtime)
                 metrics.write("train", step, **row)
                 _say(metrics, step, config, row | {"step": step, "warmup_steps": schedule.warmup_steps}, echo)
