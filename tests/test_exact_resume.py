@@ -223,7 +223,19 @@ def test_a_version_1_run_goes_on(store, tmp_path):
 
 
 def test_run_state_survives_the_checkpoint(tmp_path):
-    state = RunState(3, ("a",), ("b",), 0.5, 2, (7,), (Rollback(9, 4, "loss spike"),), (0.1, 1 / 3), (2.0,))
+    state = RunState(
+        offset=3,
+        excluded=("a",),
+        suspects=("a", "b"),
+        lr_scale=0.5,
+        micro_batch=2,
+        skips=(7,),
+        doubts=(8,),
+        rollbacks=(Rollback(9, 4, "loss spike"),),
+        losses=(0.1, 1 / 3),
+        grad_norms=(2.0,),
+        ranks=(20.5,),
+    )
     content = {
         "model": {},
         "optimizer": {},
