@@ -5,12 +5,14 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from octfm.data.volume import Volume
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.evaluation.embed import embed_all, embed_store, embedding_files
 from octfm.evaluation.encoder import load_encoder, seen_by
 from octfm.evaluation.maps import save_examples, save_pca
+from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
 from small_store import SIZE, small_preprocessing, small_store
 from test_pretrain import config, quiet
@@ -49,6 +51,16 @@ def test_F15_a_store_prepared_otherwise_is_refused(run, store, tmp_path):
     other.fingerprint = "another"
     with pytest.raises(EvaluationError, match="prepared with other settings"):
         embed_store(load_encoder(run), other, tmp_path, echo=quiet)
+
+
+@pytest.mark.parametrize(("chosen", "taken"), [("target", "target_encoder"), ("context", "encoder")])
+def test_the_encoder_that_is_asked_for_is_frozen(chosen, taken, store, tmp_path):
+    settings = config(steps=3, objective={"frozen": chosen, "target_norm": "whiten"})
+    run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    kept = checkpoint.load(checkpoint.newest(run))["model"]
+    assert not all(torch.equal(kept[n], kept[n.replace("target_encoder.", "encoder.")]) for n in kept if n.startswith("target_encoder."))
+    for name, tensor in load_encoder(run).network.state_dict().items():
+        torch.testing.assert_close(tensor, kept[f"{taken}.{name}"], rtol=0, atol=0)
 
 
 def test_embedding_is_repeatable_and_shaped(run):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import ConfigError
@@ -48,6 +48,7 @@ def test_shrinkage_keeps_noise_from_being_blown_up():
     assert torch.isfinite(goals).all() and goals.std(dim=(0, 1)).max() < 1.5
 
 
+@settings(deadline=None, max_examples=20)
 @given(split=st.integers(1, 599))
 def test_how_a_batch_is_split_changes_nothing(split):
     whole, parts = Whitening(2, WIDTH), Whitening(2, WIDTH)

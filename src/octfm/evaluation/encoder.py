@@ -18,7 +18,7 @@ from octfm.masks import TISSUE, select_tokens, token_map
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training import checkpoint
 from octfm.training.augment import normalise
-from octfm.training.inputs import build_objective
+from octfm.training.inputs import build_objective, frozen_encoder
 from octfm.training.learner import config_of
 from octfm.training.runtime import Runtime, start
 from octfm.training.settings import PretrainConfig
@@ -29,7 +29,7 @@ SELECTION_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """The target encoder of a run with the Preprocessing that its weights expect (F15)."""
+    """The frozen encoder of a run (objective.frozen) with the Preprocessing that its weights expect (F15)."""
 
     network: VisionTransformer3D
     config: PretrainConfig
@@ -108,7 +108,7 @@ def load_encoder(run: str | Path, *, random_init: bool = False, device: str | No
     if not random_init:
         model.load_state_dict(content["model"])
     runtime = start("fp32", device)
-    network = model.target_encoder.to(runtime.device).eval()
+    network = frozen_encoder(config, model).to(runtime.device).eval()
     source = f"{path} at random initialisation" if random_init else str(path)
     return Encoder(network, config, preprocessing, runtime, source, content["fingerprint"])
 

@@ -25,6 +25,9 @@ class ObjectiveConfig(Config):
     target_norm: TargetNorm = "layer"
     """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
     the features in short runs (docs/LOG.md); vjepa2 only."""
+    frozen: Literal["target", "context"] = "target"
+    """Which encoder is frozen for embedding and probing: the average, or the one that learns, which is ahead where a run is too short for
+    its average to follow."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 

@@ -12,7 +12,7 @@ from octfm.masks import TokenMasks, sample_masks, token_grid, token_map
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.objective import TokenIndex
-from octfm.models.vit3d import TokenGrid, take_patches
+from octfm.models.vit3d import TokenGrid, VisionTransformer3D, take_patches
 from octfm.training import augment
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
@@ -40,6 +40,11 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> JEP
     if config.objective.name == "data2vec":
         return Data2Vec(config.model, grid)
     return JEPA(config.model, config.predictor, grid, config.objective.target_levels, config.objective.target_norm)
+
+
+def frozen_encoder(config: PretrainConfig, model: JEPA | Data2Vec) -> VisionTransformer3D:
+    """The encoder that is embedded and probed with."""
+    return model.encoder if config.objective.frozen == "context" else model.target_encoder
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, monitors, preflight
 from octfm.training.checkpoint_writer import CheckpointWriter, keep_best
+from octfm.training.inputs import frozen_encoder
 from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
 from octfm.training.measure import Before, Window, train_row, validate
@@ -163,9 +164,9 @@ def _train(
 
 
 def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> None:
-    """Probe the target encoder as it is; the best state so far keeps its checkpoint."""
+    """Probe the encoder as it is; the best state so far keeps its checkpoint."""
     config = learner.config
-    network, patch_size = learner.model.target_encoder, config.model.patch_size
+    network, patch_size = frozen_encoder(config, learner.model), config.model.patch_size
     row = online_probe(
         cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, learner.runtime, config.data.per_device_batch_size
     )
