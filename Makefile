@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two workers with one thread each: with a thread per core in each worker they wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all lint wheel clean
@@ -12,10 +14,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks docs
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 2 -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
