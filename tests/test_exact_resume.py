@@ -86,12 +86,17 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
 
 
 def test_a_second_signal_acts_at_once():
-    with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert interruption.asked == "SIGINT"
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+    # A shell without job control starts what runs in its background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            assert interruption.asked == "SIGINT"
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def interrupted_after(steps, monkeypatch):
