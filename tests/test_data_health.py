@@ -1,13 +1,12 @@
 """The data-health page says what the scan found, names nobody, and a pipeline can stop on it."""
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from browser import assert_renders, needs_chromium
 from dicom_files import write_oct_dicom
 from octfm.data.acquisition import FLAGS
 from octfm.data.catalog import Catalog, CatalogError, scan
@@ -16,7 +15,6 @@ from octfm.data.readers import REASONS
 from octfm.report.data_health import outliers, write_data_health
 from test_cli import octfm_command
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
 
@@ -145,20 +143,6 @@ def test_every_flag_in_the_sources_has_a_meaning():
     assert named == set(FLAGS)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; install Debian's chromium to check how the page renders")
+@needs_chromium
 def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
-    done = subprocess.run(
-        [
-            CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
-            "--hide-scrollbars", "--window-size=1280,2400", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert ":CONSOLE" not in done.stderr, done.stderr
-    assert "<h2>Outliers</h2>" in done.stdout
-    from matplotlib.image import imread
-
-    assert imread(tmp_path / "page.png").std() > 0.05
+    assert_renders(page, "Outliers", tmp_path)

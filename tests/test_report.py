@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from browser import assert_renders, needs_chromium
 from octfm.errors import EvaluationError
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures, pca_pictures
 from octfm.report.words import key_result
 from run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -246,20 +244,6 @@ def test_report_never_imports_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; install Debian's chromium to check how the page renders")
+@needs_chromium
 def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
-    done = subprocess.run(
-        [
-            CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
-            "--hide-scrollbars", "--window-size=1280,2400", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert ":CONSOLE" not in done.stderr, done.stderr
-    assert "<h2>Frozen probe</h2>" in done.stdout
-    from matplotlib.image import imread
-
-    assert imread(tmp_path / "page.png").std() > 0.05
+    assert_renders(page, "Frozen probe", tmp_path)

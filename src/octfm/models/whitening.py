@@ -21,7 +21,10 @@ class Whitening(nn.Module):
     updates: Tensor
 
     def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 5, refresh: int = 10):
-        """`shrinkage` is added to the eigenvalues, as a share of their mean; `window` is the memory of the moments in updates."""
+        """`shrinkage` is added to the eigenvalues, as a share of their mean; `window` is the memory of the moments in updates.
+
+        After a hundred updates, in which features change most, the matrix is computed in every `refresh`-th.
+        """
         super().__init__()
         self.shrinkage, self.window, self.refresh = shrinkage, window, refresh
         self.register_buffer("mean_LD", torch.zeros(levels, width))
