@@ -37,11 +37,13 @@ def write_oct_dicom(
     photometric: str = "MONOCHROME2",
     bits_stored: int | None = None,
     offset_table: bool = True,
+    encode: Callable[[np.ndarray], bytes] | None = None,
     preamble: bool = True,
     edit: Callable[[Dataset], None] | None = None,
 ) -> Path:
     """`voxels` [D, H, W] uint8 or uint16. `superior_first` True or False also writes ImagePositionPatient per frame.
 
+    `encode` makes the codestream of a B-scan, by default with the library that `_encode_frame` names for the transfer syntax.
     `spacing_in="positions"` leaves SliceThickness out, so only positions tell dz. `edit` changes the dataset before it is written.
     """
     dataset = Dataset()
@@ -57,7 +59,7 @@ def write_oct_dicom(
         dataset.PatientID = participant
     _describe_geometry(dataset, voxels.shape, spacing_mm, laterality, spacing_in, superior_first)
     _describe_pixels(dataset, voxels, photometric, bits_stored)
-    dataset.PixelData = _encode(voxels, dataset, transfer_syntax, offset_table)
+    dataset.PixelData = _encode(voxels, dataset, transfer_syntax, offset_table, encode)
     native = transfer_syntax in NATIVE
     dataset["PixelData"].VR = "OB" if voxels.dtype == np.uint8 or not native else "OW"
     dataset["PixelData"].is_undefined_length = not native
@@ -127,12 +129,13 @@ def _describe_pixels(dataset, voxels, photometric, bits_stored):
     dataset.PixelRepresentation = 0
 
 
-def _encode(voxels: np.ndarray, dataset: Dataset, transfer_syntax: str, offset_table: bool) -> bytes:
+def _encode(voxels: np.ndarray, dataset: Dataset, transfer_syntax: str, offset_table: bool, encode) -> bytes:
     if transfer_syntax in NATIVE:
         big_endian = transfer_syntax == uid.ExplicitVRBigEndian and voxels.dtype == np.uint16
         content = voxels.astype(">u2" if big_endian else voxels.dtype).tobytes()
         return content + b"\0" * (len(content) % 2)
-    return encapsulate([_encode_frame(frame, dataset, transfer_syntax) for frame in voxels], has_bot=offset_table)
+    encode = encode or (lambda frame: _encode_frame(frame, dataset, transfer_syntax))
+    return encapsulate([encode(frame) for frame in voxels], has_bot=offset_table)
 
 
 def _encode_frame(frame: np.ndarray, dataset: Dataset, transfer_syntax: str) -> bytes:

@@ -46,6 +46,10 @@ REASONS: dict[str, Reason] = {
     "unsupported_transfer_syntax": Reason(
         "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"
     ),
+    "scrambled_pixels": Reason(
+        "Zeiss pixel data, scrambled so that only Zeiss' software reads them",
+        "export from FORUM or CIRRUS as unscrambled DICOM or as .img, or ask Zeiss for an export that others can read",
+    ),
     "decode_failed": Reason("every installed decoder refused the compressed pixels", "fetch it again, or transcode it"),
     "missing_spacing": Reason("no millimetres in shared, per-frame or top-level attributes nor in frame positions", "add PixelSpacing"),
     "absurd_spacing": Reason("the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"),

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from octfm.data.archive import open_file
 from octfm.data.readers import REASONS, Header
+from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
 from octfm.data.readers.dicom_pixels import (
     MAX_BYTES,
-    PARSE_ERRORS,
     Pixels,
     check_encapsulated,
     check_native,
     decode,
-    find_decoder,
     find_fragments,
+    find_frames,
     is_blank,
 )
 from octfm.data.volume import Laterality, Shape3, Volume
@@ -125,7 +125,7 @@ def _parsed(uri: str, whole: bool = False) -> Iterator[tuple["Dataset", BinaryIO
     """Dataset up to the pixels, a stream positioned there, and the stream's size. Parse errors become ReadError `unreadable`."""
     from pydicom.errors import BytesLengthException, InvalidDicomError
 
-    damaged = (*PARSE_ERRORS, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
+    damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
     try:
         with open_file(uri, whole=whole) as file, _quiet_pydicom():
             yield _parse(file, uri)
@@ -265,14 +265,16 @@ def _locate(dataset: "Dataset", stream: BinaryIO, offset: int, size: int, uri: s
         raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
     native = not transfer_syntax or transfer_syntax in _NATIVE
     if not native:
-        find_decoder(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
+        find_decoders(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
     if native != (length != 0xFFFFFFFF):
         declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
         raise ReadError("decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again")
-    fragments = None
+    frames = None
     if not native:
         fragments, length = find_fragments(stream, offset, size, uri)
-    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, fragments)
+        scanner = scanner_slug(_text(dataset, "Manufacturer"), _text(dataset, "ManufacturerModelName"))
+        frames = find_frames(stream, fragments, transfer_syntax, shape[0], scanner, uri)
+    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames)
     if native:
         check_native(pixels, size, uri)
     else:

@@ -1,41 +1,38 @@
 """Where the pixels of a DICOM file lie, whether they are all there, and their decoding.
 
 pydicom drops encapsulated pixel data without its end and only warns about surplus frames, so the fragments are walked here
-(DICOM PS3.5 A.4): two dozen bytes are read per fragment, nothing is decoded.
+(DICOM PS3.5 A.4): two dozen bytes are read per fragment, nothing is decoded. Which fragments make a frame is told by their first bytes;
+offset tables, basic or extended, are not believed: writers leave them empty, or copy them from another compression.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
+from octfm.data.readers.dicom_codecs import (
+    JPEG_2000,
+    RLE,
+    FrameFormat,
+    decode_frame,
+    disagreement,
+    find_decoders,
+    without_file_header,
+)
 from octfm.data.volume import Shape3
 from octfm.errors import ReadError
-
-if TYPE_CHECKING:
-    from pydicom.pixels.decoders.base import Decoder
 
 MAX_BYTES = 2 * 2**30
 """Largest decoded volume. 512 x 1024 x 1024 at 16 bit is 1 GiB."""
 
-PARSE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
-"""What pydicom and its decoders raise on damaged input, besides its own errors, struct.error and zlib.error."""
-
 _ITEM, _DELIMITER = 0xFFFEE000, 0xFFFEE0DD
-_UNDEFINED = 0xFFFFFFFF
-_RLE = "1.2.840.10008.1.2.5"
-# Measured fastest first; gdcm last because it aborts the process on some damaged input.
-_PLUGINS = ("pylibjpeg", "pyjpegls", "pillow", "gdcm", "pydicom")
+_HEAD = 4096
+"""Bytes of a compressed frame in which its size is looked for."""
+_JP2 = b"\0\0\0\x0cjP  "
+
+
+Frame = tuple[tuple[int, int], ...]
+"""(offset, length) of the fragments of one compressed frame."""
 
 
 @dataclass(frozen=True)
@@ -54,32 +51,17 @@ class Pixels:
     """First byte of the value: of the first voxel, or of the offset table item when encapsulated."""
     length: int
     """Bytes of the value, without the sequence delimiter."""
-    fragments: tuple[tuple[int, int], ...] | None
-    """(offset, length) of each fragment, None when not encapsulated."""
+    frames: tuple[Frame, ...] | None
+    """Where each compressed frame lies, None when not encapsulated."""
 
     @property
     def bytes_expected(self) -> int:
         d, h, w = self.shape
         return d * h * w * self.bits_allocated // 8
 
-
-def find_decoder(transfer_syntax: str, uri: str) -> "tuple[Decoder, list[str], str]":
-    """pydicom's decoder, its installed plugins in order of preference, and the name. Raises ReadError: unsupported_transfer_syntax."""
-    from pydicom.pixels.decoders.base import get_decoder
-    from pydicom.uid import UID
-
-    name = UID(transfer_syntax).name
-    try:
-        decoder = get_decoder(UID(transfer_syntax))
-    except NotImplementedError:
-        raise ReadError("unsupported_transfer_syntax", f"{uri}: {name} is not a still-image compression; transcode it") from None
-    plugins = sorted(decoder.available_plugins, key=lambda plugin: _PLUGINS.index(plugin) if plugin in _PLUGINS else len(_PLUGINS))
-    if not plugins:
-        raise ReadError(
-            "unsupported_transfer_syntax",
-            f"{uri}: no installed decoder reads {name}; install one of {', '.join(decoder.missing_dependencies)}, or transcode the file",
-        )
-    return decoder, plugins, name
+    @property
+    def frame_format(self) -> FrameFormat:
+        return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.bits_stored)
 
 
 def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -122,47 +104,62 @@ def check_native(pixels: Pixels, size: int, uri: str) -> None:
         )
 
 
-def check_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> None:
-    """Compressed: as many codestreams as frames, each with its beginning and its end."""
-    fragments = pixels.fragments or ()
+def find_frames(
+    stream: BinaryIO, fragments: tuple[tuple[int, int], ...], transfer_syntax: str, count: int, scanner: str, uri: str
+) -> tuple[Frame, ...]:
+    """Compressed: as many codestreams as frames, each with its beginning and its end, however many fragments it is cut into.
+
+    Raises ReadError: missing_pixel_data, scrambled_pixels, decode_failed, frame_count_mismatch, truncated_pixel_data.
+    """
     if not fragments:
         raise ReadError("missing_pixel_data", f"{uri}: the pixel data are an empty sequence; export it again with images")
-    if pixels.transfer_syntax == _RLE:
-        found = len(fragments)
-        starts = fragments
-        if any(int.from_bytes(_bytes_at(stream, at, 4), "little") != pixels.bits_allocated // 8 for at, _ in starts[:1]):
+    heads = [_bytes_at(stream, at, 12) for at, _ in fragments]
+    if transfer_syntax == RLE:  # PS3.5 A.4.2: a frame is one fragment
+        begins = [True] * len(fragments)
+        if not 1 <= int.from_bytes(heads[0][:4], "little") <= 2:
             raise ReadError("decode_failed", f"{uri}: the first fragment has no RLE header; the pixel data are damaged, fetch it again")
     else:
-        begins = [_bytes_at(stream, at, 2) in (b"\xff\xd8", b"\xff\x4f") for at, _ in fragments]
+        # No frame begins in the middle of entropy-coded data: it holds no FF D8, and FF 4F FF 51 once in 2^32.
+        begins = [head[:3] == b"\xff\xd8\xff" or head[:4] == b"\xff\x4f\xff\x51" or head[:8] == _JP2 for head in heads]
         if not begins[0]:
+            if transfer_syntax in JPEG_2000 and "zeiss" in scanner:
+                raise scrambled(uri)
             raise ReadError(
-                "decode_failed", f"{uri}: the first fragment does not start a JPEG codestream; the pixel data are damaged, fetch it again"
+                "decode_failed", f"{uri}: the first fragment does not start a codestream; the pixel data are damaged, fetch it again"
             )
-        found = sum(begins)
-    if found != pixels.shape[0]:
+    starts = [i for i, begin in enumerate(begins) if begin]
+    if len(starts) != count:
         raise ReadError(
             "frame_count_mismatch",
-            f"{uri}: NumberOfFrames is {pixels.shape[0]}, but the pixel data hold {found} compressed B-scans; export it again",
+            f"{uri}: NumberOfFrames is {count}, but the pixel data hold {len(starts)} compressed B-scans; export it again",
         )
-    if pixels.transfer_syntax != _RLE:
-        ends = [i for i in range(len(fragments)) if i + 1 == len(fragments) or begins[i + 1]]
-        for frame, i in enumerate(ends):
-            at, length = fragments[i]
+    frames = tuple(fragments[i:j] for i, j in zip(starts, [*starts[1:], len(fragments)], strict=True))
+    if transfer_syntax != RLE:
+        for number, frame in enumerate(frames):
+            at, length = frame[-1]
             tail = _bytes_at(stream, at + max(length - 16, 0), min(length, 16))
             if not tail.rstrip(b"\0").endswith(b"\xff\xd9"):
-                raise _truncated(uri, f"B-scan {frame} of {pixels.shape[0]} has no end of codestream")
+                raise _truncated(uri, f"B-scan {number} of {count} has no end of codestream")
+    return frames
+
+
+def check_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> None:
+    """Codestream and DICOM header must say the same of the first frame. Raises ReadError: decode_failed."""
+    at, length = (pixels.frames or ())[0][0]
+    if problem := disagreement(without_file_header(_bytes_at(stream, at, min(length, _HEAD))), pixels.frame_format):
+        raise ReadError("decode_failed", f"{uri}: {problem}; export it again")
 
 
 def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
     """Whether all voxels are equal. A few bytes tell for nearly every file; only suspicious ones are read or decoded."""
-    if pixels.fragments is None:
+    if pixels.frames is None:
         middle = pixels.offset + pixels.bytes_expected // 2
         probe = np.frombuffer(_bytes_at(stream, middle, min(4096, pixels.bytes_expected // 2)), np.uint8)
         return not (probe.size and np.ptp(probe)) and bool(np.ptp(decode(stream, pixels, uri)) == 0)
-    if len({length for _, length in pixels.fragments}) > 1:
+    if len({sum(length for _, length in frame) for frame in pixels.frames}) > 1:
         return False
-    first = _bytes_at(stream, *pixels.fragments[0])
-    if any(_bytes_at(stream, *fragment) != first for fragment in pixels.fragments[1:]):
+    first = _content(stream, pixels.frames[0])
+    if any(_content(stream, frame) != first for frame in pixels.frames[1:]):
         return False
     return bool(np.ptp(decode(stream, pixels, uri)) == 0)
 
@@ -172,7 +169,7 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
 
     Raises ReadError: unsupported_transfer_syntax, decode_failed. The transfer syntax in the header is believed or refused, never changed.
     """
-    stored = _decode_native(stream, pixels) if pixels.fragments is None else _decode_encapsulated(stream, pixels, uri)
+    stored = _decode_native(stream, pixels) if pixels.frames is None else _decode_encapsulated(stream, pixels, uri)
     unused = pixels.bits_allocated - pixels.bits_stored
     if pixels.inverted:
         stored = ~stored
@@ -193,32 +190,28 @@ def _decode_native(stream: BinaryIO, pixels: Pixels) -> np.ndarray:
 
 
 def _decode_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
-    decoder, plugins, name = find_decoder(pixels.transfer_syntax, uri)
-    d, h, w = pixels.shape
-    stream.seek(pixels.offset)
-    content = stream.read(pixels.length)
-    description: dict[str, Any] = {
-        "number_of_frames": d,
-        "rows": h,
-        "columns": w,
-        "samples_per_pixel": 1,
-        "photometric_interpretation": "MONOCHROME2",
-        "bits_allocated": pixels.bits_allocated,
-        "bits_stored": pixels.bits_stored,
-        "pixel_representation": 0,
-        "pixel_keyword": "PixelData",
-    }
-    refusals = []
-    for plugin in plugins:
-        try:
-            voxels, _ = decoder.as_array(content, raw=True, decoding_plugin=plugin, **description)
-        except PARSE_ERRORS as error:
-            refusals.append(f"{plugin}: {' '.join(str(error).split())[-120:]}")
-            continue
-        if voxels.shape == pixels.shape and voxels.dtype == f"u{pixels.bits_allocated // 8}":
-            return voxels
-        refusals.append(f"{plugin}: decoded {voxels.shape} {voxels.dtype}, expected {pixels.shape} uint{pixels.bits_allocated}")
-    raise ReadError("decode_failed", f"{uri}: {name} pixels could not be decoded ({'; '.join(refusals)}); fetch it again, or transcode it")
+    name, decoders = find_decoders(pixels.transfer_syntax, uri)
+    voxels = np.empty(pixels.shape, f"u{pixels.bits_allocated // 8}")
+    for number, frame in enumerate(pixels.frames or ()):
+        image = decode_frame(_content(stream, frame), pixels.frame_format, decoders)
+        if isinstance(image, str):
+            raise ReadError(
+                "decode_failed", f"{uri}: {name} B-scan {number} could not be decoded ({image}); fetch it again, or transcode it"
+            )
+        voxels[number] = image
+    return voxels
+
+
+def scrambled(uri: str) -> ReadError:
+    return ReadError(
+        "scrambled_pixels",
+        f"{uri}: Zeiss pixel data that start no codestream: scrambled for Zeiss' own software; export it from FORUM or CIRRUS as "
+        "unscrambled DICOM, or as .img",
+    )
+
+
+def _content(stream: BinaryIO, frame: Frame) -> bytes:
+    return without_file_header(b"".join(_bytes_at(stream, *fragment) for fragment in frame))
 
 
 def _bytes_at(stream: BinaryIO, offset: int, length: int) -> bytes:
