@@ -10,7 +10,8 @@ import pytest
 
 from octfm.data.labels import read_labels
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import participant_folds
+from octfm.evaluation.cases import Round, find_targets, make_cases, participant_folds
+from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.embeddings import read_embeddings
 from octfm.evaluation.probe import probe, write_probe
 
@@ -313,6 +314,132 @@ def test_label_table_forgives_spelling_of_laterality_and_numbers(tmp_path):
     table.write_text("person_id,laterality,diagnosis\n1001.0,OD,healthy\n1001.0,left,NA\n")
     joined = read_labels(table).join("diagnosis", [("uid", "1001", "R"), ("uid2", "1001", "L"), ("uid3", "1001", None)])
     assert joined == ["healthy", None, None]
+
+
+GRADES = ("none", "mild", "moderate", "severe")
+
+
+def graded(cohort, path):
+    """A table with a grade that the vectors know, several findings in one cell, and a number with few values."""
+    lines = ["participant_id\tlaterality\tseverity\tfindings\tstage"]
+    for r in cohort.rows:
+        grade = int(np.clip((r["cst_um"] - 250) // 30, 0, 3))
+        found = [name for name in ("drusen", "dme") if r["diagnosis"] == name] + ["erm"] * (int(r["participant"]) // 6 % 4 == 0)
+        lines.append(f"{r['participant']}\t{r['laterality']}\t{GRADES[grade]}\t{';'.join(found) or 'none'}\t{12 if grade == 3 else grade}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_grades_are_scored_in_their_order(tmp_path):
+    cohort = Cohort(participants=120)
+    files, table = [cohort.embeddings(tmp_path / "a.parquet", signal=6)], graded(cohort, tmp_path / "l.tsv")
+    result = probe(
+        files, table, design="k-fold", resamples=100, targets=["severity", "stage"], orders={"severity": tuple(reversed(GRADES))}
+    )
+    kappa = row(result, "severity", "kappa")
+    assert kappa["kind"] == "ordinal" and kappa["classes"] == list(reversed(GRADES)) and kappa["estimate"] > 0.4
+    # Numbers are in their order without being told, 12 after 2.
+    assert row(result, "stage", "kappa")["classes"] == ["0", "1", "2", "12"]
+    unordered = probe(files, table, design="k-fold", resamples=100, targets=["severity"])
+    assert "kappa" not in {r["metric"] for r in unordered["results"]}
+    with pytest.raises(EvaluationError, match="severe is not among the grades"):
+        probe(files, table, targets=["severity"], orders={"severity": GRADES[:3]})
+
+
+def test_a_cell_with_several_labels_makes_one_target_each_and_their_mean(tmp_path):
+    cohort = Cohort(participants=120)
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet", signal=6)], graded(cohort, tmp_path / "l.tsv"), design="k-fold", resamples=100,
+        targets=["findings"],
+    )  # fmt: skip
+    each = [row(result, f"findings:{name}", "auroc") for name in ("dme", "drusen", "erm")]
+    mean = row(result, "findings", "auroc")
+    assert mean["kind"] == "multilabel" and mean["classes"] == ["dme", "drusen", "erm"]
+    assert mean["estimate"] == pytest.approx(np.mean([r["estimate"] for r in each]))
+    assert each[0]["estimate"] > 0.8 and each[2]["low"] < 0.5 < each[2]["high"]
+    assert mean["high"] - mean["low"] < max(r["high"] - r["low"] for r in each)
+
+
+def test_probabilities_are_calibrated_to_how_common_a_class_is(tmp_path):
+    """The probe weighs classes equally; a rare disease must still be called rare."""
+    cohort = Cohort(participants=150)
+    for r in cohort.rows:
+        if int(r["participant"]) % 30 != 2:  # every tenth of those with DME keeps it
+            r["diagnosis"] = "healthy"
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet", signal=0)], cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=50,
+        targets=["disease"],
+    )  # fmt: skip
+    assert row(result, "disease", "brier")["estimate"] < 1.3 * row(result, "disease", "brier")["chance"]
+    assert row(result, "disease", "ece")["estimate"] < 0.1
+
+
+def test_neighbours_see_what_a_line_cannot(tmp_path):
+    cohort = Cohort(participants=90)
+    path = cohort.embeddings(tmp_path / "a.parquet", signal=4)
+    table = pq.read_table(path)
+    rng = np.random.default_rng(0)
+    corner = rng.integers(0, 4, len(cohort.rows))
+    vectors = 3 * np.c_[corner % 2 * 2 - 1, corner // 2 * 2 - 1] + rng.normal(size=(len(cohort.rows), 2))
+    flat = pa.array([v.astype(np.float32) for v in vectors], pa.list_(pa.float32()))
+    pq.write_table(table.set_column(table.column_names.index("vector"), "vector", flat), path)
+    lines = [
+        "sop_instance_uid\tparity",
+        *(f"{r['acquisition']}\t{'ab'[int(c in (0, 3))]}" for r, c in zip(cohort.rows, corner, strict=True)),
+    ]
+    (tmp_path / "l.tsv").write_text("\n".join(lines) + "\n")
+    score = {
+        name: row(probe([path], tmp_path / "l.tsv", design="k-fold", resamples=50, targets=["parity"], readout=name), "parity", "auroc")
+        for name in ("linear", "knn")
+    }
+    assert score["knn"]["estimate"] > 0.9 > 0.7 > score["linear"]["estimate"]
+    assert score["knn"]["readout"] == "knn"
+
+
+def test_planned_comparisons_are_corrected_for_their_number(tmp_path):
+    cohort = Cohort(participants=90)
+    files = [cohort.embeddings(tmp_path / f"{n}.parquet", n, s) for n, s in (("pretrained", 2), ("random_init", 1), ("histogram", 0))]
+    result = probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=200)
+    planned = [c for c in result["comparisons"] if c["planned"]]
+    assert {c["metric"] for c in planned} == {"auroc", "r2"} and not any(c["leakage"] for c in planned)
+    assert all(c["p_holm"] >= c["p"] for c in planned) and any(c["p_holm"] > c["p"] for c in planned)
+    assert all(c["p_holm"] is None for c in result["comparisons"] if not c["planned"])
+    # Less error is better.
+    mae = next(c for c in result["comparisons"] if c["metric"] == "mae" and c["b"] == "histogram")
+    assert mae["difference"] < 0 and mae["verdict"] == "better"
+    disease = row(result, "disease", "auroc")
+    assert disease["delong"]["method"] == "DeLong 1988"
+    assert disease["delong"]["low"] == pytest.approx(disease["low"], abs=0.06)
+
+
+def test_label_efficiency_uses_nested_participants_and_rises(tmp_path):
+    cohort = Cohort(participants=120)
+    files, table = [cohort.embeddings(tmp_path / "a.parquet", signal=2)], cohort.labels(tmp_path / "l.tsv")
+    curve = label_efficiency(files, table, targets=["disease"], seeds=2, resamples=50)
+    assert [r["fraction"] for r in curve] == [0.01, 0.05, 0.1, 0.25, 0.5, 1.0]
+    people = [r["n_train_participants"] for r in curve]
+    assert people == sorted(people) and people[0] == 4 and len({r["n_test_participants"] for r in curve}) == 1
+    assert curve[-1]["estimate"] > curve[0]["estimate"] + 0.05
+    whole = row(probe(files, table, targets=["disease"], resamples=50), "disease", "auroc")
+    assert curve[-1]["n_train_participants"] == whole["n_train_participants"]
+
+    data = read_embeddings(files[0])
+    cases = make_cases(find_targets(["disease"], data, read_labels(table))[0], data, read_labels(table))
+    everything = Round(np.arange(len(cases.rows)), np.arange(0))
+    smaller = [set(cases.participant[subset(cases, everything, f, 3).train]) for f in (0.05, 0.25, 1.0)]
+    assert smaller[0] < smaller[1] < smaller[2] == set(cases.participant)
+    # Both eyes come or neither.
+    rows = subset(cases, everything, 0.25, 3).train
+    assert all((cases.participant[rows] == p).sum() == 2 for p in set(cases.participant[rows]))
+
+
+def test_several_seeds_widen_what_one_seed_claims(cohort, tmp_path):
+    files, table = [cohort.embeddings(tmp_path / "a.parquet", signal=1)], cohort.labels(tmp_path / "l.tsv")
+    one, three = (
+        row(probe(files, table, design="k-fold", targets=["disease"], resamples=200, seeds=n), "disease", "auroc") for n in (1, 3)
+    )
+    assert (one["seeds"], three["seeds"]) == (1, 3)
+    assert three["high"] - three["low"] > 0.8 * (one["high"] - one["low"])
 
 
 @pytest.mark.slow

@@ -6,10 +6,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import balanced_accuracy_score, r2_score, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    brier_score_loss,
+    cohen_kappa_score,
+    f1_score,
+    mean_absolute_error,
+    r2_score,
+    roc_auc_score,
+)
 
-from octfm.evaluation.metrics import auroc, balanced_accuracy, macro_auroc, r_squared
-from octfm.evaluation.statistics import bootstrap, compare, interval
+from octfm.evaluation.delong import areas
+from octfm.evaluation.metrics import (
+    auprc,
+    auroc,
+    balanced_accuracy,
+    brier,
+    ece,
+    macro_auprc,
+    macro_auroc,
+    macro_f1,
+    mae,
+    r_squared,
+    weighted_kappa,
+)
+from octfm.evaluation.ordinal import grade_probability, proportional_odds
+from octfm.evaluation.statistics import bootstrap, compare, holm, interval, over_seeds
 
 
 @st.composite
@@ -140,3 +163,204 @@ def test_two_encoders_without_any_difference_are_called_inconclusive_most_of_the
         a, b = (bootstrap(partial(auroc, label, s), participant, resamples=300) for s in scores)
         called += compare(a, b).verdict != "inconclusive"
     assert called <= 12
+
+
+@settings(deadline=None, max_examples=20)
+@given(scored_cases(), st.integers(0, 1000))
+def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
+    label, score, weights = cases
+    rng = np.random.default_rng(seed)
+    assert auprc(label == 1, score) == pytest.approx(average_precision_score(label == 1, score))
+    expected = [average_precision_score(label == 1, score, sample_weight=w) for w in weights]
+    np.testing.assert_allclose(auprc(label == 1, score, weights), expected, atol=1e-9)
+    probability = rng.dirichlet(np.ones(3), len(label))
+    one_hot = np.eye(3, dtype=int)[label]
+    assert macro_auprc(label, probability) == pytest.approx(average_precision_score(one_hot, probability, average="macro"))
+    predicted = rng.integers(0, 3, len(label))
+    assert macro_f1(label, predicted) == pytest.approx(f1_score(label, predicted, average="macro"))
+    expected = [f1_score(label, predicted, average="macro", sample_weight=w) for w in weights]
+    np.testing.assert_allclose(macro_f1(label, predicted, weights), expected, atol=1e-9)
+    assert weighted_kappa(label, predicted) == pytest.approx(cohen_kappa_score(label, predicted, weights="quadratic"))
+    expected = [cohen_kappa_score(label, predicted, weights="quadratic", sample_weight=w) for w in weights]
+    np.testing.assert_allclose(weighted_kappa(label, predicted, weights), expected, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(scored_cases(), st.integers(0, 1000))
+def test_brier_calibration_error_and_mae_equal_their_references(cases, seed):
+    label, score, weights = cases
+    probability = np.random.default_rng(seed).dirichlet(np.ones(3), len(label))
+    wrong = ((probability - np.eye(3)[label]) ** 2).sum(1)
+    np.testing.assert_allclose(brier(label, probability, weights), [np.average(wrong, weights=w) for w in weights])
+    two = probability[:, :2] / probability[:, :2].sum(1, keepdims=True)
+    assert brier((label == 1).astype(int), two) == pytest.approx(2 * brier_score_loss(label == 1, two[:, 1]))
+    np.testing.assert_allclose(mae(label, score, weights), [mean_absolute_error(label, score, sample_weight=w) for w in weights])
+    confidence, right = probability.max(1), probability.argmax(1) == label
+    gaps = []
+    for low in np.arange(10) / 10:
+        inside = (confidence > low + 1e-12) & (confidence <= low + 0.1 + 1e-12)
+        gaps.append(inside.mean() * abs(confidence[inside].mean() - right[inside].mean()) if inside.any() else 0)
+    assert ece(label, probability) == pytest.approx(sum(gaps))
+
+
+# DeLong, DeLong & Clarke-Pearson's 43 patients with complete records, as printed in SAS/STAT's manual (PROC LOGISTIC, "Comparing Receiver
+# Operating Characteristic Curves"): albumin, total protein, K-G score, whether surgery failed.
+OVARIAN = """
+3.0 5.8 10 0 3.2 6.3 5 1 3.9 6.8 3 1 2.8 4.8 6 0 3.2 5.8 3 1 0.9 4.0 5 0 2.5 5.7 8 0 1.6 5.6 5 1 3.8 5.7 5 1 3.7 6.7 6 1 3.2 5.4 4 1
+3.8 6.6 6 1 4.1 6.6 5 1 3.6 5.7 5 1 4.3 7.0 4 1 3.6 6.7 4 0 2.3 4.4 6 1 4.2 7.6 4 0 4.0 6.6 6 0 3.5 5.8 6 1 3.8 6.8 7 1 3.0 4.7 8 0
+4.5 7.4 5 1 3.7 7.4 5 1 3.1 6.6 6 1 4.1 8.2 6 1 4.3 7.0 5 1 4.3 6.5 4 1 3.2 5.1 5 1 2.6 4.7 6 1 3.3 6.8 6 0 1.7 4.0 7 0 3.7 6.1 5 1
+3.3 6.3 7 1 4.2 7.7 6 1 3.5 6.2 5 1 2.9 5.7 9 0 2.1 4.8 7 1 2.8 6.2 8 0 4.0 7.0 7 1 3.3 5.7 6 1 3.7 6.9 5 1 3.6 6.6 5 1
+"""
+
+
+def test_delong_equals_the_published_example():
+    table = np.array(OVARIAN.split(), float).reshape(-1, 4)
+    found = areas(table[:, 3] == 0, np.c_[10 - table[:, 0], 10 - table[:, 1], table[:, 2]])
+    np.testing.assert_allclose(found.area, [0.7366, 0.6478, 0.7258], atol=5e-5)
+    np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)), [0.0927, 0.1000, 0.1028], atol=5e-5)
+    contrast = np.array([[1, 0, -1], [0, 1, -1]])
+    difference = contrast @ found.area
+    chi_square = difference @ np.linalg.solve(contrast @ found.covariance @ contrast.T, difference)
+    assert chi_square == pytest.approx(2.5340, abs=5e-5)
+    assert found.p(1, 2) == pytest.approx(0.4561, abs=5e-5)
+    assert not found.clustered
+
+
+def test_clustered_variance_equals_its_definition_and_delongs_when_every_eye_is_someone_elses():
+    """Obuchowski 1997, equations 2 to 6, written out case by case."""
+    participant, label, score = cohort(np.random.default_rng(7), participants=24)
+    label = label ^ (np.random.default_rng(8).random(len(label)) < 0.3)
+    found = areas(label, score, participant)
+    wins = (score[:, None] > score[None, :]) + 0.5 * (score[:, None] == score[None, :])
+    m, n, area = label.sum(), (~label).sum(), wins[np.ix_(label, ~label)].mean()
+    v10, v01 = wins[:, ~label].mean(1), wins[label].mean(0)
+    names = np.unique(participant)
+    x = np.array([(v10[(participant == p) & label] - area).sum() for p in names])
+    y = np.array([(v01[(participant == p) & ~label] - area).sum() for p in names])
+    i10, i01 = (sum(((participant == p) & side).any() for p in names) for side in (label, ~label))
+    s10, s01 = i10 / ((i10 - 1) * m) * (x**2).sum(), i01 / ((i01 - 1) * n) * (y**2).sum()
+    s11 = len(names) / (len(names) - 1) * (x * y).sum()
+    assert found.clustered and found.area[0] == pytest.approx(area)
+    assert found.covariance[0, 0] == pytest.approx(s10 / m + s01 / n + 2 * s11 / (m * n))
+    alone = areas(label, score, np.arange(len(label)))
+    assert alone.covariance[0, 0] == pytest.approx(v10[label].var(ddof=1) / m + v01[~label].var(ddof=1) / n)
+
+
+def test_bootstrap_agrees_with_the_formula_where_both_hold():
+    participant, label, score = cohort(np.random.default_rng(9), participants=200)
+    boot = bootstrap(partial(auroc, label, score), participant, resamples=2000)
+    found = areas(label, score, participant)
+    assert boot.resampled.std() == pytest.approx(np.sqrt(found.covariance[0, 0]), rel=0.1)
+    np.testing.assert_allclose(interval(boot), found.interval(), atol=0.02)
+
+
+def test_bca_and_percentile_equal_scipys_on_a_skewed_mean():
+    from scipy.stats import bootstrap as scipy_bootstrap
+
+    x = np.random.default_rng(10).lognormal(size=40)
+    boot = bootstrap(lambda W: W @ x / W.sum(1), np.arange(40).astype(str), resamples=20_000)
+    for ours, theirs in (("bca", "BCa"), ("percentile", "percentile")):
+        reference = scipy_bootstrap((x,), np.mean, n_resamples=20_000, method=theirs, rng=1).confidence_interval
+        np.testing.assert_allclose(interval(boot, method=ours), reference, rtol=0.02)
+
+
+def test_holm_equals_statsmodels():
+    from statsmodels.stats.multitest import multipletests
+
+    for seed in range(20):
+        p = np.random.default_rng(seed).random(seed % 7 + 1) ** 3
+        np.testing.assert_allclose(holm(p.tolist()), multipletests(p, method="holm")[1])
+    assert holm([]) == []
+
+
+def test_proportional_odds_equal_statsmodels():
+    from statsmodels.miscmodels.ordinal_model import OrderedModel
+
+    rng = np.random.default_rng(11)
+    x = rng.normal(size=(400, 3))
+    grade = np.digitize(x @ [1.0, -0.5, 0.0] + rng.logistic(size=400), [-1, 0.3, 2])
+    direction, thresholds = proportional_odds(x, grade, 4, c=1e6)
+    reference = OrderedModel(grade, x, distr="logit").fit(method="bfgs", disp=False)
+    np.testing.assert_allclose(direction, reference.params[:3], atol=2e-3)
+    np.testing.assert_allclose(thresholds, reference.model.transform_threshold_params(reference.params)[1:-1], atol=5e-3)
+    np.testing.assert_allclose(grade_probability(x, direction, thresholds), reference.predict(x), atol=2e-3)
+
+
+def seeded_scores(rng, truth_spread=0.15, seeds=3, participants=80):
+    """Labels, and scores of several trainings of one recipe, each better or worse by its own draw of training."""
+    label = np.arange(participants) % 2 == 1
+    shared = rng.normal(size=participants)
+    return label, [label * (1.2 + truth_spread * 4 * rng.normal()) + shared for _ in range(seeds)]
+
+
+def test_seeds_and_participants_are_resampled_together():
+    label, scores = seeded_scores(np.random.default_rng(12))
+    names = np.arange(len(label)).astype(str)
+    single = [bootstrap(partial(auroc, label, s), names, resamples=1000) for s in scores]
+    both = over_seeds(single)
+    assert both.estimate == pytest.approx(np.mean([b.estimate for b in single]))
+    assert both.resampled.std() > np.mean([b.resampled for b in single], axis=0).std()
+    np.testing.assert_array_equal(over_seeds(single[:1]).resampled, single[0].resampled)
+    # Identical trainings add nothing, and pairing over seeds takes a shared effect of the seed out of a difference.
+    np.testing.assert_allclose(over_seeds(single[:1] * 3).resampled, single[0].resampled)
+    gap = compare(over_seeds(single), over_seeds(single))
+    assert gap.low == gap.high == 0
+
+
+@pytest.mark.slow
+def test_intervals_over_seeds_cover_the_recipes_mean():
+    """Drawing S − 1 of S seeds: the plain bootstrap (S of S) covers less with three seeds."""
+    from scipy.stats import norm
+
+    effects = np.random.default_rng(13).normal(size=200_000)
+    truth = norm.cdf((1.2 + 0.6 * effects) / np.sqrt(2)).mean()
+    rng, covered = np.random.default_rng(14), 0
+    for _ in range(400):
+        label, scores = seeded_scores(rng, seeds=5)
+        names = np.arange(len(label)).astype(str)
+        low, high = interval(over_seeds([bootstrap(partial(auroc, label, s), names, resamples=400) for s in scores]), method="percentile")
+        covered += low <= truth <= high
+    assert 0.88 <= covered / 400 <= 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["auprc", "balanced_accuracy", "macro_f1", "kappa", "r2"])
+def test_every_interval_covers_its_truth_about_95_times_in_100(metric):
+    """Truth is the metric on 200,000 participants of the same making; both eyes of a participant share their noise."""
+    rng = np.random.default_rng(15)
+
+    def draw(participants):
+        label = rng.integers(0, 3, participants).repeat(2)
+        score = label + 0.9 * rng.normal(size=participants).repeat(2) + 0.3 * rng.normal(size=2 * participants)
+        predicted = np.clip(np.rint(score), 0, 2).astype(int)
+        made = {
+            "auprc": partial(auprc, label == 2, score),
+            "balanced_accuracy": partial(balanced_accuracy, label, predicted),
+            "macro_f1": partial(macro_f1, label, predicted),
+            "kappa": partial(weighted_kappa, label, predicted),
+            "r2": partial(r_squared, label.astype(float), score),
+        }[metric]
+        return made, np.arange(participants).repeat(2).astype(str)
+
+    truth = draw(200_000)[0](np.ones((1, 400_000)))[0]
+    covered = 0
+    for _ in range(400):
+        made, names = draw(100)
+        low, high = interval(bootstrap(made, names, resamples=400))
+        covered += low <= truth <= high
+    assert 0.91 <= covered / 400 <= 0.98
+
+
+@pytest.mark.slow
+def test_delong_and_obuchowski_cover_and_ignoring_clusters_does_not():
+    from scipy.stats import norm
+
+    rng, truth = np.random.default_rng(3), norm.cdf(1.0 / np.sqrt(2 * 1.01))
+    covered = {"clustered": 0, "as if independent": 0}
+    for _ in range(1500):
+        participant, label, score = cohort(rng, participants=80, eyes=2)
+        for name, cluster in (("clustered", participant), ("as if independent", None)):
+            low, high = areas(label, score, cluster).interval()
+            covered[name] += low <= truth <= high
+    assert 0.925 <= covered["clustered"] / 1500 <= 0.97
+    assert covered["as if independent"] / 1500 < 0.88

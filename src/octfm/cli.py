@@ -258,18 +258,31 @@ def probe(
         list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")
     ] = None,
     allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+    readout: Annotated[str, typer.Option(help="linear (logistic, ridge) or knn (nearest neighbours).")] = "linear",
+    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
+    label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
 ) -> None:
-    """Frozen linear probes with participant-level intervals."""
+    """Frozen probes with participant-level intervals."""
+    from octfm.evaluation.efficiency import curve_lines
+    from octfm.evaluation.efficiency import label_efficiency as curve
     from octfm.evaluation.embed import embedding_files
     from octfm.evaluation.encoder import seen_by
     from octfm.evaluation.probe import probe as run_probe
     from octfm.evaluation.probe import summary_lines, write_probe
+    from octfm.evaluation.readouts import choose_readout
 
     command = "octfm " + " ".join(sys.argv[1:])
-    result = run_probe(embedding_files(run), labels, targets=target, seen=seen_by(run), allow_seen=allow_seen, commands=[command])
+    chosen, files = choose_readout(readout), embedding_files(run)
+    common = {"targets": target, "orders": _orders(order), "readout": chosen, "seen": seen_by(run), "allow_seen": allow_seen}
+    result = run_probe(files, labels, seeds=seeds, commands=[command], **common)
     for line in summary_lines(result):
         typer.echo(line)
-    typer.echo(str(write_probe(run / "probe.json", result)))
+    if label_efficiency:
+        result["label_efficiency"] = curve(files, labels, seeds=max(3, seeds), **common)
+        for line in curve_lines(result["label_efficiency"]):
+            typer.echo(line)
+    typer.echo(str(write_probe(run / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
 
 
 @app.command()
@@ -298,6 +311,19 @@ def _phantom_store(folder: Path) -> "Store":
         write_phantom(folder / "clinic", 12, 0, size=(16, 160, 128), fractions=(0.6, 0.25, 0.15))
     preprocessing = Preprocessing(image_size=SMOKE_IMAGE_SIZE, target_spacing=SMOKE_SPACING)
     return prepare_catalog(scan_root(str(folder / "clinic")), folder / "prepared", preprocessing, progress=False)
+
+
+def _orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
+    """`severity=none,mild,severe` as a mapping."""
+    from octfm.errors import ConfigError
+
+    orders = {}
+    for text in texts or []:
+        column, equals, grades = text.partition("=")
+        orders[column] = tuple(grade.strip() for grade in grades.split(","))
+        if not equals or len(set(orders[column])) < 3:
+            raise ConfigError(f"--order: expected a column and three or more grades, lowest first, severity=none,mild,severe; got {text!r}")
+    return orders
 
 
 def _size(text: str) -> tuple[int, int, int]:

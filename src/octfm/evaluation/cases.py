@@ -1,6 +1,6 @@
 """Who is tested, on which label, after training on whom: the cases of a probe target and its rounds of fitting."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,20 @@ HEALTHY = ("healthy", "normal", "control", "none", "no disease")
 MANY_NUMBERS = 10
 """A column of more different numbers than this is regressed; of fewer, it is a grade and classified."""
 
+SEPARATOR = ";"
+"""Between the labels of a cell that holds several (`drusen;dme`): each becomes a yes-or-no target of its own."""
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "study_group": (
+        "healthy",
+        "pre_diabetes_lifestyle_controlled",
+        "oral_medication_and_or_non_insulin_injectable_medication_controlled",
+        "insulin_dependent",
+    )
+}
+"""Columns whose classes are grades, lowest first: scored in their order as well. AI-READI's study group is a diabetes status, and
+no diagnosis of an eye."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -30,6 +44,10 @@ class Target:
     """Coarsest unit at which the label may be scored; finer where labels differ inside a unit."""
     leakage: bool = False
     """Something an encoder should not know: a higher score is worse."""
+    order: tuple[str, ...] = ()
+    """Grades, lowest first, where the classes have an order."""
+    label: str | None = None
+    """Of a cell with several labels, the one that this target asks for."""
 
 
 TARGETS = (
@@ -60,10 +78,14 @@ class Cases:
     unlabelled: int
     left_out: tuple[str, ...] = ()
     """Classes with too few participants for the design."""
+    ordered: bool = False
+    """The classes are grades, lowest first."""
 
     @property
-    def kind(self) -> Literal["binary", "multiclass", "regression"]:
-        return "regression" if self.classes is None else "binary" if len(self.classes) == 2 else "multiclass"
+    def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:
+        if self.classes is None:
+            return "regression"
+        return "binary" if len(self.classes) == 2 else "ordinal" if self.ordered else "multiclass"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +100,29 @@ class Skip(Exception):
     """This target cannot be probed here; the message is the sentence that the report shows."""
 
 
-def find_targets(names: Sequence[str] | None, data: Embeddings, table: LabelTable | None) -> list[Target]:
-    """The named targets, else those of TARGETS whose column exists. Any label column can be a target."""
+def find_targets(
+    names: Sequence[str] | None, data: Embeddings, table: LabelTable | None, orders: Mapping[str, tuple[str, ...]] | None = None
+) -> list[Target]:
+    """The named targets, else those of TARGETS whose column exists. Any label column can be a target; `orders` adds to ORDERS."""
     columns = {"scanner", *(key for labels in data.participant_labels for key in labels), *(table.columns if table else ())}
-    if names is None:
-        return [t for t in TARGETS if t.column in columns]
     known = {t.name: t for t in TARGETS}
-    targets = [known.get(name) or Target(name, name, "participant") for name in names]
+    if names is None:
+        targets = [t for t in TARGETS if t.column in columns]
+    else:
+        targets = [known.get(name) or Target(name, name, "participant") for name in names]
+    grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
             raise EvaluationError(f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}")
-    return targets
+        target = replace(target, order=grades.get(target.column, ()))
+        several = {part.strip() for v in _column(target.column, data, table) if v and SEPARATOR in v for part in v.split(SEPARATOR)}
+        if several:
+            cells = {part.strip() for v in _column(target.column, data, table) if v for part in v.split(SEPARATOR)}
+            labels = sorted(cells - {"", *(c for c in cells if c.lower() in HEALTHY)})
+            found += [replace(target, name=f"{target.name}:{label}", label=label) for label in labels]
+        else:
+            found.append(target)
+    return found
 
 
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
@@ -108,16 +142,33 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
             target, rows, 1 - np.array(healthy, dtype=int), ("healthy", "disease"), participant, participant, "participant", unlabelled
         )
     numbers = [as_number(v) for v in kept]
-    if None not in numbers and len(set(numbers)) > MANY_NUMBERS:
+    if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
         # A number measured on an eye is not averaged over both eyes of a participant.
         label, classes = np.array(numbers, dtype=float), None
         unit, unit_name = (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
         return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
-    # Healthy first, so that it is class 0 of a binary target.
-    classes = tuple(sorted(set(kept), key=lambda name: (name.lower() not in HEALTHY, name)))
+    if target.label is not None:
+        kept = [target.label if target.label in [part.strip() for part in v.split(SEPARATOR)] else f"no {target.label}" for v in kept]
+    classes, ordered = _classes(target, kept)
     label = np.array([classes.index(v) for v in kept])
     unit, unit_name = _unit(target.unit, data, rows, label)
-    return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
+    return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled, ordered=ordered)
+
+
+def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """The classes in their order, and whether that order means something."""
+    present = set(values)
+    if target.label is not None:
+        return (f"no {target.label}", target.label), False
+    if present <= set(target.order):
+        return tuple(name for name in target.order if name in present), True
+    if target.order and target.column not in ORDERS:
+        raise EvaluationError(f"target {target.name}: {min(present - set(target.order))} is not among the grades {', '.join(target.order)}")
+    numbers = {name: as_number(name) for name in present}
+    if all(n is not None for n in numbers.values()):
+        return tuple(sorted(present, key=lambda name: numbers[name] or 0.0)), True
+    # Healthy first, so that it is class 0 of a binary target.
+    return tuple(sorted(present, key=lambda name: (name.lower() not in HEALTHY, name))), False
 
 
 def make_rounds(

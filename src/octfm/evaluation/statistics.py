@@ -1,6 +1,6 @@
 """How sure a number is: bootstrap over participants, because the eyes and scans of one participant are not independent cases."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ Metric = Callable[[np.ndarray], np.ndarray]
 """Case weights [R, n] -> the metric on each of R resamples [R]."""
 
 Verdict = Literal["better", "worse", "inconclusive"]
+Method = Literal["bca", "percentile"]
 
 MIN_PARTICIPANTS = 10
 """Per class. With fewer, an interval would look exact and mean little, so none is given."""
@@ -59,8 +60,8 @@ def bootstrap(metric: Metric, participants: np.ndarray, *, resamples: int = 2000
     return Bootstrap(estimate, np.concatenate(resampled), np.concatenate(left_out))
 
 
-def interval(result: Bootstrap, level: float = 0.95) -> tuple[float, float]:
-    """BCa interval (bias-corrected and accelerated, Efron 1987): better coverage than percentiles near the ends of AUROC's range."""
+def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> tuple[float, float]:
+    """BCa interval (bias-corrected and accelerated, Efron 1987), with better coverage near the ends of AUROC's range; or percentiles."""
     values = result.resampled[np.isfinite(result.resampled)]
     if values.size == 0:
         return float("nan"), float("nan")
@@ -68,7 +69,7 @@ def interval(result: Bootstrap, level: float = 0.95) -> tuple[float, float]:
     # Ties count half, otherwise a discrete metric such as balanced accuracy would look biased.
     below = (np.mean(values < result.estimate) + np.mean(values <= result.estimate)) / 2
     jackknife = result.leave_one_out[np.isfinite(result.leave_one_out)]
-    if 0 < below < 1 and jackknife.size > 1 and np.ptp(jackknife) > 0:
+    if method == "bca" and 0 < below < 1 and jackknife.size > 1 and np.ptp(jackknife) > 0:
         deviation = jackknife.mean() - jackknife
         acceleration = (deviation**3).sum() / (6 * (deviation**2).sum() ** 1.5)
         bias = ndtri(below)
@@ -76,6 +77,39 @@ def interval(result: Bootstrap, level: float = 0.95) -> tuple[float, float]:
         tails = ndtr(bias + z / (1 - acceleration * z))
     low, high = np.quantile(values, tails)
     return float(low), float(high)
+
+
+def mean_of(results: Sequence[Bootstrap]) -> Bootstrap:
+    """The mean of several metrics on the same resamples, for example over the labels of a multi-label target."""
+    return Bootstrap(
+        float(np.mean([r.estimate for r in results])),
+        np.mean([r.resampled for r in results], axis=0),
+        np.mean([r.leave_one_out for r in results], axis=0),
+    )
+
+
+def over_seeds(results: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
+    """The mean over S training seeds, seeds and participants resampled together: each resample of participants meets its own draw of seeds.
+
+    S − 1 seeds are drawn, not S: with a handful of seeds the plain bootstrap is too narrow by (S − 1) / S in variance, and this is not
+    (Rao & Wu 1988). Two models are paired over seeds by the same `seed` here; where their seeds have nothing in common give another.
+    """
+    count = len(results)
+    if count == 1:
+        return results[0]
+    stacked = np.stack([r.resampled for r in results])
+    drawn = np.random.default_rng((seed, 1)).integers(count, size=(count - 1, stacked.shape[1]))
+    mean = mean_of(results)
+    return Bootstrap(mean.estimate, np.take_along_axis(stacked, drawn, 0).mean(0), mean.leave_one_out)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values adjusted for their number (Holm 1979): the chance of any false positive stays below the level they are held to."""
+    order = np.argsort(p, kind="stable")
+    stepped = np.maximum.accumulate(np.asarray(p, float)[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.minimum(1, stepped)
+    return adjusted.tolist()
 
 
 def compare(a: Bootstrap, b: Bootstrap, level: float = 0.95) -> Comparison:

@@ -122,9 +122,11 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
             }
         )
     comparisons = [
-        {**c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c, signed=True)} for c in probe["comparisons"]
+        {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c, signed=True)}
+        for c in probe["comparisons"]
+        if c["metric"] in words.HEADLINE
     ]
-    forests = [figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "r2")]
+    forests = [figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")]
     return {
         "encoders": {e: words.encoder(e) for e in encoders},
         "rows": rows,

@@ -7,7 +7,19 @@ import numpy as np
 
 from octfm.report.sources import Sources, number, series
 
-METRICS = {"auroc": "AUROC", "balanced_accuracy": "balanced accuracy", "r2": "R²"}
+METRICS = {
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "balanced_accuracy": "balanced accuracy",
+    "macro_f1": "macro F1",
+    "kappa": "quadratic kappa",
+    "brier": "Brier score (less is better)",
+    "ece": "calibration error (less is better)",
+    "r2": "R²",
+    "mae": "mean absolute error",
+}
+HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
+"""Metrics whose comparisons a page shows; probe.json has them all."""
 ENCODERS = {
     "pretrained": "the pretrained encoder",
     "random_init": "the same encoder at random initialisation",

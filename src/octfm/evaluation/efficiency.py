@@ -1,0 +1,91 @@
+"""Label efficiency: how good a frozen probe is with 1 % to 100 % of the training participants, in nested subsets and with several seeds."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.data.labels import read_labels
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
+from octfm.evaluation.probe import FOLDS, RESAMPLES, describe, find_design, predict, rows_seen
+from octfm.evaluation.readouts import Readout
+from octfm.evaluation.scoring import PLANNED, score
+
+FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+def label_efficiency(
+    embeddings: Sequence[str | Path | Embeddings],
+    labels: str | Path | None = None,
+    *,
+    targets: Sequence[str] | None = None,
+    orders: Mapping[str, tuple[str, ...]] | None = None,
+    readout: Readout = "linear",
+    seen: Collection[str] | Callable[[str], bool] = (),
+    allow_seen: bool = False,
+    fractions: Sequence[float] = FRACTIONS,
+    seeds: int = 3,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """One row per target, encoder, fraction and planned metric, as in probe.json, with `fraction` and `n_train_participants`.
+
+    Every seed draws its own order of participants, and a larger fraction holds all of a smaller one. The test participants stay the same.
+    Intervals hold for other participants and other draws of the subset together.
+    """
+    encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
+    first, table = encoders[0], read_labels(labels) if labels is not None else None
+    seen_rows, design = rows_seen(encoders[0], seen), find_design(encoders[0])
+    rows = []
+    for target in find_targets(targets, first, table, orders):
+        try:
+            cases, rounds = make_rounds(make_cases(target, first, table), first, design, seen_rows, allow_seen, FOLDS, seed)
+        except Skip as reason:
+            if targets is not None:
+                raise EvaluationError(f"target {target.name}: {reason}") from None
+            continue
+        for fraction in fractions:
+            smaller = [[subset(cases, r, fraction, seed + s) for r in rounds] for s in range(seeds)]
+            people = [np.mean([len(np.unique(cases.participant[r.train])) for r in of_seed]) for of_seed in smaller]
+            facts = describe(cases, rounds, design, seen_rows) | {
+                "readout": readout,
+                "fraction": fraction,
+                "n_train_participants": round(float(np.mean(people))),
+            }
+            for encoder in encoders:
+                runs = [predict(cases, of_seed, encoder, readout, seed + s) for s, of_seed in enumerate(smaller)]
+                rows += [s.row for s in score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED)]
+    return rows
+
+
+def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
+    """The round with this share of its training participants of every class (or fifth of the numbers), at least two of each.
+
+    Nested: with one seed, a larger fraction holds every participant of a smaller one.
+    """
+    participant, label = cases.participant[whole.train], cases.label[whole.train]
+    names, first, member = np.unique(participant, return_index=True, return_inverse=True)
+    if cases.classes is None:
+        mean = np.bincount(member, weights=label) / np.bincount(member)
+        stratum = np.argsort(np.argsort(mean, kind="stable")) * 5 // len(names)
+    else:
+        stratum = label[first]
+    kept = np.zeros(len(names), bool)
+    order = np.random.default_rng((seed, 2)).permutation(len(names))
+    for value in np.unique(stratum):
+        own = order[stratum[order] == value]
+        kept[own[: max(2, int(np.ceil(fraction * len(own))))]] = True
+    return Round(whole.train[kept[member]], whole.test)
+
+
+def curve_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per target, metric and encoder for a terminal: the estimate at every fraction."""
+    lines = []
+    for key in dict.fromkeys((r["target"], r["metric"], r["encoder"]) for r in rows):
+        own = [r for r in rows if (r["target"], r["metric"], r["encoder"]) == key]
+        points = ", ".join(f"{r['fraction']:.0%} {'–' if r['estimate'] is None else format(r['estimate'], '.3f')}" for r in own)
+        lines.append(f"{key[0]:<12} {key[1]:<18} {key[2]:<12} {points}")
+    return lines

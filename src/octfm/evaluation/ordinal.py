@@ -1,0 +1,46 @@
+"""Proportional odds (McCullagh 1980): one direction and K − 1 thresholds for grades in their order."""
+
+import numpy as np
+from scipy.special import expit
+
+
+def proportional_odds(
+    x: np.ndarray, grade: np.ndarray, num_grades: int, c: float, weight: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(direction [width], thresholds [num_grades − 1]) of P(grade ≤ k) = σ(threshold_k − x · direction).
+
+    Minimises ½ |direction|² + C · Σ weight · negative log-likelihood, as scikit-learn's logistic regression does. Every grade needs a case.
+    """
+    from scipy.optimize import minimize
+
+    w = np.ones(len(x)) if weight is None else weight
+    share = np.cumsum(np.bincount(grade, weights=w, minlength=num_grades))[:-1] / w.sum()
+    start = np.log(share / (1 - share))
+    # The first threshold, then the logarithms of the gaps: thresholds stay in order.
+    begin = np.concatenate([np.zeros(x.shape[1]), start[:1], np.log(np.maximum(np.diff(start), 1e-3))])
+
+    def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
+        direction, first, gaps = np.split(parameters, [x.shape[1], x.shape[1] + 1])
+        thresholds = np.cumsum(np.concatenate([first, np.exp(gaps)]))
+        eta = x @ direction
+        edges = np.concatenate([[-np.inf], thresholds, [np.inf]])
+        upper, lower = expit(edges[grade + 1] - eta), expit(edges[grade] - eta)
+        p = np.maximum(upper - lower, 1e-12)
+        d_upper, d_lower = w * upper * (1 - upper) / p, w * lower * (1 - lower) / p
+        above, below = (np.bincount(grade, weights=d, minlength=num_grades) for d in (d_upper, d_lower))
+        by_edge = above[:-1] - below[1:]
+        # A gap moves its own threshold and all that follow.
+        following = np.cumsum(by_edge[::-1])[::-1]
+        by_threshold = np.concatenate([following[:1], following[1:] * np.exp(gaps)])
+        gradient = np.concatenate([direction + c * (x.T @ (d_upper - d_lower)), -c * by_threshold])
+        return float(0.5 * direction @ direction - c * (w * np.log(p)).sum()), gradient
+
+    found = minimize(loss, begin, jac=True, method="L-BFGS-B", options={"maxiter": 500})
+    direction, first, gaps = np.split(found.x, [x.shape[1], x.shape[1] + 1])
+    return direction, np.cumsum(np.concatenate([first, np.exp(gaps)]))
+
+
+def grade_probability(x: np.ndarray, direction: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """[n, K] probabilities of the grades."""
+    below = expit(thresholds[None, :] - (x @ direction)[:, None])
+    return np.diff(np.hstack([np.zeros((len(x), 1)), below, np.ones((len(x), 1))]), axis=1).clip(1e-12)

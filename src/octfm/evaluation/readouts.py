@@ -1,0 +1,116 @@
+"""What is fitted on frozen vectors: logistic or ridge regression, nearest neighbours, proportional odds; settings chosen by inner folds."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import participant_folds
+from octfm.evaluation.ordinal import grade_probability, proportional_odds
+
+Readout = Literal["linear", "knn"]
+
+INNER_FOLDS = 3
+LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
+NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+
+
+def choose_readout(name: str) -> Readout:
+    """The readout of this name, or EvaluationError."""
+    if name not in get_args(Readout):
+        raise EvaluationError(f"--readout: expected {' or '.join(get_args(Readout))}, got {name!r}")
+    return name  # pyright: ignore[reportReturnType]
+
+
+def fit_predict(
+    readout: Readout | Literal["ordinal"],
+    x: np.ndarray,
+    y: np.ndarray,
+    participant: np.ndarray,
+    x_new: np.ndarray,
+    num_classes: int,
+    seed: int,
+) -> tuple[np.ndarray, float]:
+    """Log-probabilities [new, K] (or predicted numbers [new, 1]) and the setting that inner participant folds chose.
+
+    Classes count the same however rare. `num_classes` 0: regression.
+    """
+    if readout == "knn":
+        grid, path = NEIGHBOURS, _neighbours
+    elif readout == "ordinal":
+        grid, path = LOGISTIC_C, _ordinal
+    else:
+        grid, path = (LOGISTIC_C if num_classes else RIDGE_ALPHA), _linear
+    fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
+    loss = np.zeros(len(grid))
+    for k in range(INNER_FOLDS):
+        train, held_out = fold != k, fold == k
+        if not train.any() or not held_out.any():
+            continue  # fewer participants than folds
+        for i, predicted in enumerate(path(*_standardised(x[train], x[held_out]), y[train], num_classes, grid)):
+            loss[i] += _loss(predicted, y[held_out], y, num_classes)
+    best = grid[int(loss.argmin())]
+    return path(*_standardised(x, x_new), y, num_classes, (best,))[0], best
+
+
+def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By the training rows alone."""
+    mean, scale = x.mean(0), x.std(0)
+    # A channel without spread carries nothing; dividing by its rounding noise would make it the loudest.
+    scale[scale <= 1e-6 * np.abs(mean)] = np.inf
+    return (x - mean) / scale, (x_new - mean) / scale
+
+
+def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    if num_classes == 0:
+        return [Ridge(alpha=alpha).fit(x, y).predict(x_new)[:, None] for alpha in grid]
+    present = np.unique(y)
+    predictions = []
+    for c in grid:
+        # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
+        log_p = _nothing_known(len(x_new), num_classes)
+        if len(present) > 1:
+            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=500).fit(x, y)
+            log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
+        predictions.append(log_p)
+    return predictions
+
+
+def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
+    """Votes of the nearest training rows by cosine; a rare class's vote weighs more."""
+    unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
+    order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
+    if num_classes == 0:
+        return [y[order[:, : int(k)]].mean(1)[:, None] for k in grid]
+    vote = np.eye(num_classes)[y] / np.maximum(1, np.bincount(y, minlength=num_classes)) * len(y) / num_classes
+    # Half a vote for every class, so that no class is ever impossible.
+    counted = [vote[order[:, : int(k)]].sum(1) + 0.5 for k in grid]
+    return [np.log(v / v.sum(1, keepdims=True)) for v in counted]
+
+
+def _ordinal(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
+    present, grade = np.unique(y, return_inverse=True)
+    weight = (len(y) / (len(present) * np.bincount(grade)))[grade]
+    predictions = []
+    for c in grid:
+        log_p = _nothing_known(len(x_new), num_classes)
+        if len(present) > 1:
+            log_p[:, present] = np.log(grade_probability(x_new, *proportional_odds(x, grade, len(present), c, weight)))
+        predictions.append(log_p)
+    return predictions
+
+
+def _nothing_known(rows: int, num_classes: int) -> np.ndarray:
+    return np.full((rows, num_classes), np.log(1e-6))
+
+
+def _loss(predicted: np.ndarray, y: np.ndarray, y_all: np.ndarray, num_classes: int) -> float:
+    """Summed squared error, or class-balanced log loss."""
+    if num_classes == 0:
+        return float(((predicted[:, 0] - y) ** 2).sum())
+    weight = 1 / np.bincount(y_all, minlength=num_classes)[y]
+    return float(-(weight * predicted[np.arange(len(y)), y]).sum())

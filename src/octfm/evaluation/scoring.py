@@ -1,0 +1,233 @@
+"""From predictions to numbers with intervals: every metric of a target at its unit, and paired comparisons of encoders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from octfm.evaluation import metrics as m
+from octfm.evaluation.cases import Cases
+from octfm.evaluation.delong import Areas, areas
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric, bootstrap, compare, holm, interval, over_seeds
+
+PLANNED = ("auroc", "kappa", "r2")
+"""Metrics whose comparisons are planned, so corrected for their number; the others describe."""
+HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
+"""What terminals and pages show first."""
+LOWER_IS_BETTER = ("brier", "ece", "mae")
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What one fit (or the folds of one seed) said about every tested row."""
+
+    rows: np.ndarray
+    """[n] positions in the cases."""
+    value: np.ndarray
+    """[n, K] log-probabilities as if classes were equally common, or [n, 1] predicted numbers."""
+    log_prior: np.ndarray | None = None
+    """[n, K] log of how common classes were in training: what calibration needs and ranking does not."""
+    grade: np.ndarray | None = None
+    """[n] expected grade 0..K-1 of an ordinal target."""
+    settings: tuple = ()
+    """What inner folds chose, for the record."""
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """What is scored: participants, eyes or acquisitions, each with the mean of its rows."""
+
+    truth: np.ndarray
+    participant: np.ndarray
+    value: np.ndarray
+    log_prior: np.ndarray | None
+    grade: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """One metric of one encoder on one target."""
+
+    metric: str
+    encoder: str
+    bootstrap: Bootstrap | None
+    """None: too few participants for an interval."""
+    row: dict[str, Any]
+    ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """Positive, score and participant of each unit, where DeLong's variance can be had."""
+
+
+def score(
+    cases: Cases, encoder: str, runs: Sequence[Predictions], facts: dict[str, Any], resamples: int, seed: int, only: Sequence[str] = ()
+) -> list[Scored]:
+    """Every metric of the target; with several runs (training seeds) their mean, with seeds and participants resampled together."""
+    units = [_units(cases, run) for run in runs]
+    first = units[0]
+    named = [_metrics(cases, u) for u in units]
+    counts = {"": len(np.unique(first.participant))}
+    if cases.classes is not None:
+        counts = {name: len(np.unique(first.participant[first.truth == k])) for k, name in enumerate(cases.classes)}
+    rare = {name: n for name, n in counts.items() if n < MIN_PARTICIPANTS}
+    scored = []
+    for i, (name, _, chance) in enumerate(named[0]):
+        if only and name not in only:
+            continue
+        boot = None
+        if rare:
+            everyone = np.ones((1, len(first.truth)))
+            estimate = float(np.mean([metrics[i][1](everyone)[0] for metrics in named]))
+        else:
+            per_seed = [bootstrap(metrics[i][1], first.participant, resamples=resamples, seed=seed) for metrics in named]
+            boot = over_seeds(per_seed, seed=seed)
+            estimate = boot.estimate
+        low, high = interval(boot) if boot else (None, None)
+        percentile = interval(boot, method="percentile") if boot else (None, None)
+        ranked = None
+        if name == "auroc" and cases.kind == "binary" and len(runs) == 1 and not rare:
+            ranked = (first.truth == 1, first.value[:, 1] - first.value[:, 0], first.participant)
+        row = {
+            **facts,
+            "metric": name,
+            "encoder": encoder,
+            "estimate": finite(estimate),
+            "low": finite(low),
+            "high": finite(high),
+            "percentile": [finite(bound) for bound in percentile],
+            "delong": _delong(ranked),
+            "chance": chance,
+            "lower_is_better": name in LOWER_IS_BETTER,
+            "note": _note(rare, boot),
+            "test_participants_per_class": counts if cases.classes else None,
+            "seeds": len(runs),
+            "penalty": sorted({s for run in runs for s in run.settings}),
+        }
+        scored.append(Scored(name, encoder, boot, row, ranked))
+    return scored
+
+
+def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
+    """a − b on the same participants and resamples, with the verdict in words; "better" is lower for an error and for leakage."""
+    planned = a.metric in PLANNED and not leakage
+    row = {"target": a.row["target"], "metric": a.metric, "a": a.encoder, "b": b.encoder, "leakage": leakage, "planned": planned}
+    if a.bootstrap is None or b.bootstrap is None:
+        difference = None if a.row["estimate"] is None or b.row["estimate"] is None else a.row["estimate"] - b.row["estimate"]
+        return {**row, "difference": difference, "low": None, "high": None, "p": None, "verdict": "inconclusive", "note": a.row["note"]}
+    c = compare(a.bootstrap, b.bootstrap)
+    verdict = c.verdict
+    if (leakage != (a.metric in LOWER_IS_BETTER)) and verdict != "inconclusive":
+        # Telling scanners apart more easily is not an achievement.
+        verdict = "worse" if verdict == "better" else "better"
+    both = _areas(a.ranked, b.ranked) if a.ranked and b.ranked else None
+    return {
+        **row,
+        "difference": finite(c.difference),
+        "low": finite(c.low),
+        "high": finite(c.high),
+        "p": c.p,
+        "p_delong": both.p() if both else None,
+        "verdict": verdict,
+        "note": None,
+    }
+
+
+def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with `p_holm` on planned comparisons that have a p; None on the others."""
+    planned = [i for i, c in enumerate(comparisons) if c["planned"] and c["p"] is not None]
+    adjusted = dict(zip(planned, holm([comparisons[i]["p"] for i in planned]), strict=True))
+    return [{**c, "p_holm": adjusted.get(i)} for i, c in enumerate(comparisons)]
+
+
+def finite(value: float | None) -> float | None:
+    return None if value is None or not np.isfinite(value) else float(value)
+
+
+def _units(cases: Cases, run: Predictions) -> Units:
+    label = cases.label[run.rows]
+    ids, first, member = np.unique(cases.unit[run.rows], return_index=True, return_inverse=True)
+    size = np.bincount(member)
+
+    def mean(values: np.ndarray | None) -> np.ndarray | None:
+        if values is None:
+            return None
+        columns = values.reshape(len(values), -1)
+        return np.stack([np.bincount(member, weights=c) / size for c in columns.T], axis=1).reshape(len(ids), *values.shape[1:])
+
+    if cases.classes is None:
+        truth = np.bincount(member, weights=label) / size
+    else:
+        truth = np.zeros(len(ids), dtype=int)
+        # Labels agree inside a unit, except that a participant with one diseased eye is diseased.
+        np.maximum.at(truth, member, label)
+    value = mean(run.value)
+    assert value is not None
+    return Units(truth, cases.participant[run.rows][first], value, mean(run.log_prior), mean(run.grade))
+
+
+def _metrics(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
+    """(name, metric as a function of weights [R, n], what guessing scores)."""
+    # Any metric is called with weights [R, n]; partial keeps what they are weights of.
+    if cases.classes is None:
+        spread = float(np.abs(u.truth - np.median(u.truth)).mean())
+        value = u.value[:, 0]
+        return [("r2", partial(m.r_squared, u.truth, value), 0.0), ("mae", partial(m.mae, u.truth, value), spread)]
+    probability, winner = _softmax(u.value), u.value.argmax(1)
+    share = np.bincount(u.truth, minlength=len(cases.classes)) / len(u.truth)
+    present = int((share > 0).sum())
+    if cases.kind == "binary":
+        ranking = u.value[:, 1] - u.value[:, 0]
+        found = [
+            ("auroc", partial(m.auroc, u.truth == 1, ranking), 0.5),
+            ("auprc", partial(m.auprc, u.truth == 1, ranking), float(share[1])),
+        ]
+    else:
+        found = [
+            ("auroc", partial(m.macro_auroc, u.truth, probability), 0.5),
+            ("auprc", partial(m.macro_auprc, u.truth, probability), 1 / present),
+        ]
+    found += [
+        ("balanced_accuracy", partial(m.balanced_accuracy, u.truth, winner), 1 / present),
+        ("macro_f1", partial(m.macro_f1, u.truth, winner), 1 / present),
+    ]
+    if u.log_prior is not None:
+        calibrated = _softmax(u.value + u.log_prior)
+        found += [
+            ("brier", partial(m.brier, u.truth, calibrated), float(1 - (share**2).sum())),
+            ("ece", partial(m.ece, u.truth, calibrated), 0.0),
+        ]
+    if u.grade is not None:
+        rounded = np.clip(np.rint(u.grade), 0, len(cases.classes) - 1).astype(int)
+        found.append(("kappa", partial(m.weighted_kappa, u.truth, rounded), 0.0))
+    return found
+
+
+def _softmax(log_p: np.ndarray) -> np.ndarray:
+    p = np.exp(log_p - log_p.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
+
+
+def _areas(*ranked: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Areas | None:
+    positive, _, participant = ranked[0]
+    try:
+        return areas(positive, np.stack([scores for _, scores, _ in ranked], axis=1), participant)
+    except ValueError:
+        return None
+
+
+def _delong(ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None) -> dict[str, Any] | None:
+    """The interval by formula, to set beside the bootstrap's: they should agree to a few hundredths."""
+    found = _areas(ranked) if ranked else None
+    if found is None:
+        return None
+    low, high = found.interval()
+    return {"low": low, "high": high, "method": "Obuchowski 1997 (clustered)" if found.clustered else "DeLong 1988"}
+
+
+def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
+    if rare:
+        who = ", ".join(f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items())
+        return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
+    if boot is not None and np.ptp(boot.resampled[np.isfinite(boot.resampled)]) == 0:
+        return "Every resample gave the same value, so the interval is too narrow to be believed; only more participants can tell."
+    return None
