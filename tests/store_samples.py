@@ -51,8 +51,13 @@ def read_sample(uri: str) -> Volume:
         raise ReadError("truncated_pixel_data", f"{uri}: frame 3 of 6 is cut; fetch it again")
     if does == "breaks":
         raise IndexError("index 7 is out of bounds")
-    if does == "kills":
-        os.kill(os.getpid(), signal.SIGKILL)
+    ends = {"kills": signal.SIGKILL, "crashes": signal.SIGSEGV, "aborts": signal.SIGABRT}
+    if does in ends:
+        os.kill(os.getpid(), ends[does])
+    if does == "hangs":
+        time.sleep(600)
+    if does == "swallows":
+        np.ones(3 * 2**30, np.uint8)
     if does == "slow":
         time.sleep(0.3)
     shape = (NATIVE[0] - 1, *NATIVE[1:]) if does == "shrank" else NATIVE

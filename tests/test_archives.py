@@ -213,7 +213,7 @@ def patched(path: Path, name: str, *, central: dict[int, int], local: dict[int, 
 
 
 def codes(root: Path) -> dict[str, str]:
-    return {Path(r.uri).name: r.code for r in scan(root).rejects}
+    return {Path(r.uri).name: r.code for r in scan(root, workers=0).rejects}  # where the test watches
 
 
 def test_decompression_bombs_are_refused_before_they_inflate(tmp_path, image, monkeypatch):

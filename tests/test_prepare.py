@@ -15,6 +15,7 @@ import pytest
 
 from dicom_files import write_oct_dicom
 from octfm.data.catalog import scan
+from octfm.data.isolation import Limits
 from octfm.data.prepare import describe, prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.readers import read_volume
@@ -89,9 +90,9 @@ def test_a_second_call_reads_only_what_is_missing(tmp_path):
     run(whole[:3], tmp_path / "store")
     before = content(tmp_path / "store")
     again, grown = Counting(), Counting()
-    prepare(catalog(whole[:3]), tmp_path / "store", SMALL, workers=1, progress=False, read=again)
+    prepare(catalog(whole[:3]), tmp_path / "store", SMALL, workers=0, progress=False, read=again)
     assert again.uris == [] and content(tmp_path / "store") == before
-    store = prepare(catalog(whole), tmp_path / "store", SMALL, workers=1, progress=False, read=grown)
+    store = prepare(catalog(whole), tmp_path / "store", SMALL, workers=0, progress=False, read=grown)
     assert grown.uris == [a.uri for a in whole[3:]] and len(store) == 5
     run(whole, tmp_path / "at_once")
     assert content(tmp_path / "store") == content(tmp_path / "at_once")
@@ -125,7 +126,7 @@ def test_a_lost_or_cut_shard_is_made_again_in_its_place(tmp_path, name):
     (tmp_path / "store" / name / "c.1.0.0.0").unlink()
     os.truncate(tmp_path / "store" / name / "c.2.0.0.0", 9)
     read = Counting()
-    prepare(catalog(files), tmp_path / "store", SMALL, workers=1, progress=False, read=read)
+    prepare(catalog(files), tmp_path / "store", SMALL, workers=0, progress=False, read=read)
     assert read.uris == [files[1].uri, files[2].uri]
     assert content(tmp_path / "store") == before
 
@@ -137,7 +138,7 @@ def test_F16_rows_follow_the_catalog_without_touching_voxels(tmp_path):
     voxels = content(tmp_path / "store" / "voxels")
     read = Counting()
     moved = [replace(a, split="test", participant_labels={"study_group": "dme"}) for a in files]
-    store = prepare(catalog(moved), tmp_path / "store", SMALL, workers=1, progress=False, read=read)
+    store = prepare(catalog(moved), tmp_path / "store", SMALL, workers=0, progress=False, read=read)
     assert read.uris == [] and {row.split for row in store.rows} == {"test"} and store.rows[0].diagnosis == "dme"
     assert content(tmp_path / "store" / "voxels") == voxels
 
@@ -186,12 +187,19 @@ def test_the_catalog_decides_geometry(tmp_path):
     assert store.rows[0].transform["native_spacing_mm"] == [0.3, 0.05, 0.2] and store.rows[0].transform["mirrored"] is True
 
 
-def test_a_worker_that_dies_is_named_and_the_rest_is_prepared(tmp_path):
-    files = [acquisition(n, {3: "kills", 4: "slow", 8: "kills"}.get(n, "reads")) for n in range(12)]
-    store = run(files, tmp_path / "store", workers=2)
-    assert [(u.acquisition, u.code) for u in store.unprepared()] == [("1.2.3.3", "worker_died"), ("1.2.3.8", "worker_died")]
-    assert [row.acquisition for row in store.rows] == [a.sop_instance_uid for n, a in enumerate(files) if n not in (3, 8)]
-    assert store.verify() == 10
+ENDS = {3: "crashes", 4: "slow", 5: "hangs", 6: "swallows", 8: "aborts", 9: "kills"}
+CODES = {3: "decoder_crashed", 5: "decoder_timeout", 6: "decoder_memory", 8: "decoder_crashed", 9: "decoder_memory"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_that_ends_its_process_is_named_and_the_rest_is_prepared(tmp_path, workers):
+    files = [acquisition(n, ENDS.get(n, "reads")) for n in range(12)]
+    store = run(files, tmp_path / "store", workers=workers, limits=Limits(seconds=3))
+    assert {(u.acquisition, u.code) for u in store.unprepared()} == {(f"1.2.3.{n}", code) for n, code in CODES.items()}
+    assert [row.acquisition for row in store.rows] == [a.sop_instance_uid for n, a in enumerate(files) if n not in CODES]
+    assert store.verify() == len(files) - len(CODES)
+    sentences = {u.code: u.sentence for u in store.unprepared()}
+    assert "SIG" in sentences["decoder_crashed"] and "not done after" in sentences["decoder_timeout"]
 
 
 def threads_of_worker(uri: str) -> Volume:
@@ -204,8 +212,6 @@ def threads_of_worker(uri: str) -> Volume:
 def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch):
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
-    # On a machine with more cores than workers joblib gives each worker its share of them.
-    monkeypatch.setattr("joblib._parallel_backends.cpu_count", lambda *_, **__: 8)
     seen = tmp_path / "seen"
     seen.mkdir()
     monkeypatch.setenv("OCTFM_TEST_SEEN", str(seen))
@@ -322,7 +328,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_there(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("octfm.data.store_writer.write_durably", full)
         with pytest.raises((StoreError, OSError), match="No space left"):
-            run(files, tmp_path / "store")
+            run(files, tmp_path / "store", workers=0)
     assert {k: v for k, v in content(tmp_path / "store").items() if k in before} == before
     assert len(run(files, tmp_path / "store")) == 4
 

@@ -22,6 +22,8 @@ app = typer.Typer(
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.")]
+FileSeconds = Annotated[float, typer.Option(help="Reject a file that takes longer; large ones have one more per megabyte.", min=0.1)]
+FileGB = Annotated[float, typer.Option(help="Reject a file that needs more memory (GB).", min=0.3)]
 
 
 @app.command()
@@ -97,11 +99,14 @@ def scan(
         Path | None, typer.Option(help="Key file, made where there is none: hash ids, UIDs and paths with it and shift dates.")
     ] = None,
     workers: Workers = None,
+    file_seconds: FileSeconds = 10,
+    file_gb: FileGB = 2,
 ) -> None:
     """Find every OCT acquisition; each file ends as an accepted row or as a reject with a reason, and data_health.html shows it all."""
     from octfm.data.catalog import NothingAccepted
     from octfm.data.catalog import scan as scan_root
     from octfm.data.columns import Columns
+    from octfm.data.isolation import Limits
     from octfm.errors import ConfigError
     from octfm.report.data_health import write_data_health
 
@@ -109,7 +114,10 @@ def scan(
         raise ConfigError("--pseudonymise and --extract: unpacked files keep their names; archives are read in place without --extract")
     mapped = Columns.parse(columns or []).of_field
     try:
-        catalog = scan_root(root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers)
+        limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+        catalog = scan_root(
+            root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers, limits=limits
+        )
     except NothingAccepted as nothing:
         if pseudonymise is None:
             nothing.catalog.save(out)  # what is wrong with every one of them
@@ -140,10 +148,14 @@ def prepare(
     key: Annotated[Path | None, typer.Option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
     root: Annotated[Path | None, typer.Option(help="Folder that a pseudonymised catalog was scanned from.")] = None,
     workers: Workers = None,
+    file_seconds: FileSeconds = 10,
+    file_gb: FileGB = 2,
+    dask: Annotated[str | None, typer.Option(help="Work on this dask cluster (tcp://host:port), which sees the same paths.")] = None,
 ) -> None:
     """Turn a catalog into a store of uniform volumes; a second call does only what is missing."""
     from octfm.config import load
     from octfm.data.catalog import Catalog
+    from octfm.data.isolation import Limits
     from octfm.data.prepare import prepare as prepare_catalog
     from octfm.data.preprocessing import Preprocessing
     from octfm.errors import ConfigError
@@ -163,7 +175,10 @@ def prepare(
         if key is None or root is None:
             raise ConfigError("--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither")
         locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
-    store = prepare_catalog(scanned, out, preprocessing, workers=workers, compression=compression, locations=locations)
+    limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+    store = prepare_catalog(
+        scanned, out, preprocessing, workers=workers, compression=compression, locations=locations, limits=limits, cluster=dask
+    )
     typer.echo(f"{store.path}: {len(store)} volumes")
 
 

@@ -1,5 +1,6 @@
 """Catalog: one row per accepted acquisition, one reject with a reason per other file, and nothing in between."""
 
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from octfm.data.aireadi import Tables, read_own_tables, read_tables
 from octfm.data.archive import file_size, unpack
 from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
+from octfm.data.isolation import Limits, Lost
 from octfm.data.readers import REASONS, Header, read_header
 from octfm.data.splits import SPLITS, Split, assign, parse_split
 from octfm.data.spread import spread
@@ -142,6 +144,7 @@ def scan(
     columns: Mapping[str, str] | None = None,
     extract: str | Path | None = None,
     workers: int | None = None,
+    limits: Limits | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Catalog:
     """Look at every file below `root` (AI-READI layout or any tree), without decoding, and assign participant-level splits.
@@ -149,7 +152,8 @@ def scan(
     AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
     that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
-    The result does not depend on `workers` (processes; default one per core). `progress(done, total)` counts files.
+    Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
+    a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
     column or fit none of the files.
     """
@@ -161,8 +165,10 @@ def scan(
     tables = _tables(folder, found, table, participants, columns)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
-    outcomes = list(spread(_examine, found.files, workers, progress))
-    headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers)
+    limits = limits or Limits()
+    deadline = functools.partial(_deadline, limits)
+    outcomes = list(spread(_examine, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
+    headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
     left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
     left_out.sort(key=lambda reject: reject.uri)
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
@@ -281,6 +287,15 @@ def _examine(path: Path) -> Header | Reject:
         return read_header(path)
     except ReadError as error:
         return Reject(str(path), error.code, str(error), file_size(path))
+
+
+def _lost(path: Path, lost: Lost) -> Reject:
+    return Reject(str(path), lost.code, f"{path}: the process that looked at it {lost.what}; {REASONS[lost.code].fix}", file_size(path))
+
+
+def _deadline(limits: Limits, path: Path) -> float:
+    """A header takes milliseconds; pixels are decoded only where every one may be the same."""
+    return limits.deadline(file_size(path), str(path))
 
 
 def _count(words: Iterable[str]) -> dict[str, int]:

@@ -6,6 +6,8 @@ acquisition that was given the same UID (reused_sop_uid): it is rejected, and th
 the UID may mean either.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ import numpy as np
 from octfm.data.acquisition import Reject
 from octfm.data.aireadi import Tables
 from octfm.data.archive import file_size, open_file
+from octfm.data.isolation import Limits, Lost
 from octfm.data.readers import Header, read_volume
 from octfm.data.spread import spread
 from octfm.errors import ReadError
@@ -21,7 +24,9 @@ from octfm.errors import ReadError
 _PIECE = 2**20
 
 
-def without_duplicates(headers: Sequence[Header], tables: Tables, workers: int | None = None) -> tuple[list[Header], list[Reject]]:
+def without_duplicates(
+    headers: Sequence[Header], tables: Tables, workers: int | None = None, limits: Limits | None = None
+) -> tuple[list[Header], list[Reject]]:
     """The headers that are kept, in their order, and a reject for each other one. Only files that share a UID are opened."""
 
     def listed(header: Header) -> bool:
@@ -33,9 +38,11 @@ def without_duplicates(headers: Sequence[Header], tables: Tables, workers: int |
         kept.setdefault(header.sop_instance_uid, header)
     others = [header for header in headers if kept[header.sop_instance_uid] is not header]
     rejects, reused = [], set()
-    for header, same in zip(
-        others, spread(_same_voxels, [(header, kept[header.sop_instance_uid]) for header in others], workers), strict=True
-    ):
+    limits = limits or Limits()
+    pairs = [(header, kept[header.sop_instance_uid]) for header in others]
+    deadline = functools.partial(_deadline, limits)
+    same_voxels = spread(_same_voxels, pairs, _lost, workers=workers, limits=limits, deadline=deadline)
+    for header, same in zip(others, same_voxels, strict=True):
         original = kept[header.sop_instance_uid].uri
         if same:
             code, sentence = "duplicate_sop_uid", f"the same SOP Instance UID and voxels as {original}; remove the copy"
@@ -52,6 +59,14 @@ def _flagged(header: Header) -> Header:
     return replace(header, flags=(*header.flags, "reused_sop_uid"))
 
 
+def _lost(pair: tuple[Header, Header], lost: Lost) -> bool:
+    return False  # what cannot be decoded is not known to be a copy
+
+
+def _deadline(limits: Limits, pair: tuple[Header, Header]) -> float:
+    return sum(limits.deadline(math.prod(header.shape), header.uri) for header in pair)
+
+
 def _same_voxels(pair: tuple[Header, Header]) -> bool:
     one, other = pair
     if one.shape != other.shape:
@@ -59,7 +74,7 @@ def _same_voxels(pair: tuple[Header, Header]) -> bool:
     try:
         return _same_bytes(one.uri, other.uri) or np.array_equal(read_volume(one.uri).voxels, read_volume(other.uri).voxels)
     except (OSError, ReadError):
-        return False  # what cannot be decoded is not known to be a copy
+        return False
 
 
 def _same_bytes(one: str, other: str) -> bool:

@@ -1,16 +1,17 @@
 """Catalog + Preprocessing -> Store: parallel, resumable at any moment, and never stopped by a bad file."""
 
 import functools
-import os
+import math
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from octfm.data.isolation import Limits, Lost, release
+from octfm.data.spread import spread
 from octfm.data.store import Compression, Store, StoreRow, Unprepared
 from octfm.data.store_writer import StoreWriter, stage
 from octfm.data.volume import Volume
@@ -26,13 +27,8 @@ BAD_INPUT = (OctfmError, ValueError, ArithmeticError, LookupError, RuntimeError,
 REASONS: dict[str, str] = {
     "changed_since_scan": "the file is not the one that the catalog describes; scan again",
     "preprocessing_failed": "the voxels could be read, and not brought into the prepared frame; report it with the sentence",
-    "out_of_memory": "the volume did not fit into memory; run again with fewer workers",
-    "worker_died": "the process that read it was killed, or a decoder crashed; run again with fewer workers, else transcode the file",
 }
 """What can go wrong after the scan, besides the reason codes of the readers -> what it means and what would fix it."""
-
-AHEAD = 2
-"""Volumes handed out per worker. Also bounds the tasks that can have been running when a worker died."""
 
 Read = Callable[[str], Volume]
 
@@ -47,6 +43,8 @@ def prepare(
     progress: bool = True,
     read: Read | None = None,
     locations: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    cluster: str | None = None,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
 
@@ -54,15 +52,15 @@ def prepare(
     code and a sentence and is tried again by the next call. Volumes already there are not read again; when the catalog says
     other things about them (split, labels, scanner), their rows follow it.
 
-    workers: processes, None for one per core; 1 works in this process.
+    workers: child processes, None for one per core; 0 works in this process, where a crash of a decoder is a crash of the run.
     compression: "none" for a local disk (what a new store gets), "zstd" for a bucket.
     read: how a uri becomes a Volume, by default `read_volume`, which decides by content; it travels to the workers.
     locations: where the file of each uri lies, for a catalog whose uris are pseudonyms (octfm.data.pseudonyms.locate).
+    limits: seconds and memory of one file; what needs more is quarantined, like a file that crashes its decoder.
+    cluster: address of a dask scheduler (tcp://host:port); all its workers are used, and must see files and store at the same paths.
     Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
     where nothing at all could be prepared.
     """
-    import joblib
-
     from octfm.data.pseudonyms import is_pseudonymous
 
     out = Path(out)
@@ -70,9 +68,9 @@ def prepare(
         raise StoreError(f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects")
     if locations is None and read is None and is_pseudonymous(catalog):
         raise StoreError(f"{out}: the catalog names files by pseudonyms; give its key and root (octfm prepare --key FILE --root FOLDER)")
-    workers = joblib.cpu_count() if workers is None else workers
-    if workers < 1:
-        raise StoreError(f"workers must be at least 1, got {workers}")
+    if workers is not None and workers < 0:
+        raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
+    limits = limits or Limits()
     with StoreWriter(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, catalog.acquisitions, locations or {})
@@ -87,7 +85,17 @@ def prepare(
         )
         try:
             with _Progress(len(tasks), progress) as shown:
-                for task, outcome in _outcomes(tasks, run, workers):
+                outcomes = spread(
+                    run,
+                    tasks,
+                    _lost,
+                    workers=workers,
+                    limits=limits,
+                    deadline=functools.partial(_deadline, limits),
+                    chunk=1,
+                    cluster=cluster,
+                )
+                for task, outcome in zip(tasks, outcomes, strict=True):
                     if isinstance(outcome, Unprepared):
                         writer.quarantine(outcome)
                     elif task.index is None:
@@ -99,6 +107,8 @@ def prepare(
             raise StoreError(
                 f"{out}: writing failed ({error}); what is there stays valid, mend that and run the same command again"
             ) from error
+    # Their memory is of use to the training that may follow in this process.
+    release(keep=1)
     store = Store.open(out)
     if not len(store):
         code, count = Counter(u.code for u in store.unprepared()).most_common(1)[0]
@@ -239,62 +249,20 @@ def _code(error: BaseException) -> str:
     if isinstance(error, ReadError):
         return error.code
     if isinstance(error, MemoryError):
-        return "out_of_memory"
+        return "decoder_memory"
     return "unreadable" if isinstance(error, OSError) else "preprocessing_failed"
+
+
+def _lost(task: _Task, lost: Lost) -> Unprepared:
+    return _unprepared(task.acquisition, lost.code, f"{task.acquisition.uri}: the process that read it {lost.what}")
+
+
+def _deadline(limits: Limits, task: _Task) -> float:
+    return limits.deadline(math.prod(task.acquisition.shape), task.location)
 
 
 def _unprepared(acquisition: "Acquisition", code: str, sentence: str) -> Unprepared:
     return Unprepared(acquisition.sop_instance_uid, acquisition.uri, acquisition.scanner, code, sentence)
-
-
-def _leave_with(coordinator: int) -> None:
-    """A worker whose coordinator was killed ends within a second, instead of holding its memory until joblib's timeout."""
-
-    def watch() -> None:
-        while os.getppid() == coordinator:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-# ---- in the coordinator ----------------------------------------------------------------------------------------------------------
-
-
-def _outcomes(
-    tasks: list[_Task], run: Callable[[_Task], StoreRow | Unprepared], workers: int
-) -> Iterator[tuple[_Task, StoreRow | Unprepared]]:
-    """In the order of the tasks. Results are small: voxels go to the staging folder, never through the coordinator."""
-    if workers == 1:
-        yield from ((task, run(task)) for task in tasks)
-        return
-    import joblib
-    from joblib.externals.loky import get_reusable_executor
-    from joblib.externals.loky.process_executor import BrokenProcessPool
-
-    # One thread per worker: BLAS pools of every worker on every core would fight.
-    pool = {"inner_max_num_threads": 1, "initializer": _leave_with, "initargs": (os.getpid(),)}
-    done, alone = 0, 0
-    while done < len(tasks):
-        # After a worker died, its companions' tasks run one by one: the next death then has a name.
-        part = tasks[done : done + 1] if alone else tasks[done:]
-        try:
-            with joblib.parallel_config(backend="loky", n_jobs=workers, **pool):
-                parallel = joblib.Parallel(return_as="generator", pre_dispatch=f"{AHEAD} * n_jobs")
-            outcomes: Any = parallel(joblib.delayed(run)(task) for task in part)
-            for outcome in outcomes:
-                yield tasks[done], outcome
-                done += 1
-                alone = max(alone - 1, 0)
-        except BrokenProcessPool:
-            if alone:
-                sentence = f"{tasks[done].acquisition.uri}: the process that read it died (out of memory, or a crash in a decoder)"
-                yield tasks[done], _unprepared(tasks[done].acquisition, "worker_died", sentence)
-                done, alone = done + 1, alone - 1
-            else:
-                alone = AHEAD * workers
-    # Idle workers would keep their memory for minutes, and training may follow in this process.
-    get_reusable_executor().shutdown()
 
 
 class _Progress:

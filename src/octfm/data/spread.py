@@ -1,36 +1,84 @@
-"""A function over many items in several processes; results come in the order of the items, whichever process is faster."""
+"""A function over many files in parallel; results come in the order of the files, whichever process is faster."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
+
+from octfm.data.isolation import Limits, Lost, each
+from octfm.errors import ConfigError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_CHUNK = 32
-"""Items per task: a header takes milliseconds, handing one over to a process as long."""
+HEADERS = 32
+"""Headers per task: one takes milliseconds, handing it over to a process takes part of one."""
+AHEAD = 2
+"""Tasks handed out per worker."""
 
 
 def spread(
-    function: Callable[[T], R], items: Sequence[T], workers: int | None = None, progress: Callable[[int, int], None] | None = None
+    function: Callable[[T], R],
+    items: Sequence[T],
+    lost: Callable[[T, Lost], R],
+    *,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    deadline: Callable[[T], float] | None = None,
+    chunk: int = HEADERS,
+    cluster: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[R]:
-    """`function` of every item. `workers`: processes, default one per core. `progress(done, total)` counts items."""
-    chunks = [items[i : i + _CHUNK] for i in range(0, len(items), _CHUNK)]
-    # Fewer items are done before the processes have started.
-    workers = 1 if len(items) < 8 * _CHUNK else workers or os.cpu_count() or 1
-    if workers == 1:
-        results: Iterator[list[R]] = (_each(function, chunk) for chunk in chunks)
-    else:
-        from joblib import Parallel, delayed
+    """`function` of every item; `lost` says what becomes of an item whose process crashed, hung or ran out of memory.
 
-        results = cast(Any, Parallel(n_jobs=workers, return_as="generator")(delayed(_each)(function, chunk) for chunk in chunks))
+    workers: child processes, None for one per core; 0 works in this process, where a crash of a decoder is a crash of the run.
+    deadline: seconds for an item, by default `limits.seconds`.
+    cluster: address of a dask scheduler (tcp://host:port) whose workers are used instead, all of them, each file in a child there.
+    progress: called with (done, total) items.
+    """
+    limits = limits or Limits()
+    chunks = [items[i : i + chunk] for i in range(0, len(items), chunk)]
     done = 0
-    for found in results:
-        done += len(found)
+    for part, results in zip(chunks, _results(function, chunks, workers, limits, deadline, cluster), strict=True):
+        done += len(part)
         if progress:
             progress(done, len(items))
-        yield from found
+        for item, result in zip(part, results, strict=True):
+            yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
 
 
-def _each(function: Callable[[T], R], chunk: Sequence[T]) -> list[R]:
-    return [function(item) for item in chunk]
+def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[list[Any]]:
+    if workers == 0 and not cluster:
+        yield from ([function(item) for item in chunk] for chunk in chunks)
+        return
+    # A child needs as long to start as for eight chunks of headers.
+    most = len(chunks) if chunks and len(chunks[0]) == 1 else -(-len(chunks) // 8)
+    if (workers == 1 or most <= 1) and not cluster:
+        yield from (_isolated(function, chunk, limits, deadline) for chunk in chunks)
+        return
+    import joblib
+
+    workers = min(workers or joblib.cpu_count(), most)
+    tasks = (joblib.delayed(_isolated)(function, chunk, limits, deadline) for chunk in chunks)
+    if cluster:
+        with _client(cluster) as client, joblib.parallel_config(backend="dask", client=client, n_jobs=-1):
+            parallel = joblib.Parallel(return_as="generator", pre_dispatch=f"{AHEAD} * n_jobs", batch_size=1)
+            yield from cast(Any, parallel(tasks))
+        return
+    # Threads that wait for a child each.
+    parallel = joblib.Parallel(n_jobs=workers, backend="threading", return_as="generator", pre_dispatch=f"{AHEAD} * n_jobs", batch_size=1)
+    yield from cast(Any, parallel(tasks))
+
+
+def _client(address: str):
+    try:
+        from distributed import Client
+    except ImportError:
+        raise ConfigError(f"cluster {address}: dask is not installed; pip install 'octfm[dask]'") from None
+    try:
+        return Client(address, timeout=10, set_as_default=False)
+    except (OSError, ValueError) as error:
+        what = " ".join(str(error).split())[:120]
+        raise ConfigError(f"cluster: no dask scheduler answers at {address} ({what}); expected tcp://host:port of one that runs") from None
+
+
+def _isolated(function: Callable[[T], R], chunk: Sequence[T], limits: Limits, deadline: Callable[[T], float] | None) -> list[R | Lost]:
+    return list(each(function, chunk, limits, deadline or (lambda _: limits.seconds)))

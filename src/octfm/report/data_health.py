@@ -1,5 +1,6 @@
 """data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from matplotlib.figure import Figure
 
 from octfm.data.acquisition import FLAGS, Acquisition, Reject
 from octfm.data.catalog import Catalog
+from octfm.data.isolation import Limits
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.splits import SPLITS
+from octfm.data.spread import spread
 from octfm.errors import ReadError
 from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
 from octfm.report.images import Picture, native_pictures
@@ -60,7 +63,7 @@ def write_data_health(
         "skipped": _reasons(catalog.skipped),
         "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
         "charts": distribution_charts(catalog.acquisitions),
-        "outliers": [_shown(outlier, images, locations or {}) for outlier in outliers(catalog.acquisitions)],
+        "outliers": _shown(outliers(catalog.acquisitions), images, locations or {}),
         "images": images,
     }
     return write_page(render("data_health.html.jinja", facts), out)
@@ -200,15 +203,27 @@ def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:
     ]
 
 
-def _shown(outlier: Outlier, images: bool, locations: Mapping[str, str]) -> dict[str, Any]:
+def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
+    uris = [locations.get(outlier.acquisition.uri, outlier.acquisition.uri) for outlier in found] if images else []
+    # The scan has looked at their headers, and nobody at their pixels.
+    seconds = [Limits().deadline(math.prod(outlier.acquisition.shape), outlier.acquisition.uri) for outlier in found]
+    pictures = list(spread(_pictures, uris, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1))
+    return [_described(outlier, pictures[i] if images else []) for i, outlier in enumerate(found)]
+
+
+def _pictures(uri: str) -> list[Picture] | str:
+    """Pictures, or the reason code for which there are none."""
+    try:
+        return native_pictures(read_volume(uri))
+    except ReadError as error:
+        return error.code
+
+
+def _described(outlier: Outlier, pictures: list[Picture] | str) -> dict[str, Any]:
     a = outlier.acquisition
-    pictures: list[Picture] = []
     note = ""
-    if images:
-        try:
-            pictures = native_pictures(read_volume(locations.get(a.uri, a.uri)))
-        except ReadError as error:
-            note = f"It could not be decoded: {REASONS[error.code].meaning}."
+    if isinstance(pictures, str):
+        pictures, note = [], f"It could not be decoded: {REASONS[pictures].meaning}."
     eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
     title = f"Row {outlier.row}: {a.scanner.replace('_', ' ')}, {a.protocol.replace('_', ' ')}, {eye}, {' × '.join(map(str, a.shape))}"
     return {"title": title, "why": outlier.why, "note": note, "pictures": pictures}

@@ -51,6 +51,15 @@ REASONS: dict[str, Reason] = {
         "export from FORUM or CIRRUS as unscrambled DICOM or as .img, or ask Zeiss for an export that others can read",
     ),
     "decode_failed": Reason("every installed decoder refused the compressed pixels", "fetch it again, or transcode it"),
+    "decoder_crashed": Reason(
+        "the process that read it crashed; it was alone in it, and the run went on", "fetch it again, else transcode it and report it"
+    ),
+    "decoder_timeout": Reason(
+        "reading it took longer than any file of its size should", "fetch it again, else transcode it; on a slow disk allow more seconds"
+    ),
+    "decoder_memory": Reason(
+        "reading it needed more memory than a worker may have", "a huge volume needs a higher limit, or fewer workers; else it is damaged"
+    ),
     "missing_spacing": Reason("no millimetres in shared, per-frame or top-level attributes nor in frame positions", "add PixelSpacing"),
     "absurd_spacing": Reason("the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"),
     "blank_volume": Reason("every voxel has the same value", "nothing was imaged, or the export failed: export it again"),

@@ -1,0 +1,49 @@
+"""prepare on a real dask cluster of two worker processes on loopback: the same store, and bad files end no worker."""
+
+import pytest
+
+from octfm.data.isolation import Limits
+from octfm.data.prepare import prepare
+from octfm.errors import ConfigError
+from store_samples import SMALL, acquisition, catalog, read_sample
+from test_prepare import content
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None, protocol="tcp://"
+    ) as running:
+        yield running
+
+
+def test_a_dask_cluster_prepares_the_store_that_one_process_prepares(cluster, tmp_path):
+    files = [acquisition(n, {3: "truncated", 5: "crashes", 7: "slow", 8: "swallows"}.get(n, "reads")) for n in range(14)]
+    before = {worker.pid for worker in cluster.workers.values()}
+    there = prepare(catalog(files), tmp_path / "there", SMALL, progress=False, read=read_sample, cluster=cluster.scheduler_address)
+    prepare(catalog(files), tmp_path / "here", SMALL, workers=1, progress=False, read=read_sample)
+    assert content(tmp_path / "there") == content(tmp_path / "here") and len(there) == 11
+    assert [u.code for u in there.unprepared()] == ["truncated_pixel_data", "decoder_crashed", "decoder_memory"]
+    assert {worker.pid for worker in cluster.workers.values()} == before, "the crash was in a child of a worker"
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there_is_an_error_and_not_a_wait(tmp_path):
+    with pytest.raises(ConfigError, match=r"no dask scheduler answers at tcp://127\.0\.0\.1:9"):
+        prepare(catalog([acquisition(0)]), tmp_path / "store", SMALL, progress=False, read=read_sample, cluster="tcp://127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_limits_travel_to_the_cluster(cluster, tmp_path):
+    files = [acquisition(0), acquisition(1, "hangs")]
+    store = prepare(
+        catalog(files),
+        tmp_path / "store",
+        SMALL,
+        progress=False,
+        read=read_sample,
+        cluster=cluster.scheduler_address,
+        limits=Limits(seconds=3),
+    )
+    assert [u.code for u in store.unprepared()] == ["decoder_timeout"]

@@ -1,0 +1,209 @@
+"""A file that crashes, hangs or swallows memory costs itself and nothing else; every other comes out as if it had not been there."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dicom_files import write_oct_dicom
+from octfm.data.catalog import scan
+from octfm.data.isolation import Limits, Lost, each, release
+from octfm.data.readers import REASONS
+from octfm.data.spread import spread
+
+SHORT = Limits(seconds=2)
+
+
+def run(function, items, limits=SHORT):
+    return list(each(function, items, limits, lambda _: limits.seconds))
+
+
+def misbehave(how: str):
+    if how == "crash":
+        ctypes.string_at(0)
+    if how == "abort":
+        os.abort()
+    if how == "exit":
+        os._exit(3)
+    if how == "sleep":
+        time.sleep(600)
+    if how == "spin":
+        while True:
+            pass
+    if how == "swallow":
+        return np.ones(3 * 2**30, np.uint8).sum()
+    if how == "swallow natively":
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        ctypes.memset(libc.malloc(3 * 2**30), 1, 3 * 2**30)  # as a decoder that never looks at what malloc says
+    return how.upper()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "seen"),
+    [
+        ("crash", "decoder_crashed", "SIGSEGV"),
+        ("abort", "decoder_crashed", "SIGABRT"),
+        ("exit", "decoder_crashed", "exit status 3"),
+        ("sleep", "decoder_timeout", "2 s"),
+        ("spin", "decoder_timeout", "2 s"),
+        ("swallow", "decoder_memory", "2 GB"),
+        ("swallow natively", "decoder_crashed", "SIGSEGV"),
+    ],
+)
+def test_what_ends_a_child_costs_one_item(how, code, seen):
+    before, lost, after = run(misbehave, ["a", how, "b"])
+    assert (before, after) == ("A", "B")
+    assert lost == Lost(code, lost.what) and seen in lost.what and code in REASONS
+
+
+def who(_):
+    return os.getpid(), sorted({name.split(".")[0] for name in sys.modules}), os.environ["OMP_NUM_THREADS"]
+
+
+def test_children_serve_many_files_with_one_thread_and_without_torch():
+    import torch  # noqa: F401  (that the parent has it must not matter)
+
+    found = run(who, range(3)) + run(who, range(3))
+    assert len({pid for pid, _, _ in found}) == 1 and found[0][0] != os.getpid()
+    assert "torch" not in found[-1][1] and found[0][2] == "1"
+
+
+def test_a_child_learns_what_was_set_after_it_started(monkeypatch):
+    """Credentials of a bucket, for one."""
+    run(os.getenv, ["OCTFM_TEST"])
+    monkeypatch.setenv("OCTFM_TEST", "new")
+    assert run(os.getenv, ["OCTFM_TEST"]) == ["new"]
+
+
+def shout(text: str) -> str:
+    print(text)
+    os.write(1, text.encode())
+    return text
+
+
+def test_what_decoders_print_does_not_end_among_the_results():
+    assert run(shout, ["x" * 100_000, "y"]) == ["x" * 100_000, "y"]
+
+
+def fail(number: int):
+    raise KeyError(number)
+
+
+def test_an_error_that_nobody_caught_stops_the_run_as_it_would_without_children():
+    with pytest.raises(KeyError, match="7"):
+        run(fail, [7])
+
+
+def slowly(number: int) -> int:
+    time.sleep(0.2 if number < 3 else 0)
+    return number
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_results_come_in_the_order_of_the_items(workers):
+    assert list(spread(slowly, range(8), lambda item, lost: -1, workers=workers, chunk=1)) == list(range(8))
+
+
+SCRIPT = """
+import os, sys
+from octfm.data.isolation import Limits, each
+def pid(_):  # a function of the script itself, which has no main guard
+    return os.getpid()
+print(*each(pid, [1, 2], Limits(), lambda _: 10.0), flush=True)
+import time
+time.sleep(600)
+"""
+
+
+def test_a_script_without_a_main_guard_and_its_death(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True) as process:
+        one, other = map(int, process.stdout.readline().split())
+        assert one == other != process.pid
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{one}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{one}").exists(), "a child does not outlive its parent"
+
+
+def children_in_a_worker() -> list:
+    return run(misbehave, ["a", "crash", "b"])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_any_start_method_may_have_children(method):
+    """As the workers of a cluster do: daemons, which multiprocessing forbids children."""
+    import multiprocessing
+
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        before, lost, after = pool.apply(children_in_a_worker)
+    assert (before, lost.code, after) == ("A", "decoder_crashed", "B")
+
+
+HOOK = """
+import ctypes, time
+import octfm.data.readers as readers
+honest_header, honest_volume = readers.read_header, readers.read_volume
+def misread(uri, honest):
+    if "crash" in str(uri):
+        ctypes.string_at(0)
+    if "hang" in str(uri):
+        time.sleep(600)
+    return honest(uri)
+readers.read_header = lambda uri: misread(uri, honest_header)
+readers.read_volume = lambda uri: misread(uri, honest_volume)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_scan_survives_a_reader_that_crashes_and_names_the_file(tmp_path, monkeypatch, workers):
+    """The reader crashes for real, in the child only: the interpreter of the child runs this hook when it starts."""
+    for name in ("a", "crash", "hang", "z"):
+        write_oct_dicom(
+            tmp_path / "tree" / f"{name}.dcm", np.random.default_rng(0).integers(0, 255, (4, 64, 48), np.uint8), (0.5, 0.01, 0.1)
+        )
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'hook'}:{os.environ.get('PYTHONPATH', '')}")
+    catalog = scan(tmp_path / "tree", workers=workers, limits=SHORT)
+    assert [Path(a.uri).stem for a in catalog.acquisitions] == ["a", "z"]
+    assert {(Path(r.uri).stem, r.code) for r in catalog.rejects} == {("crash", "decoder_crashed"), ("hang", "decoder_timeout")}
+    assert all(r.uri in r.sentence and r.bytes > 0 and r.fix for r in catalog.rejects)
+    # A file that is accepted by its header and crashes when it is decoded costs its picture on the page.
+    from octfm.report.data_health import _pictures
+
+    assert list(spread(_pictures, ["crash.dcm"], lambda _, lost: lost.code, workers=1, chunk=1)) == ["decoder_crashed"]
+
+
+def test_a_large_volume_has_more_time_and_a_bucket_too():
+    limits = Limits()
+    assert limits.deadline(0) == 10 and limits.deadline(512 * 1024 * 512) > 250
+    assert limits.deadline(0, "s3://clinic/a.dcm") > limits.deadline(0, "/clinic/a.dcm")
+
+
+def test_waiting_for_a_core_is_no_fault_of_the_file():
+    """More children than cores, each busy for most of its limit: on a crowded machine they would all be late by the clock."""
+    busy = 3 * (os.cpu_count() or 1)
+    results = list(spread(spin, [0.5] * busy, lambda item, lost: lost.code, workers=busy, limits=Limits(seconds=2.5), chunk=1))
+    assert results == ["done"] * busy
+
+
+def spin(seconds: float) -> str:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+    return "done"
+
+
+def test_released_children_are_gone():
+    (pid, _, _), *_ = run(who, [1])
+    release()
+    assert not Path(f"/proc/{pid}").exists()
