@@ -22,6 +22,7 @@ FLAGS: dict[str, str] = {
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); taken from the square field of view",
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
     "uneven_positions": "B-scans are not equally far apart",
+    "several_files": "its B-scans are in several files of one folder; the row names the first",
     "frames_reordered": "frames are not stored in the order of their positions",
 }
 """What is doubtful about an accepted row, and what is made of it."""

@@ -99,6 +99,17 @@ def open_file(uri: str | Path, *, whole: bool = False) -> Iterator[BinaryIO]:
     yield content
 
 
+def list_folder(uri: str | Path) -> list[str]:
+    """uris of the files directly in a folder, on disk or inside an archive, sorted. Raises OSError, ReadError."""
+    inside = split_uri(uri)
+    if inside is None and not str(uri).endswith(MEMBER[0]):
+        with os.scandir(uri) as entries:
+            return sorted(entry.path for entry in entries if entry.is_file())
+    archive, folder = inside or (str(uri)[: -len(MEMBER[0])], "")
+    found = (PurePosixPath(name) for name in open_archive(archive).members)
+    return [f"{archive}{MEMBER}{name}" for name in found if str(name.parent).removeprefix(".") == folder]
+
+
 def file_size(uri: str | Path) -> int:
     """Bytes of a file or, unpacked, of a member; 0 where there is none."""
     inside = split_uri(uri)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import Tables, read_own_tables, read_tables
@@ -17,11 +17,16 @@ from octfm.data.archive import file_size, unpack
 from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
 from octfm.data.isolation import Limits, Lost
-from octfm.data.readers import REASONS, Header, read_header
+from octfm.data.parts import join_parts
+from octfm.data.readers import REASONS, Header, examine
+from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
 from octfm.data.spread import spread
 from octfm.data.walk import Found, walk
 from octfm.errors import OctfmError, ReadError
+
+if TYPE_CHECKING:
+    from octfm.data.readers.dicom_parts import Part
 
 FORMAT, VERSION = "octfm-catalog", 2
 
@@ -44,7 +49,7 @@ class Catalog:
     acquisitions: tuple[Acquisition, ...]
     rejects: tuple[Reject, ...]
     companions: int = 0
-    """Tables, documents and ground truth beside the images: neither accepted nor rejected."""
+    """Tables, documents and ground truth beside the images, and all but the first of the files that one volume is spread over."""
     skipped: tuple[Reject, ...] = ()
     """Recognised and left out on purpose (angiography, photographs, radial scans, ...): counted, no errors."""
 
@@ -151,6 +156,7 @@ def scan(
 
     AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
     that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
+    What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
@@ -163,11 +169,13 @@ def scan(
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
         raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files")
     tables = _tables(folder, found, table, participants, columns)
+    found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     limits = limits or Limits()
     deadline = functools.partial(_deadline, limits)
-    outcomes = list(spread(_examine, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
+    examined = list(spread(_examine, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
+    outcomes, others = join_parts(examined, workers, limits)
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
     left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
     left_out.sort(key=lambda reject: reject.uri)
@@ -178,7 +186,7 @@ def scan(
         root=str(folder),
         acquisitions=assign_splits(acquisitions, seed=seed) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
-        companions=len(found.companions),
+        companions=len(found.companions) + others,
         skipped=tuple(reject for reject in left_out if reject.expected),
     )
     if not acquisitions:
@@ -233,6 +241,8 @@ def _existing(root: str | Path) -> Path:
     folder = Path(os.path.abspath(root))  # noqa: PTH100  (not resolve: a linked data set keeps the name that the user knows)
     if not folder.exists():
         raise CatalogError(f"{folder}: no such folder; check the path")
+    if folder.name.lower() == "dicomdir" and folder.is_file():
+        return folder.parent
     if not folder.is_dir():
         raise CatalogError(f"{folder}: expected a folder, got a file; give the folder it is in, or open it with octfm.read_volume")
     return folder
@@ -282,9 +292,9 @@ def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path
     return [files.get(str(path), path) for path in found.files]
 
 
-def _examine(path: Path) -> Header | Reject:
+def _examine(path: Path) -> "Header | Part | Reject":
     try:
-        return read_header(path)
+        return examine(path)
     except ReadError as error:
         return Reject(str(path), error.code, str(error), file_size(path))
 

@@ -72,7 +72,8 @@ def _same_voxels(pair: tuple[Header, Header]) -> bool:
     if one.shape != other.shape:
         return False
     try:
-        return _same_bytes(one.uri, other.uri) or np.array_equal(read_volume(one.uri).voxels, read_volume(other.uri).voxels)
+        whole = "several_files" not in one.flags and "several_files" not in other.flags
+        return (whole and _same_bytes(one.uri, other.uri)) or np.array_equal(read_volume(one.uri).voxels, read_volume(other.uri).voxels)
     except (OSError, ReadError):
         return False
 

@@ -1,10 +1,15 @@
 """Files to Volumes: the format is decided by content, never by name, and what cannot be read has a reason code."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octfm.data.volume import Laterality, Shape3, Spacing3, Volume
 from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from octfm.data.readers.dicom_parts import Part
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ _LEFT_OUT = "nothing to fix, it is left out on purpose"
 REASONS: dict[str, Reason] = {
     "empty_file": Reason("the file has no bytes", "fetch it again"),
     "unreadable": Reason("the file system or the DICOM parser failed on it", "check permissions and the disk, fetch it again"),
+    "missing_file": Reason("a DICOMDIR lists it, and it is not there", "copy the whole medium again"),
     "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
     "unsafe_member": Reason("a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"),
     "decompression_bomb": Reason("a member of a ZIP archive that inflates beyond any OCT volume", "unpack it by hand if you trust it"),
@@ -40,6 +46,10 @@ REASONS: dict[str, Reason] = {
     "truncated_pixel_data": Reason("the file ends before its pixels do, so the transfer was cut", "fetch it again"),
     "frame_count_mismatch": Reason(
         "NumberOfFrames differs from the B-scans that are there", "export it again, which frames are meant is a guess"
+    ),
+    "missing_part": Reason("files of one volume, and not all of them are there", "put all files of the acquisition into one folder"),
+    "inconsistent_parts": Reason(
+        "files that say they are one volume, and differ in size, are there twice or have no order", "remove copies, or export it again"
     ),
     "absurd_size": Reason("rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"),
     "unsupported_pixels": Reason("colour, signed, floating-point or neither 8 nor 16 bit", "export 8- or 16-bit grayscale"),
@@ -105,4 +115,18 @@ def read_header(uri: str | Path) -> Header:
     return dicom.read_header(uri)
 
 
-__all__ = ["REASONS", "Header", "ReadError", "Reason", "read_header", "read_volume"]
+def examine(uri: str | Path) -> "Header | Part":
+    """`read_header`, except that a file which is a volume only together with others says so at once. Raises ReadError."""
+    from octfm.data.readers import dicom
+
+    return dicom.examine(uri)
+
+
+def read_header_of_parts(parts: "Sequence[Part]") -> Header:
+    """The header of the volume that these files are together. Raises ReadError with one of REASONS."""
+    from octfm.data.readers import dicom
+
+    return dicom.read_header_of_parts(parts)
+
+
+__all__ = ["REASONS", "Header", "ReadError", "Reason", "examine", "read_header", "read_header_of_parts", "read_volume"]

@@ -1,37 +1,22 @@
-"""Ophthalmic Tomography DICOM to a Volume; everything is checked before a single pixel is decoded.
+"""Ophthalmic Tomography DICOM to a Volume, from one file or from several that are one volume.
 
-Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD), PS3.5 (encoding), PS3.10 (files).
+Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD).
 """
 
-import io
 import re
-import struct
-import warnings
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
-from octfm.data.archive import open_file
+import numpy as np
+
 from octfm.data.readers import REASONS, Header
-from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
+from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, text
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
-from octfm.data.readers.dicom_pixels import (
-    MAX_BYTES,
-    Pixels,
-    check_encapsulated,
-    check_native,
-    decode,
-    find_fragments,
-    find_frames,
-    is_blank,
-)
+from octfm.data.readers.dicom_parts import Part, expect_all_parts, merged, part_of, parts_beside
+from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, decode, is_blank
 from octfm.data.volume import Laterality, Shape3, Volume
 from octfm.errors import ReadError
-
-if TYPE_CHECKING:
-    from pydicom import Dataset
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 _LEFT_OUT = {
@@ -44,18 +29,6 @@ _LEFT_OUT = {
     "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
 }
 """SOP classes that come with OCT and are not it (PS3.4 B.5) -> reason code; every other one is not_oct."""
-_IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
-_NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
-
-_PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
-# Only these are ever parsed: names, birth dates and free text stay in the file.
-_ELEMENTS = [
-    "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
-    "Laterality", "ImageLaterality", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
-    "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
-    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation",
-]  # fmt: skip
-
 _SCANNERS = (
     ("heidelberg_spectralis", "heidelberg", r"spectralis"),
     ("topcon_maestro2", "topcon", r"maestro ?-?2"),
@@ -65,11 +38,22 @@ _SCANNERS = (
 
 
 def read_dicom(uri: str | Path) -> Volume:
-    """The Volume of a multi-frame Ophthalmic Tomography file; white is full scale of uint8 or uint16. Raises ReadError."""
+    """The Volume of an Ophthalmic Tomography file, or of all files that are one volume with it; white is full scale of uint8 or uint16.
+
+    Raises ReadError.
+    """
     uri = str(uri)
-    with _parsed(uri, whole=True) as (dataset, stream, size):
-        header, pixels, geometry = _inspect(dataset, stream, size, uri)
-        voxels = decode(stream, pixels, uri)
+    with parsed(uri, whole=True) as file:
+        _expect_oct(file)
+        part = part_of(file)
+        if part is None:
+            pixels = locate_pixels(file)
+            header, geometry = _describe(file.dataset, pixels.shape, uri)
+            voxels = decode(file.stream, pixels, uri)
+    if part is not None:
+        parts = parts_beside(part)
+        header, geometry, _ = _inspect_parts(parts)
+        voxels = _decode_parts(parts)
     if voxels.min() == voxels.max():
         raise _blank(uri)
     if geometry.frame_order is not None:
@@ -83,17 +67,35 @@ def read_dicom(uri: str | Path) -> Volume:
         participant=header.participant or "unknown",
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
-        source=uri,
+        source=header.uri,
     )
 
 
 def read_header(uri: str | Path) -> Header:
     """What `read_dicom` knows without decoding; cut, miscounted and blank pixel data raise ReadError all the same."""
+    found = examine(uri)
+    return read_header_of_parts(parts_beside(found)) if isinstance(found, Part) else found
+
+
+def examine(uri: str | Path) -> Header | Part:
+    """The header of a file that is a volume, or which part of which volume it is: a scan knows the other parts already."""
     uri = str(uri)
-    with _parsed(uri) as (dataset, stream, size):
-        header, pixels, _ = _inspect(dataset, stream, size, uri)
-        if is_blank(stream, pixels, uri):
+    with parsed(uri) as file:
+        _expect_oct(file)
+        if (part := part_of(file)) is not None:
+            return part
+        pixels = locate_pixels(file)
+        header, _ = _describe(file.dataset, pixels.shape, uri)
+        if is_blank(file.stream, pixels, uri):
             raise _blank(uri)
+    return header
+
+
+def read_header_of_parts(parts: Sequence[Part]) -> Header:
+    """The header of the volume that these files are. Raises ReadError: missing_part, inconsistent_parts and all that one file may have."""
+    header, _, blank = _inspect_parts(parts)
+    if blank and np.ptp(_decode_parts(parts)) == 0:
+        raise _blank(header.uri)
     return header
 
 
@@ -120,217 +122,88 @@ def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
     return ("R" if "R" in stated else "L"), False
 
 
-@contextmanager
-def _parsed(uri: str, whole: bool = False) -> Iterator[tuple["Dataset", BinaryIO, int]]:
-    """Dataset up to the pixels, a stream positioned there, and the stream's size. Parse errors become ReadError `unreadable`."""
-    from pydicom.errors import BytesLengthException, InvalidDicomError
-
-    damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
-    try:
-        with open_file(uri, whole=whole) as file, _quiet_pydicom():
-            yield _parse(file, uri)
-    except OSError as error:
-        raise ReadError(
-            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
-        ) from error
-    except damaged as error:
-        # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
-        raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from None
-
-
-@contextmanager
-def _quiet_pydicom() -> Iterator[None]:
-    """pydicom's warnings and log lines quote values of the file; what matters in them is checked here and has a code."""
-    from pydicom import config
-
-    before = config.settings.reading_validation_mode
-    config.settings.reading_validation_mode = config.IGNORE
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        config.settings.reading_validation_mode = before
-
-
-def _parse(file: BinaryIO, uri: str) -> tuple["Dataset", BinaryIO, int]:
-    from pydicom.filereader import read_dataset, read_partial
-    from pydicom.tag import Tag
-
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    head = file.read(4096)
-    if not head:
-        raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
-    _refuse_other_formats(head, uri)
-    file.seek(0)
-    tags = [Tag(keyword) for keyword in _ELEMENTS]
-    if _DEFLATED.encode() not in head:
-        dataset = read_partial(file, stop_when=_is_pixel_element, force=True, specific_tags=list(tags))
-        return dataset, file, size
-    body = _inflate(file, head, uri)
-    stream = io.BytesIO(body)
-    dataset = read_dataset(stream, is_implicit_VR=False, is_little_endian=True, stop_when=_is_pixel_element, specific_tags=list(tags))
-    dataset.file_meta = _deflated_meta()
-    return dataset, stream, len(body)
-
-
-def _is_pixel_element(tag: int, vr: str | None, length: int) -> bool:
-    return tag in _PIXEL_ELEMENTS
-
-
-def _refuse_other_formats(head: bytes, uri: str) -> None:
-    """Content decides: the DICM magic, or without preamble a first element of group 2 or 8 as every DICOM dataset has."""
-    if head[128:132] == b"DICM":
-        return
-    first = head[:4]
-    explicit = len(head) >= 8 and head[4:6].isalpha() and head[4:6].isupper()
-    group = int.from_bytes(first[:2], "little") if first[:1] != b"\0" else int.from_bytes(first[:2], "big")
-    element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
-    short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
-    if group not in (2, 8) or element > 0x0100 or not (explicit or short):
-        kind = "a ZIP archive inside another or without the ending .zip; unpack it" if head[:2] == b"PK" else "no format that octfm reads"
-        raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
-
-
-def _inflate(file: BinaryIO, head: bytes, uri: str) -> bytes:
-    """Everything after the meta group of a deflated file, bounded, so that a decompression bomb is refused."""
-    if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
-        raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
-    file.seek(144 + int.from_bytes(head[140:144], "little"))
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    body = inflater.decompress(file.read(), MAX_BYTES)
-    if len(body) >= MAX_BYTES:
-        raise ReadError("absurd_size", f"{uri}: inflates beyond {MAX_BYTES:,} bytes, which no OCT volume needs")
-    if not inflater.eof:
-        raise ReadError("truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again")
-    return body
-
-
-def _deflated_meta():
-    from pydicom.dataset import FileMetaDataset
-    from pydicom.uid import DeflatedExplicitVRLittleEndian
-
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
-    return meta
-
-
-def _inspect(dataset: "Dataset", stream: BinaryIO, size: int, uri: str) -> tuple[Header, Pixels, Geometry]:
+def _expect_oct(file: OpenFile) -> None:
+    """Raises ReadError for everything that is no structural OCT with an identity."""
     from pydicom.uid import UID
 
-    pixel_offset = stream.tell()
-    sop_class = _text(dataset, "SOPClassUID") or str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
+    dataset, uri = file.dataset, file.uri
+    sop_class = text(dataset, "SOPClassUID") or str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
     if not sop_class:
         raise ReadError("not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again")
-    if pixel_offset >= size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):  # may be cut inside this very value
-        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {size:,} without pixel data; fetch or export it again")
+    if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):  # may be cut inside this very value
+        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
     if sop_class != OPHTHALMIC_TOMOGRAPHY:
         code = _LEFT_OUT.get(sop_class, "not_oct")
         raise ReadError(code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}); left out")
-    sop_instance_uid = _text(dataset, "SOPInstanceUID")
-    if not sop_instance_uid:
+    if not text(dataset, "SOPInstanceUID"):
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
-    pixels = _locate(dataset, stream, pixel_offset, size, uri)
-    scanner = scanner_slug(_text(dataset, "Manufacturer"), _text(dataset, "ManufacturerModelName"))
-    geometry = read_geometry(dataset, pixels.shape, scanner, uri)
+
+
+def _describe(dataset, shape: Shape3, uri: str) -> tuple[Header, Geometry]:
+    """`dataset` has `.get(keyword)`; it may be merged from several files."""
+    scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
+    geometry = read_geometry(dataset, shape, scanner, uri)
     laterality, conflict = lateralities(_stated_lateralities(dataset))
     flags = (*geometry.flags, *(("laterality_conflict",) if conflict else ()), *(() if laterality or conflict else ("laterality_unknown",)))
     header = Header(
         uri=uri,
-        shape=pixels.shape,
+        shape=shape,
         spacing_mm=geometry.spacing_mm,
         spacing_source=geometry.spacing_source,
         laterality=laterality,
         scanner=scanner,
-        protocol=slugify(_text(dataset, "ProtocolName")) or "unknown",
-        participant=_text(dataset, "PatientID") or None,
-        sop_instance_uid=sop_instance_uid,
+        protocol=slugify(text(dataset, "ProtocolName")) or "unknown",
+        participant=text(dataset, "PatientID") or None,
+        sop_instance_uid=text(dataset, "SOPInstanceUID"),
         superior_first=geometry.superior_first,
         flags=flags,
     )
-    return header, pixels, geometry
+    return header, geometry
 
 
-def _locate(dataset: "Dataset", stream: BinaryIO, offset: int, size: int, uri: str) -> Pixels:
-    """Find the pixel data, and prove without decoding that all of it is there."""
-    transfer_syntax = str(dataset.file_meta.get("TransferSyntaxUID", "")) if hasattr(dataset, "file_meta") else ""
-    big_endian = transfer_syntax == _BIG_ENDIAN
-    implicit, _ = dataset.original_encoding
-    keyword, vr, offset, length = _pixel_element(stream, offset, bool(implicit), big_endian)
-    if keyword is None:
-        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {size:,} without pixel data; fetch or export it again")
-    shape, bits_allocated, bits_stored, inverted = _pixel_format(dataset, keyword, uri)
-    if length == 0:
-        raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
-    native = not transfer_syntax or transfer_syntax in _NATIVE
-    if not native:
-        find_decoders(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
-    if native != (length != 0xFFFFFFFF):
-        declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
-        raise ReadError("decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again")
-    frames = None
-    if not native:
-        fragments, length = find_fragments(stream, offset, size, uri)
-        scanner = scanner_slug(_text(dataset, "Manufacturer"), _text(dataset, "ManufacturerModelName"))
-        frames = find_frames(stream, fragments, transfer_syntax, shape[0], scanner, uri)
-    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames)
-    if native:
-        check_native(pixels, size, uri)
-    else:
-        check_encapsulated(stream, pixels, uri)
-    return pixels
+def _inspect_parts(parts: Sequence[Part]) -> tuple[Header, Geometry, bool]:
+    """Header, geometry, and whether each file is blank by itself. The volume bears uri and UID of its first part."""
+    expect_all_parts(parts)
+    datasets, pixels, blank = [], [], True
+    for part in parts:
+        with parsed(part.uri) as file:
+            datasets.append(file.dataset)
+            pixels.append(locate_pixels(file))
+            blank = blank and is_blank(file.stream, pixels[-1], part.uri)
+    shape = _joint_shape(parts, pixels)
+    header, geometry = _describe(merged(datasets, [p.shape[0] for p in pixels]), shape, parts[0].uri)
+    expect_all_parts(parts, geometry)
+    return replace(header, flags=(*header.flags, "several_files")), geometry, blank
 
 
-def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bool) -> tuple[str | None, str, int, int]:
-    """Keyword (None: there is no pixel element), VR, offset of the value, its declared length."""
-    stream.seek(offset)
-    head = stream.read(12)
-    order = "big" if big_endian else "little"
-    tag = int.from_bytes(head[:2], order) << 16 | int.from_bytes(head[2:4], order)
-    keyword = _PIXEL_ELEMENTS.get(tag)
-    if keyword is None or len(head) < (8 if implicit else 12):
-        return None, "", offset, 0
-    if implicit:
-        return keyword, "OW", offset + 8, int.from_bytes(head[4:8], order)
-    return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
-
-
-def _pixel_format(dataset: "Dataset", keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
-    shape = (_integer(dataset, "NumberOfFrames", 1), _integer(dataset, "Rows", 0), _integer(dataset, "Columns", 0))
-    allocated = _integer(dataset, "BitsAllocated", 0)
-    stored = _integer(dataset, "BitsStored", allocated)
-    photometric = _text(dataset, "PhotometricInterpretation")
-    samples, signed = _integer(dataset, "SamplesPerPixel", 1), _integer(dataset, "PixelRepresentation", 0)
-    grayscale = photometric in ("MONOCHROME1", "MONOCHROME2") and samples == 1 and signed == 0
-    if keyword != "PixelData" or not grayscale or allocated not in (8, 16) or not 1 <= stored <= allocated:
+def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
+    forms = {(p.shape[1:], p.bits_allocated) for p in pixels}
+    if len(forms) > 1:
         raise ReadError(
-            "unsupported_pixels",
-            f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, {'signed' if signed else 'unsigned'}, "
-            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit unsigned MONOCHROME1 or MONOCHROME2",
+            "inconsistent_parts", f"{parts[0].uri}: its {len(parts)} files have B-scans of different size or depth; export it again"
         )
-    d, h, w = shape
-    if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
-        raise ReadError("absurd_size", f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes")
-    return shape, allocated, stored, photometric == "MONOCHROME1"
+    frames = sum(p.shape[0] for p in pixels)
+    if sum(p.bytes_expected for p in pixels) > MAX_BYTES:
+        raise ReadError(
+            "absurd_size", f"{parts[0].uri}: {len(parts)} files of {frames} frames together; expected at most {MAX_BYTES:,} bytes"
+        )
+    return (frames, *pixels[0].shape[1:])
 
 
-def _stated_lateralities(dataset: "Dataset") -> list[str]:
+def _decode_parts(parts: Sequence[Part]) -> np.ndarray:
+    voxels = []
+    for part in parts:
+        with parsed(part.uri, whole=True) as file:
+            voxels.append(decode(file.stream, locate_pixels(file), part.uri))
+    return np.concatenate(voxels)
+
+
+def _stated_lateralities(dataset) -> list[str]:
     shared = dataset.get("SharedFunctionalGroupsSequence") or []
     frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
     anatomy = [item for group in (*shared[:1], *frames[:1]) for item in group.get("FrameAnatomySequence") or []]
-    values = [_text(item, "FrameLaterality") for item in anatomy]
-    return [*values, _text(dataset, "ImageLaterality"), _text(dataset, "Laterality")]
-
-
-def _text(dataset: "Dataset", keyword: str) -> str:
-    value = dataset.get(keyword)
-    return "" if value is None else str(value).strip().strip("\0")
-
-
-def _integer(dataset: "Dataset", keyword: str, default: int) -> int:
-    value = dataset.get(keyword)
-    return default if value is None or value == "" else int(value)
+    values = [text(item, "FrameLaterality") for item in anatomy]
+    return [*values, text(dataset, "ImageLaterality"), text(dataset, "Laterality")]
 
 
 def _blank(uri: str) -> ReadError:

@@ -105,7 +105,7 @@ def check_native(pixels: Pixels, size: int, uri: str) -> None:
 
 
 def find_frames(
-    stream: BinaryIO, fragments: tuple[tuple[int, int], ...], transfer_syntax: str, count: int, scanner: str, uri: str
+    stream: BinaryIO, fragments: tuple[tuple[int, int], ...], transfer_syntax: str, count: int, manufacturer: str, uri: str
 ) -> tuple[Frame, ...]:
     """Compressed: as many codestreams as frames, each with its beginning and its end, however many fragments it is cut into.
 
@@ -122,7 +122,7 @@ def find_frames(
         # No frame begins in the middle of entropy-coded data: it holds no FF D8, and FF 4F FF 51 once in 2^32.
         begins = [head[:3] == b"\xff\xd8\xff" or head[:4] == b"\xff\x4f\xff\x51" or head[:8] == _JP2 for head in heads]
         if not begins[0]:
-            if transfer_syntax in JPEG_2000 and "zeiss" in scanner:
+            if transfer_syntax in JPEG_2000 and "zeiss" in manufacturer.lower():
                 raise scrambled(uri)
             raise ReadError(
                 "decode_failed", f"{uri}: the first fragment does not start a codestream; the pixel data are damaged, fetch it again"

@@ -1,0 +1,226 @@
+"""One DICOM file: its header up to the pixels, and where the pixels are; everything is checked before a single one is decoded.
+
+Standard: DICOM PS3.5 (encoding), PS3.10 (files).
+"""
+
+import io
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from octfm.data.archive import open_file
+from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
+from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, check_encapsulated, check_native, find_fragments, find_frames
+from octfm.data.volume import Shape3
+from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
+
+_IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
+_NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
+
+_PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
+# Only these are ever parsed: names, birth dates and free text stay in the file.
+ELEMENTS = (
+    "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
+    "Laterality", "ImageLaterality", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
+    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID", "InstanceNumber",
+    "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
+    "ImagePositionPatient", "ImageOrientationPatient",
+)  # fmt: skip
+
+Header = Any
+"""What has `.get(keyword)`: a pydicom Dataset, or a dict where several files make one volume."""
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    uri: str
+    dataset: "Dataset"
+    """Up to the pixels."""
+    stream: BinaryIO
+    size: int
+    pixel_offset: int
+
+
+@contextmanager
+def parsed(uri: str, whole: bool = False) -> Iterator[OpenFile]:
+    """The file, open, its header read. What damaged input makes fail inside the block becomes ReadError `unreadable`, too."""
+    with guarded(uri, whole) as file:
+        dataset, stream, size = _parse(file, uri)
+        yield OpenFile(uri, dataset, stream, size, stream.tell())
+
+
+@contextmanager
+def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
+    """The file, open for a parser: what damaged input makes it raise becomes ReadError `unreadable`."""
+    from pydicom.errors import BytesLengthException, InvalidDicomError
+
+    damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
+    try:
+        with open_file(uri, whole=whole) as file, _quiet_pydicom():
+            yield file
+    except OSError as error:
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
+        ) from error
+    except damaged as error:
+        # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
+        raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from None
+
+
+@contextmanager
+def _quiet_pydicom() -> Iterator[None]:
+    """pydicom's warnings and log lines quote values of the file; what matters in them is checked here and has a code."""
+    from pydicom import config
+
+    before = config.settings.reading_validation_mode
+    config.settings.reading_validation_mode = config.IGNORE
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        config.settings.reading_validation_mode = before
+
+
+def _parse(file: BinaryIO, uri: str) -> tuple["Dataset", BinaryIO, int]:
+    from pydicom.filereader import read_dataset, read_partial
+    from pydicom.tag import Tag
+
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    head = file.read(4096)
+    if not head:
+        raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
+    _refuse_other_formats(head, uri)
+    file.seek(0)
+    tags = [Tag(keyword) for keyword in ELEMENTS]
+    if _DEFLATED.encode() not in head:
+        dataset = read_partial(file, stop_when=_is_pixel_element, force=True, specific_tags=list(tags))
+        return dataset, file, size
+    body = _inflate(file, head, uri)
+    stream = io.BytesIO(body)
+    dataset = read_dataset(stream, is_implicit_VR=False, is_little_endian=True, stop_when=_is_pixel_element, specific_tags=list(tags))
+    dataset.file_meta = _deflated_meta()
+    return dataset, stream, len(body)
+
+
+def _is_pixel_element(tag: int, vr: str | None, length: int) -> bool:
+    return tag in _PIXEL_ELEMENTS
+
+
+def _refuse_other_formats(head: bytes, uri: str) -> None:
+    """Content decides: the DICM magic, or without preamble a first element of group 2 or 8 as every DICOM dataset has."""
+    if head[128:132] == b"DICM":
+        return
+    first = head[:4]
+    explicit = len(head) >= 8 and head[4:6].isalpha() and head[4:6].isupper()
+    group = int.from_bytes(first[:2], "little") if first[:1] != b"\0" else int.from_bytes(first[:2], "big")
+    element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
+    short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
+    if group not in (2, 8) or element > 0x0100 or not (explicit or short):
+        kind = "a ZIP archive inside another or without the ending .zip; unpack it" if head[:2] == b"PK" else "no format that octfm reads"
+        raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
+
+
+def _inflate(file: BinaryIO, head: bytes, uri: str) -> bytes:
+    """Everything after the meta group of a deflated file, bounded, so that a decompression bomb is refused."""
+    if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
+        raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
+    file.seek(144 + int.from_bytes(head[140:144], "little"))
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    body = inflater.decompress(file.read(), MAX_BYTES)
+    if len(body) >= MAX_BYTES:
+        raise ReadError("absurd_size", f"{uri}: inflates beyond {MAX_BYTES:,} bytes, which no OCT volume needs")
+    if not inflater.eof:
+        raise ReadError("truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again")
+    return body
+
+
+def _deflated_meta():
+    from pydicom.dataset import FileMetaDataset
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    return meta
+
+
+def locate_pixels(file: OpenFile) -> Pixels:
+    """Find the pixel data, and prove without decoding that all of it is there. Raises ReadError."""
+    dataset, stream, uri = file.dataset, file.stream, file.uri
+    transfer_syntax = str(dataset.file_meta.get("TransferSyntaxUID", "")) if hasattr(dataset, "file_meta") else ""
+    big_endian = transfer_syntax == _BIG_ENDIAN
+    implicit, _ = dataset.original_encoding
+    keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, bool(implicit), big_endian)
+    if keyword is None:
+        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
+    shape, bits_allocated, bits_stored, inverted = _pixel_format(dataset, keyword, uri)
+    if length == 0:
+        raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
+    native = not transfer_syntax or transfer_syntax in _NATIVE
+    if not native:
+        find_decoders(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
+    if native != (length != 0xFFFFFFFF):
+        declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
+        raise ReadError("decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again")
+    frames = None
+    if not native:
+        fragments, length = find_fragments(stream, offset, file.size, uri)
+        frames = find_frames(stream, fragments, transfer_syntax, shape[0], text(dataset, "Manufacturer"), uri)
+    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames)
+    if native:
+        check_native(pixels, file.size, uri)
+    else:
+        check_encapsulated(stream, pixels, uri)
+    return pixels
+
+
+def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bool) -> tuple[str | None, str, int, int]:
+    """Keyword (None: there is no pixel element), VR, offset of the value, its declared length."""
+    stream.seek(offset)
+    head = stream.read(12)
+    order = "big" if big_endian else "little"
+    tag = int.from_bytes(head[:2], order) << 16 | int.from_bytes(head[2:4], order)
+    keyword = _PIXEL_ELEMENTS.get(tag)
+    if keyword is None or len(head) < (8 if implicit else 12):
+        return None, "", offset, 0
+    if implicit:
+        return keyword, "OW", offset + 8, int.from_bytes(head[4:8], order)
+    return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
+
+
+def _pixel_format(dataset: "Dataset", keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
+    shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
+    allocated = integer(dataset, "BitsAllocated", 0)
+    stored = integer(dataset, "BitsStored", allocated)
+    photometric = text(dataset, "PhotometricInterpretation")
+    samples, signed = integer(dataset, "SamplesPerPixel", 1), integer(dataset, "PixelRepresentation", 0)
+    grayscale = photometric in ("MONOCHROME1", "MONOCHROME2") and samples == 1 and signed == 0
+    if keyword != "PixelData" or not grayscale or allocated not in (8, 16) or not 1 <= stored <= allocated:
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, {'signed' if signed else 'unsigned'}, "
+            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit unsigned MONOCHROME1 or MONOCHROME2",
+        )
+    d, h, w = shape
+    if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
+        raise ReadError("absurd_size", f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes")
+    return shape, allocated, stored, photometric == "MONOCHROME1"
+
+
+def text(dataset: Header, keyword: str) -> str:
+    value = dataset.get(keyword)
+    return "" if value is None else str(value).strip().strip("\0")
+
+
+def integer(dataset: Header, keyword: str, default: int) -> int:
+    value = dataset.get(keyword)
+    return default if value is None or value == "" else int(value)

@@ -1,0 +1,274 @@
+"""Volumes in several DICOM files, concatenated or a file per B-scan, and media with a DICOMDIR: whole, or what is missing is named."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydicom import dcmread, uid
+from pydicom.dataset import Dataset
+from pydicom.fileset import FileSet
+
+from dicom_files import item, write_oct_dicom
+from octfm.data.catalog import NothingAccepted, scan
+from octfm.data.readers import ReadError, read_header, read_volume
+
+SPACING_MM = (0.12, 0.0039, 0.0115)
+
+
+def cube(d=7, h=40, w=36) -> np.ndarray:
+    return (np.arange(d)[:, None, None] * 20 + np.arange(h)[None, :, None] * 2 + np.arange(w)[None, None, :]).astype(np.uint8)
+
+
+def concatenation(folder: Path, voxels=None, sizes=(3, 2, 2), total=True, edit=None, names="part{}.dcm", **options) -> list[Path]:
+    """One acquisition cut into parts of `sizes` B-scans; every part has the functional groups of its own frames only."""
+    voxels = cube() if voxels is None else voxels
+    series, source, start, paths = uid.generate_uid(), uid.generate_uid(), 0, []
+    for number, size in enumerate(sizes, start=1):
+        own = slice(start, start + size)
+
+        def part(dataset, own=own, number=number, start=start):
+            dataset.ConcatenationUID, dataset.InConcatenationNumber, dataset.ConcatenationFrameOffsetNumber = series, number, start
+            dataset.SOPInstanceUIDOfConcatenationSource = source
+            if total:
+                dataset.InConcatenationTotalNumber = len(sizes)
+            for frame, place in zip(dataset.PerFrameFunctionalGroupsSequence, range(own.start, own.stop), strict=True):
+                frame.PlanePositionSequence = [item(ImagePositionPatient=[0, 0, round(-place * SPACING_MM[0], 6)])]
+            if edit:
+                edit(dataset, number)
+
+        paths.append(write_oct_dicom(folder / names.format(number), voxels[own], SPACING_MM, superior_first=True, edit=part, **options))
+        start += size
+    return paths
+
+
+def series(folder: Path, voxels=None, *, order=None, positions=True, numbers=True, enhanced=True, edit=None) -> list[Path]:
+    """One file per B-scan. `order`: which B-scan is stored first, second, ...; not `enhanced`: attributes at the top level, no groups."""
+    voxels = cube() if voxels is None else voxels
+    one, paths = uid.generate_uid(), []
+    for number, place in enumerate(order or range(len(voxels)), start=1):
+
+        def single(dataset, place=place, number=number):
+            dataset.SeriesInstanceUID = one
+            if numbers:
+                dataset.InstanceNumber = number
+            where = [0, 0, round(-place * SPACING_MM[0], 6)]
+            measures = dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+            if enhanced:
+                if positions:
+                    dataset.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence = [item(ImageOrientationPatient=[1, 0, 0, 0, 1, 0])]
+                    dataset.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence = [item(ImagePositionPatient=where)]
+            else:
+                del dataset.SharedFunctionalGroupsSequence, dataset.PerFrameFunctionalGroupsSequence, dataset.NumberOfFrames
+                dataset.PixelSpacing, dataset.SliceThickness = measures.PixelSpacing, measures.SliceThickness
+                if positions:
+                    dataset.ImagePositionPatient, dataset.ImageOrientationPatient = where, [1, 0, 0, 0, 1, 0]
+            if edit:
+                edit(dataset, place)
+
+        # Names that people count and computers do not: IM2 before IM10.
+        paths.append(write_oct_dicom(folder / f"IM{number}", voxels[place : place + 1], SPACING_MM, edit=single))
+    return paths
+
+
+def code_of(path) -> tuple[str, str]:
+    found = []
+    for read in (read_header, read_volume):
+        with pytest.raises(ReadError) as refused:
+            read(path)
+        found.append((refused.value.code, str(refused.value)))
+    assert found[0] == found[1]
+    return found[0]
+
+
+# Concatenations
+
+
+@pytest.mark.parametrize("syntax", [uid.ExplicitVRLittleEndian, uid.RLELossless, uid.JPEGLSLossless], ids=str)
+def test_a_concatenation_is_one_volume_whichever_part_is_asked(tmp_path, syntax):
+    paths = concatenation(tmp_path, transfer_syntax=syntax)
+    for path in paths:
+        volume = read_volume(path)
+        np.testing.assert_array_equal(volume.voxels, cube())
+        assert volume.spacing_mm == pytest.approx(SPACING_MM) and volume.superior_first and volume.source == str(paths[0])
+        assert read_header(path).shape == (7, 40, 36) and "several_files" in read_header(path).flags
+    assert volume.acquisition == str(dcmread(paths[0]).SOPInstanceUIDOfConcatenationSource)
+
+
+def test_parts_are_ordered_by_number_not_by_name(tmp_path):
+    voxels = cube(12)
+    sizes = [1] * 12
+    paths = concatenation(tmp_path, voxels, sizes)  # part10 before part2 in a listing
+    np.testing.assert_array_equal(read_volume(paths[4]).voxels, voxels)
+
+
+@pytest.mark.parametrize("total", [True, False])
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_missing_part_is_named(tmp_path, total, lost):
+    paths = concatenation(tmp_path, total=total)
+    paths.pop(lost - 1).unlink()
+    if lost == 3 and not total:
+        assert read_header(paths[0]).shape[0] == 5  # nothing in the files tells of a third
+        return
+    for path in paths:
+        code, sentence = code_of(path)
+        assert code == "missing_part" and f"concatenation {lost} of 3" in sentence
+    with pytest.raises(NothingAccepted) as nothing:
+        scan(tmp_path)
+    assert [reject.code for reject in nothing.value.catalog.rejects] == ["missing_part"]
+
+
+def test_a_part_that_is_there_twice_or_of_another_size_is_refused(tmp_path):
+    paths = concatenation(tmp_path / "twice")
+    (tmp_path / "twice" / "copy").write_bytes(paths[1].read_bytes())
+    assert code_of(paths[0])[0] == "inconsistent_parts"
+    paths = concatenation(tmp_path / "sizes", names="{}")
+    other = concatenation(tmp_path / "other", cube(7, 40, 40), names="{}")
+    dataset = dcmread(other[1])
+    dataset.ConcatenationUID = dcmread(paths[0]).ConcatenationUID
+    dataset.save_as(paths[1])
+    assert code_of(paths[0])[0] == "inconsistent_parts"
+
+
+def test_a_cut_part_is_named(tmp_path):
+    paths = concatenation(tmp_path)
+    paths[1].write_bytes(paths[1].read_bytes()[:-100])
+    code, sentence = code_of(paths[0])
+    assert code == "truncated_pixel_data" and str(paths[1]) in sentence
+
+
+# One file per B-scan
+
+
+@pytest.mark.parametrize("enhanced", [True, False])
+def test_b_scans_in_files_of_their_own_become_a_volume_in_the_order_of_their_positions(tmp_path, enhanced):
+    order = [3, 0, 6, 1, 5, 2, 4, 7, 11, 8, 10, 9]
+    paths = series(tmp_path, cube(12), order=order, enhanced=enhanced)
+    volume = read_volume(paths[5])
+    np.testing.assert_array_equal(volume.superior_to_inferior().voxels, cube(12))
+    assert volume.spacing_mm == pytest.approx(SPACING_MM) and volume.source == str(paths[0])
+    catalog = scan(tmp_path)
+    (row,) = catalog.acquisitions
+    assert (row.uri, row.shape, catalog.companions, row.laterality) == (str(paths[0]), (12, 40, 36), 11, "R")
+    assert {"several_files", "frames_reordered"} <= set(row.flags)
+
+
+def test_without_positions_the_instance_number_tells_the_order(tmp_path):
+    paths = series(tmp_path, cube(12), positions=False)
+    np.testing.assert_array_equal(read_volume(paths[3]).voxels, cube(12))
+    paths[5].unlink()
+    code, sentence = code_of(paths[0])
+    assert code == "missing_part" and "series 6 of 12" in sentence
+
+
+def test_without_position_and_number_nothing_is_guessed(tmp_path):
+    assert code_of(series(tmp_path, positions=False, numbers=False)[0])[0] == "inconsistent_parts"
+
+
+def test_a_lost_b_scan_is_noticed_by_position_and_number(tmp_path):
+    paths = series(tmp_path)
+    paths[3].unlink()
+    assert code_of(paths[0])[0] == "missing_part"
+
+
+def test_a_copy_of_a_b_scan_is_named(tmp_path):
+    paths = series(tmp_path)
+    (tmp_path / "copy").write_bytes(paths[2].read_bytes())
+    code, sentence = code_of(paths[0])
+    assert code == "inconsistent_parts" and "copy" in sentence
+
+
+def test_a_single_b_scan_and_radial_b_scans_are_no_volume(tmp_path):
+    assert code_of(series(tmp_path / "one", cube(1))[0])[0] == "not_raster"
+
+    def turn(dataset, place):
+        a = np.pi * place / 7
+        axes = [float(np.cos(a)), 0, float(np.sin(a)), 0, 1, 0]
+        dataset.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence = [item(ImageOrientationPatient=axes)]
+
+    assert code_of(series(tmp_path / "radial", edit=turn)[0])[0] == "not_raster"
+    with pytest.raises(NothingAccepted) as nothing:
+        scan(tmp_path)
+    assert [reject.code for reject in nothing.value.catalog.skipped] == ["not_raster"] * 2
+    assert nothing.value.catalog.companions == 6
+
+
+def test_both_eyes_in_one_series_are_two_volumes(tmp_path):
+    def eye(dataset, place):
+        dataset.ImageLaterality = "R" if place < 6 else "L"
+        dataset.SharedFunctionalGroupsSequence[0].FrameAnatomySequence[0].FrameLaterality = dataset.ImageLaterality
+
+    series(tmp_path, cube(12), edit=eye)
+    assert {(row.laterality, row.shape[0]) for row in scan(tmp_path).acquisitions} == {("R", 6), ("L", 6)}
+
+
+def test_files_of_one_volume_in_an_archive(tmp_path):
+    paths = concatenation(tmp_path / "tree")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for path in paths:
+            archive.write(path, f"device/1001/{path.name}")
+    (tmp_path / "only").mkdir()
+    (tmp_path / "all.zip").rename(tmp_path / "only" / "all.zip")
+    (row,) = scan(tmp_path / "only").acquisitions
+    np.testing.assert_array_equal(read_volume(row.uri).voxels, cube())
+
+
+def test_a_scan_does_not_depend_on_how_many_series_share_a_folder(tmp_path):
+    for n in range(3):
+        concatenation(tmp_path, np.roll(cube(), n, 2), names=f"{n}_{{}}")
+    catalog = scan(tmp_path)
+    assert len(catalog.acquisitions) == 3 and catalog.companions == 6 and not catalog.rejects
+    assert len({row.sop_instance_uid for row in catalog.acquisitions}) == 3
+
+
+def test_a_concatenation_is_prepared_like_a_file(tmp_path):
+    from octfm.data.prepare import prepare
+    from octfm.data.preprocessing import Preprocessing
+
+    rng = np.random.default_rng(0)
+    voxels = np.clip(np.where((np.arange(64) > 20)[None, :, None], 150, 20) + rng.integers(0, 40, (8, 64, 48)), 0, 255).astype(np.uint8)
+    concatenation(tmp_path / "clinic", voxels, (5, 3))
+    small = Preprocessing(image_size=(8, 64, 48), target_spacing=(0.12, 0.0039, 0.0115))
+    store = prepare(scan(tmp_path / "clinic"), tmp_path / "store", small, workers=1, progress=False)
+    assert len(store) == 1 and not store.unprepared()
+
+
+# Media with a DICOMDIR
+
+
+def medium(folder: Path) -> Path:
+    """A file-set as pydicom writes it: DICOMDIR and PT000000/ST000000/SE000000/IM000000..."""
+    source = folder.with_name("source")
+    files = FileSet()
+    for n in range(3):
+
+        def describe(dataset: Dataset, n=n) -> None:
+            dataset.StudyInstanceUID, dataset.SeriesInstanceUID = "1.2.3", f"1.2.3.{n}"
+            dataset.StudyDate, dataset.StudyTime, dataset.StudyID = "20260101", "120000", "1"
+            dataset.SeriesNumber = dataset.InstanceNumber = n + 1
+
+        files.add(write_oct_dicom(source / f"{n}.dcm", np.roll(cube(), n, 1), SPACING_MM, edit=describe))
+    files.write(folder)
+    return folder / "DICOMDIR"
+
+
+def test_a_medium_is_scanned_from_its_dicomdir_and_what_was_left_behind_is_named(tmp_path):
+    directory = medium(tmp_path / "medium")
+    assert len(scan(directory).acquisitions) == 3 and not scan(directory).rejects
+    lost = sorted(path for path in directory.parent.rglob("*") if path.is_file() and path.name != "DICOMDIR")[1]
+    lost.unlink()
+    catalog = scan(directory.parent)
+    assert len(catalog.acquisitions) == 2
+    (reject,) = catalog.rejects
+    assert reject.code == "missing_file" and reject.uri == str(lost)
+    for path in [p for p in directory.parent.rglob("*") if p.is_file() and p.name != "DICOMDIR"]:
+        path.rename(path.with_name(path.name.lower()))  # as some copies of ISO 9660 media are
+    assert len(scan(directory.parent).rejects) == 1
+
+
+def test_a_damaged_dicomdir_is_told_and_stops_nothing(tmp_path):
+    directory = medium(tmp_path / "medium")
+    content = directory.read_bytes()
+    directory.write_bytes(content[:400] + b"\xff" * 40 + content[440:])
+    catalog = scan(directory.parent)
+    assert len(catalog.acquisitions) == 3 and [reject.code for reject in catalog.rejects] in ([], ["unreadable"])
