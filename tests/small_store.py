@@ -32,11 +32,11 @@ def prepared_eye(seed: int, preprocessing: Preprocessing) -> Prepared:
     return Prepared(voxels, band, valid, True, {}, transform)
 
 
-def small_store(folder: Path, edit=lambda seed, prepared: prepared) -> Store:
-    """12 participants with both eyes on two scanners; `edit` may change a prepared volume before it is written."""
+def small_store(folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS) -> Store:
+    """One participant for every split named, with both eyes on two scanners; `edit` may change a prepared volume before it is written."""
     preprocessing = small_preprocessing()
     with StoreWriter(folder, preprocessing) as writer:
-        for number, split in enumerate(SPLITS):
+        for number, split in enumerate(splits):
             for side, laterality in enumerate("RL"):
                 seed = 2 * number + side
                 prepared = edit(seed, prepared_eye(seed, preprocessing))

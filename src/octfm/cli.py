@@ -301,6 +301,55 @@ def probe(
 
 
 @app.command()
+def finetune(
+    config: Annotated[str, typer.Argument(help="YAML file or a packaged config: study_group_linear, _attentive or _finetune.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis")
+    ] = None,
+    out: Out = Path("runs/finetune"),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+) -> None:
+    """Train for one label: a head on a frozen encoder, or head first and then the encoder; the same command resumes."""
+    from octfm.config import load
+    from octfm.evaluation.finetune import finetune as tune
+    from octfm.evaluation.finetune import summary
+    from octfm.evaluation.finetune_settings import FinetuneConfig
+
+    tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
+    for line in summary(out):
+        typer.echo(line)
+    typer.echo(str(out / "finetune.json"))
+
+
+@app.command()
+def leaderboard(
+    entries: Annotated[list[Path], typer.Argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")],
+    store: Annotated[list[Path], typer.Option(help="Prepared store; repeat it for encoders with another Preprocessing.")],
+    target: Annotated[str, typer.Option(help="Label column.")] = "study_group",
+    labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
+    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")] = False,
+    out: Out = Path("leaderboard"),
+) -> None:
+    """Several checkpoints and fine-tuned models on identical data and splits, beside baselines: CSV, Markdown, HTML."""
+    from octfm.evaluation import leaderboard as board
+    from octfm.evaluation.probe import write_probe
+    from octfm.report.leaderboard import write_leaderboard
+
+    command = "octfm " + " ".join(sys.argv[1:])
+    result = board.leaderboard(
+        entries, store, target, out, labels=labels, orders=_orders(order), allow_seen=allow_seen, commands=[command], echo=typer.echo
+    )
+    text = board.to_markdown(result)
+    typer.echo(text)
+    write_probe(out / "leaderboard.json", result)
+    (out / "leaderboard.csv").write_text(board.to_csv(result))
+    (out / "leaderboard.md").write_text(text)
+    typer.echo(str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html")))
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     catalog: Annotated[Path | None, typer.Option(help="Folder written by `octfm scan`.")] = None,

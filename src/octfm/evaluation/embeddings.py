@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.data.store import Store
 from octfm.errors import EvaluationError
 
 COLUMNS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "split", "participant_labels", "vector")
@@ -69,6 +70,24 @@ def read_embeddings(path: str | Path) -> Embeddings:
         split=tuple(column["split"]),
         participant_labels=tuple(json.loads(text) if text else {} for text in column["participant_labels"]),
         vectors=vectors,
+    )
+
+
+def of_store(store: Store) -> Embeddings:
+    """Who and what the volumes of a store are, in its order and without vectors."""
+    rows = store.rows
+    return Embeddings(
+        name=str(store.path),
+        path=str(store.path),
+        metadata={},
+        acquisition=np.array([row.acquisition for row in rows]),
+        participant=np.array([row.participant for row in rows]),
+        eye_id=np.array([row.eye_id for row in rows]),
+        laterality=tuple(row.laterality for row in rows),
+        scanner=np.array([row.scanner for row in rows]),
+        split=tuple(row.split for row in rows),
+        participant_labels=tuple(row.participant_labels for row in rows),
+        vectors=np.zeros((len(rows), 0)),
     )
 
 

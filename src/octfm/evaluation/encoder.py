@@ -65,14 +65,24 @@ class Encoder:
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
         """float32 [B, width] of prepared volumes: the token budget of training, tissue first, mean over tissue tokens."""
+        chosen, tissue = self.select(arrays)
+        tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
+        weight = self.runtime.tensor(tissue.astype(np.float32)).unsqueeze(-1)
+        return ((tokens_BMD * weight).sum(1) / weight.sum(1)).cpu().numpy()
+
+    @torch.inference_mode()
+    def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [B, M, width] of the same tokens, and bool [B, M]: which of them `embed_arrays` averages."""
+        chosen, tissue = self.select(arrays)
+        return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
+
+    def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [B, M] flat grid indices of the token budget, and bool [B, M]: which are tissue (all, where none was found)."""
         maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
         chosen = np.stack([select_tokens(m, kept, np.random.default_rng(SELECTION_SEED)) for m in maps])
-        tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
         tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
-        tissue |= ~tissue.any(1, keepdims=True)  # no tissue found: every kept token speaks
-        weight = self.runtime.tensor(tissue.astype(np.float32)).unsqueeze(-1)
-        return ((tokens_BMD * weight).sum(1) / weight.sum(1)).cpu().numpy()
+        return chosen, tissue | ~tissue.any(1, keepdims=True)
 
     @torch.inference_mode()
     def encode_grid(self, voxels: np.ndarray) -> np.ndarray:

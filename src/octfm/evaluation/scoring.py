@@ -63,7 +63,7 @@ def score(
     cases: Cases, encoder: str, runs: Sequence[Predictions], facts: dict[str, Any], resamples: int, seed: int, only: Sequence[str] = ()
 ) -> list[Scored]:
     """Every metric of the target; with several runs (training seeds) their mean, with seeds and participants resampled together."""
-    units = [_units(cases, run) for run in runs]
+    units = [to_units(cases, run) for run in runs]
     first = units[0]
     named = [_metrics(cases, u) for u in units]
     counts = {"": len(np.unique(first.participant))}
@@ -143,7 +143,8 @@ def finite(value: float | None) -> float | None:
     return None if value is None or not np.isfinite(value) else float(value)
 
 
-def _units(cases: Cases, run: Predictions) -> Units:
+def to_units(cases: Cases, run: Predictions) -> Units:
+    """The mean of each unit's rows."""
     label = cases.label[run.rows]
     ids, first, member = np.unique(cases.unit[run.rows], return_index=True, return_inverse=True)
     size = np.bincount(member)

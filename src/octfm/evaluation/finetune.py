@@ -1,0 +1,337 @@
+"""Fine-tuning for one label: head first, then the encoder; chosen on validation participants, judged once on test participants."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octfm import __version__
+from octfm.config import dump, load
+from octfm.data.labels import read_labels
+from octfm.data.loader import Loader
+from octfm.data.store import Store
+from octfm.errors import CheckpointError, ConfigError, EvaluationError, Preempted
+from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
+from octfm.evaluation.embeddings import Embeddings, of_store
+from octfm.evaluation.encoder import Encoder, load_encoder, seen_by
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.metrics import balanced_accuracy, r_squared
+from octfm.evaluation.predictions import write_predictions
+from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, write_probe
+from octfm.evaluation.scoring import Predictions, score, to_units
+from octfm.evaluation.task_model import Features, Live, Source, TaskModel, in_precision
+from octfm.evaluation.tokens import token_features
+from octfm.training import checkpoint
+from octfm.training.interruption import Interruption
+from octfm.training.run_folder import git_state
+from octfm.training.runtime import environment, start
+from octfm.training.tracking import Metrics
+
+Echo = Callable[[str], None]
+STATISTICS_FROM = 128
+"""Training volumes that tokens are standardised by."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Who is trained on, validated on and tested: positions in the cases."""
+
+    cases: Cases
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    facts: dict[str, Any]
+
+    @property
+    def log_prior(self) -> np.ndarray:
+        """[K] log of how common classes are in training."""
+        share = np.bincount(self.cases.label[self.train], minlength=len(self.cases.classes or ())) / len(self.train)
+        return np.log(np.maximum(share, 1e-6))
+
+
+def finetune(config: FinetuneConfig, out: str | Path, device: str | None = None, *, allow_seen: bool = False, echo: Echo = print) -> Path:
+    """Train until validation participants no longer gain and return the run folder; the same call resumes an interrupted run.
+
+    Writes config.yaml, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (as probe.json). Raises EvaluationError where a
+    test participant was in the encoder's pretraining (unless `allow_seen`), Preempted after SIGTERM or SIGINT.
+    """
+    if config.encoder is None or config.store is None:
+        raise ConfigError("encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/")
+    out, store = Path(out), Store.open(config.store)
+    loaded = load_encoder(config.encoder, random_init=config.from_scratch, device=device)
+    encoder = in_precision(loaded, start(config.precision, device))
+    if store.fingerprint != encoder.fingerprint:
+        raise EvaluationError(
+            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like (F15)"
+        )
+    seen = (lambda _: False) if config.from_scratch else seen_by(config.encoder)
+    task = find_task(config, store, seen, allow_seen)
+    with Interruption() as interruption:
+        _claim(out, config)
+        model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
+        source: Source = Live(encoder, store, config)
+        if config.frozen:
+            kept = token_features(encoder, store, out, per_volume=config.tokens_per_volume, max_gb=config.max_cache_gb)
+            source = Features(kept, store, encoder.runtime)
+        best = _train(config, task, store, model, source, encoder, out, interruption, echo)
+        model.module.load_state_dict(best["model"])
+    predictions = _predictions(task, model, source, task.test)
+    write_predictions(out / "predictions.parquet", store, task, predictions, config, best["epoch"])
+    rows = [s.row for s in score(task.cases, out.name, [predictions], task.facts, RESAMPLES, 0)]
+    result = {
+        "format": "octfm-finetune",
+        "version": 1,
+        "results": rows,
+        "comparisons": [],
+        "best_epoch": best["epoch"],
+        "validation_score": best["score"],
+        "validation_participants": len(np.unique(task.cases.participant[task.validation])),
+        "settings": config.model_dump(mode="json"),
+        "environment": environment(encoder.runtime),
+        "git": git_state(),
+    }
+    write_probe(out / "finetune.json", result)
+    return out
+
+
+def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
+    """The participants of the store's splits that have the label; without a val split, a fifth of the training participants validates."""
+    data: Embeddings = of_store(store)
+    table = read_labels(config.labels) if config.labels is not None else None
+    orders = {config.target: config.order} if config.order else None
+    targets = find_targets([config.target], data, table, orders)
+    if len(targets) != 1:
+        raise EvaluationError(f"target {config.target}: its cells hold several labels; give a column of one label each")
+    if not {"train", "test"} <= set(data.split):
+        raise EvaluationError(
+            f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan makes them"
+        )
+    seen_rows = rows_seen(data, seen)
+    try:
+        cases, rounds = make_rounds(make_cases(targets[0], data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed)
+    except Skip as reason:
+        raise EvaluationError(f"target {config.target}: {reason}") from None
+    learning, test = rounds[0].train, rounds[0].test
+    validates = np.array([data.split[row] == "val" for row in cases.rows[learning]])
+    if not validates.any():
+        fold = participant_folds(cases.participant[learning], cases.label[learning], 5, 0, stratify=cases.classes is not None)
+        validates = fold == 0
+    train, validation = learning[~validates], learning[validates]
+    if not len(train) or (cases.classes is not None and len(np.unique(cases.label[train])) < len(cases.classes)):
+        raise EvaluationError(f"target {config.target}: some class has no training participant outside validation")
+    facts = describe(cases, [Round(train, test)], "recommended_split", seen_rows)
+    facts["readout"] = "attention" if config.pool == "attention" else "mean"
+    return Task(cases, train, validation, test, facts)
+
+
+def _train(
+    config: FinetuneConfig,
+    task: Task,
+    store: Store,
+    model: TaskModel,
+    source: Source,
+    encoder: Encoder,
+    out: Path,
+    interruption: Interruption,
+    echo: Echo,
+) -> dict[str, Any]:
+    """The loop; returns the best state."""
+    train_rows = task.cases.rows[task.train]
+    steps = max(1, math.ceil(config.epochs * len(train_rows) / config.batch_size))
+    per_epoch = max(1, round(len(train_rows) / config.batch_size))
+    head_steps = 0 if config.frozen else min(steps, math.ceil(config.head_epochs * len(train_rows) / config.batch_size))
+    target = _Target(task, config, model)
+    step, best, stale = 0, None, 0
+    found = checkpoint.steps(out / "checkpoints")
+    if found:
+        content = checkpoint.load(found[-1])
+        model.module.load_state_dict(content["model"])
+        model.optimizer.load_state_dict(content["optimizer"])
+        step, best, stale = content["step"], content["state"]["best"], content["state"]["stale"]
+        echo(f"resuming {out} after {step} updates")
+    else:
+        with torch.no_grad(), model.runtime.autocast():
+            rows = train_rows[np.linspace(0, len(train_rows) - 1, min(STATISTICS_FROM, len(train_rows))).astype(int)]
+            parts = [
+                source.tokens(rows[i : i + config.per_device_batch_size], None) for i in range(0, len(rows), config.per_device_batch_size)
+            ]
+            model.head.standardise_by(torch.cat([t for t, _ in parts]), torch.cat([c for _, c in parts]))
+    metrics = Metrics(out / "metrics.jsonl", step)
+    with Loader(store, train_rows, config.batch_size, config.seed, prefetch=0) as loader:
+        while step < steps and stale < config.patience:
+            model.set_rates(step, steps, head_steps)
+            model.module.train()
+            position = loader.positions(step)
+            rows = loader.indices(position)
+            model.optimizer.zero_grad(set_to_none=True)
+            loss = 0.0
+            for i in range(0, len(rows), config.per_device_batch_size):
+                part = slice(i, i + config.per_device_batch_size)
+                part_loss = target.loss(model.answers(source, rows[part], position[part]), rows[part]) / len(rows)
+                part_loss.backward()
+                loss += float(part_loss.detach())
+            if not math.isfinite(loss):
+                raise EvaluationError(f"{out}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32")
+            trained = [p for p in model.module.parameters() if p.grad is not None]
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(trained, config.clip_grad_norm))
+            model.optimizer.step()
+            rates = {f"lr_{g['part']}": g["lr"] for g in model.optimizer.param_groups}
+            metrics.write("train", step, loss=loss, grad_norm=grad_norm, **rates)
+            step += 1
+            if step % per_epoch == 0 or step == steps:
+                value, held_out = validate(task, model, source, target)
+                metrics.write("validation", step - 1, score=value, loss=held_out)
+                if best is None or (value, -held_out) > (best["score"], -best["loss"]):
+                    state = checkpoint.snapshot(model.module.state_dict())
+                    best, stale = {"score": value, "loss": held_out, "epoch": round(step / per_epoch), "model": state}, 0
+                else:
+                    stale += 1
+                echo(
+                    f"epoch {round(step / per_epoch):>3}  loss {loss:.3f}  validation {target.metric} {value:.3f}  best {best['score']:.3f}"
+                )
+                _save(out, step, model, best, stale, config, encoder, store, task)
+            if interruption.asked and step < steps and stale < config.patience:
+                _save(out, step, model, best, stale, config, encoder, store, task)
+                metrics.close()
+                raise Preempted(f"{interruption.asked}: saved after {step} of {steps} updates; run again to continue")
+    metrics.close()
+    assert best is not None
+    return best
+
+
+class _Target:
+    """Labels as tensors, and the loss of a target's kind."""
+
+    def __init__(self, task: Task, config: FinetuneConfig, model: TaskModel):
+        self.task, self.runtime = task, model.runtime
+        labels = task.cases.label
+        self._case = np.full(int(task.cases.rows.max()) + 1, -1)
+        self._case[task.cases.rows] = np.arange(len(task.cases.rows))
+        self.mean, self.std = 0.0, 1.0
+        self.weight: Tensor | None = None
+        if task.cases.classes is None:
+            self.mean, self.std = float(labels[task.train].mean()), float(max(labels[task.train].std(), 1e-9))
+        elif config.class_weights:
+            count = np.bincount(labels[task.train], minlength=len(task.cases.classes))
+            self.weight = self.runtime.tensor((len(task.train) / (len(count) * count)).astype(np.float32))
+
+    @property
+    def metric(self) -> str:
+        return "R²" if self.task.cases.classes is None else "balanced accuracy"
+
+    def loss(self, answers: Tensor, rows: np.ndarray) -> Tensor:
+        """Summed over the volumes."""
+        label = self.task.cases.label[self._case[rows]]
+        if self.task.cases.classes is None:
+            truth = self.runtime.tensor(((label - self.mean) / self.std).astype(np.float32))
+            return ((answers[:, 0] - truth) ** 2).sum()
+        truth = self.runtime.tensor(label.astype(np.int64))
+        each = F.cross_entropy(answers, truth, reduction="none")
+        return (each if self.weight is None else each * self.weight[truth]).sum()
+
+    def value(self, answers: np.ndarray) -> np.ndarray:
+        """What `Predictions.value` holds: log-probabilities of equally common classes, or numbers in their own unit."""
+        if self.task.cases.classes is None:
+            return answers * self.std + self.mean
+        log_p = answers - np.log(np.exp(answers - answers.max(1, keepdims=True)).sum(1, keepdims=True)) - answers.max(1, keepdims=True)
+        return log_p if self.weight is not None else log_p - self.task.log_prior
+
+
+def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> tuple[float, float]:
+    """Balanced accuracy (R²) of validation participants, each with the mean of their eyes and visits; and the mean loss per volume."""
+    rows = task.cases.rows[task.validation]
+    answers = _answers(model, source, rows)
+    loss = float(target.loss(model.runtime.tensor(answers), rows)) / len(rows)
+    units = to_units(task.cases, Predictions(task.validation, target.value(answers)))
+    if task.cases.classes is None:
+        return r_squared(units.truth, units.value[:, 0]), loss
+    return balanced_accuracy(units.truth, units.value.argmax(1)), loss
+
+
+def _predictions(task: Task, model: TaskModel, source: Source, positions: np.ndarray) -> Predictions:
+    target = _Target(task, model.config, model)
+    value = target.value(_answers(model, source, task.cases.rows[positions])).astype(float)
+    if task.cases.classes is None:
+        return Predictions(positions, value)
+    grade = None
+    if task.cases.kind == "ordinal":
+        p = np.exp(value - value.max(1, keepdims=True))
+        grade = p @ np.arange(p.shape[1]) / p.sum(1)
+    return Predictions(positions, value, np.tile(task.log_prior, (len(positions), 1)), grade)
+
+
+@torch.no_grad()
+def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
+    """float32 [n, O] without augmentation."""
+    model.module.eval()
+    size = model.config.per_device_batch_size
+    return np.concatenate([model.answers(source, rows[i : i + size]).cpu().numpy() for i in range(0, len(rows), size)])
+
+
+def _claim(out: Path, config: FinetuneConfig) -> None:
+    """Begin a run folder, or continue it when it was begun with the same settings."""
+    settings = out / "config.yaml"
+    if settings.is_file():
+        before = load(FinetuneConfig, settings)
+        if before != config:
+            a, b = before.model_dump(mode="json"), config.model_dump(mode="json")
+            changed = ", ".join(key for key in a if a[key] != b[key])
+            raise CheckpointError(f"{out}: this run began with other values of {changed}; restore them, or choose another --out")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists and is not a fine-tuning run (no config.yaml); choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    partial = settings.with_suffix(".partial")
+    partial.write_text(dump(config))
+    partial.replace(settings)
+
+
+def _save(
+    out: Path,
+    step: int,
+    model: TaskModel,
+    best: dict | None,
+    stale: int,
+    config: FinetuneConfig,
+    encoder: Encoder,
+    store: Store,
+    task: Task,
+) -> None:
+    """One checkpoint with the last and the best state; it knows whom the encoder and the head were trained on."""
+    known = {"key": "", "hashes": []}
+    if not config.from_scratch:
+        known = checkpoint.load(checkpoint.newest(Path(str(config.encoder))))["participants"]
+    key = known["key"] or "octfm-finetune"
+    trained = checkpoint.participant_hashes(task.cases.participant[np.r_[task.train, task.validation]].tolist(), key)
+    content = {
+        "model": model.module.state_dict(),
+        "optimizer": model.optimizer.state_dict(),
+        "state": {"best": best, "stale": stale},
+        "config": config.model_dump(mode="json"),
+        "encoder_config": encoder.config.model_dump(mode="json"),
+        "classes": list(task.cases.classes or ()),
+        "preprocessing": store.preprocessing.model_dump(mode="json"),
+        "fingerprint": store.fingerprint,
+        "participants": {"key": key, "hashes": sorted({*known["hashes"], *trained})},
+        "octfm": __version__,
+    }
+    written = checkpoint.write(out / "checkpoints", step, content)
+    for old in checkpoint.steps(out / "checkpoints"):
+        if old != written:
+            old.unlink()
+
+
+def summary(out: str | Path) -> list[str]:
+    """One line per metric of a finished run, for a terminal."""
+    from octfm.evaluation.probe import summary_lines
+
+    result = json.loads((Path(out) / "finetune.json").read_text())
+    chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants"
+    return [chosen, *summary_lines({**result, "skipped": []})]

@@ -1,0 +1,50 @@
+"""leaderboard.html: several encoders on identical data and splits, as one self-contained page."""
+
+from pathlib import Path
+from typing import Any
+
+from octfm.report import figures, words
+from octfm.report.page import render, write_page
+
+KINDS = {
+    "frozen": "frozen encoder, linear probe",
+    "fine-tuned": "trained on the label",
+    "baseline": "baseline, linear probe",
+}
+
+
+def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path) -> Path:
+    """Render what `octfm.evaluation.leaderboard` returned, entries in this order. Written whole or not at all."""
+    rows = {(r["encoder"], r["metric"]): r for r in result["results"]}
+    metrics = list(dict.fromkeys(r["metric"] for r in result["results"]))
+    shown = sorted(result["results"], key=lambda r: order.index(r["encoder"]))
+    forests = [figures.forest_plot(shown, metric, words.METRICS[metric]) for metric in metrics if metric in words.HEADLINE]
+    first = result["results"][0]
+    facts = {
+        "target": result["target"],
+        "reference": result["reference"],
+        "participants": first["n_test_participants"],
+        "unit": first["unit"],
+        "counts": first["test_participants_per_class"] or {},
+        "seen": max(r["seen_test_participants"] for r in result["results"]),
+        "metrics": [words.METRICS[m] for m in metrics],
+        "rows": [
+            {
+                "name": name,
+                "kind": KINDS[rows[name, metrics[0]]["what"]],
+                "seeds": rows[name, metrics[0]]["seeds"],
+                "cells": [words.interval(rows[name, m]) if (name, m) in rows else "" for m in metrics],
+            }
+            for name in order
+        ],
+        "comparisons": [
+            {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c, signed=True)}
+            for c in result["comparisons"]
+            if c["metric"] in words.HEADLINE
+        ],
+        "notes": sorted({r["note"] for r in result["results"] if r["note"]}),
+        "forests": [f for f in forests if f is not None],
+        "resamples": result["settings"]["resamples"],
+        "commands": result["commands"],
+    }
+    return write_page(render("leaderboard.html.jinja", facts), Path(out))

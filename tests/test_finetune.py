@@ -1,0 +1,287 @@
+"""Fine-tuning learns what is there, resumes bit for bit, never sees a test participant, and the leaderboard judges all alike."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.config import load
+from octfm.data.store import Store
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation import finetune as module
+from octfm.evaluation.embeddings import of_store
+from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.finetune import find_task, finetune
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.leaderboard import leaderboard, metadata, to_csv, to_markdown
+from octfm.evaluation.predictions import read_predictions
+from octfm.evaluation.tokens import token_features
+from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
+from octfm.report.leaderboard import write_leaderboard
+from octfm.training import checkpoint
+from octfm.training.pretrain import pretrain
+from octfm.training.tracking import read_metrics
+from small_store import small_store
+from test_pretrain import config as pretrain_config
+from test_pretrain import quiet
+
+GRADES = ("low", "middle", "high")
+
+
+def darkened(seed, prepared):
+    """Participants differ in brightness by three grades: something to learn in a second."""
+    return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory):
+    path = tmp_path_factory.mktemp("labels") / "labels.tsv"
+    path.write_text("participant_id\tgrade\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\n" for i in range(12)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    return pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def settings(run, store, labels, **changes) -> FinetuneConfig:
+    base = {
+        "encoder": str(run), "store": str(store.path), "labels": str(labels), "target": "grade", "order": list(GRADES), "epochs": 6,
+        "head_epochs": 1, "batch_size": 4, "per_device_batch_size": 2, "lr_head": 1e-2, "lr_encoder": 3e-4,
+        "augment": {"axial_shift": 2, "contrast": 0, "gamma": 0}, "tokens_per_volume": 32,
+    }  # fmt: skip
+    return load(FinetuneConfig, base | changes)
+
+
+def result_of(out, metric):
+    return next(r for r in json.loads((out / "finetune.json").read_text())["results"] if r["metric"] == metric)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr_encoder": 0, "epochs": 20},
+        {"lr_encoder": 0, "pool": "attention", "epochs": 20},
+        {},
+        {"lora_rank": 2, "lr_encoder": 3e-3},
+        {"precision": "bf16"},
+    ],
+    ids=["linear", "attentive", "finetune", "lora", "bf16"],
+)
+def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_path, changes):
+    config = settings(run, store, labels, **changes)
+    out = finetune(config, tmp_path / "run", echo=quiet)
+    losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
+    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
+    saved = checkpoint.load(checkpoint.newest(out))["model"]
+    before = load_encoder(run).network.state_dict()
+    encoder = {name.removeprefix("encoder."): tensor for name, tensor in saved.items() if name.startswith("encoder.")}
+    if config.frozen:
+        assert encoder == {}
+    elif config.lora_rank:
+        assert torch.equal(encoder["blocks.0.attn.qkv.layer.weight"], before["blocks.0.attn.qkv.weight"])
+        assert torch.equal(encoder["patch_embed.weight"], before["patch_embed.weight"])
+        assert encoder["blocks.0.attn.qkv.up"].abs().max() > 0
+    else:
+        moved = {n: float((encoder[n] - before[n]).abs().mean()) for n in ("blocks.0.mlp.0.weight", "blocks.1.mlp.0.weight")}
+        assert 0 < moved["blocks.0.mlp.0.weight"] < moved["blocks.1.mlp.0.weight"], "layer-wise decay"
+    facts = result_of(out, "balanced_accuracy")
+    assert (facts["kind"], facts["n_test_participants"], facts["unit"]) == ("ordinal", 2, "participant")
+    assert result_of(out, "kappa")["low"] is None, "two test participants are no interval"
+
+
+def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_path):
+    out = finetune(settings(run, store, labels, epochs=3, head_epochs=2), tmp_path / "run", echo=quiet)
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
+    steps_per_epoch = 4
+    assert all(row["lr_encoder"] == 0 for row in rows[: 2 * steps_per_epoch]) and all(
+        row["lr_encoder"] > 0 for row in rows[2 * steps_per_epoch :]
+    )
+    assert all(row["lr_head"] > 0 for row in rows)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_resumed_run_equals_an_uninterrupted_one(run, store, labels, tmp_path, monkeypatch, frozen):
+    changes = {"lr_encoder": 0} if frozen else {}
+    whole = finetune(settings(run, store, labels, **changes), tmp_path / "whole", echo=quiet)
+    validate, calls = module.validate, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise Killed
+        return validate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "validate", interrupted)
+        with pytest.raises(Killed):
+            finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
+    halves = finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
+    a, b = (checkpoint.load(checkpoint.newest(path)) for path in (whole, halves))
+    assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"]) and a["step"] == b["step"]
+    untimed = [[{k: v for k, v in r.items() if k != "time"} for r in read_metrics(p / "metrics.jsonl")] for p in (whole, halves)]
+    assert untimed[0] == untimed[1]
+    said = [read_predictions(p / "predictions.parquet").of_acquisition for p in (whole, halves)]
+    assert all(np.array_equal(said[0][name][0], said[1][name][0]) for name in said[0])
+    with pytest.raises(CheckpointError, match="other values of lr_head"):
+        finetune(settings(run, store, labels, lr_head=0.5, **changes), tmp_path / "halves", echo=quiet)
+
+
+def test_training_stops_when_validation_participants_no_longer_gain(run, store, labels, tmp_path):
+    out = finetune(settings(run, store, labels, lr_encoder=0, epochs=60, patience=2, lr_head=1e-9), tmp_path / "run", echo=quiet)
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "validation"]
+    assert len(rows) < 60
+    best = json.loads((out / "finetune.json").read_text())
+    assert best["validation_score"] == max(row["score"] for row in rows) and best["validation_participants"] == 2
+
+
+def test_F16_test_participants_are_never_trained_on_and_seen_ones_are_refused(run, store, labels, tmp_path):
+    task = find_task(settings(run, store, labels), store, lambda _: False, False)
+    people = [set(task.cases.participant[part]) for part in (task.train, task.validation, task.test)]
+    assert not people[0] & people[1] and not people[0] & people[2] and not people[1] & people[2]
+    with pytest.raises(EvaluationError, match="were in the encoder's pretraining"):
+        find_task(settings(run, store, labels), store, lambda p: p == "P011", False)
+    assert find_task(settings(run, store, labels), store, lambda p: p == "P011", True).facts["seen_test_participants"] == 1
+    out = finetune(settings(run, store, labels, epochs=1, from_scratch=True), tmp_path / "scratch", echo=quiet)
+    known = checkpoint.load(checkpoint.newest(out))["participants"]
+    trained = set(checkpoint.participant_hashes(["P000", "P008"], known["key"]))
+    assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(known["hashes"])
+
+
+def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("store.json", "rows.jsonl"):
+        (other / name).write_text((store.path / name).read_text().replace(store.fingerprint, "0" * len(store.fingerprint)))
+    with pytest.raises(EvaluationError, match="prepared with other settings"):
+        finetune(settings(run, Store.open(other), labels), tmp_path / "run", echo=quiet)
+
+
+def test_token_features_are_aligned_by_id_never_by_order(run, store, tmp_path):
+    encoder = load_encoder(run)
+    features = token_features(encoder, store, tmp_path, per_volume=500)
+    names = [row.acquisition for row in store.rows]
+    shuffled = np.random.default_rng(0).permutation(len(names))
+    tokens, counts = features.take([names[i] for i in shuffled])
+    pooled = (tokens * counts[..., None]).sum(1) / counts.sum(1)[:, None]
+    np.testing.assert_allclose(pooled, encoder.embed_arrays(store.read(shuffled)), atol=5e-3)
+    # The same weights and volumes in another order of rows: the same features, not computed again.
+    record = next(tmp_path.glob("*.json"))
+    before = record.stat().st_mtime_ns
+    token_features(encoder, store, tmp_path, per_volume=500)
+    assert record.stat().st_mtime_ns == before
+    token_features(load_encoder(run, random_init=True), store, tmp_path, per_volume=500)
+    assert len(list(tmp_path.glob("tokens-*.npy"))) == 2
+    with pytest.raises(EvaluationError, match="set tokens_per_volume="):
+        token_features(encoder, store, tmp_path, per_volume=400, max_gb=1e-6)
+
+
+def test_pools_ignore_tokens_that_do_not_count_and_their_order():
+    torch.manual_seed(0)
+    tokens, counts = torch.randn(2, 6, 12), torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    for pool in (MeanPool(), CrossAttentionPool(12, 2)):
+        answer = pool(tokens, counts)
+        spoilt = tokens.clone()
+        spoilt[0, 4:] = 1e3
+        torch.testing.assert_close(pool(spoilt, counts), answer)
+        order = torch.tensor([3, 1, 0, 2, 4, 5])
+        torch.testing.assert_close(pool(tokens[:, order], counts[:, order]), answer)
+    size = sum(p.numel() for p in TaskHead(384, 6, 4, "attention").parameters())
+    assert 0.27e6 < size < 0.33e6
+
+
+def test_a_low_rank_update_begins_as_no_update(run, store):
+    encoder = load_encoder(run)
+    before = encoder.embed_arrays(store.read([0, 1]))
+    add_low_rank(encoder.network, 4)
+    np.testing.assert_allclose(encoder.embed_arrays(store.read([0, 1])), before, atol=1e-6)
+    trained = [name for name, p in encoder.network.named_parameters() if p.requires_grad]
+    assert trained and all(name.endswith((".up", ".down")) for name in trained)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, run):
+    """48 participants, half of them in the test: enough for intervals."""
+    splits = ("train",) * 20 + ("val",) * 4 + ("test",) * 36
+    return small_store(tmp_path_factory.mktemp("large") / "prepared", darkened, splits)
+
+
+@pytest.fixture(scope="module")
+def board(large, run, labels, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("board")
+    table = folder / "labels.tsv"
+    table.write_text("participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{40 + i}\n" for i in range(60)))
+    tuned = []
+    for seed in (0, 1):
+        config = settings(run, large, table, seed=seed, epochs=3, batch_size=8)
+        tuned.append(finetune(config, folder / f"tuned{seed}", echo=quiet))
+    orders = {"grade": GRADES}
+    result = leaderboard([run, *tuned], [large.path], "grade", folder / "out", labels=table, orders=orders, resamples=200, echo=quiet)
+    return result, tuned, table, folder
+
+
+def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
+    result, tuned, _, _ = board
+    entries = {r["encoder"]: r for r in result["results"] if r["metric"] == "auroc"}
+    assert set(entries) == {"run", "tuned0", "random_init", "histogram", "metadata"}
+    assert {r["n_test_participants"] for r in result["results"]} == {36}
+    assert entries["tuned0"]["seeds"] == 2, "runs that differ in their seed are one entry"
+    assert entries["histogram"]["estimate"] > 0.9 > 0.75 > entries["metadata"]["estimate"]
+    single = json.loads((tuned[0] / "finetune.json").read_text())["results"]
+    both = [next(r["estimate"] for r in json.loads((t / "finetune.json").read_text())["results"] if r["metric"] == "auroc") for t in tuned]
+    assert entries["tuned0"]["estimate"] == pytest.approx(np.mean(both)) and single[0]["n_test_participants"] == 36
+    planned = [c for c in result["comparisons"] if c["planned"]]
+    assert {c["a"] for c in planned} == {"run"} and len(planned) == 8 and all(c["p_holm"] >= c["p"] for c in planned)
+
+
+def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path):
+    result, *_ = board
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    assert {(r["entry"], r["metric"]) for r in rows} == {(r["encoder"], r["metric"]) for r in result["results"]}
+    reference = next(r for r in rows if r["entry"] == "run")
+    assert reference["difference"] == "" and float(reference["low"]) <= float(reference["estimate"]) <= float(reference["high"])
+    text = to_markdown(result)
+    assert "| metadata | baseline |" in text and "36 test participants" in text
+    page = write_leaderboard(result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html").read_text()
+    assert "<svg" in page and "quadratic kappa" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, run, labels):
+    _, tuned, table, folder = board
+    lines = [json.loads(line) for line in (large.path / "rows.jsonl").read_text().splitlines()]
+    moved = folder / "moved"
+    moved.mkdir(exist_ok=True)
+    for item in large.path.iterdir():
+        if item.name != "rows.jsonl" and not (moved / item.name).exists():
+            (moved / item.name).symlink_to(item)
+    lines = [{**row, "split": "test" if row["participant"] == "P003" else row["split"]} for row in lines]
+    (moved / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    with pytest.raises(EvaluationError, match="1 test participants were in its training"):
+        leaderboard([tuned[0]], [moved], "grade", folder / "refused", labels=table, echo=quiet)
+
+
+def test_the_metadata_baseline_never_sees_the_target(large):
+    data = replace(of_store(large), participant_labels=tuple({"age": str(i), "clinical_site": "AB"[i % 2]} for i in range(len(large))))
+    assert metadata(data, "diagnosis").vectors.shape == (len(large), 5)
+    assert metadata(data, "scanner").vectors.shape == (len(large), 3)
+    assert metadata(data, "clinical_site").vectors.shape == (len(large), 3)
+
+
+def test_packaged_recipes_are_the_prototypes_task():
+    linear, tuned, attentive = (load(FinetuneConfig, f"study_group_{name}") for name in ("linear", "finetune", "attentive"))
+    assert (linear.target, linear.frozen, linear.lr_head) == ("study_group", True, 1e-3)
+    assert (tuned.lr_encoder, tuned.class_weights, attentive.pool) == (3e-5, True, "attention")
