@@ -10,7 +10,17 @@ import pytest
 import octfm
 
 ROOT = Path(octfm.__file__).parent
-LAYERS = [{"errors"}, {"config"}, {"data", "masks"}, {"models"}, {"training"}, {"evaluation"}, {"report"}, {"demo"}, {"cli"}]
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"data", "masks"},
+    {"models"},
+    {"training"},
+    {"evaluation"},
+    {"report"},
+    {"demo"},
+    {"cli", "cli_evaluation"},
+]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = ("errors", "config", "data", "masks", "report")
 TRAINING_PATH = ["octfm.training.pretrain", "octfm.data.loader", "octfm.data.store", "octfm.data.preprocessing", "octfm.masks"]

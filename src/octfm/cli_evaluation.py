@@ -1,0 +1,135 @@
+"""The verbs that judge an encoder: thin calls of the public functions; imports happen inside the verbs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs of this file to the command."""
+    for verb in (embed, probe, finetune, leaderboard, report):
+        app.command()(verb)
+
+
+def embed(
+    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
+    store: Annotated[Path, typer.Option(help="Prepared store to embed.")] = Path("prepared"),
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the parquet files; default: RUN/embeddings.")] = None,
+    baselines: Annotated[bool, typer.Option(help="Also random initialisation and intensity histogram.")] = True,
+) -> None:
+    """One vector per acquisition, with the baselines that any result must be compared with."""
+    from octfm.evaluation.embed import embed_all
+
+    for path in embed_all(run, store, out, baselines=baselines, echo=typer.echo):
+        typer.echo(str(path))
+
+
+def probe(
+    run: Annotated[Path, typer.Argument(help="Run folder with embeddings (see `octfm embed`).")],
+    labels: Annotated[Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")
+    ] = None,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+    readout: Annotated[str, typer.Option(help="linear (logistic, ridge) or knn (nearest neighbours).")] = "linear",
+    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
+    label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
+) -> None:
+    """Frozen probes with participant-level intervals."""
+    from octfm.evaluation.efficiency import curve_lines
+    from octfm.evaluation.efficiency import label_efficiency as curve
+    from octfm.evaluation.embed import embedding_files
+    from octfm.evaluation.encoder import seen_by
+    from octfm.evaluation.probe import probe as run_probe
+    from octfm.evaluation.probe import summary_lines, write_probe
+    from octfm.evaluation.readouts import choose_readout
+
+    command = "octfm " + " ".join(sys.argv[1:])
+    chosen, files = choose_readout(readout), embedding_files(run)
+    common = {"targets": target, "orders": _orders(order), "readout": chosen, "seen": seen_by(run), "allow_seen": allow_seen}
+    result = run_probe(files, labels, seeds=seeds, commands=[command], **common)
+    for line in summary_lines(result):
+        typer.echo(line)
+    if label_efficiency:
+        result["label_efficiency"] = curve(files, labels, seeds=max(3, seeds), **common)
+        for line in curve_lines(result["label_efficiency"]):
+            typer.echo(line)
+    typer.echo(str(write_probe(run / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
+
+
+def finetune(
+    config: Annotated[str, typer.Argument(help="YAML file or a packaged config: study_group_linear, _attentive or _finetune.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis")
+    ] = None,
+    out: Out = Path("runs/finetune"),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+) -> None:
+    """Train for one label: a head on a frozen encoder, or head first and then the encoder; the same command resumes."""
+    from octfm.config import load
+    from octfm.evaluation.finetune import finetune as tune
+    from octfm.evaluation.finetune import summary
+    from octfm.evaluation.finetune_settings import FinetuneConfig
+
+    tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
+    for line in summary(out):
+        typer.echo(line)
+    typer.echo(str(out / "finetune.json"))
+
+
+def leaderboard(
+    entries: Annotated[list[Path], typer.Argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")],
+    store: Annotated[list[Path], typer.Option(help="Prepared store; repeat it for encoders with another Preprocessing.")],
+    target: Annotated[str, typer.Option(help="Label column.")] = "study_group",
+    labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
+    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")] = False,
+    out: Out = Path("leaderboard"),
+) -> None:
+    """Several checkpoints and fine-tuned models on identical data and splits, beside baselines: CSV, Markdown, HTML."""
+    from octfm.evaluation import leaderboard as board
+    from octfm.evaluation.probe import write_probe
+    from octfm.report.leaderboard import write_leaderboard
+
+    command = "octfm " + " ".join(sys.argv[1:])
+    result = board.leaderboard(
+        entries, store, target, out, labels=labels, orders=_orders(order), allow_seen=allow_seen, commands=[command], echo=typer.echo
+    )
+    text = board.to_markdown(result)
+    typer.echo(text)
+    write_probe(out / "leaderboard.json", result)
+    (out / "leaderboard.csv").write_text(board.to_csv(result))
+    (out / "leaderboard.md").write_text(text)
+    typer.echo(str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html")))
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    catalog: Annotated[Path | None, typer.Option(help="Folder written by `octfm scan`.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Prepared store.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default: RUN/report.html.")] = None,
+    images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
+) -> None:
+    """One self-contained page that says what was run and what came out."""
+    from octfm.report.html import write_report
+
+    typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
+
+
+def _orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
+    """`severity=none,mild,severe` as a mapping."""
+    from octfm.errors import ConfigError
+
+    orders = {}
+    for text in texts or []:
+        column, equals, grades = text.partition("=")
+        orders[column] = tuple(grade.strip() for grade in grades.split(","))
+        if not equals or len(set(orders[column])) < 3:
+            raise ConfigError(f"--order: expected a column and three or more grades, lowest first, severity=none,mild,severe; got {text!r}")
+    return orders
