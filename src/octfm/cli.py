@@ -85,12 +85,15 @@ def phantom(
 
 @app.command()
 def scan(
-    root: Annotated[str, typer.Argument(help="Folder in AI-READI layout, or any tree of DICOM files.")],
+    root: Annotated[str, typer.Argument(help="Folder in AI-READI layout, or any tree of DICOM, vendor or image files.")],
     out: Out = Path("catalog"),
     seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
     table: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per file.")] = None,
     participants: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per person, joined by id.")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")] = None,
+    nominal_spacing: Annotated[
+        str | None, typer.Option(help="dz,dy,dx in mm for images and arrays that nothing states any for, such as 0.12,0.0039,0.0115.")
+    ] = None,
     extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
     max_reject: Annotated[
         float | None, typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1)
@@ -117,7 +120,15 @@ def scan(
     try:
         limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
         catalog = scan_root(
-            root, seed=seed, table=table, participants=participants, columns=mapped, extract=extract, workers=workers, limits=limits
+            root,
+            seed=seed,
+            table=table,
+            participants=participants,
+            columns=mapped,
+            extract=extract,
+            nominal_spacing_mm=_spacing(nominal_spacing) if nominal_spacing else None,
+            workers=workers,
+            limits=limits,
         )
     except NothingAccepted as nothing:
         if pseudonymise is None:
@@ -274,6 +285,16 @@ def _size(text: str) -> tuple[int, int, int]:
     except ValueError:
         raise ConfigError(f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}") from None
     return d, h, w
+
+
+def _spacing(text: str) -> tuple[float, float, float]:
+    from octfm.errors import ConfigError
+
+    try:
+        z, y, x = (float(mm) for mm in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--nominal-spacing: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {text!r}") from None
+    return z, y, x
 
 
 def _print_counts(title: str, counts: dict) -> None:

@@ -18,6 +18,7 @@ FLAGS: dict[str, str] = {
     "sop_uid_conflict": "the table lists another SOP Instance UID at this path",
     "shape_conflict": "the table lists other rows, columns or frames; the header is believed",
     "spacing_conflict": "the table lists other millimetres; header and positions are believed",
+    "nominal_spacing": "nothing states millimetres; those that --nominal-spacing names were taken",
     "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; positions are believed",
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); taken from the square field of view",
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
@@ -33,7 +34,7 @@ class Acquisition:
     """One accepted file. Holds no name, birth date or other direct identifier."""
 
     uri: str
-    """Absolute path; archive.zip!/member for a file inside an archive."""
+    """Absolute path of a file, or of a folder whose images are its B-scans; archive.zip!/member for one inside an archive."""
     participant: str
     """From the manifest, else PatientID, else the folder."""
     laterality: Laterality | None

@@ -2,20 +2,32 @@
 
 from pathlib import Path
 
-from octfm.data.acquisition import Acquisition
+from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import ManifestRow, Tables
+from octfm.data.archive import file_size
 from octfm.data.readers import Header
+from octfm.data.readers.bscans import check_spacing, missing_spacing
 from octfm.data.readers.dicom import lateralities, scanner_slug, slugify
+from octfm.data.volume import Spacing3
+from octfm.errors import ReadError
 
 
-def accept(header: Header, tables: Tables) -> Acquisition:
-    """The catalog's row. Where header and manifest name different eyes, laterality is unknown: to choose one would be a guess, and a wrong
-    one is mirrored in training and carries the other eye's labels."""
+def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -> Acquisition | Reject:
+    """The catalog's row. Millimetres that the file does not state come from the table, then from `nominal_mm`, else it is a reject.
+
+    Where header and manifest name different eyes, laterality is unknown: to choose one would be a guess, and a wrong one is mirrored in
+    training and carries the other eye's labels.
+    """
     row = tables.find(header.uri, header.sop_instance_uid)
     flags = [*header.flags]
     if row is None:
         flags += ["not_in_manifest"] if tables.by_path or tables.by_uid else []
         row = ManifestRow()
+    try:
+        spacing_mm, spacing_source = _spacing(header, row, nominal_mm)
+    except ReadError as error:
+        return Reject(header.uri, error.code, str(error), file_size(header.uri))
+    flags += ["nominal_spacing"] if spacing_source == "nominal" else []
     flags += _contradictions(header, row)
 
     laterality = header.laterality
@@ -39,12 +51,22 @@ def accept(header: Header, tables: Tables) -> Acquisition:
         scanner=scanner,
         protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
         shape=header.shape,
-        spacing_mm=header.spacing_mm,
-        spacing_source=header.spacing_source,
+        spacing_mm=spacing_mm,
+        spacing_source=spacing_source,
         sop_instance_uid=header.sop_instance_uid,
         participant_labels=tables.participants.get(participant, {}),
         flags=tuple(flags),
     )
+
+
+def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> tuple[Spacing3, str]:
+    if header.spacing_mm is not None:
+        return header.spacing_mm, header.spacing_source
+    found = row.spacing_mm or nominal_mm
+    if found is None:
+        raise missing_spacing(header.uri)
+    check_spacing(found, header.shape, header.uri)
+    return found, "table" if row.spacing_mm else "nominal"
 
 
 def _contradictions(header: Header, row: ManifestRow) -> list[str]:
@@ -58,7 +80,8 @@ def _contradictions(header: Header, row: ManifestRow) -> list[str]:
         flags.append("sop_uid_conflict")
     if row.shape and row.shape != header.shape:
         flags.append("shape_conflict")
-    pairs = [*zip(row.in_plane_mm or (), header.spacing_mm[1:], strict=False), (row.slice_thickness_mm, header.spacing_mm[0])]
+    listed_mm = (row.slice_thickness_mm, *(row.in_plane_mm or ()))
+    pairs = zip(listed_mm, header.spacing_mm or (), strict=False)
     if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):
         flags.append("spacing_conflict")
     return flags

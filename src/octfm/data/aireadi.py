@@ -9,6 +9,7 @@ from pathlib import Path
 from octfm.data.archive import unpacked_paths
 from octfm.data.columns import Columns, TableError, read_rows
 
+_NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
 _EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
 
 
@@ -26,6 +27,11 @@ class ManifestRow:
     """(axial, lateral)."""
     slice_thickness_mm: float | None = None
     sop_instance_uid: str = ""
+
+    @property
+    def spacing_mm(self) -> tuple[float, float, float] | None:
+        """(dz, dy, dx) where the row states all three."""
+        return None if self.in_plane_mm is None or self.slice_thickness_mm is None else (self.slice_thickness_mm, *self.in_plane_mm)
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ def _add_file(row: Mapping[str, str], columns: Columns, tables: Tables, root: Pa
     entry = _manifest_row(row, columns)
     if entry.laterality and entry.laterality.upper() not in _EYES:
         raise TableError(f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing")
+    if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
+        raise TableError(f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing")
     listed = columns.value(row, "file")
     places = [str(Path(listed))] if listed.startswith("/") else []
     places += [str(base / listed.lstrip("/")) for base in (root, Path(os.path.abspath(table)).parent)] if listed else []  # noqa: PTH100
@@ -123,7 +131,10 @@ def _read_manifest(path: Path, tables: Tables) -> None:
 def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     shape = [_number(columns.value(row, name)) for name in ("frames", "height", "width")]
     frames, height, width = (int(count) if count else 0 for count in shape)
-    in_plane = [float(mm) for mm in re.findall(r"\d*\.?\d+(?:[eE][-+]?\d+)?", columns.value(row, "pixel_spacing"))]
+    in_plane, all_three = ([float(mm) for mm in _NUMBER.findall(columns.value(row, name))] for name in ("pixel_spacing", "spacing_mm"))
+    thickness = _number(columns.value(row, "slice_thickness"))
+    if len(all_three) == 3:
+        thickness, *in_plane = all_three
     return ManifestRow(
         participant=columns.value(row, "participant"),
         laterality=columns.value(row, "laterality"),
@@ -132,7 +143,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
         region=columns.value(row, "region"),
         shape=(frames, height, width) if all(shape) else None,
         in_plane_mm=(in_plane[0], in_plane[1]) if len(in_plane) == 2 else None,
-        slice_thickness_mm=_number(columns.value(row, "slice_thickness")),
+        slice_thickness_mm=thickness,
         sop_instance_uid=columns.value(row, "sop_instance_uid"),
     )
 

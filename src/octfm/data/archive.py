@@ -99,6 +99,15 @@ def open_file(uri: str | Path, *, whole: bool = False) -> Iterator[BinaryIO]:
     yield content
 
 
+def is_folder(uri: str | Path) -> bool:
+    """Whether it is a folder, on disk or inside an archive."""
+    inside = split_uri(uri)
+    if inside is None:
+        return os.path.isdir(uri)  # noqa: PTH112
+    members = open_archive(inside[0]).members
+    return inside[1] not in members and any(name.startswith(f"{inside[1]}/") for name in members)
+
+
 def list_folder(uri: str | Path) -> list[str]:
     """uris of the files directly in a folder, on disk or inside an archive, sorted. Raises OSError, ReadError."""
     inside = split_uri(uri)
@@ -111,9 +120,11 @@ def list_folder(uri: str | Path) -> list[str]:
 
 
 def file_size(uri: str | Path) -> int:
-    """Bytes of a file or, unpacked, of a member; 0 where there is none."""
+    """Bytes of a file or, unpacked, of a member, or of the files directly in a folder; 0 where there is none."""
     inside = split_uri(uri)
     try:
+        if is_folder(uri):
+            return sum(file_size(file) for file in list_folder(uri))
         return Path(uri).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
     except (OSError, ReadError, KeyError):
         return 0

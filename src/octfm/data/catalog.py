@@ -8,12 +8,12 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import Tables, read_own_tables, read_tables
-from octfm.data.archive import file_size, unpack
+from octfm.data.archive import MEMBER, file_size, unpack
 from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
 from octfm.data.isolation import Limits, Lost
@@ -22,6 +22,7 @@ from octfm.data.readers import REASONS, Header, examine
 from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
 from octfm.data.spread import spread
+from octfm.data.volume import Spacing3
 from octfm.data.walk import Found, walk
 from octfm.errors import OctfmError, ReadError
 
@@ -148,6 +149,7 @@ def scan(
     participants: str | Path | None = None,
     columns: Mapping[str, str] | None = None,
     extract: str | Path | None = None,
+    nominal_spacing_mm: Spacing3 | None = None,
     workers: int | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -157,6 +159,7 @@ def scan(
     AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
     that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
     What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
+    `nominal_spacing_mm` (dz, dy, dx) is taken, and flagged, where neither file, sidecar nor table states millimetres.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
@@ -177,11 +180,12 @@ def scan(
     examined = list(spread(_examine, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
     outcomes, others = join_parts(examined, workers, limits)
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
-    left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
-    left_out.sort(key=lambda reject: reject.uri)
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 
-    acquisitions = [accept(header, tables) for header in headers]
+    outcomes = [accept(header, tables, nominal_spacing_mm) for header in headers] + [o for o in outcomes if isinstance(o, Reject)]
+    acquisitions = [outcome for outcome in outcomes if isinstance(outcome, Acquisition)]
+    left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
+    left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
         acquisitions=assign_splits(acquisitions, seed=seed) if acquisitions else (),
@@ -287,7 +291,10 @@ def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path
         raise CatalogError(f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, or scan without --extract")
     files: dict[str, Path] = {}
     for archive in found.archives:
-        files |= unpack(archive, into / Path(archive.path).relative_to(root).with_suffix(""))
+        target = into / Path(archive.path).relative_to(root).with_suffix("")
+        files |= unpack(archive, target)
+        # Folders of images, too.
+        files |= {f"{archive.path}{MEMBER}{folder}": target / folder for name in archive.members for folder in PurePosixPath(name).parents}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
 

@@ -24,6 +24,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "width": ("width",),
     "pixel_spacing": ("pixel_spacing",),
     "slice_thickness": ("slice_thickness",),
+    "spacing_mm": ("spacing_mm",),
     "split": ("recommended_split",),
     "site": ("clinical_site",),
     "study_group": ("study_group",),

@@ -15,7 +15,7 @@ import numpy as np
 
 from octfm.data.acquisition import Reject
 from octfm.data.aireadi import Tables
-from octfm.data.archive import file_size, open_file
+from octfm.data.archive import file_size, is_folder, open_file
 from octfm.data.isolation import Limits, Lost
 from octfm.data.readers import Header, read_volume
 from octfm.data.spread import spread
@@ -73,12 +73,18 @@ def _same_voxels(pair: tuple[Header, Header]) -> bool:
         return False
     try:
         whole = "several_files" not in one.flags and "several_files" not in other.flags
-        return (whole and _same_bytes(one.uri, other.uri)) or np.array_equal(read_volume(one.uri).voxels, read_volume(other.uri).voxels)
+        return (whole and _same_bytes(one.uri, other.uri)) or np.array_equal(_voxels(one), _voxels(other))
     except (OSError, ReadError):
         return False
 
 
+def _voxels(header: Header) -> np.ndarray:
+    return read_volume(header.uri, spacing_mm=header.spacing_mm or (1.0, 1.0, 1.0)).voxels  # millimetres do not matter here
+
+
 def _same_bytes(one: str, other: str) -> bool:
+    if is_folder(one) or is_folder(other):
+        return False
     if file_size(one) != file_size(other):
         return False
     with open_file(one) as first, open_file(other) as second:

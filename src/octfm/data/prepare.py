@@ -222,9 +222,11 @@ def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str) -> Sto
 
 
 def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) -> "Prepared":
-    if read is None:
-        from octfm.data.readers import read_volume as read
     acquisition = task.acquisition
+    if read is None:
+        from octfm.data.readers import read_volume
+
+        read = functools.partial(read_volume, spacing_mm=acquisition.spacing_mm)
     volume = read(task.location)
     if volume.shape != tuple(acquisition.shape):
         raise ReadError(

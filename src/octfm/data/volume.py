@@ -1,4 +1,6 @@
-"""Volume: one OCT acquisition, its voxels plus the geometry needed to interpret them; every operation keeps both true."""
+"""Volume: one OCT acquisition, its voxels plus the geometry needed to interpret them; every operation keeps both true.
+
+Surfaces: the layer boundaries that came with it, on the same axes."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -6,6 +8,8 @@ from typing import Literal
 import numpy as np
 
 Laterality = Literal["R", "L"]
+Layout = Literal["raster", "line", "circle", "radial", "repeated"]
+"""How the B-scans lie on the fundus; only a raster, parallel and one behind the other, is a volume in space."""
 Shape3 = tuple[int, int, int]
 Spacing3 = tuple[float, float, float]
 
@@ -28,6 +32,8 @@ class Volume:
     """SOP Instance UID where there is one."""
     superior_first: bool | None = None
     """True: B-scan 0 is superior; False: inferior; None: frame positions do not tell."""
+    layout: Layout = "raster"
+    """Anything but a raster has no spacing between B-scans: dz then repeats dx and means nothing."""
     source: str = "memory"
     """Where the voxels came from; named in every error."""
 
@@ -69,3 +75,27 @@ class Volume:
         if self.superior_first is not False:
             return self
         return replace(self, voxels=self.voxels[::-1], superior_first=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Surfaces:
+    """Layer boundaries of a segmentation, B-scan for B-scan as in the Volume of the same file."""
+
+    names: tuple[str, ...]
+    """As the instrument calls them (ILM, RNFL, ..., BM), in the order of the file."""
+    heights_px: np.ndarray
+    """[S, D, W] float32, rows below the top of the image, growing with depth as the axial axis does; NaN where there is no boundary."""
+    axial_mm: float | None
+    """Height of a row, None where nothing states it."""
+    source: str = "memory"
+
+    def __post_init__(self):
+        if self.heights_px.ndim != 3 or len(self.names) != len(self.heights_px):
+            raise ValueError(f"{self.source}: expected heights [{len(self.names)} surfaces, B-scan, lateral], got {self.heights_px.shape}")
+
+    @property
+    def heights_mm(self) -> np.ndarray:
+        """[S, D, W], millimetres below the top of the image."""
+        if self.axial_mm is None:
+            raise ValueError(f"{self.source}: axial spacing is unknown, so heights are in pixels only")
+        return self.heights_px * np.float32(self.axial_mm)

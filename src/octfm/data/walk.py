@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from octfm.data.acquisition import Reject
 from octfm.data.archive import MEMBER, Archive, open_archive, open_file
+from octfm.data.folders import join_images
 from octfm.errors import ReadError
 
 _COMPANION_FOLDERS = {"ground_truth"}
@@ -18,8 +19,9 @@ _COMPANION_SUFFIXES = {".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", 
 @dataclass
 class Found:
     files: list[Path] = field(default_factory=list)
+    """A folder stands for the images in it where those are the B-scans of one volume."""
     companions: list[Path] = field(default_factory=list)
-    """Members of archives are archive.zip!/member."""
+    """And images that are B-scans of a volume in `files`. Members of archives are archive.zip!/member."""
     archives: list[Archive] = field(default_factory=list)
     refused: list[Reject] = field(default_factory=list)
     """Folders that cannot be listed, broken links, pipes, names that are not text, damaged archives, hostile members."""
@@ -43,6 +45,7 @@ def walk(root: Path) -> Found:
         for entry in entries:
             if problem := _sort(entry, root, found, pending):
                 found.refused.append(_unreadable(entry, problem))
+    join_images(found.files, found.companions)
     found.files.sort()
     found.companions.sort()
     return found

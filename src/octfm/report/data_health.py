@@ -17,6 +17,7 @@ from octfm.data.isolation import Limits
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.splits import SPLITS
 from octfm.data.spread import spread
+from octfm.data.volume import Spacing3
 from octfm.errors import ReadError
 from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
 from octfm.report.images import Picture, native_pictures
@@ -204,17 +205,18 @@ def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:
 
 
 def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
-    uris = [locations.get(outlier.acquisition.uri, outlier.acquisition.uri) for outlier in found] if images else []
+    files = [(locations.get(o.acquisition.uri, o.acquisition.uri), o.acquisition.spacing_mm) for o in found] if images else []
     # The scan has looked at their headers, and nobody at their pixels.
     seconds = [Limits().deadline(math.prod(outlier.acquisition.shape), outlier.acquisition.uri) for outlier in found]
-    pictures = list(spread(_pictures, uris, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1))
+    pictures = list(spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1))
     return [_described(outlier, pictures[i] if images else []) for i, outlier in enumerate(found)]
 
 
-def _pictures(uri: str) -> list[Picture] | str:
-    """Pictures, or the reason code for which there are none."""
+def _pictures(file: tuple[str, Spacing3]) -> list[Picture] | str:
+    """Pictures of (uri, spacing), or the reason code for which there are none."""
+    uri, spacing_mm = file
     try:
-        return native_pictures(read_volume(uri))
+        return native_pictures(read_volume(uri, spacing_mm=spacing_mm))
     except ReadError as error:
         return error.code
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octfm.data.volume import Laterality, Shape3, Spacing3, Volume
+from octfm.data.volume import Laterality, Shape3, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
@@ -35,6 +35,21 @@ REASONS: dict[str, Reason] = {
         "a member of a ZIP archive that is encrypted or compressed in an exotic way", "unpack it, or zip it again"
     ),
     "not_dicom": Reason("the content is of no format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"),
+    "damaged_file": Reason("a vendor's or research file whose structure is cut or contradicts itself", "fetch or export it again"),
+    "single_image": Reason(
+        "one image, not a volume", "put the B-scans of a volume, and nothing else, into a folder of their own, numbered in their names"
+    ),
+    "mixed_images": Reason(
+        "images of one folder that are not the B-scans of one volume: other sizes, other names, or numbers that are missing",
+        "keep one volume per folder, its B-scans numbered in their names without a gap",
+    ),
+    "unknown_axes": Reason(
+        "an array that does not tell which axis is B-scan, axial and lateral", "save it as [B-scan, axial, lateral], or declare its axes"
+    ),
+    "incomplete_export": Reason("a file that needs another beside it, which is missing", "copy the whole folder of the export"),
+    "contradicting_declaration": Reason(
+        "what is declared about the file, in a sidecar or a table, cannot be meant", "correct the sidecar or the table"
+    ),
     "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
@@ -70,7 +85,10 @@ REASONS: dict[str, Reason] = {
     "decoder_memory": Reason(
         "reading it needed more memory than a worker may have", "a huge volume needs a higher limit, or fewer workers; else it is damaged"
     ),
-    "missing_spacing": Reason("no millimetres in shared, per-frame or top-level attributes nor in frame positions", "add PixelSpacing"),
+    "missing_spacing": Reason(
+        "neither the file nor anything beside it states millimetres on all three axes",
+        "DICOM: add PixelSpacing; others: declare spacing_mm in NAME.json or a table, or ask for a nominal spacing",
+    ),
     "absurd_spacing": Reason("the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"),
     "blank_volume": Reason("every voxel has the same value", "nothing was imaged, or the export failed: export it again"),
     "duplicate_sop_uid": Reason("the same acquisition is already in the catalog, with the same voxels", "remove the copy"),
@@ -87,9 +105,11 @@ class Header:
 
     uri: str
     shape: Shape3
-    spacing_mm: Spacing3
+    spacing_mm: Spacing3 | None
+    """None where the file states none, so that it has to be declared."""
     spacing_source: str
-    """Where (dz, dy, dx) came from: shared, per_frame or top_level; `+positions` or `+field_of_view` when dz came from there."""
+    """Where (dz, dy, dx) came from: shared, per_frame or top_level in DICOM, header in other files, sidecar; `+positions` or
+    `+field_of_view` when dz came from there."""
     laterality: Laterality | None
     scanner: str
     """Canonical slug, or unknown."""
@@ -101,25 +121,29 @@ class Header:
     flags: tuple[str, ...] = ()
 
 
-def read_volume(uri: str | Path) -> Volume:
-    """The Volume in a file, whatever its name is. Raises ReadError with one of REASONS."""
-    from octfm.data.readers import dicom  # pydicom stays out of the training path
+def read_volume(uri: str | Path, *, spacing_mm: Spacing3 | None = None, raster_only: bool = True) -> Volume:
+    """The Volume in a file, or in a folder of images, whatever its name is. Raises ReadError with one of REASONS.
 
-    return dicom.read_dicom(uri)
+    spacing_mm: (dz, dy, dx) for a file that states none itself, such as a folder of images; a file that does is believed.
+    raster_only: False also reads line, circular and radial scans; see Volume.layout.
+    """
+    from octfm.data.readers import formats  # parsers stay out of the training path
+
+    return formats.read_volume(str(uri), spacing_mm, raster_only)
 
 
 def read_header(uri: str | Path) -> Header:
     """Everything `read_volume` would know, without decoding: cheap, and it still finds cut files. Raises ReadError."""
-    from octfm.data.readers import dicom
+    from octfm.data.readers import formats
 
-    return dicom.read_header(uri)
+    return formats.read_header(str(uri))
 
 
 def examine(uri: str | Path) -> "Header | Part":
     """`read_header`, except that a file which is a volume only together with others says so at once. Raises ReadError."""
-    from octfm.data.readers import dicom
+    from octfm.data.readers import formats
 
-    return dicom.examine(uri)
+    return formats.examine(str(uri))
 
 
 def read_header_of_parts(parts: "Sequence[Part]") -> Header:
@@ -129,4 +153,11 @@ def read_header_of_parts(parts: "Sequence[Part]") -> Header:
     return dicom.read_header_of_parts(parts)
 
 
-__all__ = ["REASONS", "Header", "ReadError", "Reason", "examine", "read_header", "read_header_of_parts", "read_volume"]
+def read_surfaces(uri: str | Path) -> Surfaces | None:
+    """The layer boundaries stored with the B-scans, None where there are none. Raises ReadError."""
+    from octfm.data.readers import formats
+
+    return formats.read_surfaces(str(uri))
+
+
+__all__ = ["REASONS", "Header", "ReadError", "Reason", "examine", "read_header", "read_header_of_parts", "read_surfaces", "read_volume"]

@@ -60,7 +60,7 @@ def read_dicom(uri: str | Path) -> Volume:
         voxels = voxels[list(geometry.frame_order)]
     return Volume(
         voxels=voxels,
-        spacing_mm=header.spacing_mm,
+        spacing_mm=geometry.spacing_mm,
         laterality=header.laterality,
         scanner=header.scanner,
         protocol=header.protocol,

@@ -1,0 +1,51 @@
+"""Which images of a folder are B-scans of one volume: those that a HEYEX XML there names, else all images of a folder with nothing else."""
+
+from pathlib import Path, PurePath
+
+from octfm.data.archive import open_file
+from octfm.data.readers.formats import is_heyex_xml
+from octfm.data.readers.heyex_xml import MAX_BYTES, named_images
+from octfm.data.readers.image_folder import SUFFIXES
+from octfm.data.readers.images import MAGIC, several_pages
+from octfm.errors import ReadError
+
+
+def join_images(files: list[Path], companions: list[Path]) -> None:
+    """In place: images that are B-scans of a volume go to `companions`, and the folder that is their volume takes their place in `files`.
+
+    The name decides only what is looked at: an image without its usual ending is a file of its own, and then no volume.
+    """
+    folders: dict[Path, list[Path]] = {}
+    for path in files:
+        folders.setdefault(path.parent, []).append(path)
+    for folder, inside in folders.items():
+        images = [path for path in inside if path.suffix.lower() in SUFFIXES and _is_image(path)]
+        if not images:
+            continue
+        exports = [path for path in inside if path.suffix.lower() == ".xml"]
+        named = set().union(*(_named_by(path) for path in exports))
+        parts = [path for path in images if path.name.lower() in named]
+        if len(images) == len(inside) > 1:
+            parts = images
+            files.append(folder)
+        taken = set(parts)
+        files[:] = [path for path in files if path not in taken]
+        companions.extend(parts)
+
+
+def _named_by(path: Path) -> set[str]:
+    try:
+        with open_file(path) as file:
+            content = file.read(MAX_BYTES)
+    except (OSError, ReadError):
+        return set()
+    return named_images(content) if is_heyex_xml(content[:4096]) else set()
+
+
+def _is_image(path: PurePath) -> bool:
+    """One image, not a TIFF that is a volume by itself."""
+    try:
+        with open_file(path) as file:
+            return file.read(8).startswith(MAGIC) and not several_pages(file)
+    except (OSError, ReadError):
+        return False

@@ -1,0 +1,103 @@
+"""Which reader a file needs. Content decides: magic bytes, then structure; a name only where a format has neither.
+
+Every reader of a format other than DICOM has `open_bscans(uri) -> Bscans`; what follows from that is the same for all of them.
+"""
+
+import io
+import zlib
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from octfm.data.archive import is_folder, open_file
+from octfm.data.readers import Header, bscans
+from octfm.data.volume import Spacing3, Surfaces, Volume
+from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from octfm.data.readers.dicom_parts import Part
+
+_HEAD = 4096
+
+_MAGIC: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"HSF-OCT", "heyex_vol"),
+    (0, b"ep-v", "heyex_vol"),  # written by eyepy
+    (0, b"II*\0", "images"),
+    (0, b"MM\0*", "images"),
+    (0, b"II+\0", "images"),
+    (0, b"MM\0+", "images"),
+    (0, b"\x89PNG\r\n\x1a\n", "images"),
+    (0, b"BM", "images"),
+    (0, b"\xff\xd8\xff", "images"),
+)
+"""Offset, bytes there, module that reads it."""
+
+
+def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
+    reader = find_reader(uri)
+    if reader.__name__.endswith(".dicom"):
+        return reader.read_dicom(uri)
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_volume(reader.open_bscans(uri), spacing_mm, raster_only)
+
+
+def read_header(uri: str) -> Header:
+    reader = find_reader(uri)
+    if reader.__name__.endswith(".dicom"):
+        return reader.read_header(uri)
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_header(reader.open_bscans(uri))
+
+
+def examine(uri: str) -> "Header | Part":
+    reader = find_reader(uri)
+    return reader.examine(uri) if reader.__name__.endswith(".dicom") else read_header(uri)
+
+
+def read_surfaces(uri: str) -> Surfaces | None:
+    reader = find_reader(uri)
+    if reader.__name__.endswith(".dicom"):
+        return None
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_surfaces(reader.open_bscans(uri))
+
+
+def find_reader(uri: str) -> ModuleType:
+    """The module that reads it; DICOM where nothing else fits, whose reader says what is wrong. Raises ReadError."""
+    name = "image_folder" if is_folder(uri) else _by_content(uri)
+    return import_module(f"octfm.data.readers.{name}")
+
+
+def _by_content(uri: str) -> str:
+    try:
+        with open_file(uri) as file:
+            head = file.read(_HEAD)
+    except OSError as error:
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
+        ) from error
+    if head[128:132] == b"DICM":
+        return "dicom"  # first: its preamble may be the header of a TIFF file
+    for offset, magic, name in _MAGIC:
+        if head[offset : offset + len(magic)] == magic:
+            return name
+    if head[:2] == b"\x1f\x8b" and is_nifti(_unzipped(head)):
+        return "nifti"
+    return "heyex_xml" if is_heyex_xml(head) else "dicom"
+
+
+def is_heyex_xml(head: bytes) -> bool:
+    """XML whose root is HEDX, in any of the encodings that HEYEX writes."""
+    text = head.replace(b"\0", b"")  # UTF-16 of ASCII
+    return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
+
+
+def is_nifti(head: bytes) -> bool:
+    return head[344:348] in (b"n+1\0", b"ni1\0") or head[4:12] in (b"n+2\0\r\n\x1a\n", b"ni2\0\r\n\x1a\n")
+
+
+def _unzipped(head: bytes) -> bytes:
+    try:
+        return zlib.decompressobj(31).decompress(io.BytesIO(head).read(), _HEAD)
+    except zlib.error:
+        return b""

@@ -1,0 +1,173 @@
+"""Images as files: PNG, TIFF, BMP and JPEG as one gray B-scan each, and a TIFF of several pages as a volume."""
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import numpy as np
+
+from octfm.data.archive import open_file
+from octfm.data.readers.bscans import Bscans, check_size, uid_of
+from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAGIC = (b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"\xff\xd8\xff")
+_PNG_END = b"IEND\xaeB`\x82"
+_TO_MM = {"mm": 1.0, "millimeter": 1.0, "um": 1e-3, "µm": 1e-3, "\\u00b5m": 1e-3, "micron": 1e-3, "micrometer": 1e-3}
+
+
+def open_bscans(uri: str) -> Bscans:
+    """A TIFF of several pages of one size. Any other image alone is no volume."""
+    with open_file(uri) as file:
+        size = file.seek(0, io.SEEK_END)
+        with _opened(file, uri) as image:
+            pages = getattr(image, "n_frames", 1)
+            if image.format != "TIFF" or pages == 1:
+                raise ReadError(
+                    "single_image", f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages"
+                )
+            width, height = image.size
+            shape = (pages, height, width)
+            check_size(shape, uri)
+            spacing = _stated_mm(image)
+            for page in range(pages):
+                image.seek(page)
+                _check_page(image, (width, height), size, f"{uri}: page {page + 1} of {pages}")
+        uid = uid_of(file, size)
+
+    def decode() -> np.ndarray:
+        with open_file(uri, whole=True) as stream, _opened(stream, uri) as image:
+            found = []
+            for page in range(pages):
+                image.seek(page)
+                found.append(_gray(image, f"{uri}: page {page + 1}"))
+        return np.stack(found)
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid,
+        in_plane_mm=spacing[1:] if spacing else None,
+        between_mm=spacing[0] if spacing else None,
+    )
+
+
+def read_gray(uri: str) -> np.ndarray:
+    """[H, W] uint8 or uint16. Colour is accepted where it is gray in disguise. Raises ReadError."""
+    with open_file(uri, whole=True) as file, _opened(file, uri) as image:
+        return _gray(image, uri)
+
+
+def image_size(uri: str) -> tuple[int, int]:
+    """(H, W) without decoding, and proof that the file does not end early. Raises ReadError."""
+    with open_file(uri) as file:
+        size = file.seek(0, io.SEEK_END)
+        if size == 0:
+            raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
+        with _opened(file, uri) as image:
+            width, height = image.size
+            if image.format == "TIFF":
+                _check_page(image, image.size, size, uri)
+        file.seek(max(size - 64, 0))
+        tail = file.read()
+        file.seek(2)
+        declared = int.from_bytes(file.read(4), "little")
+        cut = (image.format == "PNG" and _PNG_END not in tail) or (image.format == "BMP" and declared > size)
+        if cut or (image.format == "JPEG" and b"\xff\xd9" not in tail):
+            raise ReadError("truncated_pixel_data", f"{uri}: the image ends early; fetch it again")
+    return height, width
+
+
+def several_pages(file: BinaryIO) -> bool:
+    """Whether a TIFF has a second page, told from the first one's directory (TIFF 6.0, section 2; BigTIFF)."""
+    file.seek(0)
+    head = file.read(16)
+    if head[:4] not in MAGIC[1:5]:
+        return False
+    order: Literal["little", "big"] = "little" if head[:2] == b"II" else "big"
+    count, entry, pointer = (8, 20, 8) if b"+" in head[:4] else (2, 12, 4)
+    file.seek(int.from_bytes(head[8:16] if pointer == 8 else head[4:8], order))
+    entries = int.from_bytes(file.read(count), order)
+    file.seek(entries * entry, io.SEEK_CUR)
+    return any(file.read(pointer))
+
+
+def digest_of(uris: Iterable[str]) -> bytes:
+    """One digest for several files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for uri in uris:
+        with open_file(uri) as file:
+            digest.update(uid_of(file, file.seek(0, io.SEEK_END)).encode())
+    return digest.digest()
+
+
+@contextmanager
+def _opened(file, uri: str) -> Iterator["Image"]:
+    from PIL import Image, UnidentifiedImageError
+
+    file.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=("PNG", "TIFF", "BMP", "JPEG")) as image:
+                yield image
+    except (Image.DecompressionBombError, UnidentifiedImageError) as error:
+        code = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed"
+        raise ReadError(code, f"{uri}: no image that can be decoded ({type(error).__name__}); fetch or export it again") from None
+    except (OSError, SyntaxError, TypeError, AttributeError, RuntimeError) as error:  # what Pillow makes of damaged bytes
+        raise ReadError("decode_failed", f"{uri}: the image cannot be decoded ({type(error).__name__}); fetch or export it again") from None
+
+
+def _gray(image: "Image", uri: str) -> np.ndarray:
+    if image.width * image.height > 2**28:
+        raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels, which no B-scan has")
+    if image.mode in ("1", "P", "LA"):
+        image = image.convert("RGB" if image.mode == "P" else "L")
+    pixels = np.asarray(image)
+    if pixels.ndim == 3 and pixels.shape[2] in (3, 4) and (pixels[..., :3] == pixels[..., :1]).all():
+        pixels = pixels[..., 0]
+    if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
+        pixels = pixels.astype(np.uint16)  # how Pillow opens some 16-bit images
+    if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
+        raise ReadError("unsupported_pixels", f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, and layer lines not painted in")
+    return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
+
+
+def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
+    """`expected` (W, H); every strip or tile has to lie inside the file."""
+    if image.size != expected:
+        raise ReadError("mixed_images", f"{where} is {image.width} x {image.height}, expected {expected[0]} x {expected[1]} as the first")
+    tags = getattr(image, "tag_v2", {})
+    starts, counts = (tags.get(strips, tags.get(tiles, ())) for strips, tiles in ((273, 324), (279, 325)))
+    starts, counts = ((value,) if isinstance(value, int) else value for value in (starts, counts))
+    if not starts or any(start + count > size for start, count in zip(starts, counts, strict=False)):
+        raise ReadError("truncated_pixel_data", f"{where} ends after the file does ({size:,} bytes); fetch it again")
+
+
+def _stated_mm(image: "Image") -> tuple[float, float, float] | None:
+    """(dz, dy, dx) where ImageJ or OME wrote them; the resolution tags alone mean print, not tissue."""
+    tags = getattr(image, "tag_v2", {})
+    text = str(tags.get(270, ""))
+    if text.startswith("ImageJ=") and (unit := _TO_MM.get(_word(r"unit=(\S+)", text))):
+        dy, dx = (1 / float(tags[tag]) if tags.get(tag) else 0.0 for tag in (283, 282))
+        found = (float(_word(r"spacing=([\d.eE+-]+)", text) or 0) * unit, dy * unit, dx * unit)
+    elif "<OME" in text:
+        sizes = [_word(rf'PhysicalSize{axis}="([\d.eE+-]+)"', text) for axis in "ZYX"]
+        units = [_word(rf'PhysicalSize{axis}Unit="(\S+?)"', text) or "µm" for axis in "ZYX"]
+        z, y, x = (float(mm or 0) * _TO_MM.get(unit, 0) for mm, unit in zip(sizes, units, strict=True))
+        found = (z, y, x)
+    else:
+        return None
+    return found if min(found) > 0 else None
+
+
+def _word(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""

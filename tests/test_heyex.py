@@ -1,0 +1,181 @@
+"""Heidelberg exports: .vol and XML of one scan agree with each other, with DICOM and with eyepy; what is no raster is left out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dicom_files import write_oct_dicom
+from octfm.data.catalog import scan
+from octfm.data.readers import ReadError, read_header, read_surfaces, read_volume
+from octfm.data.readers.heyex_vol import display
+from test_readers import SHAPE, telling_voxels
+from vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, write_vol
+
+DUMMY_VOL, DUMMY_XML = "heyex_vol/eyepy_dummy_10x40x50.vol", "heyex_xml/eyepy_dummy/test_dummy.xml"
+LINE, CIRCLE = "heyex_vol/Willis_B_716_0.vol", "heyex_vol/Willis_B_716_2.vol"
+
+LAYERS = {"ILM": 0, "BM": 1, "RNFL": 2, "GCL": 3, "IPL": 4, "INL": 5, "OPL": 6, "ELM": 8, "PR1": 14, "PR2": 15, "RPE": 16}
+"""Rows of a segmentation in eyepy."""
+
+
+def of_eyepy(bscan, layer: str) -> np.ndarray:
+    heights = bscan.annotation["layers"].data[LAYERS[layer]]
+    return np.where(heights > 1e30, np.nan, heights)
+
+
+def layers(shape=SHAPE) -> np.ndarray:
+    """[2, D, W] rows, another height in every B-scan, with gaps."""
+    d, _, w = shape
+    ilm = 8.25 + np.arange(d)[:, None] * 0.5 + np.zeros(w)
+    ilm[3, 5:9] = np.nan
+    return np.stack([ilm, ilm + 15]).astype(np.float32)
+
+
+# ---- one scan in several formats -------------------------------------------------------------------------------------------------
+
+
+def test_real_vol_and_xml_of_one_scan_agree(real_data):
+    vol, xml = read_volume(real_data / DUMMY_VOL), read_volume(real_data / DUMMY_XML)
+    np.testing.assert_array_equal(vol.voxels, xml.voxels)
+    assert vol.shape == (10, 40, 50) and vol.voxels.dtype == np.uint8
+    np.testing.assert_allclose(vol.spacing_mm, (0.031444, 0.003872, 0.011819), rtol=1e-4)
+    np.testing.assert_allclose(xml.spacing_mm, vol.spacing_mm, rtol=1e-4)
+    assert vol.laterality == xml.laterality == "R" and vol.participant == xml.participant == "Study-01"
+    assert vol.superior_first is xml.superior_first is False, "y falls from 6.807 to 6.524 mm, so the first B-scan is inferior"
+
+
+def test_real_xml_agrees_with_eyepy(real_data):
+    eyepy = pytest.importorskip("eyepy", reason="install the extra `peers`", exc_type=ImportError)
+    volume, surfaces = read_volume(real_data / DUMMY_XML), read_surfaces(real_data / DUMMY_XML)
+    theirs = eyepy.Oct.from_heyex_xml(real_data / DUMMY_XML)
+    for i in range(10):
+        np.testing.assert_array_equal(volume.voxels[i], theirs[i].scan)
+        for name, heights in zip(surfaces.names, surfaces.heights_px[:, i], strict=True):
+            np.testing.assert_allclose(heights, of_eyepy(theirs[i], name), rtol=1e-6)
+    assert surfaces.names[:3] == ("ILM", "BM", "RNFL") and surfaces.heights_px.shape == (11, 10, 50)
+    assert np.nanmin(surfaces.heights_mm) == pytest.approx(9.6 * 0.003872, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [LINE, CIRCLE])
+def test_real_line_and_circle_agree_with_eyepy(real_data, name):
+    eyepy = pytest.importorskip("eyepy", reason="install the extra `peers`", exc_type=ImportError)
+    theirs = eyepy.Oct.from_heyex_vol(real_data / name)
+    volume, surfaces = read_volume(real_data / name, raster_only=False), read_surfaces(real_data / name)
+    np.testing.assert_array_equal(volume.voxels[0], theirs[0].scan)
+    for layer, heights in zip(surfaces.names, surfaces.heights_px[:, 0], strict=True):
+        np.testing.assert_allclose(heights, of_eyepy(theirs[0], layer))
+
+
+@pytest.mark.parametrize("superior_first", [True, False])
+def test_a_scan_is_the_same_as_vol_xml_and_dicom(tmp_path, real_data, superior_first):
+    gray = np.ascontiguousarray(np.load(real_data / "medvisbonn_amd_spectralis_145.npz")["volume"][40:52, :, ::4])
+    ends = ends_of(12, gray.shape[2], superior_first=superior_first)
+    vol = read_volume(write_vol(tmp_path / "a.vol", gray, ends=ends))
+    xml = read_volume(write_heyex_xml(tmp_path / "a", gray, ends=ends))
+    dicom = read_volume(write_oct_dicom(tmp_path / "a.dcm", gray, SPACING_MM, superior_first=superior_first))
+    for other in (xml, dicom):
+        np.testing.assert_array_equal(vol.voxels, other.voxels)
+        np.testing.assert_allclose(vol.spacing_mm, other.spacing_mm, rtol=1e-3)
+        for fact in ("laterality", "superior_first", "participant", "scanner"):
+            assert getattr(vol, fact) == getattr(other, fact), fact
+
+
+def test_display_is_the_fourth_root():
+    """HEYEX: gray = 255 * reflectivity^(1/4); the largest float32 means outside."""
+    raw = np.array([[0, (64 / 255) ** 4, 1 / 16, 1, 3.4028235e38, 1.5]], np.float32)
+    np.testing.assert_array_equal(display(raw), [[0, 64, 128, 255, 0, 255]])
+
+
+# ---- what is no raster -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "layout"), [(LINE, "line"), (CIRCLE, "circle")])
+def test_real_line_and_circle_are_left_out_unless_asked_for(real_data, name, layout):
+    for read in (read_header, read_volume):
+        with pytest.raises(ReadError) as caught:
+            read(real_data / name)
+        assert caught.value.code == "not_raster" and {"line": "single B-scan", "circle": "circular"}[layout] in str(caught.value)
+    volume, surfaces = read_volume(real_data / name, raster_only=False), read_surfaces(real_data / name)
+    assert volume.layout == layout and volume.shape == (1, 496, 768) and volume.laterality == "R"
+    assert volume.spacing_mm[1] == pytest.approx(0.00387167)
+    ilm, bm, _ = surfaces.heights_px[:, 0]
+    assert surfaces.names == ("ILM", "BM", "RNFL") and (bm > ilm)[~np.isnan(bm - ilm)].all()
+    # The surfaces lie on the image: it is brighter just below the ILM than above it.
+    columns = np.flatnonzero(~np.isnan(ilm))
+    below, above = (np.mean([volume.voxels[0, int(ilm[c]) + k, c] for c in columns for k in ks]) for ks in (range(2, 8), range(-12, -4)))
+    assert below > 1.5 * above
+
+
+@pytest.mark.parametrize("write", [write_vol, write_heyex_xml])
+@pytest.mark.parametrize("kind", ["radial", "repeated"])
+def test_radial_and_repeated_scans_are_told_by_their_positions(tmp_path, write, kind):
+    ends = radial_ends(12) if kind == "radial" else np.repeat(ends_of(3, 36), 4, axis=0)
+    uri = write(tmp_path / "a.vol", telling_voxels(), ends=ends)
+    with pytest.raises(ReadError) as caught:
+        read_volume(uri)
+    assert caught.value.code == "not_raster"
+    volume = read_volume(uri, raster_only=False)
+    assert volume.layout == kind and np.array_equal(volume.voxels, telling_voxels())
+
+
+# ---- order and surfaces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [write_vol, write_heyex_xml])
+def test_bscans_and_surfaces_follow_the_positions(tmp_path, write):
+    """Stored in a jumbled order, they come out in the order in which they lie on the fundus."""
+    voxels, heights, jumbled = telling_voxels(), layers(), np.random.default_rng(5).permutation(SHAPE[0])
+    given = heights[:, jumbled] if write is write_vol else dict(zip(("ILM", "BM"), heights[:, jumbled], strict=True))
+    uri = write(tmp_path / "a.vol", voxels[jumbled], ends=ends_of(*SHAPE[::2])[jumbled], layers=given)
+    header, volume, surfaces = read_header(uri), read_volume(uri), read_surfaces(uri)
+    assert header.flags == ("frames_reordered",)
+    straight = volume.superior_to_inferior()
+    np.testing.assert_array_equal(straight.voxels, voxels)
+    order = slice(None) if volume.superior_first else slice(None, None, -1)
+    np.testing.assert_allclose(surfaces.heights_px[:, order], heights, atol=0.01)
+    assert surfaces.names == ("ILM", "BM") and surfaces.axial_mm == pytest.approx(SPACING_MM[1])
+
+
+def test_a_file_without_layers_has_no_surfaces(tmp_path):
+    assert read_surfaces(write_vol(tmp_path / "a.vol", telling_voxels())) is None
+    assert read_surfaces(write_heyex_xml(tmp_path / "a", telling_voxels())) is None
+    assert read_surfaces(write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)) is None
+
+
+# ---- exports that are damaged ----------------------------------------------------------------------------------------------------
+
+
+def test_an_xml_without_its_images_says_which_is_missing(tmp_path):
+    uri = write_heyex_xml(tmp_path / "a", telling_voxels())
+    (tmp_path / "a" / "scan 7.tif").unlink()
+    with pytest.raises(ReadError, match=r"1 of 12 B-scans are not beside it, for example scan 7.tif") as caught:
+        read_header(uri)
+    assert caught.value.code == "incomplete_export"
+
+
+def test_an_xml_cannot_reach_out_of_its_folder_nor_grow(tmp_path):
+    uri = write_heyex_xml(tmp_path / "a" / "b", telling_voxels())
+    text = uri.read_text()
+    (tmp_path / "a" / "secret.tif").write_bytes((uri.parent / "scan 7.tif").read_bytes())
+    uri.write_text(text.replace(r"file:///\\server\share\scan 7.tif", r"..\secret.tif"))
+    with pytest.raises(ReadError) as caught:
+        read_volume(uri)
+    assert caught.value.code == "incomplete_export"
+    bomb = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
+    uri.write_text(bomb + text.replace("IR_OCT", "&b;"))
+    with pytest.raises(ReadError) as caught:
+        read_volume(uri)
+    assert caught.value.code == "damaged_file"
+
+
+def test_scan_takes_an_export_as_one_acquisition(tmp_path):
+    """Its images are companions, not files of their own; a stray image is a reject that says so."""
+    uri = write_heyex_xml(tmp_path / "clinic" / "a", telling_voxels())
+    stray = Path(str(uri.parent / "another.tif"))
+    stray.write_bytes((uri.parent / "SLO.tif").read_bytes())
+    write_vol(tmp_path / "clinic" / "b.vol", telling_voxels(), ends=radial_ends(12))
+    catalog = scan(tmp_path / "clinic", workers=1)
+    assert [a.uri for a in catalog.acquisitions] == [str(uri)] and catalog.companions == SHAPE[0] + 1
+    assert [(r.uri, r.code) for r in catalog.rejects] == [(str(stray), "single_image")]
+    assert [r.code for r in catalog.skipped] == ["not_raster"]

@@ -1,0 +1,194 @@
+"""Writes volumes as files of other formats than DICOM, for tests: with an encoder of somebody else where there is one (tifffile, Pillow,
+nibabel, numpy), byte by byte from the published structure where there is none. PHI is planted wherever a format has a place for it.
+"""
+
+import json
+import struct
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+NAME, SURNAME, BIRTH_DATE = "Planted", "Secret", "19500102"
+SPACING_MM = (0.12, 0.0039, 0.0115)
+
+
+def ends_of(count: int, width: int, spacing_mm=SPACING_MM, superior_first: bool = True) -> np.ndarray:
+    """[D, 4] x0, y0, x1, y1 in mm on the fundus, y downwards: a raster of horizontal B-scans."""
+    y = 2.0 + spacing_mm[0] * (np.arange(count) if superior_first else np.arange(count)[::-1])
+    return np.stack([np.full(count, 1.5), y, np.full(count, 1.5 + spacing_mm[2] * width), y], axis=1)
+
+
+def radial_ends(count: int, length_mm: float = 6.0) -> np.ndarray:
+    angle = np.pi * np.arange(count) / count
+    along = length_mm / 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    return np.concatenate([5 - along, 5 + along], axis=1)
+
+
+def write_vol(
+    path: Path,
+    gray: np.ndarray,
+    spacing_mm=SPACING_MM,
+    *,
+    ends: np.ndarray | None = None,
+    laterality: str = "OD",
+    participant: str = "1001",
+    pattern: int = 3,
+    layers: np.ndarray | None = None,
+    reflectivity: np.ndarray | None = None,
+) -> Path:
+    """HSF-OCT-103. `gray` uint8 [D, H, W] is stored as the reflectivity that HEYEX shows so; `layers` [S, D, W] in rows."""
+    count, height, width = gray.shape
+    dz, dy, dx = spacing_mm
+    ends = ends_of(count, width, spacing_mm) if ends is None else ends
+    slo = np.full((20, 30), 7, np.uint8)
+    head_bytes = 256 + 17 * 4 * width
+    head = struct.pack(
+        "<12s3I3d2I2dId", b"HSF-OCT-103", width, count, height, dx, dz, dy, slo.shape[1], slo.shape[0], 0.0118, 0.0118, 30, -1.5
+    )
+    head += struct.pack("<4sQiI16s16sI24sdI24sd", laterality.encode(), 10**17, pattern, head_bytes, b"716.0", b"", 86, participant.encode(), 18904.0, 145, b"", 42736.0)  # fmt: skip  # noqa: E501
+    content = [head.ljust(2048, b"\0"), slo.tobytes()]
+    raw = (gray / 255.0) ** 4 if reflectivity is None else reflectivity
+    for i in range(count):
+        surfaces = [] if layers is None else [layer[i] for layer in layers]
+        bscan = struct.pack("<12sI4d2IfI", b"HSF-BS-103", head_bytes, *ends[i], len(surfaces), 256, 30.0, 0).ljust(256, b"\0")
+        lines = np.full((17, width), np.finfo(np.float32).max, "<f4")
+        for row, surface in zip(lines, surfaces, strict=False):
+            row[:] = np.where(np.isnan(surface), np.finfo(np.float32).max, surface)
+        content += [bscan, lines.tobytes(), raw[i].astype("<f4").tobytes()]
+    return _write(path, b"".join(content))
+
+
+def write_heyex_xml(
+    folder: Path,
+    gray: np.ndarray,
+    spacing_mm=SPACING_MM,
+    *,
+    ends: np.ndarray | None = None,
+    laterality: str = "R",
+    participant: str = "1001",
+    layers: dict[str, np.ndarray] | None = None,
+    shuffle: int | None = None,
+    suffix: str = "tif",
+) -> Path:
+    """The XML file of an export. `shuffle`: images are listed in another order, and their names sort in a third one."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    count, height, width = gray.shape
+    ends = ends_of(count, width, spacing_mm) if ends is None else ends
+    root = ElementTree.Element("HEDX")
+    patient = _element(_element(root, "BODY"), "Patient", ID="00077", PatientID=participant, LastName=SURNAME, FirstNames=NAME)
+    _element(_element(patient, "Birthdate"), "Date", Year=BIRTH_DATE[:4], Month="01", Day="02")
+    series = _element(
+        _element(patient, "Study"), "Series", Modality="OCT", ModalityProcedure="IR_OCT", Type="Volume", Laterality=laterality
+    )
+    _element(series, "GeneralEquipment", Manufacturer="Heidelberg Engineering", ManufacturerModelName="Spectralis")
+    numbers = np.arange(count) if shuffle is None else np.random.default_rng(shuffle).permutation(count)
+    localizer = _element(series, "Image", ImageNumber="0", Laterality=laterality)
+    _element(localizer, "ImageType", Type="LOCALIZER")
+    _element(localizer, "ImageData", ExamURL=f"file:///\\\\server\\share\\SLO.{suffix}")
+    Image.fromarray(np.full((20, 20), 9, np.uint8)).save(folder / f"SLO.{suffix}")
+    for i in numbers:
+        image = _element(series, "Image", ImageNumber=str(i + 1), Laterality=laterality)
+        _element(image, "ImageType", Type="OCT")
+        context = _element(image, "OphthalmicAcquisitionContext", Width=str(width), Height=str(height))
+        _element(context, None, ScaleX=repr(spacing_mm[2]), ScaleY=repr(spacing_mm[1]))
+        for where, (x, y) in (("Start", ends[i, :2]), ("End", ends[i, 2:])):
+            _element(_element(context, where), "Coord", X=f"{x:.3f}", Y=f"{y:.3f}")
+        name = f"scan {i}.{suffix}"  # 10 sorts before 2
+        _element(image, "ImageData", ExamURL=f"file:///\\\\server\\share\\{name}")
+        Image.fromarray(gray[i]).save(folder / name)
+        if layers:
+            segmentation = _element(image, "Segmentation")
+            for layer, heights in layers.items():
+                values = " ".join("3e+038" if np.isnan(v) else f"{v:.2f}" for v in heights[i])
+                _element(segmentation, "SegLine", Name=layer, Array=values)
+    ElementTree.ElementTree(root).write(folder / "export.xml")
+    return folder / "export.xml"
+
+
+def write_tiff(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, **options) -> Path:
+    """By tifffile; millimetres as ImageJ writes them, or as OME does, or none."""
+    import tifffile
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dz, dy, dx = spacing_mm
+    if options.pop("ome", False):
+        um = {f"PhysicalSize{axis}": 1000 * mm for axis, mm in zip("ZYX", spacing_mm, strict=True)}
+        tifffile.imwrite(path, gray, ome=True, metadata={"axes": "ZYX", **um}, **options)
+    elif options.pop("imagej", False):
+        tifffile.imwrite(
+            path, gray, imagej=True, resolution=(1 / dx, 1 / dy), metadata={"spacing": dz, "unit": "mm", "axes": "ZYX"}, **options
+        )
+    else:
+        tifffile.imwrite(path, gray, metadata=None, photometric="minisblack", **options)
+    return path
+
+
+def write_images(folder: Path, gray: np.ndarray, spacing_mm=SPACING_MM, *, suffix: str = "png", name: str = "oct {:d}", **facts) -> Path:
+    """A folder of images by Pillow, and millimetres in a sidecar beside it."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, bscan in enumerate(gray):
+        Image.fromarray(bscan).save(folder / f"{name.format(i + 1)}.{suffix}")
+    write_sidecar(folder, spacing_mm, **facts)
+    return folder
+
+
+def write_sidecar(path: Path, spacing_mm=SPACING_MM, **facts) -> Path:
+    place = path.with_name(f"{path.name.removesuffix('.gz').split('.')[0]}.json")
+    place.write_text(json.dumps({"spacing_mm": spacing_mm, **facts}))
+    return place
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a volume is written in a format, and what the format says by itself about it."""
+
+    write: Callable[[Path, np.ndarray], Path]
+    """(place without ending, voxels [D, H, W]) -> what to read."""
+    dtypes: tuple = (np.uint8,)
+    states: frozenset = frozenset()
+    """Of spacing, laterality, participant and positions."""
+    cut: Callable[[Path], Path] = lambda uri: uri
+    """The file whose end is cut off in the test of incomplete files."""
+    tolerance: int = 0
+    """Gray levels that lossy compression may change."""
+
+
+_HEYEX = frozenset({"spacing", "laterality", "participant", "positions"})
+
+FORMATS: dict[str, Format] = {
+    "heyex_vol": Format(lambda at, v: write_vol(at.with_suffix(".vol"), v), states=_HEYEX),
+    "heyex_xml": Format(lambda at, v: write_heyex_xml(at, v, shuffle=3), states=_HEYEX, cut=lambda uri: uri),
+    "heyex_xml_png": Format(lambda at, v: write_heyex_xml(at, v, suffix="png"), states=_HEYEX, cut=lambda uri: uri.parent / "scan 2.png"),
+    "tiff_imagej": Format(lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "tiff_ome": Format(lambda at, v: write_tiff(at.with_suffix(".tiff"), v, ome=True), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "tiff_big_deflated": Format(
+        lambda at, v: write_tiff(at.with_suffix(".tif"), v, bigtiff=True, compression="zlib"), (np.uint8, np.uint16)
+    ),
+    "tiff_big_endian": Format(lambda at, v: write_tiff(at.with_suffix(".tif"), v, byteorder=">"), (np.uint8, np.uint16)),
+    "png_folder": Format(write_images, (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.png"),
+    "bmp_folder": Format(lambda at, v: write_images(at, v, suffix="bmp"), cut=lambda uri: uri / "oct 10.bmp"),
+    "tiff_folder": Format(lambda at, v: write_images(at, v, suffix="tif"), (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.tif"),
+    "jpeg_folder": Format(lambda at, v: write_images(at, v, suffix="jpg"), cut=lambda uri: uri / "oct 10.jpg", tolerance=40),
+}
+"""Formats without spacing of their own get a sidecar from the test."""
+
+
+def _element(parent: ElementTree.Element, tag: str | None, **texts: str) -> ElementTree.Element:
+    """A child with children of text; without a tag, the children go to the parent."""
+    element = ElementTree.SubElement(parent, tag) if tag else parent
+    for name, text in texts.items():
+        ElementTree.SubElement(element, name).text = text
+    return element
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
