@@ -81,8 +81,8 @@ def open_file(uri: str | Path, *, whole: bool = False) -> Iterator[BinaryIO]:
     """
     inside = split_uri(uri)
     if inside is None:
-        with Path(uri).open("rb") as file:
-            yield file
+        with _Frugal(io.FileIO(uri)) as file:
+            yield cast(BinaryIO, file)
         return
     archive, name = inside
     try:
@@ -90,7 +90,7 @@ def open_file(uri: str | Path, *, whole: bool = False) -> Iterator[BinaryIO]:
             member = _member(archive, name, str(uri))
             start = _data_offset(file, member, str(uri))
             if member.method == zipfile.ZIP_STORED and not whole:
-                with io.BufferedReader(_Window(file, start, member.size, name)) as window:
+                with _Frugal(_Window(file, start, member.size, name)) as window:
                     yield cast(BinaryIO, window)
                 return
             content = io.BytesIO(_content(file, start, member, str(uri)))
@@ -305,6 +305,17 @@ def _inflated(file: BinaryIO, member: Member, uri: str) -> bytes:
 
 def _damaged(uri: str, found: str) -> ReadError:
     return ReadError("damaged_archive", f"{uri}: {found}; fetch the archive again")
+
+
+class _Frugal(io.BufferedReader):
+    """Asked for more than there is, it takes memory for what there is: damaged lengths claim gigabytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _CHUNK:
+            at = self.tell()
+            size = max(0, min(size, self.seek(0, io.SEEK_END) - at))
+            self.seek(at)
+        return super().read(size)
 
 
 class _Window(io.RawIOBase):

@@ -30,7 +30,9 @@ REASONS: dict[str, Reason] = {
     "missing_file": Reason("a DICOMDIR lists it, and it is not there", "copy the whole medium again"),
     "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
     "unsafe_member": Reason("a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"),
-    "decompression_bomb": Reason("a member of a ZIP archive that inflates beyond any OCT volume", "unpack it by hand if you trust it"),
+    "decompression_bomb": Reason(
+        "a file, or a member of a ZIP archive, that inflates beyond any OCT volume", "unpack it by hand if you trust it"
+    ),
     "unsupported_member": Reason(
         "a member of a ZIP archive that is encrypted or compressed in an exotic way", "unpack it, or zip it again"
     ),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from octfm.data.archive import open_file
+from octfm.data.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
 from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
 from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, check_encapsulated, check_native, find_fragments, find_frames
 from octfm.data.volume import Shape3
@@ -62,7 +62,7 @@ def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
     """The file, open for a parser: what damaged input makes it raise becomes ReadError `unreadable`."""
     from pydicom.errors import BytesLengthException, InvalidDicomError
 
-    damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error, MemoryError)
+    damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error)
     try:
         with open_file(uri, whole=whole) as file, _quiet_pydicom():
             yield file
@@ -135,13 +135,16 @@ def _inflate(file: BinaryIO, head: bytes, uri: str) -> bytes:
     if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
         raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
     file.seek(144 + int.from_bytes(head[140:144], "little"))
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    body = inflater.decompress(file.read(), MAX_BYTES)
-    if len(body) >= MAX_BYTES:
-        raise ReadError("absurd_size", f"{uri}: inflates beyond {MAX_BYTES:,} bytes, which no OCT volume needs")
+    inflater, packed, body = zlib.decompressobj(-zlib.MAX_WBITS), file.read(), bytearray()
+    size, most = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed)))
+    while packed and not inflater.eof:
+        body += inflater.decompress(packed, 2**24)
+        packed = inflater.unconsumed_tail
+        if len(body) > most:
+            raise ReadError("decompression_bomb", f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, which no OCT volume does")
     if not inflater.eof:
         raise ReadError("truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again")
-    return body
+    return bytes(body)
 
 
 def _deflated_meta():

@@ -19,6 +19,9 @@ from octfm.errors import ReadError
 
 _FRAME_GROUPS = ("PixelMeasuresSequence", "PlanePositionSequence", "PlaneOrientationSequence", "OphthalmicFrameLocationSequence")
 
+MAX_PARTS = 10_000
+"""No volume has as many files; a damaged number may claim two billions."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -123,7 +126,10 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
         problem = f"number {_listed(_twice(numbers))} is there more than once" if _twice(numbers) else "some have no number"
         raise ReadError("inconsistent_parts", f"{uri}: among {len(parts)} {what}, {problem}; remove copies, or export it again")
     first = 1 if joined else min(numbers, default=1)
-    expected = range(first, 1 + max([*numbers, *(part.total for part in parts if part.total)], default=0))
+    last = max([*numbers, *(part.total for part in parts if part.total)], default=0)
+    if last - min([first, *numbers]) > MAX_PARTS:
+        raise ReadError("inconsistent_parts", f"{uri}: {what} are numbered up to {last:,}, expected at most {MAX_PARTS:,}; export it again")
+    expected = range(first, 1 + last)
     if absent := sorted(set(expected) - set(numbers)):
         raise ReadError(
             "missing_part", f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; put all files of the volume there"

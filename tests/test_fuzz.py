@@ -1,0 +1,147 @@
+"""Damaged files of every format: each is accepted or rejected with a code; none crashes, hangs over 10 s or allocates over 2 GB."""
+
+import functools
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import octfm
+from fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds
+from octfm.data.catalog import NothingAccepted, scan
+from octfm.data.isolation import Limits, Lost, each
+from octfm.data.prepare import REASONS as PREPARE_REASONS
+from octfm.data.prepare import prepare
+from octfm.data.readers import REASONS, ReadError, read_header, read_volume
+from store_samples import SMALL
+
+LIMITS = Limits()
+SOURCE = Path(octfm.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[Seed]:
+    return seeds(tmp_path_factory.mktemp("seeds"))
+
+
+def write(folder: Path, files: dict[str, bytes], read: str) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder / read if read else folder
+
+
+def outcome(function, uri):
+    """Shape, or reason code."""
+    try:
+        return tuple(function(uri).shape)
+    except ReadError as error:
+        assert "\n" not in str(error) and str(error), error
+        return error.code
+
+
+def read_both(number: int, folder: Path, whole: list[Seed], seed: int):
+    """What header and volume of damaged file `number` end as, and what was done to it. Runs in a child."""
+    rng = np.random.default_rng((seed, number))
+    kind = whole[number % len(whole)]
+    files, done = damaged(kind, rng)
+    place = folder / str(number)
+    uri = write(place, files, kind.read)
+    start = time.process_time()
+    try:
+        found = outcome(read_header, uri), outcome(read_volume, uri)
+    except Exception as error:  # told with the file's number, so that it can be made again
+        found = (f"{type(error).__name__}: {error}",) * 2
+    shutil.rmtree(place)
+    return *found, done, time.process_time() - start
+
+
+def fuzz(folder: Path, whole: list[Seed], count: int, seed: int) -> Counter:
+    work = functools.partial(read_both, folder=folder, whole=whole, seed=seed)
+    wrong, ends = [], Counter()
+    for number, result in enumerate(each(work, range(count), LIMITS, lambda _: LIMITS.seconds)):
+        if isinstance(result, Lost):
+            wrong.append((number, result))
+            ends[result.code] += 1
+            continue
+        header, volume, done, _ = result
+        ends["accepted" if isinstance(volume, tuple) else volume] += 1
+        for end in (header, volume):
+            if not (isinstance(end, tuple) or end in REASONS):
+                wrong.append((number, done, end))
+        if isinstance(header, tuple) and isinstance(volume, tuple) and header != volume:
+            wrong.append((number, done, header, volume))
+        if isinstance(volume, tuple) and not isinstance(header, tuple):
+            wrong.append((number, done, f"header {header}, and the volume can be read"))
+    assert not wrong, f"seed {seed}: {wrong[:10]} ... {len(wrong)} of {count}"
+    return ends
+
+
+def test_what_is_fuzzed_is_readable_before(tmp_path, whole):
+    for number, seed in enumerate(whole):
+        uri = write(tmp_path / str(number), seed.files, seed.read)
+        assert isinstance(outcome(read_volume, uri), tuple), (seed.name, outcome(read_volume, uri))
+
+
+def test_a_hundred_damaged_files_each_end_as_a_volume_or_a_code(tmp_path, whole):
+    ends = fuzz(tmp_path, whole, 100, seed=1)
+    assert 10 < ends["accepted"] < 90 and len(ends) > 6, "damage that is always or never noticed tests nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_damaged_files_each_end_as_a_volume_or_a_code(tmp_path, whole):
+    ends = fuzz(tmp_path, whole, 10_000, seed=2)
+    print(f"\n10,000 damaged files of {len(whole)} kinds:", dict(ends.most_common()))
+
+
+def test_a_clinic_of_damaged_files_is_scanned_and_prepared(tmp_path, whole):
+    """The whole way, in one run: every file is a row, a reject or a skip; every row is a volume or quarantined."""
+    alone = []
+    for number in range(50):
+        seed = whole[number % len(whole)]
+        if len(seed.files) == 1:
+            alone.append(str(tmp_path / "clinic" / str(number) / seed.read))
+        files, _ = damaged(seed, np.random.default_rng((3, number)))
+        write(tmp_path / "clinic" / str(number), files, seed.read)
+    catalog = scan(tmp_path / "clinic")
+    told = Counter(outcome.uri for outcome in (*catalog.acquisitions, *catalog.rejects, *catalog.skipped))
+    assert [told[uri] for uri in alone] == [1] * len(alone) and max(told.values()) == 1
+    assert all(reject.code in REASONS and reject.sentence for reject in (*catalog.rejects, *catalog.skipped))
+    store = prepare(catalog, tmp_path / "store", SMALL, progress=False)
+    assert len(store) + len(store.unprepared()) == len(catalog.acquisitions) and len(store) == store.verify() > 0
+    assert all(u.code in REASONS | PREPARE_REASONS for u in store.unprepared())
+
+
+@pytest.mark.parametrize("megabytes", [300, 3000])
+def test_a_deflated_bomb_is_refused(tmp_path, megabytes):
+    """Gigabytes of zeros in megabytes: refused at a quarter of a gigabyte, long before a child runs out of memory."""
+    size = deflated_bomb(tmp_path / "bomb.dcm", megabytes).stat().st_size
+    assert size < megabytes * 2000
+    with pytest.raises(NothingAccepted) as caught:
+        scan(tmp_path)
+    (reject,) = caught.value.catalog.rejects
+    assert reject.code == "decompression_bomb"
+
+
+def test_what_torch_loads_is_weights_only():
+    """A pickle from elsewhere may run anything: every torch.load says weights_only=True, and nothing else unpickles files."""
+    calls, safe = 0, 0
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        calls += text.count("torch.load(")
+        safe += text.count("weights_only=True")
+        assert "weights_only=False" not in text and "allow_pickle=True" not in text, path
+        if path.name != "isolation.py":  # between a process and its own children, never from a file
+            assert "pickle.load" not in text and "joblib.load" not in text, path
+    assert calls == safe > 0
+
+
+def test_damages_damage():
+    for damage in DAMAGES:
+        content = bytearray(range(256)) * 8
+        damage(content, np.random.default_rng(1))
+        assert content != bytearray(range(256)) * 8, damage.__name__
