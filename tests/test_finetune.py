@@ -11,7 +11,7 @@ import torch
 
 from octfm.config import load
 from octfm.data.store import Store
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, EvaluationError, OctfmError
 from octfm.evaluation import finetune as module
 from octfm.evaluation.embeddings import of_store
 from octfm.evaluation.encoder import load_encoder
@@ -258,6 +258,34 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     assert "| metadata | baseline |" in text and "36 test participants" in text
     page = write_leaderboard(result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html").read_text()
     assert "<svg" in page and "quadratic kappa" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_commands_write_what_they_say(board, run, large, tmp_path):
+    from typer.testing import CliRunner
+
+    from octfm.cli import app
+
+    _, tuned, table, _ = board
+    words = [
+        f"encoder={run}",
+        f"store={large.path}",
+        f"labels={table}",
+        "target=grade",
+        "order=[low, middle, high]",
+        "epochs=1",
+        "lr_encoder=0",
+    ]
+    done = CliRunner().invoke(app, ["finetune", "study_group_linear", *words, "--out", str(tmp_path / "linear")])
+    assert done.exit_code == 0 and "balanced_accuracy" in done.output and (tmp_path / "linear" / "predictions.parquet").is_file(), (
+        done.output
+    )
+    words = [str(tmp_path / "linear"), str(tuned[0]), "--store", str(large.path), "--labels", str(table), "--target", "grade"]
+    done = CliRunner().invoke(app, ["leaderboard", *words, "--order", "grade=low,middle,high", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert {p.suffix for p in (tmp_path / "out").glob("leaderboard.*")} == {".csv", ".md", ".html", ".json"}
+    assert json.loads((tmp_path / "out" / "leaderboard.json").read_text())["reference"] == "linear"
+    done = CliRunner().invoke(app, ["leaderboard", *words, "--order", "grade=low"])
+    assert isinstance(done.exception, OctfmError) and "three or more grades" in str(done.exception)
 
 
 def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, run, labels):

@@ -11,7 +11,7 @@ Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
-    for verb in (embed, probe, finetune, leaderboard, report):
+    for verb in (embed, probe, finetune, leaderboard, segment, report):
         app.command()(verb)
 
 
@@ -107,6 +107,40 @@ def leaderboard(
     (out / "leaderboard.csv").write_text(board.to_csv(result))
     (out / "leaderboard.md").write_text(text)
     typer.echo(str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html")))
+
+
+def segment(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value: encoder=runs/a store=prepared/ truth=clinic/ground_truth; or files, with --apply."),
+    ] = None,
+    out: Out = Path("runs/segment"),
+    apply: Annotated[Path | None, typer.Option(help="A finished segmentation: segment these files with it, into --out.")] = None,
+    dicom: Annotated[bool, typer.Option("--dicom", help="With --apply: also DICOM SEG and height maps, for DICOM files.")] = False,
+    baselines: Annotated[bool, typer.Option(help="Also random initialisation, bare voxels and the mean height.")] = True,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+) -> None:
+    """Layer surfaces and fluid from tokens: train and judge in µm and Dice, or apply to files and export NIfTI and DICOM."""
+    from octfm.config import load
+    from octfm.data.readers import read_volume
+    from octfm.evaluation.segment import load_segmenter
+    from octfm.evaluation.segment_export import write_dicom, write_nifti
+    from octfm.evaluation.segment_score import segment as run_segment
+    from octfm.evaluation.segment_score import summary_lines
+    from octfm.evaluation.segment_settings import SegmentConfig
+
+    if apply is None:
+        config = load(SegmentConfig, {}, words or [])
+        for line in summary_lines(run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)):
+            typer.echo(line)
+        typer.echo(str(out / "segment.json"))
+        return
+    segmenter = load_segmenter(apply, device)
+    for file in words or []:
+        found = segmenter.segment(read_volume(file))
+        for path in [*write_nifti(found, out, Path(file).stem), *(write_dicom(found, file, out) if dicom else [])]:
+            typer.echo(str(path))
 
 
 def report(

@@ -31,7 +31,10 @@ class Said:
     def for_cases(self, cases: Cases, data: Embeddings, tested: np.ndarray) -> Predictions:
         """The predictions of these tested positions; EvaluationError where the run was made for other people or classes."""
         if (self.facts["target"], tuple(self.facts["classes"])) != (cases.target.name, cases.classes or ()):
-            raise EvaluationError(f"{self.path}: made for {self.facts['target']} with classes {self.facts['classes']}, not for this target")
+            raise EvaluationError(
+                f"{self.path}: made for {self.facts['target']} with classes {', '.join(self.facts['classes']) or 'none'}, expected "
+                f"{cases.target.name} with {', '.join(cases.classes or ()) or 'none'}; the order of fine-tuning and --order here must agree"
+            )
         names = data.acquisition[cases.rows[tested]].tolist()
         if absent := [name for name in names if name not in self.of_acquisition]:
             raise EvaluationError(

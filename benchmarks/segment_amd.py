@@ -1,0 +1,87 @@
+"""Real drusen: expert RPE and BM lines of one Spectralis volume, trained on one half of its B-scans and judged on the other, both ways.
+
+python benchmarks/segment_amd.py --run runs/a --data ../shared/data     # prints a table; no pixel of the data is written anywhere
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from octfm.config import load
+from octfm.data.volume import Volume
+from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.segment import Labelled, Segmenter, Tokens, to_prepared
+from octfm.evaluation.segment_score import without_labels
+from octfm.evaluation.segment_settings import SegmentConfig
+
+NAMES = ("rpe", "bm")
+LINES = {"rpe": (255, 170), "bm": (127, 170)}
+"""Label values of the expert's lines; 170 where they coincide."""
+
+
+def expert_rows(labels: np.ndarray) -> np.ndarray:
+    """float [2, D, W]: mean row of each line per A-scan; NaN where it was not drawn."""
+    row = np.arange(labels.shape[1])[None, :, None]
+    found = []
+    for name in NAMES:
+        drawn = np.isin(labels, LINES[name])
+        count = drawn.sum(1)
+        found.append(np.divide((drawn * row).sum(1), count, out=np.full(count.shape, np.nan), where=count > 0))
+    return np.stack(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--decoder", default="linear")
+    chosen = parser.parse_args()
+    facts = json.loads((chosen.data / "medvisbonn_amd_spectralis_145.json").read_text())
+    with np.load(chosen.data / "medvisbonn_amd_spectralis_145.npz") as file:
+        volume, labels = Volume(file["volume"], tuple(facts["spacing_mm_zyx"]), scanner="heidelberg_spectralis"), file["labels"]
+    truth = expert_rows(labels)
+    dz, dy, _ = volume.spacing_mm
+    prepared = load_encoder(chosen.run).preprocessing(volume)
+    transform = prepared.transform
+    depth = volume.shape[0]
+    # Prepared B-scans are averages of native ones, so those within one of them of the border belong to neither half.
+    gap = int(np.ceil(transform.scale[0]))
+    inner = {"first": np.arange(depth) < depth // 2 - gap, "second": np.arange(depth) >= depth // 2 + gap}
+    rows_um = transform.scale[1] * dy * 1000
+    print(f"{volume.shape} voxels, {dy * 1000:.2f} µm per row, {dz * 1000:.0f} µm between B-scans; prepared rows of {rows_um:.1f} µm")
+    config = load(SegmentConfig, {"surfaces": list(NAMES), "steps": chosen.steps, "batch_size": 1, "decoder": chosen.decoder})
+
+    def score(rows: np.ndarray, test: str) -> list[float]:
+        errors = np.abs(rows - truth)[:, inner[test]]
+        return [float(np.nanmean(e) * dy * 1000) for e in errors]
+
+    table: dict[str, list[list[float]]] = {}
+    for train, test in (("first", "second"), ("second", "first")):
+        known = np.where(inner[train][None, :, None], truth, np.nan)
+        target = to_prepared({"rows": known, "mask": None}, transform)
+        sources: list[tuple[str, bool, Tokens]] = [
+            ("pretrained", False, "encoder"),
+            ("random_init", True, "encoder"),
+            ("voxels", False, "voxels"),
+        ]
+        for name, random_init, tokens in sources:
+            segmenter = Segmenter(config, load_encoder(chosen.run, random_init=random_init), tokens)
+            segmenter.train(lambda _: prepared.voxels, [target], echo=lambda _: None)
+            rows, _ = segmenter.predict(prepared.voxels)
+            native = np.stack([transform.rows_to_native(r) for r in rows])
+            table.setdefault(name, []).append(score(native, test))
+        mean = np.nanmean(np.where(np.isfinite(target.rows), target.rows, np.nan), axis=(1, 2))
+        flat = Labelled(np.broadcast_to(mean[:, None, None], target.rows.shape).astype(np.float32), None)
+        table.setdefault("mean_height", []).append(score(np.stack([transform.rows_to_native(r) for r in flat.rows]), test))
+        found = without_labels(volume)
+        table.setdefault("no labels (tissue band's BM)", []).append([float("nan"), score(np.stack([found["bm"]] * 2), test)[1]])
+    print(f"{'mean absolute error, µm':<30} {'RPE 1→2':>9} {'RPE 2→1':>9} {'BM 1→2':>9} {'BM 2→1':>9}")
+    for name, ((rpe_a, bm_a), (rpe_b, bm_b)) in table.items():
+        print(f"{name:<30} {rpe_a:9.2f} {rpe_b:9.2f} {bm_a:9.2f} {bm_b:9.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""From the full grid of tokens to surfaces and masks at voxel resolution: every token answers for its own voxels.
+
+Shape suffixes: B batch, C channels (S surfaces, then masks), d h w tokens, D H W voxels, F token width.
+"""
+
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octfm.models.vit3d import Shape3
+
+Decoder = Literal["linear", "light"]
+
+SPREAD_ROWS = 1.5
+"""Standard deviation of the training target around a surface's true row."""
+WINDOW_ROWS = 4
+"""A surface is the mean row within so many of its likeliest one: a fraction of a row, and never between two candidates."""
+
+
+class DenseDecoder(nn.Module):
+    """Tokens [B, d, h, w, F] to logits [B, C, D, H, W]; `light` lets neighbouring tokens talk first."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, width: int, channels: int, patch_size: Shape3, kind: Decoder):
+        super().__init__()
+        self.channels, self.patch_size = channels, patch_size
+        self.mix = None
+        if kind == "light":
+            near = nn.Conv3d(width, width, 3, padding=1, groups=width)
+            self.mix = nn.Sequential(near, nn.GELU(), nn.Conv3d(width, width, 1), nn.GELU())
+        self.answer = nn.Linear(width, channels * prod(patch_size))
+        nn.init.zeros_(self.answer.weight)
+        nn.init.zeros_(self.answer.bias)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("std", torch.ones(width))
+
+    def standardise_by(self, tokens_NF: Tensor) -> None:
+        """Take the statistics of these tokens; saved with the weights."""
+        self.mean.copy_(tokens_NF.mean(0))
+        self.std.copy_(tokens_NF.std(0).clamp_min(1e-6))
+
+    def forward(self, tokens_BdhwF: Tensor) -> Tensor:
+        x = (tokens_BdhwF - self.mean) / self.std
+        if self.mix is not None:
+            x = x + self.mix(x.movedim(-1, 1)).movedim(1, -1)
+        b, d, h, w, _ = x.shape
+        voxels = self.answer(x).unflatten(-1, (self.channels, *self.patch_size))
+        pd, ph, pw = self.patch_size
+        return voxels.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(b, self.channels, d * pd, h * ph, w * pw)
+
+
+def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:
+    """Mean cross-entropy, over A-scans whose true row is known (finite and in the frame), with a narrow bell around that row."""
+    height = logits_BSDHW.shape[3]
+    known = torch.isfinite(rows_BSDW) & (rows_BSDW >= 0) & (rows_BSDW <= height - 1)
+    if not known.any():
+        return logits_BSDHW.sum() * 0
+    log_p = F.log_softmax(logits_BSDHW.movedim(3, -1)[known], dim=-1)
+    offset = torch.arange(height, device=log_p.device) - rows_BSDW[known].unsqueeze(-1)
+    target = torch.softmax(-0.5 * (offset / SPREAD_ROWS) ** 2, dim=-1)
+    return -(target * log_p).sum(-1).mean()
+
+
+def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
+    """Cross-entropy of every voxel plus one minus the soft Dice of the batch, which small lesions are not lost in."""
+    p = logits_BMDHW.sigmoid()
+    overlap = 2 * (p * truth_BMDHW).sum() + 1
+    dice = overlap / (p.sum() + truth_BMDHW.sum() + 1)
+    return F.binary_cross_entropy_with_logits(logits_BMDHW, truth_BMDHW) + 1 - dice
+
+
+def surface_rows(logits_BSDHW: Tensor) -> Tensor:
+    """Row of every surface [B, S, D, W], in voxels and fractions; later surfaces never lie above earlier ones."""
+    p = logits_BSDHW.softmax(3)
+    row = torch.arange(p.shape[3], device=p.device, dtype=p.dtype)[:, None]
+    near = (row - p.argmax(3, keepdim=True)).abs() <= WINDOW_ROWS
+    p = p * near
+    return ((p * row).sum(3) / p.sum(3)).cummax(1).values

@@ -1,0 +1,240 @@
+"""Surfaces and masks: found on what they were trained for, judged in µm, and back in the frame the scan was made in."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.config import load
+from octfm.data.phantom import phantom_volume
+from octfm.data.store import Arrays
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.segment import Labelled, Segmentation, Segmenter, load_segmenter, to_prepared
+from octfm.evaluation.segment_export import label_map, write_dicom, write_nifti
+from octfm.evaluation.segment_score import dice, errors_of, segment, summary_lines
+from octfm.evaluation.segment_settings import SegmentConfig
+from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
+from octfm.training.pretrain import pretrain
+from small_store import SIZE, small_store
+from test_pretrain import config as pretrain_config
+from test_pretrain import quiet
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Volumes whose band is known to the row, a bright blob in half of them, and truth beside the store."""
+    folder = tmp_path_factory.mktemp("seg")
+    (folder / "truth").mkdir()
+    z, y, x = np.meshgrid(*(np.arange(n) for n in SIZE), indexing="ij")
+
+    def edit(seed, prepared):
+        top = prepared.band[0].astype(np.float64) + 2
+        centre = top[SIZE[0] // 2, SIZE[2] // 2] + 12
+        blob = ((z - SIZE[0] / 2) / 2) ** 2 + ((y - centre) / 5) ** 2 + ((x - SIZE[2] / 2) / 6) ** 2 < 1
+        surfaces = np.stack([top + 2, top + 19])
+        np.savez(
+            folder / "truth" / f"1.2.3.{seed}.npz", surfaces=surfaces, surface_names=np.array(["ilm", "bm"]),
+            lesions=(blob * np.uint8(seed % 2)), spacing_mm=np.array(prepared.transform.native_spacing_mm),
+        )  # fmt: skip
+        return replace(prepared, voxels=np.where(blob & bool(seed % 2), np.uint8(250), prepared.voxels))
+
+    return small_store(folder / "prepared", edit), folder / "truth"
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    return pretrain(pretrain_config(steps=3), store[0], tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def settings(run, made, **changes) -> SegmentConfig:
+    base = {
+        "encoder": str(run), "store": str(made[0].path), "truth": str(made[1]), "surfaces": ["ilm", "bm"], "mask_values": [1],
+        "steps": 150, "lr": 1e-2,
+    }  # fmt: skip
+    return load(SegmentConfig, base | changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoder": "light"}, {"lr_encoder": 1e-3}], ids=["linear", "light", "finetuned"])
+def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_path, changes):
+    result = segment(settings(run, store, **changes), tmp_path / "seg", baselines=not changes, echo=quiet)
+    found = {(r["target"], r["encoder"]): r["estimate"] for r in result["results"]}
+    row_um = store[0].preprocessing.target_spacing[1] * 1000
+    assert found["ilm", "pretrained"] < 1.5 * row_um and found["bm", "pretrained"] < 1.5 * row_um
+    assert found["fluid", "pretrained"] > (0.3 if changes else 0.15)
+    if not changes:
+        assert {e for _, e in found} == {"pretrained", "random_init", "voxels", "mean_height"}
+        assert found["ilm", "mean_height"] > 2 * found["ilm", "pretrained"]
+        assert all(c["low"] is None for c in result["comparisons"]), "two test participants are no interval"
+        assert any("fluid" in line for line in summary_lines(result))
+        with pytest.raises(CheckpointError, match="holds a finished segmentation"):
+            segment(settings(run, store), tmp_path / "seg", echo=quiet)
+    again = load_segmenter(tmp_path / "seg")
+    rows, mask = again.predict(store[0].read([22]).voxels[0])
+    truth = np.load(store[1] / "1.2.3.22.npz")
+    assert np.abs(rows - truth["surfaces"]).mean() < 1.5 and mask is not None and mask.shape == SIZE
+
+
+def test_decoders_answer_for_their_own_voxels():
+    torch.manual_seed(0)
+    decoder = DenseDecoder(5, 2, (2, 8, 4), "linear")
+    torch.nn.init.normal_(decoder.answer.weight)
+    tokens = torch.randn(1, 3, 4, 5, 5)
+    before = decoder(tokens)
+    assert before.shape == (1, 2, 6, 32, 20)
+    tokens[0, 1, 2, 3] += 1
+    changed = (decoder(tokens) != before).any(1)[0]
+    expected = torch.zeros(6, 32, 20, dtype=torch.bool)
+    expected[2:4, 16:24, 12:16] = True
+    assert torch.equal(changed, expected)
+
+
+def test_surface_rows_have_fractions_and_stay_in_order():
+    rows = torch.tensor([[10.3, 20.75], [15.0, 14.0]])[:, :, None, None]
+    offset = torch.arange(40)[None, None, None, :, None] - rows[:, :, :, None]
+    found = surface_rows(-0.5 * (offset / 1.5) ** 2)
+    torch.testing.assert_close(found[0], rows[0], atol=0.02, rtol=0)
+    assert found[1, 1] == found[1, 0] >= 15 - 1e-3
+
+
+def test_unknown_rows_teach_nothing():
+    logits = torch.zeros(1, 1, 1, 8, 2, requires_grad=True)
+    surface_loss(logits, torch.tensor([[[[float("nan"), 3.0]]]])).backward()
+    assert logits.grad is not None and logits.grad[..., 0].abs().max() == 0 < logits.grad[..., 1].abs().max()
+    assert surface_loss(logits, torch.full((1, 1, 1, 2), float("nan"))) == 0
+    perfect = mask_loss(torch.full((1, 1, 2, 2, 2), 20.0), torch.ones(1, 1, 2, 2, 2))
+    assert perfect < 1e-6
+
+
+class Oracle(Segmenter):
+    """Answers with the truth, in the prepared frame: what is left is the way there and back."""
+
+    def __init__(self, config, encoder, answer: Labelled):
+        super().__init__(config, encoder)
+        self.answer = answer
+
+    def predict(self, voxels):
+        return self.answer.rows.copy(), self.answer.mask
+
+
+@pytest.mark.parametrize("laterality", ["R", "L"])
+@pytest.mark.parametrize("superior_first", [True, False])
+def test_results_come_back_to_the_native_frame(run, store, laterality, superior_first):
+    volume, truth = phantom_volume(5, size=(24, 160, 96), laterality=laterality, diagnosis="dme", severity=0.9)
+    volume = replace(volume, superior_first=superior_first)
+    config = settings(run, store, mask_values=[1, 2])
+    encoder = load_encoder(run)
+    names = [truth.surface_names.index(name) for name in ("ilm", "bm")]
+    native = {"rows": truth.surfaces[names].astype(float), "mask": np.isin(truth.lesions, (1, 2))}
+    pre = encoder.preprocessing.model_copy(update={"image_size": (24, 160, 96), "target_spacing": volume.spacing_mm})
+    encoder = replace(encoder, preprocessing=pre, fingerprint=pre.fingerprint())
+    prepared = pre(volume)
+    oracle = Oracle(config, encoder, to_prepared(native, prepared.transform))
+    found = oracle.in_native(Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform)
+    gap = np.abs(found.surfaces["ilm"] - native["rows"][0])
+    assert np.nanmedian(gap) < 0.1 and np.isfinite(gap).mean() > 0.9
+    errors = errors_of(config, found, native, prepared.transform)
+    both, answer, real = errors["fluid"]
+    assert 2 * both / (answer + real) > 0.95 and errors["bm"] < 0.5 * volume.spacing_mm[1] * 1000
+    height = found.heights_um("ilm")
+    np.testing.assert_allclose(height, (found.surfaces["ilm"] + 0.5) * volume.spacing_mm[1] * 1000)
+    assert 100 < np.nanmean(found.thickness_um("ilm", "bm")) < 600
+
+
+def test_dice_is_of_all_voxels_together_under_weights():
+    counts = np.array([[5.0, 10.0, 8.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.0]])
+    weights = np.array([[1.0, 1, 1], [2, 0, 1], [0, 0, 3]])
+    np.testing.assert_allclose(dice(counts, weights)[:2], [10 / 22, 20 / 36])
+    assert np.isnan(dice(counts, weights)[2])
+
+
+def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
+    for row in store[0].rows:
+        assert (store[1] / f"{row.acquisition}.npz").is_file()
+    with pytest.raises(EvaluationError, match="no surface called ez; surfaces: ilm, bm"):
+        segment(settings(run, store, surfaces=["ez"]), tmp_path / "a", echo=quiet)
+    with pytest.raises(EvaluationError, match="no truth for this acquisition"):
+        segment(settings(run, store, truth=str(tmp_path)), tmp_path / "b", echo=quiet)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for item in store[0].path.iterdir():
+        if item.name != "rows.jsonl":
+            (moved / item.name).symlink_to(item)
+    swap = {"P000": "test", "P010": "train", "P011": "train"}
+    lines = [json.loads(line) for line in (store[0].path / "rows.jsonl").read_text().splitlines()]
+    lines = [{**row, "split": swap.get(row["participant"], row["split"])} for row in lines]
+    (moved / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
+        segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
+
+
+def test_the_command_trains_and_applies(run, store, tmp_path):
+    from typer.testing import CliRunner
+
+    from octfm.cli import app
+    from octfm.data.phantom import write_phantom
+
+    words = [f"encoder={run}", f"store={store[0].path}", f"truth={store[1]}", "surfaces=[ilm, bm]", "steps=3"]
+    done = CliRunner().invoke(app, ["segment", *words, "--out", str(tmp_path / "seg")])
+    assert done.exit_code == 0 and "mean_height" in done.output, done.output
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], workers=1)
+    source = str(next(iter(sorted(clinic.rglob("*.dcm")))))
+    done = CliRunner().invoke(app, ["segment", source, "--apply", str(tmp_path / "seg"), "--dicom", "--out", str(tmp_path / "found")])
+    assert done.exit_code == 0, done.output
+    kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
+    assert kinds == ["heights.dcm", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
+
+
+def found_in(volume, truth) -> Segmentation:
+    surfaces = {name: truth.surface(name).astype(float) for name in ("ilm", "rpe", "bm")}
+    return Segmentation(surfaces, {"fluid": np.isin(truth.lesions, (1, 2))}, volume.spacing_mm)
+
+
+def test_label_maps_are_the_layers_between_surfaces():
+    volume, truth = phantom_volume(5, size=(6, 160, 48), diagnosis="dme", severity=0.9)
+    labels, meaning = label_map(found_in(volume, truth))
+    assert labels.shape == volume.shape and meaning == {1: "ilm to rpe", 2: "rpe to bm", 3: "fluid"}
+    thickness = ((labels > 0).sum(1) * volume.spacing_mm[1] * 1000).mean()
+    expected = ((truth.surface("bm") - truth.surface("ilm")) * volume.spacing_mm[1] * 1000).mean()
+    assert thickness == pytest.approx(expected, rel=0.03)
+
+
+def test_nifti_is_read_back_with_its_spacing(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    volume, truth = phantom_volume(5, size=(6, 160, 48), diagnosis="dme", severity=0.9)
+    found = found_in(volume, truth)
+    heights, labels = (nibabel.load(path) for path in write_nifti(found, tmp_path, "eye"))
+    assert heights.shape == (48, 6, 3) and labels.shape == (48, 160, 6)
+    dz, dy, dx = volume.spacing_mm
+    np.testing.assert_allclose(labels.header.get_zooms(), (dx, dy, dz), rtol=1e-5)
+    np.testing.assert_allclose(heights.get_fdata()[:, :, 0].T, found.heights_um("ilm"), rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(labels.dataobj).transpose(2, 1, 0), label_map(found)[0])
+
+
+def test_dicom_segments_and_heights_refer_to_the_file_they_came_from(tmp_path):
+    highdicom = pytest.importorskip("highdicom")
+    from pydicom import dcmread
+
+    from octfm.data.phantom import write_phantom
+    from octfm.data.readers import read_volume
+
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], diagnoses=["dme"], workers=1)
+    source = next(iter(sorted(clinic.rglob("*.dcm"))))
+    volume = read_volume(str(source))
+    with np.load(clinic / "ground_truth" / f"{volume.acquisition}.npz") as file:
+        names = file["surface_names"].tolist()
+        surfaces = {name: file["surfaces"][names.index(name)].astype(float) for name in ("ilm", "rpe", "bm")}
+        found = Segmentation(surfaces, {"fluid": np.isin(file["lesions"], (1, 2))}, volume.spacing_mm)
+    seg_path, height_path = write_dicom(found, source, tmp_path)
+    seg = highdicom.seg.segread(seg_path)
+    labels, meaning = label_map(found)
+    assert [seg.get_segment_description(n).segment_label for n in seg.segment_numbers] == list(meaning.values())
+    frames = seg.get_pixels_by_source_frame(volume.acquisition, list(range(1, 7)), combine_segments=True)
+    np.testing.assert_array_equal(frames, labels)
+    heights = dcmread(height_path)
+    assert heights.ReferencedImageSequence[0].ReferencedSOPInstanceUID == volume.acquisition
+    assert [s.SegmentLabel for s in heights.SegmentSequence] == ["ilm", "rpe", "bm"]
+    values = np.frombuffer(heights.FloatPixelData, "<f4").reshape(3, 6, 48)
+    np.testing.assert_allclose(values[0], surfaces["ilm"], rtol=1e-5)
