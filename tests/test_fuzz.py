@@ -17,6 +17,7 @@ from octfm.data.prepare import REASONS as PREPARE_REASONS
 from octfm.data.prepare import prepare
 from octfm.data.readers import REASONS, ReadError, read_header, read_volume
 from store_samples import SMALL
+from test_multifile_dicom import series
 
 LIMITS = Limits()
 SOURCE = Path(octfm.__file__).parent
@@ -125,6 +126,15 @@ def test_a_deflated_bomb_is_refused(tmp_path, megabytes):
         scan(tmp_path)
     (reject,) = caught.value.catalog.rejects
     assert reject.code == "decompression_bomb"
+
+
+def test_a_value_that_cannot_be_read_has_a_code_in_a_series_too(tmp_path):
+    """Values are converted when they are looked at, which for a series is after its files are closed (found by seed 2)."""
+    paths = series(tmp_path)
+    content = paths[2].read_bytes()
+    assert content.count(b"\x28\x00\x10\x91SQ") == 1  # Pixel Measures Sequence
+    paths[2].write_bytes(content.replace(b"\x28\x00\x10\x91SQ", b"\x28\x00\x10\x91WQ"))
+    assert outcome(read_header, paths[0]) == outcome(read_volume, paths[0]) == "unreadable"
 
 
 def test_what_torch_loads_is_weights_only():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.data.readers import REASONS, Header
-from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, text
+from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, refusing_damage, text
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
 from octfm.data.readers.dicom_parts import Part, expect_all_parts, merged, part_of, parts_beside
 from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, decode, is_blank
@@ -51,9 +51,10 @@ def read_dicom(uri: str | Path) -> Volume:
             header, geometry = _describe(file.dataset, pixels.shape, uri)
             voxels = decode(file.stream, pixels, uri)
     if part is not None:
-        parts = parts_beside(part)
-        header, geometry, _ = _inspect_parts(parts)
-        voxels = _decode_parts(parts)
+        with refusing_damage(uri):
+            parts = parts_beside(part)
+            header, geometry, _ = _inspect_parts(parts)
+            voxels = _decode_parts(parts)
     if voxels.min() == voxels.max():
         raise _blank(uri)
     if geometry.frame_order is not None:
@@ -93,9 +94,10 @@ def examine(uri: str | Path) -> Header | Part:
 
 def read_header_of_parts(parts: Sequence[Part]) -> Header:
     """The header of the volume that these files are. Raises ReadError: missing_part, inconsistent_parts and all that one file may have."""
-    header, _, blank = _inspect_parts(parts)
-    if blank and np.ptp(_decode_parts(parts)) == 0:
-        raise _blank(header.uri)
+    with refusing_damage(parts[0].uri):
+        header, _, blank = _inspect_parts(parts)
+        if blank and np.ptp(_decode_parts(parts)) == 0:
+            raise _blank(header.uri)
     return header
 
 

@@ -59,13 +59,20 @@ def parsed(uri: str, whole: bool = False) -> Iterator[OpenFile]:
 
 @contextmanager
 def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
-    """The file, open for a parser: what damaged input makes it raise becomes ReadError `unreadable`."""
+    """The file, open for a parser, whose errors are those of `refusing_damage`."""
+    with refusing_damage(uri), open_file(uri, whole=whole) as file:
+        yield file
+
+
+@contextmanager
+def refusing_damage(uri: str) -> Iterator[None]:
+    """What damaged input makes pydicom raise, when it parses or when a value is first looked at, becomes ReadError `unreadable`."""
     from pydicom.errors import BytesLengthException, InvalidDicomError
 
     damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error)
     try:
-        with open_file(uri, whole=whole) as file, _quiet_pydicom():
-            yield file
+        with _quiet_pydicom():
+            yield
     except OSError as error:
         raise ReadError(
             "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
