@@ -13,6 +13,7 @@ from octfm.data.catalog import Catalog, CatalogError, scan
 from octfm.data.columns import TableError
 from octfm.data.phantom.write import write_phantom
 from octfm.data.readers import REASONS
+from octfm.errors import ConfigError
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
@@ -223,5 +224,5 @@ def test_roots_that_hold_nothing_are_one_clear_error(tmp_path):
         scan(tmp_path)
     with pytest.raises(CatalogError, match="got a file"):
         scan(tmp_path / "a.dcm")
-    with pytest.raises(CatalogError, match="only local folders"):
-        scan("gs://clinic/oct")
+    with pytest.raises(ConfigError, match="expected a local path, s3://"):
+        scan("ftp://clinic/oct")

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,18 @@ app = typer.Typer(
     help="A 3D foundation model for retinal OCT: DICOM in, audited shards, a JEPA that cannot cheat, a report you can believe.",
 )
 
+
+def _place(text: Any) -> Any:
+    """A path, or an address in a bucket."""
+    from octfm.data.location import location
+
+    return location(text)
+
+
+Place = Any
+"""Path or BucketPath: typer knows no unions."""
 Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
+OutPlace = Annotated[Place, typer.Option("--out", parser=_place, metavar="PLACE", help="Folder, or s3:// or gs:// address, to write into.")]
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.")]
 FileSeconds = Annotated[float, typer.Option(help="Reject a file that takes longer; large ones have one more per megabyte.", min=0.1)]
 FileGB = Annotated[float, typer.Option(help="Reject a file that needs more memory (GB).", min=0.3)]
@@ -85,11 +96,13 @@ def phantom(
 
 @app.command()
 def scan(
-    root: Annotated[str, typer.Argument(help="Folder in AI-READI layout, or any tree of DICOM, vendor or image files.")],
-    out: Out = Path("catalog"),
+    root: Annotated[
+        str, typer.Argument(help="Folder or s3:// or gs:// address, in AI-READI layout or any tree of DICOM, vendor or image files.")
+    ],
+    out: OutPlace = Path("catalog"),
     seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
-    table: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per file.")] = None,
-    participants: Annotated[Path | None, typer.Option(help="Your own CSV or TSV with one row per person, joined by id.")] = None,
+    table: Annotated[Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per file.")] = None,
+    participants: Annotated[Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per person.")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")] = None,
     nominal_spacing: Annotated[
         str | None, typer.Option(help="dz,dy,dx in mm for images and arrays that nothing states any for, such as 0.12,0.0039,0.0115.")
@@ -152,13 +165,13 @@ def scan(
 
 @app.command()
 def prepare(
-    catalog: Annotated[Path, typer.Argument(help="Folder written by `octfm scan`.")],
-    out: Out = Path("prepared"),
+    catalog: Annotated[Place, typer.Argument(parser=_place, metavar="CATALOG", help="Folder written by `octfm scan`.")],
+    out: OutPlace = Path("prepared"),
     settings: Annotated[list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")] = None,
     like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run or checkpoint.")] = None,
     compression: Annotated[str, typer.Option(help="none (fastest, local disk) or zstd (smaller, buckets).")] = "none",
     key: Annotated[Path | None, typer.Option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
-    root: Annotated[Path | None, typer.Option(help="Folder that a pseudonymised catalog was scanned from.")] = None,
+    root: Annotated[Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")] = None,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
     file_gb: FileGB = 2,

@@ -17,6 +17,10 @@ class ReadError(OctfmError):
         self.code = code
 
 
+class BucketError(OctfmError):
+    """A bucket that refuses or does not answer, after everything was tried; the data in it are not known to be bad."""
+
+
 class StoreError(OctfmError):
     """A prepared store that is missing, damaged, of another version, or contradicts what is asked of it."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from octfm.data.archive import unpacked_paths
 from octfm.data.columns import Columns, TableError, read_rows
+from octfm.data.location import BucketPath, Location, is_remote, location
 
 _NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
 _EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
@@ -42,7 +43,7 @@ class Tables:
     """Columns of participants.tsv by participant, without direct identifiers."""
     unpacked_from: dict[str, str] = field(default_factory=dict)
     """Member of an archive that each unpacked file came from: the tables know it by the archive's place."""
-    own: Path | None = None
+    own: Location | None = None
     """The user's own table of files, where one was given."""
 
     def find(self, uri: str, sop_instance_uid: str) -> ManifestRow | None:
@@ -57,7 +58,7 @@ class Tables:
         return next((self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path), None)
 
 
-def read_tables(root: Path, companions: Iterable[Path], skip: Iterable[str] = ()) -> Tables:
+def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
     """Every manifest.tsv and participants.tsv below `root`; above it too where `root` lies inside the retinal_oct folder.
 
     `skip`: names of tables that a user's own replace.
@@ -77,7 +78,7 @@ def read_tables(root: Path, companions: Iterable[Path], skip: Iterable[str] = ()
     return tables
 
 
-def read_own_tables(root: Path, table: Path | None, participants: Path | None, columns: Columns, tables: Tables) -> Tables:
+def read_own_tables(root: Location, table: Location | None, participants: Location | None, columns: Columns, tables: Tables) -> Tables:
     """`tables` and what a user's own say: `table` has one row per file, `participants` one per person; either may be None.
 
     Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID.
@@ -102,21 +103,22 @@ def read_own_tables(root: Path, table: Path | None, participants: Path | None, c
     return tables
 
 
-def _add_file(row: Mapping[str, str], columns: Columns, tables: Tables, root: Path, table: Path, number: int) -> None:
+def _add_file(row: Mapping[str, str], columns: Columns, tables: Tables, root: Location, table: Location, number: int) -> None:
     entry = _manifest_row(row, columns)
     if entry.laterality and entry.laterality.upper() not in _EYES:
         raise TableError(f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing")
     if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
         raise TableError(f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing")
     listed = columns.value(row, "file")
-    places = [str(Path(listed))] if listed.startswith("/") else []
-    places += [str(base / listed.lstrip("/")) for base in (root, Path(os.path.abspath(table)).parent)] if listed else []  # noqa: PTH100
+    places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
+    beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
+    places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
     for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
         if key and known.setdefault(key, entry) != entry:
             raise TableError(f"{table}: line {number}: another line says other things of {key}; keep one row per file")
 
 
-def _read_manifest(path: Path, tables: Tables) -> None:
+def _read_manifest(path: Location, tables: Tables) -> None:
     for row in read_rows(path, "\t"):
         listed = row.get("filepath", "")
         # "/retinal_oct/..." starts at the folder that holds retinal_oct.
@@ -148,7 +150,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     )
 
 
-def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Path) -> None:
+def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
     for row in rows:
         participant = columns.value(row, "participant")
         if not participant:

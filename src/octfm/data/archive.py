@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from octfm.data.acquisition import Reject
+from octfm.data.location import Location, is_remote, location, open_binary
 from octfm.errors import ReadError
 
 MEMBER = "!/"
@@ -53,17 +54,26 @@ class Archive:
     refused: tuple[Reject, ...]
 
 
-def open_archive(path: str | Path) -> Archive:
+def open_archive(path: str | Location) -> Archive:
     """What may be read from it and what may not. Raises ReadError: damaged_archive."""
     path = str(path)
+    if is_remote(path):
+        from octfm.data.ranged import known
+
+        remote = known(path)
+        return _listed(path, remote.version, remote.size)
     found = os.stat(path)  # noqa: PTH116  (called for every member that is read)
     return _listed(path, found.st_mtime_ns, found.st_size)
 
 
-def split_uri(uri: str | Path) -> tuple[str, str] | None:
+def split_uri(uri: str | Location) -> tuple[str, str] | None:
     """(archive, member) of a uri inside an archive, None for any other."""
     text = str(uri)
     at = text.find(MEMBER)
+    if is_remote(text):
+        # Asking the bucket for every uri would cost more than reading: what looks like an archive is one.
+        at = text.lower().find(f".zip{MEMBER}")
+        return None if at < 0 else (text[: at + 4], text[at + 4 + len(MEMBER) :])
     if at < 0 or os.path.exists(text):  # noqa: PTH110
         return None
     while at > 0:
@@ -74,19 +84,23 @@ def split_uri(uri: str | Path) -> tuple[str, str] | None:
 
 
 @contextmanager
-def open_file(uri: str | Path, *, whole: bool = False) -> Iterator[BinaryIO]:
+def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]:
     """A seekable stream of a file or of a member. `whole`: everything will be read, so a member's checksum is verified first.
 
     Raises OSError for a file, ReadError with a reason code for a member.
     """
     inside = split_uri(uri)
     if inside is None:
-        with _Frugal(io.FileIO(uri)) as file:
+        if is_remote(uri):
+            with open_binary(uri, whole=whole) as file:
+                yield file
+            return
+        with _Frugal(io.FileIO(cast(str, uri))) as file:
             yield cast(BinaryIO, file)
         return
     archive, name = inside
     try:
-        with Path(archive).open("rb") as file:
+        with open_binary(archive, in_place=True) as file:
             member = _member(archive, name, str(uri))
             start = _data_offset(file, member, str(uri))
             if member.method == zipfile.ZIP_STORED and not whole:
@@ -95,22 +109,30 @@ def open_file(uri: str | Path, *, whole: bool = False) -> Iterator[BinaryIO]:
                 return
             content = io.BytesIO(_content(file, start, member, str(uri)))
     except OSError as error:
-        raise ReadError("unreadable", f"{uri}: cannot be read: {error.strerror}; check path and permissions") from error
+        raise ReadError("unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions") from error
     yield content
 
 
-def is_folder(uri: str | Path) -> bool:
+def is_folder(uri: str | Location) -> bool:
     """Whether it is a folder, on disk or inside an archive."""
     inside = split_uri(uri)
+    if inside is None and is_remote(uri):
+        from octfm.data.ranged import is_prefix
+
+        return is_prefix(str(uri))
     if inside is None:
         return os.path.isdir(uri)  # noqa: PTH112
     members = open_archive(inside[0]).members
     return inside[1] not in members and any(name.startswith(f"{inside[1]}/") for name in members)
 
 
-def list_folder(uri: str | Path) -> list[str]:
+def list_folder(uri: str | Location) -> list[str]:
     """uris of the files directly in a folder, on disk or inside an archive, sorted. Raises OSError, ReadError."""
     inside = split_uri(uri)
+    if inside is None and is_remote(uri) and not str(uri).endswith(MEMBER[0]):
+        from octfm.data.ranged import directly_below
+
+        return directly_below(str(uri))
     if inside is None and not str(uri).endswith(MEMBER[0]):
         with os.scandir(uri) as entries:
             return sorted(entry.path for entry in entries if entry.is_file())
@@ -119,12 +141,16 @@ def list_folder(uri: str | Path) -> list[str]:
     return [f"{archive}{MEMBER}{name}" for name in found if str(name.parent).removeprefix(".") == folder]
 
 
-def file_size(uri: str | Path) -> int:
+def file_size(uri: str | Location) -> int:
     """Bytes of a file or, unpacked, of a member, or of the files directly in a folder; 0 where there is none."""
     inside = split_uri(uri)
     try:
         if is_folder(uri):
             return sum(file_size(file) for file in list_folder(uri))
+        if inside is None and is_remote(uri):
+            from octfm.data.ranged import known
+
+            return known(str(uri)).size
         return Path(uri).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
     except (OSError, ReadError, KeyError):
         return 0
@@ -136,7 +162,7 @@ def unpacked_paths(uri: str) -> tuple[str, ...]:
     inside = split_uri(uri)
     if inside is None:
         return (uri,)
-    archive, name = Path(inside[0]), inside[1]
+    archive, name = location(inside[0]), inside[1]
     return uri, str(archive.parent / name), str(archive.with_suffix("") / name)
 
 
@@ -166,10 +192,10 @@ def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
 
 
 @lru_cache(maxsize=16)
-def _listed(path: str, mtime_ns: int, size: int) -> Archive:
+def _listed(path: str, version: int | str, size: int) -> Archive:
     """Cached: reading the directory of a large archive for each of its members would take longer than reading the members."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_binary(path, in_place=True) as file, zipfile.ZipFile(file) as archive:
             entries = [entry for entry in archive.infolist() if entry.file_size or not entry.orig_filename.endswith(("/", "\\"))]
     except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, struct.error, EOFError) as error:
         what = " ".join(str(error).split())[:80]

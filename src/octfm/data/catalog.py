@@ -2,22 +2,26 @@
 
 import functools
 import hashlib
+import io
 import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import Tables, read_own_tables, read_tables
 from octfm.data.archive import MEMBER, file_size, unpack
+from octfm.data.bucket import Account, tallied
 from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
 from octfm.data.isolation import Limits, Lost
+from octfm.data.location import BucketPath, Location, location, write_whole
 from octfm.data.parts import join_parts
+from octfm.data.ranged import recall
 from octfm.data.readers import REASONS, Header, examine
 from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
@@ -53,31 +57,31 @@ class Catalog:
     """Tables, documents and ground truth beside the images, and all but the first of the files that one volume is spread over."""
     skipped: tuple[Reject, ...] = ()
     """Recognised and left out on purpose (angiography, photographs, radial scans, ...): counted, no errors."""
+    requests: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of a scan in a bucket: what it cost, and how many requests had to be sent again."""
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path | BucketPath) -> Location:
         """Write catalog.parquet and rejects.parquet. Each appears complete or not at all, and a mixed pair is refused by `load`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = location(folder)
         facts = {"format": FORMAT, "version": VERSION, "root": self.root, "companions": self.companions, "key": self._key()}
+        facts["requests"] = dict(self.requests)
         staged = []
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
-            partial = folder / f".{name}.{os.getpid()}"
-            pq.write_table(pa.Table.from_pylist(table, schema), partial, compression="zstd")
-            staged.append((partial, folder / name))
-        for partial, final in staged:
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-            partial.replace(final)
+            content = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(table, schema), content, compression="zstd")
+            staged.append((folder / name, content.getvalue()))
+        for file, content in staged:
+            write_whole(file, content)
         return folder
 
     @staticmethod
-    def load(folder: str | Path) -> "Catalog":
+    def load(folder: str | Path | BucketPath) -> "Catalog":
         """Raises CatalogError where the pair is missing, damaged, of another version or from two different scans."""
-        folder = Path(folder)
+        folder = location(folder)
         rows, facts = _read_parquet(folder / "catalog.parquet")
         left_out, other = _read_parquet(folder / "rejects.parquet")
         rejects = [Reject(row["uri"], row["code"], row["sentence"], row["bytes"]) for row in left_out]
@@ -87,6 +91,7 @@ class Catalog:
             rejects=tuple(reject for reject in rejects if not reject.expected),
             companions=facts["companions"],
             skipped=tuple(reject for reject in rejects if reject.expected),
+            requests=facts.get("requests", {}),
         )
         if not facts["key"] == other["key"] == catalog._key():
             raise CatalogError(f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again")
@@ -110,7 +115,8 @@ class Catalog:
     def summary(self) -> dict[str, Any]:
         """Counts that a report or a terminal shows; rejects most frequent first, splits in participants."""
         participants = {a.participant: a.split for a in self.acquisitions}
-        return {
+        bucket = {"bucket": dict(self.requests)} if self.requests else {}
+        return bucket | {
             "accepted": len(self.acquisitions),
             "rejected": len(self.rejects),
             "skipped": len(self.skipped),
@@ -142,11 +148,11 @@ class Catalog:
 
 
 def scan(
-    root: str | Path,
+    root: str | Path | BucketPath,
     *,
     seed: int = 0,
-    table: str | Path | None = None,
-    participants: str | Path | None = None,
+    table: str | Path | BucketPath | None = None,
+    participants: str | Path | BucketPath | None = None,
     columns: Mapping[str, str] | None = None,
     extract: str | Path | None = None,
     nominal_spacing_mm: Spacing3 | None = None,
@@ -156,6 +162,7 @@ def scan(
 ) -> Catalog:
     """Look at every file below `root` (AI-READI layout or any tree), without decoding, and assign participant-level splits.
 
+    `root` is a folder, s3://bucket/prefix or gs://bucket/prefix; a bucket is listed once, and headers are read by ranges.
     AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
     that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
     What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
@@ -167,6 +174,7 @@ def scan(
     column or fit none of the files.
     """
     folder = _existing(root)
+    account = Account(folder)
     found = walk(folder)
     if not found.files and not found.refused:
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
@@ -177,7 +185,8 @@ def scan(
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     limits = limits or Limits()
     deadline = functools.partial(_deadline, limits)
-    examined = list(spread(_examine, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
+    look = functools.partial(_examine, journal=account.journal)
+    examined = list(spread(look, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
     outcomes, others = join_parts(examined, workers, limits)
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
@@ -192,6 +201,7 @@ def scan(
         rejects=tuple(reject for reject in left_out if not reject.expected),
         companions=len(found.companions) + others,
         skipped=tuple(reject for reject in left_out if reject.expected),
+        requests=account.close(),
     )
     if not acquisitions:
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
@@ -239,10 +249,11 @@ def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
             )
 
 
-def _existing(root: str | Path) -> Path:
-    if "://" in str(root):
-        raise CatalogError(f"{root}: only local folders can be scanned; copy it to a local disk first")
-    folder = Path(os.path.abspath(root))  # noqa: PTH100  (not resolve: a linked data set keeps the name that the user knows)
+def _existing(root: str | Path | BucketPath) -> Location:
+    where = location(root)
+    if isinstance(where, BucketPath):
+        return where
+    folder = Path(os.path.abspath(where))  # noqa: PTH100  (not resolve: a linked data set keeps the name that the user knows)
     if not folder.exists():
         raise CatalogError(f"{folder}: no such folder; check the path")
     if folder.name.lower() == "dicomdir" and folder.is_file():
@@ -253,7 +264,11 @@ def _existing(root: str | Path) -> Path:
 
 
 def _tables(
-    root: Path, found: Found, table: str | Path | None, participants: str | Path | None, columns: Mapping[str, str] | None
+    root: Location,
+    found: Found,
+    table: str | Path | BucketPath | None,
+    participants: str | Path | BucketPath | None,
+    columns: Mapping[str, str] | None,
 ) -> Tables:
     replaced = ["manifest.tsv"] * (table is not None) + ["participants.tsv"] * (participants is not None)
     tables = read_tables(root, found.companions, replaced)
@@ -262,10 +277,10 @@ def _tables(
             raise CatalogError("--columns: names columns of your own table; give it with --table FILE or --participants FILE")
         return tables
     own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
-    return read_own_tables(root, Path(table) if table else None, Path(participants) if participants else None, own, tables)
+    return read_own_tables(root, location(table) if table else None, location(participants) if participants else None, own, tables)
 
 
-def _expect_a_match(acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | None) -> None:
+def _expect_a_match(acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None) -> None:
     """A table of one's own that fits nothing is a mistake in a path or a column, not an absence of labels."""
     if tables.own is not None and all("not_in_manifest" in a.flags for a in acquisitions):
         example = next(iter({**tables.by_path, **tables.by_uid}))
@@ -281,9 +296,9 @@ def _expect_a_match(acquisitions: Sequence[Acquisition], tables: Tables, partici
         )
 
 
-def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path]:
+def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[Location]:
     """The files to look at after every archive is unpacked below `into`, at the place that it has below `root`."""
-    if into.is_relative_to(root):
+    if isinstance(root, Path) and into.is_relative_to(root):
         raise CatalogError(f"--extract {into}: expected a folder outside {root}, where the next scan would find every file twice")
     needed = sum(member.size for archive in found.archives for member in archive.members.values())
     into.mkdir(parents=True, exist_ok=True)
@@ -291,7 +306,8 @@ def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path
         raise CatalogError(f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, or scan without --extract")
     files: dict[str, Path] = {}
     for archive in found.archives:
-        target = into / Path(archive.path).relative_to(root).with_suffix("")
+        inside: Any = location(archive.path)
+        target = into / inside.relative_to(root).with_suffix("")
         files |= unpack(archive, target)
         # Folders of images, too.
         files |= {f"{archive.path}{MEMBER}{folder}": target / folder for name in archive.members for folder in PurePosixPath(name).parents}
@@ -299,18 +315,20 @@ def _unpacked(found: Found, root: Path, into: Path, tables: Tables) -> list[Path
     return [files.get(str(path), path) for path in found.files]
 
 
-def _examine(path: Path) -> "Header | Part | Reject":
+def _examine(path: Location, journal: str | None = None) -> "Header | Part | Reject":
+    recall(path)
     try:
-        return examine(path)
+        with tallied(journal):
+            return examine(str(path))
     except ReadError as error:
         return Reject(str(path), error.code, str(error), file_size(path))
 
 
-def _lost(path: Path, lost: Lost) -> Reject:
+def _lost(path: Location, lost: Lost) -> Reject:
     return Reject(str(path), lost.code, f"{path}: the process that looked at it {lost.what}; {REASONS[lost.code].fix}", file_size(path))
 
 
-def _deadline(limits: Limits, path: Path) -> float:
+def _deadline(limits: Limits, path: Location) -> float:
     """A header takes milliseconds; pixels are decoded only where every one may be the same."""
     return limits.deadline(file_size(path), str(path))
 
@@ -332,12 +350,12 @@ def _schema(name: str):
     )
 
 
-def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path if isinstance(path, Path) else io.BytesIO(path.read_bytes()))
     except FileNotFoundError:
         raise CatalogError(f"{path}: no such file; make it with: octfm scan ROOT") from None
     except (OSError, pa.ArrowException) as error:

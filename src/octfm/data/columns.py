@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 
 from octfm.data.archive import open_file
+from octfm.data.location import Location
 from octfm.errors import ConfigError, OctfmError, ReadError
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -92,7 +92,7 @@ def is_identifier(column: str) -> bool:
     return bool(_IDENTIFIER.search(re.sub(r"[^a-z0-9]+", "_", words.lower())))
 
 
-def read_rows(path: Path, delimiter: str | None = None) -> list[dict[str, str]]:
+def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:
     """The rows of a CSV or TSV, stripped. Raises TableError. Default delimiter: comma, semicolon or tab, as the header has most."""
     try:
         with open_file(path, whole=True) as file, io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text:
@@ -102,7 +102,7 @@ def read_rows(path: Path, delimiter: str | None = None) -> list[dict[str, str]]:
                 text.seek(0)
             rows = list(csv.DictReader(text, delimiter=delimiter))
     except (OSError, ReadError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror or error if isinstance(error, OSError) else error
         raise TableError(f"{path}: cannot be read as a table: {reason}; check the path, or fetch it again") from error
     return [{str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)} for row in rows]
 

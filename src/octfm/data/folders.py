@@ -1,8 +1,7 @@
 """Which images of a folder are B-scans of one volume: those that a HEYEX XML there names, else all images of a folder with nothing else."""
 
-from pathlib import Path, PurePath
-
 from octfm.data.archive import open_file
+from octfm.data.location import Location
 from octfm.data.readers.formats import is_heyex_xml
 from octfm.data.readers.heyex_xml import MAX_BYTES, named_images
 from octfm.data.readers.image_folder import SUFFIXES
@@ -10,12 +9,12 @@ from octfm.data.readers.images import MAGIC, several_pages
 from octfm.errors import ReadError
 
 
-def join_images(files: list[Path], companions: list[Path]) -> None:
+def join_images(files: list[Location], companions: list[Location]) -> None:
     """In place: images that are B-scans of a volume go to `companions`, and the folder that is their volume takes their place in `files`.
 
     The name decides only what is looked at: an image without its usual ending is a file of its own, and then no volume.
     """
-    folders: dict[Path, list[Path]] = {}
+    folders: dict[Location, list[Location]] = {}
     for path in files:
         folders.setdefault(path.parent, []).append(path)
     for folder, inside in folders.items():
@@ -33,7 +32,7 @@ def join_images(files: list[Path], companions: list[Path]) -> None:
         companions.extend(parts)
 
 
-def _named_by(path: Path) -> set[str]:
+def _named_by(path: Location) -> set[str]:
     try:
         with open_file(path) as file:
             content = file.read(MAX_BYTES)
@@ -42,7 +41,7 @@ def _named_by(path: Path) -> set[str]:
     return named_images(content) if is_heyex_xml(content[:4096]) else set()
 
 
-def _is_image(path: PurePath) -> bool:
+def _is_image(path: Location) -> bool:
     """One image, not a TIFF that is a volume by itself."""
     try:
         with open_file(path) as file:

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.catalog import Catalog, CatalogError
+from octfm.data.location import Location, location
 from octfm.data.readers import REASONS
 from octfm.data.walk import walk
 
@@ -47,7 +49,7 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
 
 def pseudonymise(catalog: Catalog, key: bytes) -> Catalog:
     """The same catalog for people who may not know whose eyes these are. Rows are sorted by pseudonym: their order tells nothing."""
-    root = Path(catalog.root)
+    root = location(catalog.root)
     accepted = [_hidden(a, root, key) for a in catalog.acquisitions]
     rejects, skipped = ([_hidden_reject(r, root, key) for r in left_out] for left_out in (catalog.rejects, catalog.skipped))
     return Catalog(
@@ -63,12 +65,13 @@ def is_pseudonymous(catalog: Catalog) -> bool:
     return catalog.root.startswith(PREFIX)
 
 
-def locate(catalog: Catalog, root: str | Path, key: bytes) -> dict[str, str]:
+def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]:
     """uri of each acquisition -> where the file lies below `root`, wherever that has moved to.
 
     Raises CatalogError where files are missing: another root, another key, or files that are gone.
     """
-    folder = Path(root).absolute()
+    folder = location(root)
+    folder = folder.absolute() if isinstance(folder, Path) else folder
     places = {_place(str(path), folder, key): str(path) for path in walk(folder).files}
     wanted = [a.uri for a in catalog.acquisitions]
     found = {uri: places[uri] for uri in wanted if uri in places}
@@ -80,7 +83,7 @@ def locate(catalog: Catalog, root: str | Path, key: bytes) -> dict[str, str]:
     return found
 
 
-def _hidden(a: Acquisition, root: Path, key: bytes) -> Acquisition:
+def _hidden(a: Acquisition, root: Location, key: bytes) -> Acquisition:
     days = 1 + int(_hash(key, "shift", a.participant, 8), 16) % MAX_SHIFT_DAYS
     return replace(
         a,
@@ -92,7 +95,7 @@ def _hidden(a: Acquisition, root: Path, key: bytes) -> Acquisition:
     )
 
 
-def _hidden_reject(reject: Reject, root: Path, key: bytes) -> Reject:
+def _hidden_reject(reject: Reject, root: Location, key: bytes) -> Reject:
     """Sentences quote paths and values; the meaning of the code stands in for them."""
     uri, reason = _place(reject.uri, root, key), REASONS[reject.code]
     return replace(reject, uri=uri, sentence=f"{uri}: {reason.meaning}; {reason.fix}")
@@ -116,8 +119,8 @@ def _shifted(labels: Mapping[str, str], days: int) -> dict[str, str]:
     return shifted
 
 
-def _place(uri: str, root: Path, key: bytes) -> str:
-    path = Path(uri)
+def _place(uri: str, root: Location, key: bytes) -> str:
+    path: Any = location(uri)
     inside = path.relative_to(root) if path.is_relative_to(root) else path
     return PREFIX + _hash(key, "path", str(inside), 32)
 

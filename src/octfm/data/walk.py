@@ -3,12 +3,13 @@
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from octfm.data.acquisition import Reject
-from octfm.data.archive import MEMBER, Archive, open_archive, open_file
+from octfm.data.archive import MEMBER, Archive, file_size, open_archive, open_file
 from octfm.data.folders import join_images
+from octfm.data.location import BucketPath, Location, location
 from octfm.errors import ReadError
 
 _COMPANION_FOLDERS = {"ground_truth"}
@@ -18,18 +19,21 @@ _COMPANION_SUFFIXES = {".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", 
 
 @dataclass
 class Found:
-    files: list[Path] = field(default_factory=list)
+    files: list[Location] = field(default_factory=list)
     """A folder stands for the images in it where those are the B-scans of one volume."""
-    companions: list[Path] = field(default_factory=list)
+    companions: list[Location] = field(default_factory=list)
     """And images that are B-scans of a volume in `files`. Members of archives are archive.zip!/member."""
     archives: list[Archive] = field(default_factory=list)
     refused: list[Reject] = field(default_factory=list)
     """Folders that cannot be listed, broken links, pipes, names that are not text, damaged archives, hostile members."""
 
 
-def walk(root: Path) -> Found:
-    """Everything below `root`, sorted by path. Links are followed; a folder reached twice is listed once."""
+def walk(root: Location) -> Found:
+    """Everything below `root`, sorted by path. Links are followed; a folder reached twice is listed once; a bucket is listed once."""
     found = Found()
+    if isinstance(root, BucketPath):
+        _list_bucket(root, found)
+        return found
     pending, seen = [root], set()
     while pending:
         folder = pending.pop()
@@ -49,6 +53,27 @@ def walk(root: Path) -> Found:
     found.files.sort()
     found.companions.sort()
     return found
+
+
+def _list_bucket(root: BucketPath, found: Found) -> None:
+    """One listing, then the first bytes of every object, which header, archives and doubtful names all need."""
+    from octfm.data import bucket
+    from octfm.data.ranged import fetch_heads, remember
+
+    objects = bucket.find(str(root))
+    fetch_heads(objects)
+    for uri, facts in objects.items():
+        remember(uri, facts)
+        path = replace(BucketPath.of(uri), facts=facts)
+        if _is_companion(path, PurePosixPath(path.relative_to(root)).parts):
+            found.companions.append(path)
+        elif path.suffix.lower() == ".zip" and _starts_with(path, b"PK"):
+            _look_inside(path, found)
+        else:
+            found.files.append(path)
+    join_images(found.files, found.companions)
+    found.files.sort()
+    found.companions.sort()
 
 
 def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
@@ -72,20 +97,22 @@ def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
     return ""
 
 
-def _look_inside(path: Path, found: Found) -> None:
+def _look_inside(path: Location, found: Found) -> None:
     try:
         archive = open_archive(path)
     except ReadError as error:
-        found.refused.append(Reject(str(path), error.code, str(error), path.stat().st_size))
+        found.refused.append(Reject(str(path), error.code, str(error), file_size(path)))
         return
     found.archives.append(archive)
     found.refused += archive.refused
     for name in archive.members:
-        member = Path(f"{path}{MEMBER}{name}")
+        member = location(f"{path}{MEMBER}{name}")
+        if isinstance(path, BucketPath) and isinstance(member, BucketPath):
+            member = replace(member, facts=path.facts)
         (found.companions if _is_companion(member, PurePosixPath(name).parts) else found.files).append(member)
 
 
-def _is_companion(path: Path, parts: Sequence[str]) -> bool:
+def _is_companion(path: Location, parts: Sequence[str]) -> bool:
     """Named like a table, a document or ground truth, and not DICOM inside. `parts` of the path below the root or inside the archive."""
     name = path.name.lower()
     if _COMPANION_FOLDERS & set(parts[:-1]):
@@ -95,7 +122,7 @@ def _is_companion(path: Path, parts: Sequence[str]) -> bool:
     return name == "dicomdir" or not _starts_with(path, b"DICM", 128)
 
 
-def _starts_with(path: Path, magic: bytes, at: int = 0) -> bool:
+def _starts_with(path: Location, magic: bytes, at: int = 0) -> bool:
     try:
         with open_file(path) as file:
             return file.read(at + len(magic))[at:] == magic

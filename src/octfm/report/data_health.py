@@ -4,7 +4,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 from octfm.data.acquisition import FLAGS, Acquisition, Reject
 from octfm.data.catalog import Catalog
 from octfm.data.isolation import Limits
+from octfm.data.location import Location
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.splits import SPLITS
 from octfm.data.spread import spread
@@ -42,12 +42,12 @@ class Outlier:
 
 def write_data_health(
     catalog: Catalog,
-    out: Path,
+    out: Location,
     *,
     images: bool = True,
     max_reject: float | None = None,
     locations: Mapping[str, str] | None = None,
-) -> Path:
+) -> Location:
     """Counts, distributions, reasons and, with `images`, the volumes least like their kind. Outliers are decoded, nothing else is.
 
     `locations`: where the files lie, for a catalog whose uris are pseudonyms.

@@ -5,22 +5,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octfm.data.location import Location, location
 from octfm.errors import EvaluationError
 from octfm.report import figures, images, words
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.sources import Sources, gather
 
 
-def write_report(run: Path, out: Path, *, catalog: Path | None = None, store_path: Path | None = None, images: bool = True) -> Path:
+def write_report(
+    run: Path, out: str | Location, *, catalog: Location | None = None, store_path: Location | None = None, images: bool = True
+) -> Location:
     """Render the report of a run folder and return its path.
 
     `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before the probe, sentences say what is missing.
     The page stays under 10 MB: pictures are left out, from two per scanner to none, until it does. Written whole or not at all.
     """
-    run, out = Path(run), Path(out)
-    if out.is_dir():
+    run, out = Path(run), location(out)
+    if isinstance(out, Path) and out.is_dir():
         raise EvaluationError(f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'report.html'}")
-    sources = gather(run, Path(catalog) if catalog else None, Path(store_path) if store_path else None)
+    sources = gather(run, location(catalog) if catalog else None, location(store_path) if store_path else None)
     command = ["octfm", "report", str(run)]
     command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (store_path is not None)
     facts = _facts(sources, shlex.join(command))
@@ -34,7 +37,7 @@ def write_report(run: Path, out: Path, *, catalog: Path | None = None, store_pat
     return write_page(page, out)
 
 
-def summary_lines(run: Path, *, catalog: Path | None = None, store_path: Path | None = None) -> list[str]:
+def summary_lines(run: Path, *, catalog: Location | None = None, store_path: Location | None = None) -> list[str]:
     """The five lines of the overview, for a terminal."""
     return [f"{label}: {sentence}" for label, sentence in words.five_lines(gather(Path(run), catalog, store_path))]
 

@@ -1,9 +1,9 @@
 """Self-contained pages: one template, one style sheet, no script and no network; written whole or not at all."""
 
-import os
 from importlib import resources
-from pathlib import Path
 from typing import Any
+
+from octfm.data.location import Location, write_whole
 
 MAX_BYTES = 10_000_000
 
@@ -18,9 +18,6 @@ def render(template: str, facts: dict[str, Any]) -> str:
     return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **facts)
 
 
-def write_page(page: str, out: Path) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(out)
+def write_page(page: str, out: Location) -> Location:
+    write_whole(out, page.encode("utf-8"))
     return out

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.data.catalog import Catalog
+from octfm.data.location import Location
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.training.tracking import read_metrics
@@ -33,7 +34,7 @@ class Sources:
     pca: dict[str, np.ndarray] | None
 
 
-def gather(run: Path, catalog: Path | None, store: Path | None) -> Sources:
+def gather(run: Path, catalog: Location | None, store: Location | None) -> Sources:
     """Raises EvaluationError where `run` is no run folder; a catalog or store that was named but cannot be read is an error as well."""
     if not (run / "run.json").is_file():
         raise EvaluationError(f"{run}: expected a run folder with a run.json; make one with octfm pretrain")

@@ -6,11 +6,11 @@ Every key may be missing, and others are of no interest here.
 
 import json
 from dataclasses import dataclass
-from pathlib import PurePath
 
 import numpy as np
 
 from octfm.data.archive import open_file
+from octfm.data.location import location
 from octfm.data.volume import Spacing3
 from octfm.errors import ReadError
 
@@ -31,7 +31,7 @@ class Declared:
 
 def read_declared(uri: str) -> Declared:
     """From NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration for what cannot be meant."""
-    path = PurePath(uri)
+    path = location(uri)
     plain = path.name.removesuffix(".gz").rsplit(".", 1)[0]
     for place in dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")]):
         try:

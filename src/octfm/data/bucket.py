@@ -1,0 +1,377 @@
+"""Objects in a bucket, s3:// (any endpoint) and gs://, through fsspec: every request is bounded, checked, tried again and counted.
+
+Credentials and endpoints come from the standard environment (botocore's and google-auth's chains, AWS_ENDPOINT_URL,
+STORAGE_EMULATOR_HOST); no message of this file repeats them. fsspec and its drivers are imported on first use.
+The libraries' own retries are switched off, so that there is one policy (Patience) and every failed request is counted (Tally).
+"""
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import random
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from octfm.errors import BucketError
+
+T = TypeVar("T")
+
+SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
+"""Scheme -> driver, and the extra of octfm that installs it."""
+PIECE = 16 * 2**20
+"""Larger objects are read in parallel pieces of this size, each of which is tried again by itself."""
+ONE_REQUEST = 32 * 2**20
+"""Larger objects are written in parts."""
+AT_ONCE = 8
+"""Pieces of one object under way together."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Exponential back-off with full jitter (Brooker, "Exponential backoff and jitter", AWS 2015)."""
+
+    attempts: int = 10
+    first_s: float = 0.2
+    longest_s: float = 30.0
+
+    def pause(self, failures: int) -> float:
+        """Seconds before the next attempt; about a minute and a half in all, on average half of the longest possible."""
+        return random.uniform(0, min(self.longest_s, self.first_s * 2**failures))
+
+
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True)
+class Object:
+    """What a listing says about an object."""
+
+    size: int
+    version: str
+    """Changes with the content: ETag, or generation."""
+
+
+@dataclass
+class Tally:
+    """Requests of this process, and what became of them."""
+
+    requests: int = 0
+    retries: int = 0
+    """Requests that failed and were sent again."""
+    failures: int = 0
+    """Given up after Patience.attempts."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def __sub__(self, other: "Tally") -> "Tally":
+        return Tally(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(self)})
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+
+_TALLY, _LOCK = Tally(), threading.Lock()
+
+
+def tally() -> Tally:
+    """The counts of this process so far."""
+    with _LOCK:
+        return Tally(**asdict(_TALLY))
+
+
+@contextmanager
+def tallied(journal: str | Path | None) -> Iterator[None]:
+    """Add what happens in the context to a file that several processes may share; `journalled` sums it up."""
+    # The process that made the journal counts by itself.
+    if journal is None or Path(journal).name.endswith(f"-{os.getpid()}"):
+        yield
+        return
+    before = tally()
+    try:
+        yield
+    finally:
+        spent = asdict(tally() - before)
+        if any(spent.values()):
+            with Path(journal).open("ab", buffering=0) as file:
+                file.write(json.dumps(spent).encode() + b"\n")
+
+
+def journalled(journal: str | Path) -> Tally:
+    total = Tally()
+    if Path(journal).is_file():
+        for line in Path(journal).read_text().splitlines():
+            total += Tally(**json.loads(line))
+    return total
+
+
+class Account:
+    """What a piece of work on `place` costs in requests, over all of its processes; nothing for a local disk."""
+
+    def __init__(self, *places: object):
+        self.journal: str | None = None
+        self._before = tally()
+        if any("://" in str(place) for place in places):
+            descriptor, self.journal = tempfile.mkstemp(prefix="octfm-requests-", suffix=f"-{os.getpid()}")
+            os.close(descriptor)
+
+    def close(self) -> dict[str, int]:
+        """The counts of Tally, or nothing."""
+        if self.journal is None:
+            return {}
+        spent = tally() - self._before + journalled(self.journal)
+        Path(self.journal).unlink(missing_ok=True)
+        self.journal = None
+        return asdict(spent)
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------------------
+
+
+def find(uri: str) -> dict[str, Object]:
+    """Every object below a prefix: uri -> size and version, in one listing. Folder markers are left out."""
+    scheme = uri.split("://", 1)[0]
+    listing = _patiently("list", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
+    return {f"{scheme}://{key}": _object(info) for key, info in listing.items() if info.get("type") == "file" and not key.endswith("/")}
+
+
+def stat(uri: str) -> Object:
+    """Raises FileNotFoundError where there is no such object."""
+    info = _patiently("look up", uri, lambda: _driver_of(uri).info(uri))
+    if info.get("type") != "file":
+        raise FileNotFoundError(f"{uri}: no such object")
+    return _object(info)
+
+
+def read(uri: str, start: int = 0, end: int | None = None) -> bytes:
+    """Bytes [start, end) of an object, or all; never fewer than were asked for (a cut-off body is read again)."""
+    if end is None:
+        end = stat(uri).size
+    if end <= start:
+        return b""
+    if end - start <= PIECE:
+        return _read_piece(uri, start, end)
+    bounds = [(at, min(at + PIECE, end)) for at in range(start, end, PIECE)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return b"".join(pool.map(lambda bound: _read_piece(uri, *bound), bounds))
+
+
+def download(uri: str, file: Path, size: int) -> None:
+    """Write the `size` bytes of an object to a local file, in parallel pieces."""
+    with file.open("wb") as handle, ThreadPoolExecutor(AT_ONCE) as pool:
+        handle.truncate(size)
+        descriptor = handle.fileno()
+
+        def fetch(at: int) -> None:
+            os.pwrite(descriptor, _read_piece(uri, at, min(at + PIECE, size)), at)
+
+        list(pool.map(fetch, range(0, size, PIECE)))
+
+
+def write(uri: str, data: bytes, *, create: bool = False) -> None:
+    """Put an object: it appears whole or not at all, and what the bucket has is compared with what was sent.
+
+    create: raise FileExistsError where it exists already (a conditional request; endpoints that do not know it overwrite).
+    """
+    mode = {"mode": "create"} if create else {}
+
+    def put() -> None:
+        _driver_of(uri).pipe_file(uri, data, **mode)
+        _expect_arrived(uri, len(data), hashlib.md5(data, usedforsecurity=False).hexdigest())
+
+    _patiently("write", uri, put)
+    with _LOCK:
+        _TALLY.bytes_written += len(data)
+
+
+def upload(file: Path, uri: str) -> None:
+    """Put a local file of any size, large ones in parts, compared like `write` does."""
+    size = file.stat().st_size
+    if size <= ONE_REQUEST:
+        return write(uri, file.read_bytes())
+    with file.open("rb") as handle:
+        digest = hashlib.file_digest(handle, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+    def put() -> None:
+        _driver_of(uri).put_file(str(file), uri)
+        _expect_arrived(uri, size, digest)
+
+    _patiently("write", uri, put)
+    with _LOCK:
+        _TALLY.bytes_written += size
+
+
+def delete(uri: str) -> None:
+    """Objects that are gone already are fine."""
+
+    def remove() -> None:
+        with suppress(FileNotFoundError):
+            _driver_of(uri).rm_file(uri)
+
+    _patiently("delete", uri, remove)
+
+
+# ---- one policy --------------------------------------------------------------------------------------------------------------------
+
+
+def _read_piece(uri: str, start: int, end: int) -> bytes:
+    def get() -> bytes:
+        data = _driver_of(uri).cat_file(uri, start=start, end=end)
+        if len(data) != end - start:
+            raise OSError(f"{len(data):,} of {end - start:,} bytes arrived")
+        return data
+
+    data = _patiently("read", uri, get)
+    with _LOCK:
+        _TALLY.bytes_read += len(data)
+    return data
+
+
+def _expect_arrived(uri: str, size: int, md5: str) -> None:
+    """Raises OSError where the bucket holds other bytes. What it says itself is believed; where it says nothing, they are read back."""
+    info = _driver_of(uri).info(uri)
+    if info["size"] != size:
+        raise OSError(f"{info['size']:,} of {size:,} bytes arrived")
+    # An S3 ETag is an MD5 for uploads in one part without a key of one's own, and does not say so: only equality tells.
+    stated = base64.b64decode(info["md5Hash"]).hex() if "md5Hash" in info else str(info.get("ETag", "")).strip('"')
+    if stated == md5:
+        return
+    digest = hashlib.md5(usedforsecurity=False)
+    for at in range(0, size, PIECE):
+        digest.update(_driver_of(uri).cat_file(uri, start=at, end=min(at + PIECE, size)))
+    if digest.hexdigest() != md5:
+        raise OSError("other bytes arrived than were sent")
+
+
+def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
+    """The answer to `request`. Raises FileNotFoundError, FileExistsError, or BucketError saying what was tried."""
+    start = time.monotonic()
+    for failures in range(PATIENCE.attempts):
+        with _LOCK:
+            _TALLY.requests += 1
+            _TALLY.retries += failures > 0
+        try:
+            return request()
+        except (FileNotFoundError, FileExistsError) as error:
+            raise type(error)(f"{uri}: {'no such object' if isinstance(error, FileNotFoundError) else 'exists already'}") from None
+        except Exception as error:
+            # Three libraries with a network behind them fail in ways that share no base class; what is none of theirs goes on.
+            if not _from_outside(error):
+                raise
+            last = _told(error)
+            if reason := _final(error, last):
+                raise BucketError(f"{uri}: cannot {verb} it: {last}; {reason}") from None
+        if failures + 1 < PATIENCE.attempts:
+            time.sleep(PATIENCE.pause(failures))
+    with _LOCK:
+        _TALLY.failures += 1
+    raise BucketError(
+        f"{uri}: cannot {verb} it: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, the last with: {last}; "
+        "check the network and the endpoint, and run the same command again"
+    )
+
+
+def _from_outside(error: Exception) -> bool:
+    libraries = {"aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "requests", "urllib3", "fsspec", "s3fs"}
+    return isinstance(error, OSError | ValueError | RuntimeError) or type(error).__module__.split(".")[0] in libraries
+
+
+def _final(error: Exception, told: str) -> str:
+    """What to do about an error that no repetition mends; empty where one may."""
+    name = type(error).__name__
+    if isinstance(error, PermissionError) or told.startswith("Forbidden") or "Credential" in name or "NoSuchBucket" in told:
+        return "check the bucket's name, and the credentials in the environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS)"
+    if isinstance(error, IsADirectoryError | NotADirectoryError) or told.startswith("Bad Request"):
+        return "check the address"
+    if name in ("ParamValidationError", "InvalidRegionError", "UnknownEndpointError"):
+        return "check the address, the region and the endpoint"
+    return ""
+
+
+_SECRET = re.compile(r"(?i)(x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|signature|access_token|token)=[^&\s]+")
+
+
+def _told(error: Exception) -> str:
+    """The error in one line, without anything that opens the bucket."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    for name, value in os.environ.items():
+        if len(value) >= 6 and re.search(r"SECRET|TOKEN|ACCESS_KEY|PASSWORD|CREDENTIAL", name):
+            text = text.replace(value, f"${name}")
+    return _SECRET.sub(r"\1=…", text)[:300]
+
+
+# ---- drivers -----------------------------------------------------------------------------------------------------------------------
+
+
+def refuse_credentials_in(uri: str) -> None:
+    """Raises BucketError, without repeating it, for s3://key:secret@bucket/."""
+    if re.match(r"[a-z0-9]+://[^/]*@", uri):
+        raise BucketError(
+            f"{uri.split('://', 1)[0]}://…: the address holds credentials, which would end up in catalogs and logs; "
+            "put them into the environment"
+        )
+
+
+def _driver_of(uri: str) -> Any:
+    return _driver(uri.split("://", 1)[0])
+
+
+def _driver(scheme: str) -> Any:
+    # One per process: connections do not survive a fork.
+    return _connect(scheme, os.getpid(), os.environ.get("AWS_ENDPOINT_URL"), os.environ.get("STORAGE_EMULATOR_HOST"))
+
+
+@functools.lru_cache(maxsize=8)
+def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:
+    package, extra = SCHEMES[scheme]
+    try:
+        if scheme == "s3":
+            from s3fs import S3FileSystem
+
+            config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 64, "connect_timeout": 15, "read_timeout": 60}
+            driver = S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
+            driver.retries = 1
+            return driver
+        return _once_gcs()(use_listings_cache=False, skip_instance_cache=True)
+    except ImportError:
+        raise BucketError(f"{scheme}:// needs {package}; install it with: pip install 'octfm[{extra}]'") from None
+
+
+@functools.cache
+def _once_gcs() -> type:
+    """gcsfs without its own retries, which would neither be counted nor be the same as those of S3.
+
+    The class of its JSON interface: the one for hierarchical buckets asks another service about every bucket, which emulators lack.
+    """
+    from urllib.parse import quote
+
+    from gcsfs.core import GCSFileSystem
+
+    class Once(GCSFileSystem):
+        _request = GCSFileSystem._request.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+
+        async def _pipe_file(self, path, data, mode="overwrite", **kwargs):
+            if not data or len(data) > ONE_REQUEST:
+                return await super()._pipe_file(path, data, mode=mode, **kwargs)
+            # The bytes alone: a multipart body would end at the first line that looks like its boundary.
+            name, key, _ = self.split_path(path)
+            only_new = {"ifGenerationMatch": "0"} if mode == "create" else {}
+            address = f"{self._location}/upload/storage/v1/b/{quote(name)}/o"
+            kind = {"Content-Type": "application/octet-stream"}
+            await self._call("POST", address, uploadType="media", name=key, headers=kind, data=data, **only_new)
+
+    return Once
+
+
+def _object(info: dict[str, Any]) -> Object:
+    version = next((str(info[key]) for key in ("ETag", "generation", "etag", "md5Hash", "mtime", "LastModified") if info.get(key)), "")
+    return Object(int(info["size"] or 0), version.strip('"'))

@@ -1,0 +1,347 @@
+"""Local disk, a real S3 server and a real GCS emulator behave alike, also when a tenth of the requests goes wrong."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bucket_servers import BUCKET, ENDPOINT, SECRET, FaultyProxy, gcs_server, point_at, s3_server
+from dicom_files import write_oct_dicom
+from octfm.data import bucket, bucket_cache
+from octfm.data.catalog import Catalog, scan
+from octfm.data.location import BucketPath, location, write_whole
+from octfm.data.phantom import write_phantom
+from octfm.errors import BucketError, ConfigError
+
+SERVERS = {"s3": s3_server, "gs": gcs_server}
+
+
+@pytest.fixture(scope="session")
+def endpoints():
+    """scheme -> endpoint, started on first use and shared by all tests of this process."""
+    running = {}
+
+    def endpoint(scheme: str) -> str:
+        if scheme not in running:
+            server = SERVERS[scheme]()
+            running[scheme] = (server, server.__enter__())
+        return running[scheme][1]
+
+    yield endpoint
+    for server, _ in running.values():
+        server.__exit__(None, None, None)
+
+
+@pytest.fixture
+def place(request, tmp_path, monkeypatch, endpoints):
+    """A place of this test's own on a disk or in a bucket."""
+    if request.param == "local":
+        return tmp_path / "place"
+    point_at(monkeypatch, request.param, endpoints(request.param), tmp_path / "cache")
+    return location(f"{request.param}://{BUCKET}/{tmp_path.name}")
+
+
+@pytest.fixture
+def faulty(request, tmp_path, monkeypatch, endpoints):
+    """A place behind a proxy that spoils a tenth of the requests, and the proxy."""
+    proxy = FaultyProxy(endpoints(request.param), seed=1)
+    point_at(monkeypatch, request.param, proxy.endpoint, tmp_path / "cache")
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(first_s=0.01, longest_s=0.05))
+    yield location(f"{request.param}://{BUCKET}/{tmp_path.name}"), proxy
+    proxy.close()
+
+
+everywhere = pytest.mark.parametrize("place", ["local", "s3", "gs"], indirect=True)
+buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
+faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
+
+
+@everywhere
+def test_what_is_written_is_read_back(place):
+    content = {f"a/{n}.bin": os.urandom(n * 1000) for n in range(4)} | {"b.txt": "Grüße".encode()}
+    for name, data in content.items():
+        write_whole(place / name, data)
+    write_whole(place / "b.txt", b"new")
+    content["b.txt"] = b"new"
+    for name, data in content.items():
+        assert (place / name).read_bytes() == data
+        assert (place / name).is_file()
+    assert place.exists() and place.is_dir() and not place.is_file()
+    assert not (place / "a/9.bin").exists()
+    with pytest.raises(FileNotFoundError):
+        (place / "a/9.bin").read_bytes()
+    (place / "b.txt").unlink()
+    (place / "b.txt").unlink(missing_ok=True)
+    assert not (place / "b.txt").exists()
+
+
+@everywhere
+def test_names_are_taken_apart_alike(place):
+    path = place / "1001" / "scan.tar.gz"
+    assert (path.name, path.stem, path.suffix) == ("scan.tar.gz", "scan.tar", ".gz")
+    assert path.parent == place / "1001" and path.is_relative_to(place)
+    assert str(path.relative_to(place)) == "1001/scan.tar.gz"
+    assert path.with_name("x").name == "x" and place in path.parents
+    assert location(str(path)) == path
+    assert sorted([place / "b", place / "a"]) == [place / "a", place / "b"]
+
+
+def test_an_address_in_a_bucket_is_never_taken_for_a_file():
+    assert isinstance(location("s3://b/c"), BucketPath)
+    with pytest.raises(TypeError):
+        Path(location("s3://b/c"))
+    with pytest.raises(ConfigError, match="expected a local path, s3://"):
+        location("ftp://host/x")
+    with pytest.raises(BucketError, match="name of a bucket"):
+        location("s3://")
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated():
+    with pytest.raises(BucketError, match="holds credentials") as told:
+        location(f"s3://key:{SECRET}@clinic/x")
+    assert SECRET not in str(told.value)
+
+
+@buckets
+def test_large_objects_come_in_pieces_and_small_parts_alone(place, monkeypatch):
+    monkeypatch.setattr(bucket, "PIECE", 10_000)
+    data = os.urandom(123_456)
+    uri = str(place / "large")
+    bucket.write(uri, data)
+    before = bucket.tally()
+    assert bucket.read(uri) == data
+    assert bucket.read(uri, 1000, 1010) == data[1000:1010]
+    spent = bucket.tally() - before
+    assert spent.bytes_read == len(data) + 10
+    assert spent.retries == 0
+
+
+@faults
+def test_with_a_tenth_of_requests_spoilt_nothing_is_lost_or_wrong(faulty, tmp_path, monkeypatch):
+    place, proxy = faulty
+    monkeypatch.setattr(bucket, "PIECE", 20_000)
+    before = bucket.tally()
+    content = {str(place / f"{n}.bin"): os.urandom(2_000 * n) for n in range(20)}
+    for uri, data in content.items():
+        bucket.write(uri, data)
+    listed = bucket.find(str(place))
+    assert {uri: found.size for uri, found in listed.items()} == {uri: len(data) for uri, data in content.items()}
+    for uri, data in content.items():
+        assert bucket.read(uri) == data
+        with bucket_cache.local_copy(uri, listed[uri]) as file:
+            assert file.read_bytes() == data
+    spent = bucket.tally() - before
+    assert proxy.spoilt.total() >= 6 and len(proxy.spoilt) == len(proxy.KINDS)
+    # A slow answer is an answer, and aiohttp reopens a connection that dropped between two requests without a word.
+    assert proxy.spoilt["503"] <= spent.retries <= proxy.spoilt.total() - proxy.spoilt["slow"]
+    assert spent.failures == 0
+
+
+@faults
+def test_a_body_that_is_cut_off_and_lied_about_is_noticed(faulty, monkeypatch):
+    """The drivers take part of such an object for the part that was asked for."""
+    place, proxy = faulty
+    proxy.share = 0
+    bucket.write(str(place / "x"), bytes(range(256)) * 200)
+    proxy.share, proxy.KINDS = 1.0, ("cut off, and lied about",)
+    assert len(bucket._driver_of(str(place)).cat_file(str(place / "x"), start=1000, end=26_600)) == 12_800
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(3, 0.001, 0.001))
+    with pytest.raises(BucketError, match=r"cannot read it: 3 attempts in \d+ s failed, the last with: 12,800 of 25,600 bytes arrived"):
+        bucket.read(str(place / "x"), 1000, 26_600)
+
+
+@buckets
+def test_a_server_that_is_gone_is_named_with_what_was_tried(place, monkeypatch):
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(3, 0.001, 0.001))
+    for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with pytest.raises(BucketError, match=r"3 attempts in .* failed") as told:
+        bucket.read(str(place / "x"))
+    assert SECRET not in str(told.value) and str(place) in str(told.value)
+
+
+@buckets
+def test_one_of_several_creators_wins(place):
+    won = []
+
+    def create(n: int) -> None:
+        try:
+            bucket.write(str(place / "lock"), f"{n}".encode(), create=True)
+            won.append(n)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if place.scheme == "s3":  # the GCS emulator does not know ifGenerationMatch
+        assert len(won) == 1
+        with pytest.raises(FileExistsError):
+            bucket.write(str(place / "lock"), b"late", create=True)
+    assert (place / "lock").read_text() in {str(n) for n in won}
+
+
+# ---- the local cache ---------------------------------------------------------------------------------------------------------------
+
+
+@buckets
+def test_an_object_is_fetched_once_and_again_when_it_changed(place):
+    uri = str(place / "x")
+    bucket.write(uri, b"first")
+    before = bucket.tally()
+    for _ in range(3):
+        with bucket_cache.local_copy(uri) as file:
+            assert file.read_bytes() == b"first"
+    assert (bucket.tally() - before).bytes_read == 5
+    bucket.write(uri, b"other")
+    with bucket_cache.local_copy(uri) as file:
+        assert file.read_bytes() == b"other"
+
+
+def test_the_cache_keeps_to_its_limit_and_keeps_what_was_used_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    monkeypatch.setenv("OCTFM_CACHE_GB", "1e-5")  # 10,000 bytes
+
+    def use(name: str) -> bool:
+        """Whether it had to be made."""
+        made = []
+
+        def make(file):
+            made.append(1)
+            file.write_bytes(b"x" * 1000)
+
+        with bucket_cache.kept(name, 1000, make):
+            assert sum(p.stat().st_size for p in (tmp_path / "objects").glob("??/*")) <= 10_000
+        return bool(made)
+
+    for n in range(9):
+        assert use(f"{n:02d}")
+    assert not use("00")
+    for n in range(9, 12):
+        assert use(f"{n:02d}")
+    assert not use("00"), "what was used last is evicted last"
+    assert use("01")
+
+
+def test_a_file_that_is_being_read_is_not_evicted(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    monkeypatch.setenv("OCTFM_CACHE_GB", "1e-5")
+    with bucket_cache.kept("held", 6000, lambda file: file.write_bytes(b"h" * 6000)) as held:
+        for n in range(5):
+            with bucket_cache.kept(f"{n}0", 6000, lambda file: file.write_bytes(b"x" * 6000)):
+                pass
+        assert held.read_bytes() == b"h" * 6000
+    with pytest.raises(BucketError, match="raise OCTFM_CACHE_GB"), bucket_cache.kept("big", 20_000, lambda file: None):
+        pass
+
+
+# ---- scanning ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def clinic(tmp_path_factory) -> Path:
+    """A small phantom cohort with a manifest, and some defects."""
+    return write_phantom(tmp_path_factory.mktemp("phantom") / "clinic", 4, 0, size=(6, 64, 48), defects=0.5)
+
+
+@pytest.fixture(scope="session")
+def zipped(tmp_path_factory) -> Path:
+    return write_phantom(tmp_path_factory.mktemp("phantom") / "zipped", 3, 0, size=(6, 64, 48), zipped=True)
+
+
+def put_tree(folder: Path, place) -> None:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            write_whole(place / str(file.relative_to(folder)), file.read_bytes())
+
+
+def below(catalog, root):
+    """What a catalog says, whatever the place of its root."""
+
+    def told(text: str) -> str:
+        return text.replace(str(root), "ROOT")
+
+    rows = [replace(a, uri=told(a.uri)) for a in catalog.acquisitions]
+    return rows, [replace(r, uri=told(r.uri), sentence=told(r.sentence)) for r in (*catalog.rejects, *catalog.skipped)]
+
+
+@buckets
+@pytest.mark.parametrize("kind", ["clinic", "zipped"])
+def test_a_bucket_gives_the_catalog_of_the_folder(place, kind, request, tmp_path):
+    folder = request.getfixturevalue(kind)
+    put_tree(folder, place)
+    here, there = scan(folder, workers=0), scan(str(place), workers=0)
+    assert below(there, place) == below(here, folder)
+    assert there.companions == here.companions and len(there.acquisitions) > 4
+    assert there.requests["retries"] == 0 and there.requests["requests"] > 0
+    there.save(place / "catalog")
+    assert Catalog.load(str(place / "catalog")) == there
+    assert Catalog.load(place / "catalog").summary()["bucket"] == there.requests
+
+
+@buckets
+def test_headers_are_read_by_ranges_and_once(place, tmp_path):
+    """Large uncompressed volumes: a scan fetches their heads, a second scan nothing."""
+    for n in range(4):
+        voxels = np.random.default_rng(n).integers(0, 256, (16, 256, 256), np.uint8)
+        file = write_oct_dicom(tmp_path / f"{n}.dcm", voxels, (0.3, 0.005, 0.02), participant=f"{n}")
+        write_whole(place / file.name, file.read_bytes())
+    first = scan(str(place), workers=0)
+    size = sum(found.size for found in bucket.find(str(place)).values())
+    assert len(first.acquisitions) == 4
+    assert first.requests["bytes_read"] < 0.3 * size
+    again = scan(str(place), workers=0)
+    assert below(again, place) == below(first, place)
+    assert again.requests["bytes_read"] < 0.5 * first.requests["bytes_read"], "heads come from the cache"
+
+
+@faults
+def test_a_scan_with_a_tenth_of_requests_spoilt_finds_the_same(faulty, clinic, monkeypatch):
+    place, proxy = faulty
+    proxy.share = 0
+    put_tree(clinic, place)
+    proxy.share = 0.1
+    there = scan(str(place), workers=1)
+    assert below(there, place) == below(scan(clinic, workers=1), clinic)
+    assert proxy.spoilt.total() > 2 and 0 < there.requests["retries"] <= proxy.spoilt.total()
+    assert there.requests["failures"] == 0
+
+
+@buckets
+def test_a_bucket_that_stops_answering_stops_the_scan_and_rejects_nothing(place, clinic, monkeypatch, tmp_path):
+    """A file that could not be fetched is not a bad file."""
+    put_tree(clinic, place)
+    scan(str(place), workers=0)
+    proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
+    monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(3, 0.001, 0.001))
+    proxy.fail_after(5)
+    with pytest.raises(BucketError, match="3 attempts"):
+        scan(str(place), workers=0)
+    proxy.close()
+
+
+@buckets
+def test_the_command_scans_into_a_bucket_and_never_prints_a_credential(place, zipped, tmp_path):
+    put_tree(zipped, place / "in")
+    command = ["scan", str(place / "in"), "--out", str(place / "out"), "--workers", "0", "--no-images"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from octfm.cli import main; main()", *command],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "retries 0" in done.stdout
+    assert Catalog.load(place / "out").acquisitions
+    page = (place / "out" / "data_health.html").read_text()
+    assert "<html" in page
+    left = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    there = [bucket.read(uri) for uri in bucket.find(str(place / "out"))]
+    assert not any(SECRET.encode() in text for text in [*left, *there, done.stdout.encode(), done.stderr.encode()])
