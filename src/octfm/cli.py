@@ -108,6 +108,7 @@ def scan(
         str | None, typer.Option(help="dz,dy,dx in mm for images and arrays that nothing states any for, such as 0.12,0.0039,0.0115.")
     ] = None,
     extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
+    pixels: Annotated[bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")] = False,
     max_reject: Annotated[
         float | None, typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1)
     ] = None,
@@ -140,6 +141,7 @@ def scan(
             columns=mapped,
             extract=extract,
             nominal_spacing_mm=_spacing(nominal_spacing) if nominal_spacing else None,
+            pixels=pixels,
             workers=workers,
             limits=limits,
         )

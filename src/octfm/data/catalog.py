@@ -156,11 +156,12 @@ def scan(
     columns: Mapping[str, str] | None = None,
     extract: str | Path | None = None,
     nominal_spacing_mm: Spacing3 | None = None,
+    pixels: bool = False,
     workers: int | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Catalog:
-    """Look at every file below `root` (AI-READI layout or any tree), without decoding, and assign participant-level splits.
+    """Look at every file below `root` (AI-READI layout or any tree), without decoding unless `pixels`, and assign participant-level splits.
 
     `root` is a folder, s3://bucket/prefix or gs://bucket/prefix; a bucket is listed once, and headers are read by ranges.
     AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
@@ -168,6 +169,7 @@ def scan(
     What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
     `nominal_spacing_mm` (dz, dy, dx) is taken, and flagged, where neither file, sidecar nor table states millimetres.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
+    `pixels`: decode every accepted volume, too, and find copies under other identities and eyes whose optic disc lies on the wrong side.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
@@ -194,6 +196,11 @@ def scan(
     outcomes = [accept(header, tables, nominal_spacing_mm) for header in headers] + [o for o in outcomes if isinstance(o, Reject)]
     acquisitions = [outcome for outcome in outcomes if isinstance(outcome, Acquisition)]
     left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
+    if pixels:
+        from octfm.data.inspection import inspect_pixels
+
+        acquisitions, copies = inspect_pixels(acquisitions, workers, limits)
+        left_out += copies
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),

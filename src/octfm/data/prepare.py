@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from octfm.data.acquisition import FLAGS
 from octfm.data.isolation import Limits, Lost, release
+from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.data.spread import spread
 from octfm.data.store import Compression, Store, StoreRow, Unprepared
 from octfm.data.store_writer import StoreWriter, stage
@@ -83,6 +85,9 @@ def prepare(
             staging=writer.staging,
             compression=writer.compression,
         )
+        copies = PixelCopies()
+        for row in writer.rows:
+            copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
         try:
             with _Progress(len(tasks), progress) as shown:
                 outcomes = spread(
@@ -96,6 +101,7 @@ def prepare(
                     cluster=cluster,
                 )
                 for task, outcome in zip(tasks, outcomes, strict=True):
+                    outcome = _unless_copied(outcome, task, copies, writer)
                     if isinstance(outcome, Unprepared):
                         writer.quarantine(outcome)
                     elif task.index is None:
@@ -122,6 +128,21 @@ def prepare(
     return store
 
 
+def _unless_copied(outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter) -> StoreRow | Unprepared:
+    """Voxels that the store already has are not put there again; where they are another participant's, the row that has them says so."""
+    if isinstance(outcome, Unprepared) or task.index is not None:
+        return outcome
+    owner = Owner(outcome.uri, outcome.participant, outcome.laterality)
+    first = copies.first_owner(outcome.pixels, owner)
+    if first is None:
+        return outcome
+    code, sentence = describe_copy(owner, first)
+    if code in FLAGS:
+        new = {row.index for row in writer.rows if row.uri == first.uri and code not in row.found}
+        writer.rewrite([replace(row, found=(*row.found, code)) if row.index in new else row for row in writer.rows])
+    return _unprepared(task.acquisition, code, sentence)
+
+
 def describe(summary: dict[str, Any]) -> str:
     """`Store.summary()` in lines for people."""
     lines = [f"{summary['volumes']:,} volumes of {summary['participants']:,} participants prepared"]
@@ -129,6 +150,7 @@ def describe(summary: dict[str, Any]) -> str:
         for name, counts in summary[key].items():
             low = f"{counts['low_confidence']:,} ({counts['low_confidence'] / counts['volumes']:.0%})"
             lines.append(f"  {title} {name}: {counts['volumes']:,} volumes, tissue band of low confidence in {low}")
+    lines += [f"  {count:,} {flag}: {FLAGS[flag]}" for flag, count in summary["found"].items()]
     lines += [f"  not prepared, {code}: {count:,}" for code, count in summary["unprepared"].items()]
     return "\n".join(lines)
 
@@ -200,16 +222,16 @@ def _prepare_one(
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
-        prepared = _prepared(task, preprocessing, read)
+        prepared, pixels = _prepared(task, preprocessing, read)
     except BAD_INPUT as error:
         sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
         return _unprepared(acquisition, _code(error), sentence or type(error).__name__)
     digest = stage(prepared, staging, task.name, compression)
-    row = row_of(acquisition, prepared, digest)
+    row = row_of(acquisition, prepared, digest, pixels)
     return row if task.index is None else replace(row, index=task.index)
 
 
-def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str) -> StoreRow:
+def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels: str = "") -> StoreRow:
     """The row of a volume that has no place in the store yet."""
     return StoreRow(
         index=-1,
@@ -217,11 +239,14 @@ def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str) -> Sto
         confidence=dict(prepared.confidence),
         transform=prepared.transform.to_dict(),
         checksum=digest,
+        pixels=pixels,
+        # Left eyes are mirrored, so the disc of every eye belongs on the right.
+        found=("laterality_contradicts_anatomy",) if acquisition.laterality and prepared.disc == "left" else (),
         **_words(acquisition),
     )
 
 
-def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) -> "Prepared":
+def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) -> tuple["Prepared", str]:
     acquisition = task.acquisition
     if read is None:
         from octfm.data.readers import read_volume
@@ -233,18 +258,17 @@ def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) ->
             "changed_since_scan", f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again"
         )
     # The catalog has cross-checked header, manifest and positions; the file alone has not.
-    return preprocessing(
-        replace(
-            volume,
-            spacing_mm=tuple(acquisition.spacing_mm),
-            laterality=acquisition.laterality,
-            scanner=acquisition.scanner,
-            protocol=acquisition.protocol,
-            participant=acquisition.participant,
-            acquisition=acquisition.sop_instance_uid,
-            source=acquisition.uri,
-        )
+    known = replace(
+        volume,
+        spacing_mm=tuple(acquisition.spacing_mm),
+        laterality=acquisition.laterality,
+        scanner=acquisition.scanner,
+        protocol=acquisition.protocol,
+        participant=acquisition.participant,
+        acquisition=acquisition.sop_instance_uid,
+        source=acquisition.uri,
     )
+    return preprocessing(known), fingerprint(volume.voxels)
 
 
 def _code(error: BaseException) -> str:

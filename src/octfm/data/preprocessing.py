@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from octfm.config import Config
+from octfm.data.laterality import Side, disc_side
 from octfm.data.resampling import resample, seen_rows
 from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.data.transform import Transform
@@ -36,6 +37,8 @@ class Prepared:
     confident: bool
     confidence: dict[str, float]
     transform: Transform
+    disc: Side = "unclear"
+    """Where the optic disc lies in the canonical frame: right in every eye whose laterality is known and true."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Preprocessing(Config):
         seen = seen_rows(voxels)
         out, valid = resample(voxels, seen, transform)
         band = self._band(tissue, valid, transform)
-        return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform)
+        disc = disc_side(voxels, canonical.spacing_mm, tissue).side
+        return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)
 
     def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:
         """How much of the grid a scan of this size fills and how much of the scan is kept."""

@@ -51,6 +51,10 @@ class StoreRow:
     transform: dict[str, Any]
     """Way back to the native frame: `Transform.from_dict` reads it."""
     checksum: str
+    pixels: str = ""
+    """Fingerprint of the native voxels (octfm.data.pixel_copies); empty in stores made before there was one."""
+    found: tuple[str, ...] = ()
+    """Doubts that only pixels can raise, keys of acquisition.FLAGS: they stay when the catalog's words change."""
 
     def to_line(self) -> str:
         return to_line(asdict(self))
@@ -181,6 +185,7 @@ class Store:
             "low_confidence": sum(not row.confident for row in self.rows),
             "by_scanner": dict(sorted(by_scanner.items())),
             "by_diagnosis": dict(sorted(by_diagnosis.items())),
+            "found": dict(Counter(flag for row in self.rows for flag in row.found).most_common()),
             "unprepared": dict(Counter(u.code for u in self.unprepared()).most_common()),
         }
 
@@ -294,7 +299,7 @@ def read_rows(path: Path) -> tuple[tuple[StoreRow, ...], int]:
     for number, line in enumerate(whole.splitlines()):
         try:
             values = json.loads(line)
-            rows.append(StoreRow(**{**values, "flags": tuple(values["flags"])}))
+            rows.append(StoreRow(**{**values, "flags": tuple(values["flags"]), "found": tuple(values.get("found", ()))}))
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(f"{file}: line {number + 1} is not a row ({error}); the store is damaged, prepare into a new folder") from None
         if rows[-1].index != number:

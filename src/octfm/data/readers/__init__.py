@@ -94,6 +94,11 @@ REASONS: dict[str, Reason] = {
     "absurd_spacing": Reason("the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"),
     "blank_volume": Reason("every voxel has the same value", "nothing was imaged, or the export failed: export it again"),
     "duplicate_sop_uid": Reason("the same acquisition is already in the catalog, with the same voxels", "remove the copy"),
+    "duplicate_pixels": Reason("the same voxels are there under another SOP Instance UID", "remove the copy"),
+    "pixels_of_two_participants": Reason(
+        "the same voxels are there as another participant's, so that one of the two is wrong, and both together a leak between splits",
+        "find out whose they are, and remove the other file",
+    ),
     "reused_sop_uid": Reason(
         "another acquisition in the catalog has this SOP Instance UID and other voxels", "export both again, each needs a UID of its own"
     ),

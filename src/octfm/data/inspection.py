@@ -1,0 +1,79 @@
+"""What only pixels tell about a catalog, before splits are drawn: copies under other identities, and eyes on the wrong side.
+
+Every accepted volume is decoded once, as long as the rest of a scan takes many times over; so a scan does it when asked. `prepare` reads
+the pixels anyway and looks for the same things.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octfm.data.acquisition import FLAGS, Acquisition, Reject
+from octfm.data.archive import file_size
+from octfm.data.isolation import Limits, Lost
+from octfm.data.laterality import DiscSide, disc_side
+from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
+from octfm.data.readers import REASONS, read_volume
+from octfm.data.spread import spread
+from octfm.data.tissue import find_tissue
+from octfm.errors import ReadError
+
+
+@dataclass(frozen=True)
+class Seen:
+    fingerprint: str
+    disc: DiscSide
+
+
+def inspect_pixels(
+    acquisitions: Sequence[Acquisition], workers: int | None = None, limits: Limits | None = None
+) -> tuple[list[Acquisition], list[Reject]]:
+    """The acquisitions that stay, flagged where their anatomy contradicts their laterality, and a reject for each copy and each file
+    that cannot be decoded. Nothing else about an acquisition is changed."""
+    limits = limits or Limits()
+    deadline = functools.partial(_deadline, limits)
+    looked = spread(_look, acquisitions, _lost, workers=workers, limits=limits, deadline=deadline, chunk=1)
+    copies, kept, rejects, shared = PixelCopies(), [], [], set()
+    for acquisition, outcome in zip(acquisitions, looked, strict=True):
+        if isinstance(outcome, Reject):
+            rejects.append(outcome)
+            continue
+        owner = Owner(acquisition.uri, acquisition.participant, acquisition.laterality)
+        if (first := copies.first_owner(outcome.fingerprint, owner)) is not None:
+            code, sentence = describe_copy(owner, first)
+            rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri)))
+            shared |= {first.uri} if code in FLAGS else set()
+            continue
+        kept.append(replace(acquisition, flags=(*acquisition.flags, *_doubts(acquisition, outcome.disc))))
+    return [replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in kept], rejects
+
+
+def _doubts(acquisition: Acquisition, disc: DiscSide) -> tuple[str, ...]:
+    flags = ("laterality_contradicts_anatomy",) if disc.contradicts(acquisition.laterality) else ()
+    if acquisition.laterality is None and disc.side == "right":
+        flags = ("disc_on_the_right",)
+    elif acquisition.laterality is None and disc.side == "left":
+        flags = ("disc_on_the_left",)
+    return flags
+
+
+def _look(acquisition: Acquisition) -> Seen | Reject:
+    try:
+        volume = replace(read_volume(acquisition.uri, spacing_mm=acquisition.spacing_mm), spacing_mm=acquisition.spacing_mm)
+    except ReadError as error:
+        return Reject(acquisition.uri, error.code, str(error), file_size(acquisition.uri))
+    voxels = volume.superior_to_inferior().voxels
+    voxels = (voxels >> 8).astype(np.uint8) if voxels.dtype == np.uint16 else voxels
+    return Seen(fingerprint(volume.voxels), disc_side(voxels, volume.spacing_mm, find_tissue(voxels, volume.spacing_mm)))
+
+
+def _lost(acquisition: Acquisition, lost: Lost) -> Reject:
+    uri = acquisition.uri
+    return Reject(uri, lost.code, f"{uri}: the process that read its pixels {lost.what}; {REASONS[lost.code].fix}", file_size(uri))
+
+
+def _deadline(limits: Limits, acquisition: Acquisition) -> float:
+    return limits.deadline(math.prod(acquisition.shape), acquisition.uri)

@@ -1,0 +1,69 @@
+"""On which side of a macular scan the optic disc lies, told by the nerve fibre layer, so that a wrong laterality tag is noticed.
+
+Nerve fibres run to the disc, so nasally of the fovea the innermost retina is bright and thick, and temporally it is neither: to the right
+in the image of a right eye, to the left in that of a left eye. It is evidence against a tag, never a reason to change one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from octfm.data.surface import at_rows
+from octfm.data.tissue import Tissue
+from octfm.data.volume import Laterality, Spacing3
+
+Side = Literal["left", "right", "unclear"]
+
+NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM = (10, 45), (60, 110), (10, 250)
+"""Depths below the ILM that are compared: nerve fibres fill the first nasally and not temporally; the second is dark everywhere."""
+FROM_FOVEA_MM, ACROSS_MM = (1.0, 3.2), 2.2
+"""Distances from the fovea along a B-scan, and between B-scans, at which both sides are compared."""
+LEAST_REACH_MM = 1.8
+"""A scan that shows less than this on either side of the fovea tells nothing."""
+LEAST_BRIGHTNESS, LEAST_THICKNESS_UM = 0.02, 5.0
+"""Differences between the sides that count; both must point the same way."""
+
+
+@dataclass(frozen=True)
+class DiscSide:
+    side: Side
+    """Of the image, whose B-scans must not have been mirrored, or of a mirrored one, in that one."""
+    brightness: float
+    """Nerve fibres over ganglion cells, right minus left, in units of the retina's mean brightness; nan where nothing can be compared."""
+    thickness_um: float
+    """ILM to Bruch's membrane, right minus left."""
+
+    def contradicts(self, laterality: Laterality | None) -> bool:
+        return (laterality, self.side) in {("R", "left"), ("L", "right")}
+
+
+def disc_side(voxels_DHW: np.ndarray, spacing_mm: Spacing3, tissue: Tissue) -> DiscSide:
+    """Right and left of the fovea compared at equal distances: the median over B-scans and distances."""
+    depth, _, width = voxels_DHW.shape
+    dz, dy, dx = spacing_mm
+    fovea = tissue.fovea or ((depth - 1) / 2, (width - 1) / 2)
+    reach = min(fovea[1], width - 1 - fovea[1]) * dx
+    near = np.flatnonzero(np.abs(np.arange(depth) - fovea[0]) * dz < ACROSS_MM)
+    if not tissue.confident or reach < LEAST_REACH_MM or not near.size:
+        return DiscSide("unclear", float("nan"), float("nan"))
+    ilm, thickness_um = tissue.ilm[near], (tissue.bm - tissue.ilm)[near] * dy * 1000
+    planes = voxels_DHW[near].transpose(0, 2, 1)
+    layers = [_mean_below(planes, ilm, depths, dy) for depths in (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM)]
+    contrast = (layers[0] - layers[1]) / max(float(layers[2].mean()), 1e-6)
+    away = np.arange(FROM_FOVEA_MM[0], min(FROM_FOVEA_MM[1], reach), max(dx, 0.05)) / dx
+    brightness, thickness = (_right_minus_left(field, fovea[1], away) for field in (contrast, thickness_um))
+    agree = np.sign(brightness) == np.sign(thickness) and abs(brightness) >= LEAST_BRIGHTNESS and abs(thickness) >= LEAST_THICKNESS_UM
+    return DiscSide(("right" if brightness > 0 else "left") if agree else "unclear", brightness, thickness)
+
+
+def _mean_below(planes_DWH: np.ndarray, ilm: np.ndarray, depths_um: tuple[float, float], dy: float) -> np.ndarray:
+    """[D, W] mean brightness between two depths below the ILM, from at most 16 rows."""
+    first, last = (um / 1000 / dy for um in depths_um)
+    rows = np.linspace(first, last, int(min(16, max(2, last - first))))
+    return np.mean([at_rows(planes_DWH, ilm + row).astype(np.float32) for row in rows], axis=0)
+
+
+def _right_minus_left(field_DW: np.ndarray, middle: float, away: np.ndarray) -> float:
+    columns = np.arange(field_DW.shape[1])
+    return float(np.median([np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DW]))
