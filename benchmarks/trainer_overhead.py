@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from octfm.data.loader import Batch
 from octfm.data.preprocessing import Preprocessing
@@ -23,7 +22,7 @@ from octfm.training.learner import Learner
 from octfm.training.measure import Before, train_row
 from octfm.training.runtime import start
 from octfm.training.settings import load_config
-from octfm.training.step import accumulate
+from octfm.training.step import accumulate, tell
 
 SIZE = (32, 192, 192)
 
@@ -49,16 +48,17 @@ def main() -> None:
     def step(look: bool = False) -> float:
         begun = time.perf_counter()
         done = accumulate(learner, batch, 0.5, everything=look)
-        grad_norm = torch.nn.utils.clip_grad_norm_(learner.decayed + learner.free, config.clip_grad_norm)
-        loss = float(torch.cat([d.masked_loss_B for d in done]).mean())
+        told = tell(learner, done)
+        grad_norm = float(learner.runtime.clip(learner.trained, config.clip_grad_norm))
         if look:
-            monitors.step_findings(config, learner.state, done, batch.index, loss, float(grad_norm))
+            monitors.step_findings(config, learner.state, told, batch.index, grad_norm)
         before = Before.update(learner) if look else None
-        learner.optimizer.step()
-        learner.model.update_target(0.999)
-        learner.state = learner.state.accept(loss, float(grad_norm), config.health.window)
+        learner.set_rates(1e-4, 0.05, 0.999)
+        learner.update(made=True)
+        learner.state = learner.state.accept(told.loss, grad_norm, config.health.window)
         if before is not None:
-            monitors.row_findings(config.health, learner.state, train_row(learner, done, before, 0.999), config.model.width)
+            row = train_row(learner, done, before, 0.999, batch.scanner)
+            monitors.row_findings(config.health, learner.state, row, config.model.width)
         return time.perf_counter() - begun
 
     for _ in range(2):

@@ -40,9 +40,9 @@ BUGS = (
     ),
     Bug(
         "F3-gradient-norm-after-zero-grad",
-        "training/pretrain.py",
-        "grad_norm = torch.nn.utils.clip_grad_norm_(",
-        "learner.optimizer.zero_grad(set_to_none=False)\n            grad_norm = torch.nn.utils.clip_grad_norm_(",
+        "training/runtime.py",
+        "norm = torch.nn.utils.clip_grad_norm_(",
+        "[p.grad.zero_() for p in parameters]\n        norm = torch.nn.utils.clip_grad_norm_(",
         "test_pretrain.py::test_F3_gradient_norm_is_measured_before_clipping_and_never_after_zero_grad",
     ),
     Bug(
@@ -96,8 +96,8 @@ BUGS = (
     ),
     Bug(
         "F11a-teacher-never-moves-is-stopped-by-the-loop",
-        "training/pretrain.py",
-        "model.update_target(ema)",
+        "training/learner.py",
+        "self.model.update_target(torch.where(yes, self.ema, torch.ones_like(self.ema)))",
         "pass",
         "test_pretrain.py::test_F11_teacher_moves_in_every_update_and_context_cannot_see",
     ),

@@ -4,6 +4,9 @@
 class OctfmError(Exception):
     """A problem the user can act on. The command line prints it as one line and exits with code 1."""
 
+    elsewhere = False
+    """It came up on another rank, which says it."""
+
 
 class ConfigError(OctfmError):
     """A configuration that cannot be run as written."""

@@ -37,7 +37,7 @@ class Data2Vec(nn.Module):
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, features)
 
-    def update_target(self, momentum: float) -> None:
+    def update_target(self, momentum: float | Tensor) -> None:
         move_average(self.target_encoder, self.encoder, momentum)
 
     def discard_step(self) -> None:

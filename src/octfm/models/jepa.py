@@ -59,7 +59,7 @@ class JEPA(nn.Module):
             return take_rotary(table, asked)
         return rotary(self.encoder.grid, torch.gather(index.kept, 1, asked), self.predictor.head_width)
 
-    def update_target(self, momentum: float) -> None:
+    def update_target(self, momentum: float | Tensor) -> None:
         move_average(self.target_encoder, self.encoder, momentum)
         if self.whitening is not None:
             self.whitening.update()

@@ -73,7 +73,15 @@ def content_free_baseline(name: str, goal_BMD: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def move_average(average: torch.nn.Module, source: torch.nn.Module, momentum: float) -> None:
-    """average = momentum * average + (1 - momentum) * source, over all parameters in one fused call."""
-    targets, sources = ([p.detach() for p in module.parameters()] for module in (average, source))
-    torch._foreach_lerp_(targets, sources, weight=1 - momentum)
+def move_average(average: torch.nn.Module, source: torch.nn.Module, momentum: float | Tensor) -> None:
+    """average = momentum * average + (1 - momentum) * source, over all parameters; of sharded ones each rank moves its share."""
+    targets, sources = ([_own(p) for p in module.parameters()] for module in (average, source))
+    if isinstance(momentum, Tensor):
+        torch._foreach_lerp_(targets, sources, [(1 - momentum).to(targets[0].dtype)] * len(targets))
+    else:
+        torch._foreach_lerp_(targets, sources, weight=1 - momentum)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    share = getattr(parameter.detach(), "to_local", None)
+    return share() if share else parameter.detach()

@@ -5,8 +5,14 @@ all of their variance, a loss over them is nearly all about these, and the rest 
 goals keeps their rank (Ermolov et al. 2021, arXiv:2007.06346 whiten both views; here the target side alone, from running moments).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+
+
+def _alone(*tensors: Tensor) -> None:
+    """The sum over one rank."""
 
 
 class Whitening(nn.Module):
@@ -32,6 +38,8 @@ class Whitening(nn.Module):
         self.register_buffer("matrix_LDD", torch.eye(width).repeat(levels, 1, 1))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self._gathered: list[tuple[Tensor, Tensor, int]] = []
+        self.over_ranks: Callable[..., None] = _alone
+        """Sums tensors over all ranks in place, so that the moments are those of the global batch."""
 
     @torch.no_grad()
     def forward(self, features: list[Tensor], *, gather: bool) -> Tensor:
@@ -52,10 +60,12 @@ class Whitening(nn.Module):
         """Take in what was gathered since the last update."""
         if not self._gathered:
             return
-        total = sum(count for _, _, count in self._gathered)
-        mean_LD = torch.stack([s for s, _, _ in self._gathered]).sum(0) / total
-        moment_LDD = torch.stack([m for _, m, _ in self._gathered]).sum(0) / total
+        total = torch.tensor(float(sum(count for _, _, count in self._gathered)), device=self.mean_LD.device)
+        sum_LD = torch.stack([s for s, _, _ in self._gathered]).sum(0)
+        product_LDD = torch.stack([m for _, m, _ in self._gathered]).sum(0)
         self._gathered.clear()
+        self.over_ranks(total, sum_LD, product_LDD)
+        mean_LD, moment_LDD = sum_LD / total, product_LDD / total
         self.updates += 1
         done = int(self.updates)
         share = 1 / min(done, self.window)

@@ -5,6 +5,7 @@ import hmac
 import json
 import os
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from octfm.errors import CheckpointError
+from octfm.training import shards
 
-FORMAT, VERSION = "octfm-checkpoint", 2
+FORMAT, VERSION = shards.FORMAT, shards.VERSION
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
 CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
 ADDED = {1: set(), 2: {"state", "checksum"}}
@@ -54,8 +56,16 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 
 
 def steps(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
+    """Finished checkpoints, oldest first: files, and folders of shards."""
+    return sorted([*folder.glob("step-*.pt"), *folder.glob(f"step-*{shards.SUFFIX}")])
+
+
+def delete(path: Path) -> None:
+    """A file, or a folder of shards."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def step_of(path: Path) -> int:
@@ -66,8 +76,17 @@ def step_of(path: Path) -> int:
 def load(path: Path) -> dict[str, Any]:
     """Everything `write` was given, verified. Tensors and plain values only: no code in a checkpoint is ever run."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, AttributeError) as error:
+        content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        shards.DamagedShards,
+        RuntimeError,
+        EOFError,
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise DamagedCheckpoint(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore it from a copy"
@@ -79,7 +98,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: checkpoint version {version}, this octfm reads up to {VERSION}; upgrade octfm")
     if missing := (CONTENT | ADDED.get(version, set())) - content.keys():
         raise DamagedCheckpoint(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
-    if version > 1 and content["checksum"] != (found := checksum(content)):
+    if version > 1 and not path.is_dir() and content["checksum"] != (found := checksum(content)):
         raise DamagedCheckpoint(
             f"{path}: damaged, its checksum is {found[:12]} and should be {content['checksum'][:12]}; "
             "delete it to continue from the one before it, or restore it from a copy"
@@ -107,7 +126,7 @@ def snapshot(value: Any) -> Any:
 
 def newest(run: Path) -> Path:
     """The last checkpoint of a run folder; a checkpoint file is its own answer."""
-    if run.is_file():
+    if run.is_file() or run.suffix == shards.SUFFIX:
         return run
     found = everywhere(run)
     if not found:

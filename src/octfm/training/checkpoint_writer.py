@@ -1,7 +1,7 @@
 """Writing checkpoints while training goes on: a copy on the host, then a thread; what may be deleted; what happens when a disk is full."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 from octfm.training import checkpoint
 
 BEST = "best.json"
+Write = Callable[[Path, int, dict[str, Any]], Path]
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,15 @@ class CheckpointWriter:
     A failure never stops training: it is told by `failures`, and the checkpoints written before are left as they are.
     """
 
-    def __init__(self, places: Sequence[Path], retention: Retention):
-        self.places, self.retention = tuple(places), retention
+    def __init__(self, places: Sequence[Path], retention: Retention, write: Write | None = None, *, tidies: bool = True):
+        """`write` replaces checkpoint.write; `tidies` is false where another process deletes what is not kept."""
+        self.places, self.retention, self._write_into, self._tidies = tuple(places), retention, write, tidies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
         self._in_flight: Future | None = None
         self._failures: list[Failure] = []
-        for place in self.places:
+        for place in self.places if tidies else ():
             for partial in place.glob("*.partial"):  # of a process that was killed while it wrote
-                partial.unlink()
+                checkpoint.delete(partial)
 
     def save(self, step: int, content: dict[str, Any]) -> None:
         """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being written."""
@@ -92,10 +94,10 @@ class CheckpointWriter:
     def forget_after(self, step: int) -> None:
         """Delete the checkpoints of an abandoned course of training."""
         self.wait()
-        for place in self.places:
+        for place in self.places if self._tidies else ():
             for path in checkpoint.steps(place):
                 if checkpoint.step_of(path) > step:
-                    path.unlink()
+                    checkpoint.delete(path)
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -104,17 +106,18 @@ class CheckpointWriter:
     def _write(self, step: int, content: dict[str, Any]) -> None:
         for place in self.places:
             try:
-                checkpoint.write(place, step, content)
+                (self._write_into or checkpoint.write)(place, step, content)
             except OSError as error:
                 self._failures.append(self._explain(step, place, error))
             else:
-                self._tidy(place)
+                if self._tidies:
+                    self._tidy(place)
                 return
 
     def _tidy(self, place: Path) -> None:
         try:
             for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
-                path.unlink()
+                checkpoint.delete(path)
         except OSError as error:
             self._failures.append(Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False))
 

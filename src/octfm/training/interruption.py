@@ -1,5 +1,6 @@
-"""SIGTERM and SIGINT: the step is finished and saved first; a second signal acts at once."""
+"""SIGTERM and SIGINT: the step is finished and saved first; a second signal acts at once, unless a launcher repeats signals."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -14,6 +15,8 @@ class Interruption:
     def __init__(self) -> None:
         self.asked: str | None = None
         """Name of the signal that came."""
+        # torchrun passes on a signal that the whole process group got already; it kills by itself what takes too long.
+        self._patient = "TORCHELASTIC_RUN_ID" in os.environ
         self._before: dict = {}
 
     def __enter__(self) -> Self:
@@ -26,7 +29,8 @@ class Interruption:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number).name
-        self._restore()
+        if not self._patient:
+            self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

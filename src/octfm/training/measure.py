@@ -1,7 +1,9 @@
 """What a step and the held-out participants are measured by: losses over their content-free baselines, health of features, speed."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 import torch
@@ -18,29 +20,43 @@ from octfm.training.step import MicroStep
 
 @torch.no_grad()
 def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float]:
-    """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass (F12)."""
+    """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass, shared by the ranks (F12)."""
     config, model, runtime = learner.config, learner.model, learner.runtime
     outputs: list[ObjectiveOutput] = []
-    for first in range(0, len(rows), learner.micro_batch):
-        chosen = rows[first : first + learner.micro_batch]
+    own, size = runtime.part(rows), learner.micro_batch
+    # As many passes on every rank, whose shares differ by a volume: sharded networks are gathered by all of them at once.
+    passes = ceil(ceil(len(rows) / runtime.world) / size)
+    for number in range(passes):
+        chosen = own[number * size : (number + 1) * size]
+        surplus = not len(chosen)
+        chosen = rows[:1] if surplus else chosen
         arrays = store.read(chosen)
         scanner = tuple(store.rows[row].scanner for row in chosen)
         batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0)
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
             output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
-        outputs.append(output._replace(features_BKD=output.features_BKD[:0]))
-    # One median over all held-out volumes, so that the ratio does not depend on the micro-batch.
-    masked, context = (float(torch.cat(x).mean()) for x in zip(*((o.masked_loss_B, o.context_loss_B) for o in outputs), strict=True))
-    goals = (torch.cat(x) for x in zip(*((o.masked_goal_BTD, o.context_goal_BCD) for o in outputs), strict=True))
-    baseline, context_baseline = (float(content_free_baseline(model.name, goal).mean()) for goal in goals)
-    return {
-        "masked_loss": masked,
-        "masked_over_baseline": masked / baseline,
-        "context_loss": context,
-        "context_over_baseline": context / context_baseline,
-        "volumes": len(rows),
-    }
+        outputs.append(ObjectiveOutput(*(x[:0] if surplus or name == "features_BKD" else x for name, x in _per_volume(output))))
+    # One median over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
+    whole = [runtime.gather(torch.cat(x)) for x in list(zip(*outputs, strict=True))[1:5]]
+
+    def row() -> dict[str, float]:
+        masked, context = (float(x.mean()) for x in whole[:2])
+        baseline, context_baseline = (float(content_free_baseline(model.name, goal).mean()) for goal in whole[2:])
+        return {
+            "masked_loss": masked,
+            "masked_over_baseline": masked / baseline,
+            "context_loss": context,
+            "context_over_baseline": context / context_baseline,
+            "volumes": len(rows),
+        }
+
+    return runtime.first(row)
+
+
+def _per_volume(output: ObjectiveOutput) -> list[tuple[str, torch.Tensor]]:
+    """Fields by name; the scalar loss as one row, so that all of them can be cut along volumes."""
+    return [(name, x.reshape(1) if x.ndim == 0 else x) for name, x in output._asdict().items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,36 +69,56 @@ class Before:
 
     @classmethod
     def update(cls, learner: Learner) -> "Before":
-        teacher = [p.clone() for p in health.parameters_of(learner.model.target_encoder)]
-        return cls(teacher, [p.detach().clone() for p in _sample(learner)])
+        return cls([p.clone() for p in _own(learner, learner.model.target_encoder)], [p.clone() for p in _sample(learner)])
 
 
 def _sample(learner: Learner) -> list[torch.Tensor]:
-    return learner.decayed[1 :: max(1, len(learner.decayed) // 4)]
+    return [learner.runtime.local(p.detach()) for p in learner.decayed[1 :: max(1, len(learner.decayed) // 4)]]
+
+
+def _own(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
+    """A network's parameters, or this rank's shares of them."""
+    return [learner.runtime.local(p) for p in health.parameters_of(module)]
 
 
 @torch.no_grad()
-def train_row(learner: Learner, done: list[MicroStep], before: Before, ema: float) -> dict:
-    """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens."""
-    model = learner.model
-    masked = torch.cat([d.masked_loss_B for d in done])
-    context = torch.cat([d.context_loss_B for d in done])
-    goal = torch.cat([d.masked_goal_BTD for d in done if d.masked_goal_BTD is not None])
-    baseline = content_free_baseline(model.name, goal)
-    context_goal = torch.cat([d.context_goal_BCD for d in done if d.context_goal_BCD is not None])
-    context_baseline = content_free_baseline(model.name, context_goal)
-    tissue = torch.cat([d.tissue_features_MD for d in done if d.tissue_features_MD is not None])
-    scanner = np.array([name for d in done for name in d.scanner])
-    masks = [d.masks for d in done]
-    after, student = health.parameters_of(model.target_encoder), health.parameters_of(model.encoder)
+def train_row(learner: Learner, done: list[MicroStep], before: Before, ema: float, scanners: Sequence[str]) -> dict:
+    """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens.
+
+    Rank 0 measures the global batch as one process would, and all ranks get its row. `scanners` are those of the global batch.
+    """
+    model, runtime = learner.model, learner.runtime
+    names = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goal_BCD", "tissue_features_MD")
+    whole = [runtime.gather(torch.cat([x for x in (getattr(d, name) for d in done) if x is not None])) for name in names]
+    loss = torch.stack([d.loss for d in done]).mean()
+    masks = torch.from_numpy(np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64))
+    after, student = _own(learner, model.target_encoder), _own(learner, model.encoder)
+    size = float(torch.stack(torch._foreach_norm([*after, *student])).norm())
+    shares = runtime.exchange(np.array([float(loss), *masks.mean(1), size]))
     stuck = torch.cat([(a == b).flatten() for a, b in zip(before.sample, _sample(learner), strict=True)])
+    counts = torch.tensor([float(stuck.sum()), float(stuck.numel())], dtype=torch.float64)
+    runtime.sum_shares_(counts)
+    moved = {
+        "teacher_step": health.relative_distance(after, before.teacher, runtime.sum_shares_),
+        "teacher_asked": (1 - ema) * health.relative_distance(student, before.teacher, runtime.sum_shares_),
+        "teacher_distance": health.relative_distance(after, student, runtime.sum_shares_),
+        "weights_stuck": float(counts[0] / counts[1]),
+        "ranks_apart": 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1]),
+    }
+    return runtime.first(lambda: _row(model.name, whole, np.array(scanners), shares) | moved)
+
+
+def _row(name: str, whole: list[torch.Tensor], scanner: np.ndarray, shares: np.ndarray) -> dict:
+    masked, context, goal, context_goal, tissue = whole
+    baseline, context_baseline = content_free_baseline(name, goal), content_free_baseline(name, context_goal)
+    dead, dropped, repeated = (float(x) for x in shares[:, 1:4].mean(0))
     by_scanner = {}
-    for name in sorted(set(scanner)):
-        own = torch.from_numpy(scanner == name).to(masked.device)
+    for kind in sorted(set(scanner.tolist())):
+        own = torch.from_numpy(scanner == kind).to(masked.device)
         # Its own median: a scanner is not easier to predict because another one looks different.
-        by_scanner[name] = float(masked[own].mean() / content_free_baseline(model.name, goal[own]).mean().clamp_min(1e-9))
+        by_scanner[kind] = float(masked[own].mean() / content_free_baseline(name, goal[own]).mean().clamp_min(1e-9))
     return {
-        "loss": float(torch.stack([d.loss for d in done]).mean()),
+        "loss": float(shares[:, 0].mean()),
         "masked_loss": float(masked.mean()),
         "masked_over_baseline": float(masked.mean() / baseline.mean().clamp_min(1e-9)),
         "context_loss": float(context.mean()),
@@ -90,13 +126,9 @@ def train_row(learner: Learner, done: list[MicroStep], before: Before, ema: floa
         "by_scanner": by_scanner,
         "effective_rank": health.effective_rank(tissue),
         "feature_std": health.feature_std(tissue),
-        "teacher_step": health.relative_distance(after, before.teacher),
-        "teacher_asked": (1 - ema) * health.relative_distance(student, before.teacher),
-        "teacher_distance": health.relative_distance(after, student),
-        "weights_stuck": float(stuck.float().mean()),
-        "dead_targets": float(np.concatenate([m.dead for m in masks]).mean()),
-        "tissue_dropped": float(np.concatenate([m.tissue_dropped for m in masks]).mean()),
-        "tokens_repeated": float(np.concatenate([m.repeated for m in masks]).mean()),
+        "dead_targets": dead,
+        "tissue_dropped": dropped,
+        "tokens_repeated": repeated,
     }
 
 
@@ -109,16 +141,18 @@ class Window:
     def restart(self) -> None:
         self.volumes, self.wait_s, self.since = 0, 0.0, time.perf_counter()
 
-    def add(self, batch: Batch) -> None:
-        self.volumes += len(batch.index)
+    def add(self, batch: Batch, ranks: int) -> None:
+        self.volumes += len(batch.index) * ranks
         self.wait_s += batch.wait_s
 
     def close(self, runtime: Runtime) -> dict[str, float]:
         elapsed = max(1e-9, time.perf_counter() - self.since)
+        # Of the rank that waited longest, and of the one that needed most: the others had to wait for it.
+        wait_s, peak = (float(x) for x in runtime.exchange(np.array([self.wait_s, runtime.peak_memory_gb()])).max(0))
         row = {
             "volumes_per_s": self.volumes / elapsed,
-            "data_wait_share": min(1.0, self.wait_s / elapsed),
-            "peak_memory_gb": runtime.peak_memory_gb(),
+            "data_wait_share": min(1.0, wait_s / elapsed),
+            "peak_memory_gb": peak,
             "time": time.time(),
         }
         self.restart()

@@ -11,7 +11,7 @@ import torch
 from octfm.training.health import HealthConfig
 from octfm.training.run_state import RunState
 from octfm.training.settings import PretrainConfig
-from octfm.training.step import MicroStep
+from octfm.training.step import Told
 
 FEWEST = 24
 """Accepted steps before one can stand out from them."""
@@ -39,16 +39,13 @@ class Finding:
     """False when the weights cannot have suffered: the update was not made, and its volumes are to blame."""
 
 
-def step_findings(
-    config: PretrainConfig, state: RunState, done: Sequence[MicroStep], index: np.ndarray, loss: float, grad_norm: float
-) -> Finding | None:
-    """What is known before the update: the most telling finding of a step, or none. `index` are the rows of its volumes."""
-    losses_B = torch.cat([d.masked_loss_B + d.context_loss_B for d in done])
+def step_findings(config: PretrainConfig, state: RunState, told: Told, index: np.ndarray, grad_norm: float) -> Finding | None:
+    """What is known before the update: the most telling finding of a step, or none. `index` are the rows of all its volumes."""
     return (
-        non_finite(losses_B, grad_norm, index)
-        or context(done)
-        or batch_statistics(done, config.precision)
-        or spike(config.health, state, loss, grad_norm)
+        non_finite(told.masked_loss_B + told.context_loss_B, grad_norm, index)
+        or context(told.leak)
+        or batch_statistics(told.company, config.precision)
+        or spike(config.health, state, told.loss, grad_norm)
     )
 
 
@@ -129,18 +126,16 @@ class LearningRate:
         return None
 
 
-def context(done: Sequence[MicroStep]) -> Finding | None:
-    """The context path must get exactly no gradient from the voxels of targets (F11)."""
-    leak = max((d.leak for d in done if d.leak is not None), default=0.0)
-    if leak > 0:
+def context(leak: float | None) -> Finding | None:
+    """The context path must get exactly no gradient from the voxels of targets (F11); None was not looked at."""
+    if leak is not None and leak > 0:
         return Finding("context unmasked", f"gradient w.r.t. target voxels is {leak:.1e}: the encoder sees the answers (F11)", "code")
     return None
 
 
-def batch_statistics(done: Sequence[MicroStep], precision: str) -> Finding | None:
+def batch_statistics(change: float | None, precision: str) -> Finding | None:
     """The loss of a volume must not depend on which others are in its batch: a norm over the batch leaks between volumes."""
-    change = max((d.company for d in done if d.company is not None), default=0.0)
-    if change > (2e-2 if precision == "bf16" else 1e-3):
+    if change is not None and change > (2e-2 if precision == "bf16" else 1e-3):
         told = f"the loss of a volume changes by {change:.1%} with the others in its batch: something is normalised over the batch"
         return Finding("batch statistics", told, "code")
     return None
@@ -151,6 +146,9 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
     if row["weights_stuck"] > 0.5:
         told = f"{row['weights_stuck']:.0%} of the weights did not change in an update: gradients or updates are lost in rounding"
         return Finding("underflow", told, "code")
+    if row.get("ranks_apart", 0.0) > 0:
+        told = f"ranks that began with the same weights differ by {row['ranks_apart']:.1e} of their norm: they do not make the same updates"
+        return Finding("ranks apart", told, "code")
     asked, moved = row["teacher_asked"], row["teacher_step"]
     if asked > ROUNDING and not 0.5 < moved / asked < 2:
         what = "teacher frozen" if moved < asked else "teacher"

@@ -103,10 +103,17 @@ def online_probe(
 ) -> dict[str, float | str]:
     """One row for metrics.jsonl: the score of a linear probe and of a nearest-neighbour vote on validation participants.
 
-    `budget_of(grid)` gives the tokens kept per volume. Scores are balanced accuracy for classes and R² for numbers.
+    `budget_of(grid)` gives the tokens kept per volume. Scores are balanced accuracy for classes and R² for numbers. The ranks
+    share the volumes; rank 0 judges.
     """
-    train = tissue_means(network, budget_of, patch_size, store, runtime, cases.train, batch)
-    held_out = tissue_means(network, budget_of, patch_size, store, runtime, cases.held_out, batch)
+    means = [
+        runtime.gather(torch.from_numpy(tissue_means(network, budget_of, patch_size, store, runtime, runtime.part(rows), batch)))
+        for rows in (cases.train, cases.held_out)
+    ]
+    return runtime.first(lambda: _judge(cases, *(m.numpy() for m in means)))
+
+
+def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, float | str]:
     mean, scale = train.mean(0), train.std(0)
     scale[scale <= 1e-6 * np.abs(mean) + 1e-12] = np.inf
     x, x_new = (train - mean) / scale, (held_out - mean) / scale
@@ -141,7 +148,7 @@ def tissue_means(
             tokens_BKD = network(patches, kept)
         weight = runtime.tensor(tissue.astype(np.float32)).unsqueeze(-1)
         vectors.append(((tokens_BKD.float() * weight).sum(1) / weight.sum(1)).cpu().double().numpy())
-    return np.concatenate(vectors)
+    return np.concatenate(vectors) if vectors else np.zeros((0, network.config.width))
 
 
 def _require_split(store: Store, rows: np.ndarray, split: str) -> None:

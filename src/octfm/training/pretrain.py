@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from octfm import __version__
 from octfm.data.loader import Loader
@@ -15,21 +14,21 @@ from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, monitors, preflight
-from octfm.training.checkpoint_writer import CheckpointWriter, keep_best
+from octfm.training.checkpoint_writer import keep_best
 from octfm.training.inputs import frozen_encoder
 from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
 from octfm.training.measure import Before, Window, train_row, validate
 from octfm.training.online_probe import Cases, find_cases, online_probe
+from octfm.training.preflight.ranks import require_disjoint, require_same_data
 from octfm.training.resume import resume
-from octfm.training.run_folder import RunFolder, claim
-from octfm.training.runtime import Runtime, environment, start
+from octfm.training.run_folder import RunFolder, claim_together
+from octfm.training.runtime import Runtime, environment, join
 from octfm.training.sample_picture import sample_picture
 from octfm.training.schedule import Schedule, ramp
-from octfm.training.session import Session, retention, second_destination
+from octfm.training.session import Session, open_metrics, open_writer, second_destination
 from octfm.training.settings import PretrainConfig, in_steps
-from octfm.training.step import accumulate
-from octfm.training.trackers import open_trackers
+from octfm.training.step import accumulate, tell
 from octfm.training.tracking import Listener, Metrics, read_metrics
 from octfm.training.waiting import Waiting
 
@@ -50,17 +49,28 @@ def pretrain(
 
     `store` and `config.data.store` are two ways to say the same thing; giving both is an error. `override` accepts a config that
     contradicts the run's. `listeners` are told what metrics.jsonl is told, for example a progress bar. Raises Preempted after SIGTERM or
-    SIGINT, once the step is finished and saved.
+    SIGINT, once the step is finished and saved. Under torchrun every rank makes this call; rank 0 alone speaks and writes.
     """
     store = _one_store(config, store)
-    runtime = start(config.precision, device)
+    runtime = join(config.runtime, config.precision, device)
+    aloud, echo = echo, echo if runtime.leads else lambda _: None
     train_rows, validation_rows = preflight.training_rows(config, store)
     config = in_steps(config, len(train_rows))
-    begun = (Path(out) / "config.yaml").is_file()
-    preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out), resumed=begun), echo)
     identity = _identity(store, train_rows)
-    with claim(out, config, store.fingerprint, identity, override=override, echo=echo) as run, Interruption() as interruption:
-        _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, listeners)
+
+    def examine() -> None:
+        begun = (Path(out) / "config.yaml").is_file()
+        preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out), resumed=begun), echo)
+
+    try:
+        with runtime.guarded():
+            runtime.first(examine)
+            require_same_data(runtime, identity)
+            claimed = claim_together(runtime, out, config, store.fingerprint, identity, override=override, echo=echo)
+            with claimed as run, Interruption() as interruption:
+                _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, aloud, listeners)
+    finally:
+        runtime.close()
     return run.path
 
 
@@ -73,23 +83,25 @@ def _train(
     run: RunFolder,
     interruption: Interruption,
     echo: Echo,
+    aloud: Echo,
     listeners: Sequence[Listener],
 ) -> None:
-    """The loop, in a folder that is ours."""
+    """The loop, in a folder that is ours. All ranks run it and all come to the same decisions."""
     schedule = Schedule(config.schedule, config.steps)
     learner = Learner(config, store.preprocessing, runtime)
     resume(run, learner, echo)
     names = sorted({store.rows[row].participant for row in train_rows})
-    run.write_record(**_facts(learner.model, runtime, store, names), precision=config.precision, **second_destination(config, run))
-    participants = {"key": run.key, "hashes": checkpoint.participant_hashes(names, run.key)}
+    facts = _facts(learner.model, runtime, store, names)
+    runtime.first(lambda: run.write_record(**facts, precision=config.precision, **second_destination(config, run)))
+    key = runtime.first(lambda: run.key)
+    participants = {"key": key, "hashes": checkpoint.participant_hashes(names, key)}
 
     size = config.data.global_batch_size
     loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
+    require_disjoint(runtime, loader, learner.step + learner.state.offset)
     cases = find_cases(config.probe, store, train_rows, validation_rows)
-    trackers = open_trackers(config.tracking, run.path, config.model_dump(mode="json"), learner.step, runtime.rank)
-    metrics = Metrics(run.metrics, learner.step, len(learner.state.rollbacks), (*trackers, *listeners))
-    writer = CheckpointWriter(run.destinations, retention(config, loader.steps_per_epoch))
-    session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, saved=learner.step)
+    metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)
+    session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, learner.step, aloud)
     session.exclude()
     check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
     waiting = Waiting(config.tracking.step_deadline_s, session.tell_waiting)
@@ -97,40 +109,44 @@ def _train(
     try:
         while learner.step < config.steps:
             step, model = learner.step, learner.model
+            at = step + learner.state.offset
             waiting.for_("data")
-            batch = loader.batches(step + learner.state.offset)
+            batch = loader.batches(at)
+            rows = loader.indices(at * size + np.arange(size))
             waiting.for_("the device")
             lr, weight_decay, ema = schedule.lr(step) * learner.state.lr_scale, schedule.weight_decay(step), schedule.ema(step)
             context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
             logged = step % config.log_every_steps == 0 or step + 1 == config.steps
             looked = logged or step % config.health.check_every_steps == 0
 
-            learner.set_rates(lr, weight_decay)
+            learner.set_rates(lr, weight_decay, ema)
             micro_batch = learner.micro_batch
             done = accumulate(learner, batch, context_weight, everything=looked)
+            waiting.for_("the other ranks")
+            told = tell(learner, done, interruption.asked)
+            runtime.average_gradients(learner.trained)
+            grad_norm = float(runtime.clip(learner.trained, config.clip_grad_norm))
+            waiting.for_("the device")
             if learner.micro_batch != micro_batch:
                 session.tell_memory(step, micro_batch)
-            grad_norm = torch.nn.utils.clip_grad_norm_(learner.decayed + learner.free, config.clip_grad_norm)
-            loss = float(torch.cat([d.masked_loss_B for d in done]).mean())
 
-            finding = check_rate(step, learner.optimizer.param_groups[0]["lr"]) or monitors.step_findings(
-                config, learner.state, done, batch.index, loss, float(grad_norm)
-            )
-            row = {}
-            if finding is not None and finding.kind == "step":
+            rate = float(learner.optimizer.param_groups[0]["lr"])
+            finding = check_rate(step, rate) or monitors.step_findings(config, learner.state, told, rows, grad_norm)
+            made = finding is None or finding.kind != "step"
+            if not made:
                 model.discard_step()
-            else:
-                before = Before.update(learner) if looked else None
-                learner.optimizer.step()
-                model.update_target(ema)
-                learner.state = learner.state.accept(loss, float(grad_norm), config.health.window)
-                if before is not None:
-                    row = train_row(learner, done, before, ema)
-                    row |= {"lr": lr, "weight_decay": weight_decay, "ema": ema, "grad_norm": float(grad_norm)}
-                    row |= {"context_weight": context_weight, "epoch": float(batch.position[0]) / len(train_rows)}
-                    finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
-                    learner.state = learner.state.look(row["effective_rank"])
-            window.add(batch)
+            before = Before.update(learner) if looked and made else None
+            learner.update(made)
+            row = {}
+            if made:
+                learner.state = learner.state.accept(told.loss, grad_norm, config.health.window)
+            if before is not None:
+                row = train_row(learner, done, before, ema, [store.rows[i].scanner for i in rows])
+                row |= {"lr": lr, "weight_decay": weight_decay, "ema": ema, "grad_norm": grad_norm}
+                row |= {"context_weight": context_weight, "epoch": at * size / len(train_rows)}
+                finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
+                learner.state = learner.state.look(row["effective_rank"])
+            window.add(batch, runtime.world)
             if logged and row:
                 row |= window.close(runtime)
                 metrics.write("train", step, **row)
@@ -151,9 +167,9 @@ def _train(
             if _due(step, config.ckpt_every_steps, config.steps):
                 session.save()
             session.tell_failures(step)
-            if interruption.asked and learner.step < config.steps:
+            if told.asked and learner.step < config.steps:
                 session.finish()
-                raise Preempted(f"{interruption.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
+                raise Preempted(f"{told.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
         session.finish()
     finally:
         waiting.close()
@@ -165,11 +181,13 @@ def _train(
 
 def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> None:
     """Probe the encoder as it is; the best state so far keeps its checkpoint."""
-    config = learner.config
-    network, patch_size = frozen_encoder(config, learner.model), config.model.patch_size
+    config, runtime = learner.config, learner.runtime
+    network, patch_size = frozen_encoder(config, learner.whole()), config.model.patch_size
     row = online_probe(
-        cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, learner.runtime, config.data.per_device_batch_size
+        cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, runtime, config.data.per_device_batch_size
     )
+    if not runtime.leads:
+        return
     before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]
     metrics.write("probe", step, **row)
     if float(row["score"]) >= max(before, default=-np.inf):

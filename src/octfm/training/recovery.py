@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from octfm.errors import TrainingError
 from octfm.training.health import HealthConfig
@@ -66,16 +67,24 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
     """
     state = learner.state
     first_sign = min((*state.skips, *state.doubts), default=step)
-    found = next(healthy_before(run, first_sign - config.margin), None) or next(healthy_before(run, first_sign), None)
-    if found is not None:
-        path, content = found
-        learner.restore(content, path)
-        where = path.name
-    elif run.last_checkpoint() is None or first_sign <= learner.config.ckpt_every_steps:
-        learner.begin()
-        where = "the initial weights"
-    else:
+    content: dict[str, Any] | None = None
+
+    def choose() -> Path | None:
+        nonlocal content
+        found = healthy_before(run, first_sign - config.margin) or healthy_before(run, first_sign)
+        if found is not None:
+            path, content = found
+            return path
+        if run.last_checkpoint() is None or first_sign <= learner.config.ckpt_every_steps:
+            return None
         raise TrainingError(f"step {step}: {what}; there is no healthy checkpoint from before step {first_sign} to go back to")
+
+    path = learner.runtime.first(choose)
+    if path is not None:
+        learner.restore(content, path)
+    else:
+        learner.begin()
+    where = path.name if path is not None else "the initial weights"
     tries = [r for r in state.rollbacks if r.to == learner.step]
     if len(tries) >= config.max_rollbacks:
         reasons = ", ".join(f"{r.what} at step {r.at}" for r in (*tries, Rollback(step, learner.step, what)))

@@ -1,6 +1,6 @@
 """Where a run goes on: at its newest checkpoint that is whole, or at an earlier one that is healthy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,28 @@ Echo = Callable[[str], None]
 
 
 def resume(run: RunFolder, learner: Learner, echo: Echo) -> None:
-    """Restore the newest checkpoint in place; a damaged one is set aside with a warning and the one before it taken.
+    """Restore the newest checkpoint in place, on all ranks; a damaged one is set aside with a warning and the one before it taken.
 
     With none there the learner stays at its first step. Anything else that is wrong stops (F18): no error is swallowed, and a run
-    that has checkpoints never starts anew because none of them can be read.
+    that has checkpoints never starts anew because none of them can be read. Rank 0 chooses and reads.
     """
+    content: dict[str, Any] | None = None
+
+    def choose() -> Path | None:
+        nonlocal content
+        found = _newest_whole(run, echo)
+        if found is None:
+            return None
+        path, content = found
+        return path
+
+    path = learner.runtime.first(choose)
+    if path is not None:
+        learner.restore(content, path)
+        echo(f"resuming {run.path} after {learner.step} updates")
+
+
+def _newest_whole(run: RunFolder, echo: Echo) -> tuple[Path, dict[str, Any]] | None:
     first_problem: checkpoint.DamagedCheckpoint | None = None
     damaged: list[Path] = []
     for path in reversed(checkpoint.everywhere(run.path)):
@@ -30,15 +47,14 @@ def resume(run: RunFolder, learner: Learner, echo: Echo) -> None:
         for bad in damaged:
             aside = bad.replace(bad.with_suffix(".damaged"))
             echo(f"warning: {bad} is damaged and was set aside as {aside.name}; going back to {path}")
-        learner.restore(content, path)
-        echo(f"resuming {run.path} after {learner.step} updates")
-        return
+        return path, content
     if first_problem is not None:
         raise first_problem
+    return None
 
 
-def healthy_before(run: RunFolder, step: int) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Whole and healthy checkpoints of `step` updates or fewer, newest first."""
+def healthy_before(run: RunFolder, step: int) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole and healthy checkpoint of `step` updates or fewer."""
     for path in reversed(checkpoint.everywhere(run.path)):
         if checkpoint.step_of(path) > step:
             continue
@@ -47,4 +63,5 @@ def healthy_before(run: RunFolder, step: int) -> Iterator[tuple[Path, dict[str, 
         except checkpoint.DamagedCheckpoint:
             continue
         if RunState.from_dict(content.get("state", {})).healthy:
-            yield path, content
+            return path, content
+    return None

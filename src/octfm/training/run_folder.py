@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from octfm.config import dump, load
 from octfm.errors import CheckpointError
 from octfm.training import checkpoint
+from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig, differences
 
 FORMAT, VERSION = "octfm-run", 1
@@ -67,6 +68,18 @@ class RunFolder:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(known | facts, indent=2))
         partial.replace(path)
+
+
+@contextmanager
+def claim_together(runtime: Runtime, out: str | Path, *arguments: Any, **options: Any) -> Iterator[RunFolder]:
+    """`claim` by rank 0 for all ranks; the others may read the folder and never write into it."""
+    with ExitStack() as held:
+
+        def enter() -> None:
+            held.enter_context(claim(out, *arguments, **options))
+
+        runtime.first(enter)
+        yield RunFolder(Path(out))
 
 
 @contextmanager

@@ -47,12 +47,12 @@ def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
                 vars(learner.model)["sabotaged"] = True  # a rollback to the beginning builds new networks
             if name == "lr-restart":
                 for group in learner.optimizer.param_groups:
-                    group["lr"] *= 100
+                    group["lr"] = group["lr"] * 100
         done = accumulate(learner, batch, *args, **kwargs)
         if faulty and name == "inf-gradient":
             gradient = learner.decayed[1].grad
             assert gradient is not None
-            gradient.view(-1)[0] = float("inf")
+            learner.runtime.local(gradient).view(-1)[:1] = float("inf")
         return done
 
     def make_inputs_with_fault(config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def _hide_learning_rate(learner: Learner) -> None:
     def faster(*args: Any, **kwargs: Any) -> None:
         told = [group["lr"] for group in learner.optimizer.param_groups]
         for group in learner.optimizer.param_groups:
-            group["lr"] *= 100
+            group["lr"] = group["lr"] * 100
         update(*args, **kwargs)
         for group, lr in zip(learner.optimizer.param_groups, told, strict=True):
             group["lr"] = lr

@@ -1,6 +1,9 @@
-"""One process's hold on a run: what it reads from and writes to, and how it acts on what the monitors find."""
+"""One process's hold on a run: what it reads from and writes to, and how it acts on what the monitors find.
 
-from collections.abc import Callable
+Every rank has one and all act alike; only rank 0's writes and speaks.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +12,15 @@ import numpy as np
 from octfm.data.loader import Loader
 from octfm.data.store import Store
 from octfm.errors import CheckpointError, TrainingError
-from octfm.training import checkpoint
+from octfm.training import checkpoint, shards
 from octfm.training.checkpoint_writer import CheckpointWriter, Retention
 from octfm.training.learner import Learner
 from octfm.training.monitors import Finding
 from octfm.training.recovery import respond, roll_back
 from octfm.training.run_folder import RunFolder
 from octfm.training.settings import PretrainConfig
-from octfm.training.tracking import Metrics
+from octfm.training.trackers import open_trackers
+from octfm.training.tracking import Listener, Metrics, Unheard
 
 Echo = Callable[[str], None]
 
@@ -36,11 +40,14 @@ class Session:
     echo: Echo
     saved: int = -1
     """Updates that the last checkpoint holds."""
+    aloud: Echo = print
+    """For what a rank says of itself: `echo` is rank 0's."""
 
     def save(self) -> None:
         """Write a checkpoint in the background."""
         learner = self.learner
-        self.writer.save(learner.step, learner.content(self.run.record, self.store.fingerprint, self.participants))
+        if self.writer.places:
+            self.writer.save(learner.step, learner.content(self.run.record, self.store.fingerprint, self.participants))
         self.saved = learner.step
 
     def finish(self) -> None:
@@ -48,6 +55,9 @@ class Session:
         if self.saved != self.learner.step:
             self.save()
         self.writer.wait()
+        self.learner.runtime.first(self._require_written)
+
+    def _require_written(self) -> None:
         if self.tell_failures(self.learner.step - 1):
             last = self.run.last_checkpoint()
             raise CheckpointError(
@@ -66,7 +76,9 @@ class Session:
     def tell_waiting(self, what: str, seconds: float, sentence: str) -> None:
         """No step has finished for longer than the deadline (F8); called from another thread."""
         self.metrics.write("waiting", self.learner.step, what=what, seconds=seconds, sentence=sentence)
-        self.echo(sentence)
+        runtime = self.learner.runtime
+        runtime.say(f"waiting for {what} for {seconds:.0f} s when it was last heard, in step {self.learner.step}")
+        self.aloud(sentence if runtime.leads else f"rank {runtime.rank}: {sentence}")
 
     def tell_memory(self, step: int, before: int) -> None:
         """Memory ran out and the step was computed again in smaller parts."""
@@ -103,7 +115,8 @@ class Session:
             sentence = f"{sentence}; {roll_back(config, learner, self.run, step, finding.what)}"
             extra = {"rollback": len(learner.state.rollbacks), "to": learner.step}
             steps = response.state.skips or (step,)
-            positions = np.concatenate([self.loader.positions(s + response.state.offset) for s in steps])
+            size = self.loader.global_batch_size
+            positions = np.concatenate([(s + response.state.offset) * size + np.arange(size) for s in steps])
             volumes = volumes or sorted({self.store.rows[row].uri for row in self.loader.indices(positions)})
         verdict = "watch" if response.action in ("skip", "exclude", "watch") else "bad"
         incident = {"what": finding.what, "verdict": verdict, "action": response.action, "sentence": f"{finding.sentence}; {sentence}"}
@@ -120,6 +133,24 @@ class Session:
         self.metrics.rewind(learner.step, len(learner.state.rollbacks))
         self.save()
         return True
+
+
+def open_metrics(run: RunFolder, learner: Learner, listeners: Sequence[Listener]) -> Metrics:
+    """metrics.jsonl and the trackers, on rank 0: one run per job (F10)."""
+    config, runtime = learner.config, learner.runtime
+    trackers = open_trackers(config.tracking, run.path, config.model_dump(mode="json"), learner.step, runtime.rank)
+    if not runtime.leads:
+        return Unheard()
+    return Metrics(run.metrics, learner.step, len(learner.state.rollbacks), (*trackers, *listeners))
+
+
+def open_writer(run: RunFolder, learner: Learner, steps_per_epoch: float) -> CheckpointWriter:
+    """Rank 0 writes checkpoints; sharded ones are written by all ranks."""
+    runtime = learner.runtime
+    places, kept = runtime.first(lambda: run.destinations), retention(learner.config, steps_per_epoch)
+    if runtime.sharded:
+        return CheckpointWriter(places, kept, shards.writer(runtime), tidies=runtime.leads)
+    return CheckpointWriter(places if runtime.leads else [], kept)
 
 
 def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:

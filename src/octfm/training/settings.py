@@ -17,7 +17,7 @@ from octfm.training import prototype_keys
 from octfm.training.augment import AugmentConfig
 from octfm.training.health import HealthConfig
 from octfm.training.online_probe import OnlineProbeConfig
-from octfm.training.runtime import Precision
+from octfm.training.runtime import Precision, RuntimeConfig
 from octfm.training.schedule import ScheduleConfig
 from octfm.training.tracking import TrackingConfig
 
@@ -41,6 +41,7 @@ class PretrainConfig(Config):
     masks: MaskConfig = MaskConfig()
     augment: AugmentConfig = AugmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
     health: HealthConfig = HealthConfig()
     tracking: TrackingConfig = TrackingConfig()
     probe: OnlineProbeConfig = OnlineProbeConfig()
@@ -92,6 +93,8 @@ MAY_CHANGE = {
     "keep_every_epochs",
     "ckpt_second_dir",
     "data.prefetch",
+    "runtime.parallel",
+    "runtime.timeout_s",
     "tracking.tensorboard",
     "tracking.wandb",
     "tracking.project",

@@ -1,7 +1,10 @@
 """One step's forward and backward passes: the global batch in micro-batches, gradients accumulated, losses kept per volume."""
 
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from octfm.data.loader import Batch, microbatches
@@ -49,8 +52,43 @@ def _keep(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What all ranks know of a step: the volumes of the global batch, in its order. What is decided from it is decided by all alike."""
+
+    masked_loss_B: torch.Tensor
+    context_loss_B: torch.Tensor
+    leak: float | None
+    """The largest of any rank."""
+    company: float | None
+    asked: str | None
+    """A signal that some rank was sent."""
+
+    @property
+    def loss(self) -> float:
+        return float(self.masked_loss_B.mean())
+
+
+def tell(learner: Learner, done: Sequence[MicroStep], asked: str | None = None) -> Told:
+    """Tell the other ranks how this step went here, and hear the same of them. The smallest micro-batch becomes everyone's (F7)."""
+    losses = [torch.cat([getattr(d, name) for d in done]) for name in ("masked_loss_B", "context_loss_B")]
+    extremes = [max((x for x in (getattr(d, name) for d in done) if x is not None), default=-1.0) for name in ("leak", "company")]
+    number = float(signal.Signals[asked]) if asked else 0.0
+    own = np.concatenate([torch.cat(losses).double().cpu().numpy(), [*extremes, float(learner.micro_batch), number]])
+    rows = learner.runtime.exchange(own)
+    share = len(losses[0])
+    masked, context = (torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1))
+    # NaN counts as nothing seen, as it does in max().
+    leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-4, -3))
+    micro_batch, number = int(rows[:, -2].min()), int(rows[:, -1].max())
+    if micro_batch != learner.micro_batch:
+        learner.state = replace(learner.state, micro_batch=micro_batch)
+    found = signal.Signals(number).name if number else None
+    return Told(masked, context, leak if leak >= 0 else None, company if company >= 0 else None, found)
+
+
 def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everything: bool) -> list[MicroStep]:
-    """Gradients of the mean loss of the whole batch, computed in micro-batches.
+    """Gradients of the mean loss of this rank's share of the batch, computed in micro-batches.
 
     When memory runs out the step begins again with micro-batches of half the size, so more of them: the same global batch, images
     and maths (F7). The learner's state keeps the size. With `everything`, the first micro-batch is examined for leaks.
@@ -64,6 +102,12 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
             if not ran_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            if learner.runtime.sharded:
+                # In the middle of gathering shards the other ranks wait for exactly what this one was about to send.
+                raise TrainingError(
+                    f"step {learner.step}: memory ran out on rank {learner.runtime.rank} ({reason}); with runtime.parallel=fsdp a step "
+                    "cannot be computed again: lower data.per_device_batch_size and run again, the global batch stays"
+                ) from error
         # Outside the handler, where the failed pass's tensors are not held any more.
         learner.optimizer.zero_grad(set_to_none=True)
         learner.runtime.release()
@@ -80,7 +124,8 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
 def _passes(learner: Learner, batch: Batch, context_weight: float, everything: bool) -> list[MicroStep]:
     micro_steps = len(batch) // learner.micro_batch
     done = []
-    for part in microbatches(batch, learner.micro_batch):
+    for number, part in enumerate(microbatches(batch, learner.micro_batch), start=1):
+        learner.runtime.last_pass(learner.model, number == micro_steps)
         inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
         examined = everything and not done
         inputs.patches.requires_grad_(examined)

@@ -93,6 +93,18 @@ class Metrics:
                 )
 
 
+class Unheard(Metrics):
+    """What other ranks than the first tell: nothing, so that a job is told once (F10)."""
+
+    def __init__(self) -> None:
+        self.listeners = []
+
+    def rewind(self, first_step: int, rollbacks: int) -> None: ...
+    def write(self, kind: str, step: int, **values: Any) -> None: ...
+    def picture(self, name: str, step: int, pixels: np.ndarray) -> None: ...
+    def close(self) -> None: ...
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a metrics.jsonl; a last line that was cut off by a kill is left out."""
     for line in path.read_text().splitlines():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 ADVICE = {
     "data": "reading volumes takes this long: use a local prepared store, and see the forecast of octfm doctor",
     "the first step": "kernels are chosen and compiled on first use; if it stays like this the device hangs or the step is too large",
+    "the other ranks": "another rank is slower, hangs or has died: its own lines tell; see runtime.timeout_s",
     "the device": "a step takes this long or the device hangs: see volumes_per_s and octfm doctor's forecast",
     "validation": "or for a checkpoint being written: lower validation_volumes, or validate and save less often",
 }
@@ -33,7 +34,7 @@ class Waiting:
         self._thread.join()
 
     def for_(self, what: str) -> None:
-        """From now on it waits for `data` or `the device`."""
+        """From now on it waits for `data`, `the device` or `the other ranks`."""
         self._what = "the first step" if what == "the device" and self._steps == 0 else what
 
     def done(self) -> None:

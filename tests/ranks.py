@@ -1,0 +1,166 @@
+"""Several ranks on this machine, for tests: `Ranks` talks to one process that has imported everything and forks the ranks of each job.
+
+Ranks are processes of their own that find each other over loopback as torchrun's do, without torchrun's seconds of imports. What
+torchrun itself adds (restarts, nodes that come and go) is tested with torchrun in test_elastic.py.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Ranks:
+    """A process that forks jobs."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+
+    def __call__(self, world: int, store: Path, out: Path, settings: dict[str, Any], **plan: Any) -> list["Ended"]:
+        """How each rank ended. `plan` names a fault: `at` a step, `on` a rank; see `misbehave`."""
+        said = out.with_name(f"{out.name}.said-{time.time_ns()}")
+        job = {"world": world, "store": str(store), "out": str(out), "settings": settings, "plan": plan, "said": str(said)}
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        codes = json.loads(self._server.stdout.readline())
+        return [Ended(code, Path(f"{said}-{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+class Ended:
+    """Exit code (negative: the signal), and everything the rank said, an error last."""
+
+    def __init__(self, code: int, said: str):
+        self.code, self.said = code, said
+
+    def __repr__(self) -> str:
+        return f"<ended with {self.code}: {self.said[-1500:]}>"
+
+
+def serve() -> None:
+    # Imported once, before forking: what torch loads at the first step costs each rank seconds.
+    import tensorstore  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    from octfm.training import pretrain  # noqa: F401
+
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
+    for line in sys.stdin:
+        job = json.loads(line)
+        port = _free_port()
+        children = [_fork(job, rank, port) for rank in range(job["world"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        print(json.dumps(codes), flush=True)
+
+
+def _fork(job: dict[str, Any], rank: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        sys.stdin.close()
+        said = os.open(f"{job['said']}-{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world"], "LOCAL_WORLD_SIZE": job["world"]}
+        if job["world"] > 1:
+            os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        code = _train(job, rank)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _train(job: dict[str, Any], rank: int) -> int:
+    from octfm.data.store import Store
+    from octfm.errors import OctfmError, Preempted
+    from octfm.training import pretrain as loop
+    from octfm.training.settings import PretrainConfig
+
+    if not job["plan"].pop("preflight", False):
+        loop.preflight.checks = lambda *_, **__: []  # what the doctor says of these runs is tested elsewhere
+    misbehave(rank, Path(job["out"]), **job["plan"])
+    try:
+        loop.pretrain(PretrainConfig.model_validate(job["settings"]), Store.open(job["store"]), job["out"], "cpu", echo=print)
+    except Preempted as error:
+        print(error)
+        return 75
+    except OctfmError as error:
+        print(f"{type(error).__name__}: {error}{' (elsewhere)' if error.elsewhere else ''}")
+        return 1
+    return 0
+
+
+def misbehave(rank: int, out: Path, fault: str | None = None, at: int = 0, on: int = 0, until: int | None = None, nap: float = 600) -> None:
+    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, memory, drift, wrong-rank or other-store."""
+    from octfm.data.loader import Loader
+    from octfm.training import pretrain as loop
+    from octfm.training import step as passes
+
+    accumulate, make_inputs, positions = loop.accumulate, passes.make_inputs, Loader.positions
+    failed: list[int] = []
+
+    def faulty(learner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        step = learner.step + learner.state.offset
+        with Path(f"{out}.positions-{rank}").open("a") as file:
+            file.write(json.dumps([learner.step, batch.position.tolist(), batch.index.tolist()]) + "\n")
+        here = rank == on and (step == at or (until is not None and at <= step < until))
+        if (here and fault in ("kill", "term")) or (fault == "kill-all" and step == at):
+            os.kill(os.getpid(), signal.SIGTERM if fault == "term" else signal.SIGKILL)
+        if here and fault == "sleep":
+            time.sleep(nap)
+        done = accumulate(learner, batch, *args, **kwargs)
+        if here and fault == "inf":
+            learner.runtime.local(learner.decayed[1].grad).view(-1)[:1] = float("inf")
+        if here and fault == "drift":
+            learner.decayed[1].data.view(-1)[0] += 1.0
+        return done
+
+    def short(config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = make_inputs(config, preprocessing, runtime, batch, *args, **kwargs)
+        if fault == "memory" and rank == on and len(batch) > 1:
+            raise MemoryError("no more memory on this rank")
+        if (
+            fault == "nan"
+            and int(batch.position[0]) // config.data.global_batch_size in range(at, until or at + 1)
+            and rank == on
+            and not failed
+        ):
+            failed.append(1)
+            inputs.patches[0, 0] = inputs.target_patches[0, 0] = float("nan")
+        return inputs
+
+    loop.accumulate, passes.make_inputs = faulty, short
+    if fault == "wrong-rank":
+        Loader.positions = lambda self, step: positions(self, step) % (self.global_batch_size // self.world) + step * self.global_batch_size
+    if fault == "other-store" and rank == on:
+        loop._identity = lambda store, rows: "f" * 64
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,299 @@
+"""Several ranks train the model that one process trains, decide together, and write once."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.data.loader import select
+from octfm.evaluation.encoder import load_encoder
+from octfm.training import checkpoint
+from ranks import Ranks
+from small_store import small_store
+from test_pretrain import TINY, final, rows, timeless
+
+SMALL = TINY | {"data": {"global_batch_size": 4, "per_device_batch_size": 1}, "runtime": {"timeout_s": 60}}
+SHARDED = {"runtime": {"parallel": "fsdp", "timeout_s": 60}}
+WHITEN = {"objective": {"target_norm": "whiten"}}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    jobs = Ranks()
+    yield jobs
+    jobs.close()
+
+
+def codes(ended):
+    return [rank.code for rank in ended]
+
+
+def assert_same_curves(one: Path, other: Path, tolerance: float = 1e-5) -> None:
+    for kind in ("train", "validation"):
+        a, b = rows(one, kind), rows(other, kind)
+        assert [row["step"] for row in a] == [row["step"] for row in b] and a
+        for name in set(a[0]) & {
+            "loss",
+            "masked_loss",
+            "context_loss",
+            "masked_over_baseline",
+            "grad_norm",
+            "effective_rank",
+            "teacher_step",
+        }:
+            np.testing.assert_allclose([row[name] for row in a], [row[name] for row in b], rtol=tolerance, err_msg=f"{kind} {name}")
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    a, b = final(one), final(other)
+    assert a["step"] == b["step"] and a["state"] == b["state"]
+    assert all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
+    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def places(out: Path, world: int) -> dict[int, list[list[int]]]:
+    """Per step, the positions that each rank trained on."""
+    found: dict[int, list[list[int]]] = {}
+    for rank in range(world):
+        for line in Path(f"{out}.positions-{rank}").read_text().splitlines():
+            step, position, _ = json.loads(line)
+            found.setdefault(step, []).append(position)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, store, tmp_path_factory):
+    """One process, four micro-batches to a step."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    assert codes(ranks(1, store.path, out, SMALL | WHITEN)) == [0]
+    return out
+
+
+@pytest.mark.parametrize("world, parallel", [(2, "ddp"), (4, "ddp"), (2, "fsdp")])
+def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, world, parallel):
+    """Whitened goals: their moments are those of the global batch, too. Two ranks x 2 micro-batches, four x 1, two with shards."""
+    out = tmp_path / "run"
+    assert codes(ranks(world, store.path, out, SMALL | WHITEN | {"runtime": {"parallel": parallel}})) == [0] * world
+    assert_same_curves(alone, out)
+    a, b = final(alone), final(out)
+    for name, tensor in a["model"].items():
+        torch.testing.assert_close(tensor, b["model"][name], rtol=1e-3, atol=1e-5)
+    assert [row["kind"] for row in timeless(alone)] == [row["kind"] for row in timeless(out)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "objective", [{"name": "vjepa2"}, {"name": "data2vec"}, {"target_norm": "whiten"}], ids=["layer", "data2vec", "whiten"]
+)
+def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
+    """Accumulation 4; 2 ranks x 2; 4 ranks x 1; FSDP2 on 2 ranks."""
+    settings = SMALL | {"steps": 30, "validate_every_steps": 10, "objective": objective}
+    assert codes(ranks(1, store.path, tmp_path / "one", settings)) == [0]
+    for name, world, parallel in (("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
+        out = tmp_path / name
+        assert codes(ranks(world, store.path, out, settings | {"runtime": {"parallel": parallel}})) == [0] * world
+        assert_same_curves(tmp_path / "one", out)
+
+
+def test_F10_ranks_train_on_disjoint_data_and_only_rank_0_writes(ranks, store, tmp_path):
+    """Every replica of the prototype believed to be rank 0: the same shard, the same seed, four W&B runs."""
+    out = tmp_path / "run"
+    settings = SMALL | {"tracking": {"tensorboard": True}}
+    ended = ranks(2, store.path, out, settings, preflight=True)
+    assert codes(ended) == [0, 0], ended
+    for step, shares in places(out, 2).items():
+        assert not set(shares[0]) & set(shares[1]) and sorted(shares[0] + shares[1]) == list(range(4 * step, 4 * step + 4))
+    assert [row["step"] for row in rows(out)] == list(range(8)), "every step is told once"
+    assert len(list((out / "tensorboard").iterdir())) == 1
+    assert "step      8/8" in ended[0].said and ended[1].said == "", "rank 0 alone speaks"
+    assert sorted(p.name for p in tmp_path.iterdir() if "said" not in p.name and "positions" not in p.name) == ["run"]
+
+
+def test_F10_ranks_that_would_read_the_same_volumes_are_stopped(ranks, store, tmp_path):
+    ended = ranks(2, store.path, tmp_path / "run", SMALL, fault="wrong-rank")
+    assert codes(ended) == [1, 1] and "would read 2 of 4 volumes of a batch twice" in ended[0].said
+    ended = ranks(2, store.path, tmp_path / "run2", SMALL, fault="other-store", on=1)
+    assert codes(ended) == [1, 1] and "rank 1 has opened other training volumes than rank 0" in ended[0].said
+    assert not (tmp_path / "run2").exists()
+
+
+def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path, monkeypatch):
+    from octfm.errors import ConfigError
+    from octfm.training.runtime import RuntimeConfig, join
+
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ConfigError, match=r"SLURM started 4 tasks and none of them knows its rank.*launch/slurm\.sbatch"):
+        join(RuntimeConfig(), "fp32", "cpu")
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"):
+        join(RuntimeConfig(), "fp32", "cpu")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_inf_gradient_on_one_rank_is_skipped_by_all(ranks, store, tmp_path, parallel):
+    out = tmp_path / "run"
+    settings = SMALL | {"runtime": {"parallel": parallel}}
+    assert codes(ranks(2, store.path, out, settings, fault="inf", at=3, on=1)) == [0, 0]
+    (incident,) = rows(out, "incident")
+    assert (incident["step"], incident["what"], incident["action"]) == (3, "non-finite gradient", "skip")
+    assert [row["step"] for row in rows(out)] == [0, 1, 2, 4, 5, 6, 7]
+    assert all(bool(tensor.isfinite().all()) for tensor in final(out)["model"].values())
+
+
+def test_a_nan_volume_on_one_rank_is_named_by_rank_0(ranks, store, tmp_path):
+    out = tmp_path / "run"
+    assert codes(ranks(2, store.path, out, SMALL, fault="nan", at=2, on=1)) == [0, 0]
+    (incident,) = rows(out, "incident")
+    lines = [json.loads(line) for line in Path(f"{out}.positions-1").read_text().splitlines()]
+    assert incident["volumes"] == [store.rows[next(index for step, _, index in lines if step == 2)[0]].uri]
+
+
+def test_four_inf_gradients_on_one_rank_take_all_back_together(ranks, store, tmp_path):
+    out = tmp_path / "run"
+    settings = SMALL | {"steps": 12, "health": {"margin": 0}}
+    assert codes(ranks(2, store.path, out, settings, fault="inf", at=4, until=8, on=1)) == [0, 0]
+    back = next(row for row in rows(out, "incident") if row["action"] == "roll back")
+    assert (back["step"], back["to"]) == (7, 3) and len(back["volumes"]) > 2, "volumes of both ranks are named"
+    trained = [position for shares in places(out, 2).values() for share in shares for position in share]
+    assert len(trained) == len(set(trained)), "no batch is repeated, on no rank"
+    assert [row["step"] for row in rows(out)] == list(range(12))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_for_bit(ranks, store, tmp_path, parallel):
+    settings = SMALL | {"runtime": {"parallel": parallel}}
+    ended = ranks(2, store.path, tmp_path / "run", settings, fault="term", at=4, on=1)
+    assert codes(ended) == [75, 75] and "SIGTERM: saved after 5 of 8 updates" in ended[0].said, ended
+    for name in ("run", "whole"):
+        assert codes(ranks(2, store.path, tmp_path / name, settings)) == [0, 0]
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_all_ranks_killed_resume_bit_for_bit(ranks, store, tmp_path, parallel):
+    """SIGKILL to both at once, three times; the checkpoints are after 3 and 6 steps."""
+    settings = SMALL | WHITEN | {"runtime": {"parallel": parallel}}
+    for at in (2, 4, 7):
+        assert codes(ranks(2, store.path, tmp_path / "run", settings, fault="kill-all", at=at)) == [-9, -9]
+    for name in ("run", "whole"):
+        assert codes(ranks(2, store.path, tmp_path / name, settings)) == [0, 0]
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_data(ranks, store, tmp_path):
+    """Four ranks, then one, then two with shards, then four: every volume once, and the curve of one process."""
+    out = tmp_path / "run"
+    for world, parallel, at in ((4, "ddp", 2), (1, "ddp", 4), (2, "fsdp", 6), (4, "fsdp", 99)):
+        settings = SMALL | {"ckpt_every_steps": 1, "keep_checkpoints": 3, "runtime": {"parallel": parallel}}
+        ended = ranks(world, store.path, out, settings, fault="term", at=at)
+        assert codes(ended) == [0 if at == 99 else 75] * world, ended
+    assert codes(ranks(1, store.path, tmp_path / "one", SMALL | {"ckpt_every_steps": 1, "keep_checkpoints": 3})) == [0]
+    assert_same_curves(tmp_path / "one", out)
+    trained = [position for shares in places(out, 4).values() for share in shares for position in share]
+    assert sorted(trained) == list(range(32)), "nothing is repeated, nothing skipped"
+
+
+def test_a_sharded_checkpoint_is_one_like_the_others(ranks, store, tmp_path):
+    """Verified, read by one process, embedded from, and left alone by code in its index."""
+    out = tmp_path / "run"
+    assert codes(ranks(2, store.path, out, SMALL | SHARDED)) == [0, 0]
+    newest = checkpoint.newest(out)
+    assert newest.name == "step-00000008.dcp" and {"__0_0.distcp", "__1_0.distcp", "rest.pt", "manifest.json"} <= {
+        p.name for p in newest.iterdir()
+    }
+    content = checkpoint.load(newest)
+    assert content["step"] == 8 and len(content["optimizer"]["state"]) > 10
+    arrays = store.read(select(store, "val")[:2])
+    assert np.isfinite(load_encoder(out).embed_arrays(arrays)).all()
+
+    shard = newest / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    ended = ranks(2, store.path, out, SMALL | SHARDED)
+    assert codes(ended) == [0, 0] and "step-00000008.dcp is damaged and was set aside" in ended[0].said
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"__1_0\.distcp: its checksum is"):
+        checkpoint.load(newest.with_suffix(".damaged"))
+
+
+def test_an_index_that_would_run_code_is_refused(ranks, store, tmp_path):
+    import hashlib
+    import pickle
+
+    out = tmp_path / "run"
+    assert codes(ranks(2, store.path, out, SMALL | SHARDED | {"steps": 1})) == [0, 0]
+    newest, trace = checkpoint.newest(out), tmp_path / "trace"
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (trace,)
+
+    (newest / ".metadata").write_bytes(pickle.dumps(Evil()))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest[".metadata"] = hashlib.sha256((newest / ".metadata").read_bytes()).hexdigest()
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="does not belong into an index of tensors"):
+        checkpoint.load(newest)
+    assert not trace.exists()
+
+
+def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(ranks, store, tmp_path):
+    settings = SMALL | {"data": {"global_batch_size": 4, "per_device_batch_size": 2}}
+    assert codes(ranks(2, store.path, tmp_path / "run", settings, fault="memory", on=1)) == [0, 0]
+    assert codes(ranks(1, store.path, tmp_path / "one", settings)) == [0]
+    (incident,) = rows(tmp_path / "run", "incident")
+    assert incident["what"] == "memory" and "1 instead of 2 volumes at a time" in incident["sentence"]
+    assert final(tmp_path / "run")["state"]["micro_batch"] == 1
+    assert_same_curves(tmp_path / "one", tmp_path / "run")
+
+
+def test_with_shards_memory_that_runs_out_is_told_instead_of_hanging(ranks, store, tmp_path):
+    settings = SMALL | SHARDED | {"data": {"global_batch_size": 4, "per_device_batch_size": 2}}
+    ended = ranks(2, store.path, tmp_path / "run", settings, fault="memory", on=1)
+    assert codes(ended) == [1, 1] and "memory ran out on rank 1" in ended[1].said and "lower data.per_device_batch_size" in ended[1].said
+    assert "rank 0 of 2: another rank has gone" in ended[0].said, ended[0]
+
+
+def test_a_hung_rank_ends_the_job_within_the_timeout_and_is_named(ranks, store, tmp_path):
+    import time
+
+    begun = time.monotonic()
+    settings = SMALL | {"runtime": {"timeout_s": 6}, "tracking": {"step_deadline_s": 1.5}}
+    ended = ranks(2, store.path, tmp_path / "run", settings, fault="sleep", at=3, on=1, nap=12)
+    assert ended[0].code == 1 and time.monotonic() - begun < 60
+    told = ended[0].said
+    assert "rank 0 of 2: another rank did not answer within 6 s (runtime.timeout_s) (rank 1 was waiting for the device" in told, ended
+    assert "waiting for the other ranks for" in told, "it spoke up before"
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_message(ranks, store, tmp_path):
+    ended = ranks(2, store.path, tmp_path / "run", SMALL, fault="kill", at=3, on=1)
+    assert codes(ended) == [1, -9] and "rank 0 of 2: another rank has gone" in ended[0].said, ended
+
+
+def test_weights_that_drift_apart_between_ranks_stop_the_run(ranks, store, tmp_path):
+    ended = ranks(2, store.path, tmp_path / "run", SMALL, fault="drift", at=3, on=1)
+    assert codes(ended) == [1, 1] and "ranks apart" in ended[0].said, ended
+
+
+@pytest.mark.slow
+def test_the_online_probe_is_shared_and_judged_once(ranks, store, tmp_path):
+    labels = tmp_path / "labels.csv"
+    people = sorted({row.participant for row in store.rows})
+    labels.write_text("participant_id,group\n" + "".join(f"{p},{'ab'[i % 2]}\n" for i, p in enumerate(people)))
+    settings = SMALL | {"probe": {"target": "group", "labels": str(labels), "every_steps": 4}}
+    for name, world, parallel in (("one", 1, "ddp"), ("two", 2, "ddp"), ("sharded", 2, "fsdp")):
+        assert codes(ranks(world, store.path, tmp_path / name, settings | {"runtime": {"parallel": parallel}})) == [0] * world
+    scores = [[(row["step"], row["score"], row["knn"]) for row in rows(tmp_path / name, "probe")] for name in ("one", "two", "sharded")]
+    assert len(scores[0]) == 2
+    for other in scores[1:]:
+        np.testing.assert_allclose(scores[0], other, atol=1e-6)
