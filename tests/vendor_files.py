@@ -139,6 +139,30 @@ def write_images(folder: Path, gray: np.ndarray, spacing_mm=SPACING_MM, *, suffi
     return folder
 
 
+def write_npy(path: Path, gray: np.ndarray, **facts) -> Path:
+    """.npy, or .npz with `facts` beside the volume."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npy":
+        np.save(path, gray)
+    else:
+        np.savez_compressed(path, volume=gray, **facts)
+    return path
+
+
+def write_nifti(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, axes: str = "WHD", version: int = 1, unit: str = "mm") -> Path:
+    """By nibabel, whose first axis is the first letter of `axes`."""
+    import nibabel
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    order = ["DHW".index(axis) for axis in axes]
+    image = {1: nibabel.Nifti1Image, 2: nibabel.Nifti2Image}[version](gray.transpose(order), np.eye(4))
+    factor = {"mm": 1.0, "micron": 1000.0}.get(unit, 1.0)
+    image.header.set_zooms([spacing_mm[i] * factor for i in order])
+    image.header.set_xyzt_units(unit)
+    nibabel.save(image, path)
+    return path
+
+
 def write_sidecar(path: Path, spacing_mm=SPACING_MM, **facts) -> Path:
     place = path.with_name(f"{path.name.removesuffix('.gz').split('.')[0]}.json")
     place.write_text(json.dumps({"spacing_mm": spacing_mm, **facts}))
@@ -172,6 +196,19 @@ FORMATS: dict[str, Format] = {
         lambda at, v: write_tiff(at.with_suffix(".tif"), v, bigtiff=True, compression="zlib"), (np.uint8, np.uint16)
     ),
     "tiff_big_endian": Format(lambda at, v: write_tiff(at.with_suffix(".tif"), v, byteorder=">"), (np.uint8, np.uint16)),
+    "npy": Format(lambda at, v: write_npy(at.with_suffix(".npy"), v), (np.uint8, np.uint16)),
+    "npz": Format(
+        lambda at, v: write_npy(at.with_suffix(".npz"), v, spacing_mm=SPACING_MM, laterality="OD"),
+        (np.uint8, np.uint16),
+        frozenset({"spacing", "laterality"}),
+    ),
+    "nifti": Format(lambda at, v: write_nifti(at.with_suffix(".nii"), v), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "nifti_gz": Format(lambda at, v: write_nifti(at.with_suffix(".nii.gz"), v, axes="DHW"), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "nifti_2": Format(
+        lambda at, v: write_nifti(at.with_suffix(".nii"), v, axes="HDW", version=2, unit="micron"),
+        (np.uint8, np.uint16),
+        frozenset({"spacing"}),
+    ),
     "png_folder": Format(write_images, (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.png"),
     "bmp_folder": Format(lambda at, v: write_images(at, v, suffix="bmp"), cut=lambda uri: uri / "oct 10.bmp"),
     "tiff_folder": Format(lambda at, v: write_images(at, v, suffix="tif"), (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.tif"),

@@ -22,6 +22,7 @@ _HEAD = 4096
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"HSF-OCT", "heyex_vol"),
     (0, b"ep-v", "heyex_vol"),  # written by eyepy
+    (0, b"\x93NUMPY", "arrays"),
     (0, b"II*\0", "images"),
     (0, b"MM\0*", "images"),
     (0, b"II+\0", "images"),
@@ -81,8 +82,10 @@ def _by_content(uri: str) -> str:
     for offset, magic, name in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return name
-    if head[:2] == b"\x1f\x8b" and is_nifti(_unzipped(head)):
+    if is_nifti(_unzipped(head) if head[:2] == b"\x1f\x8b" else head):
         return "nifti"
+    if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:
+        return "arrays"
     return "heyex_xml" if is_heyex_xml(head) else "dicom"
 
 

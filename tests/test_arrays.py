@@ -1,0 +1,117 @@
+"""Arrays of research: .npy, .npz and NIfTI are taken as what they say they are, and refused where only a guess would do."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from octfm.data.readers import ReadError, read_header, read_volume
+from test_readers import SHAPE, telling_voxels
+from vendor_files import SPACING_MM, write_nifti, write_npy, write_sidecar
+
+
+def code_of(uri, **options) -> str:
+    with pytest.raises(ReadError) as caught:
+        read_volume(uri, **options)
+    assert "\n" not in str(caught.value) and str(uri) in str(caught.value)
+    return caught.value.code
+
+
+def test_real_arrays_with_and_without_millimetres(real_data):
+    """The sidecar of one states them; of the other it says that nobody knows."""
+    header = read_header(real_data / "medvisbonn_amd_spectralis_145.npz")
+    assert header.shape == (145, 496, 512) and header.spacing_mm == (0.03, 0.003872, 0.011182) and header.spacing_source == "sidecar"
+    assert header.laterality is None and "laterality_unknown" in header.flags
+    assert read_header(real_data / "macular_hole_49.npz").spacing_mm is None
+    assert code_of(real_data / "macular_hole_49.npz") == "missing_spacing"
+    hole = read_volume(real_data / "macular_hole_49.npz", spacing_mm=(0.12, 0.00387, 0.0115))
+    np.testing.assert_array_equal(hole.voxels, np.load(real_data / "macular_hole_49.npz")["volume"])
+
+
+@pytest.mark.parametrize("axes", ["DHW", "WHD", "HDW", "wdh"])
+def test_declared_axes_are_believed(tmp_path, axes):
+    voxels = telling_voxels()
+    stored = voxels.transpose(["DHW".index(axis) for axis in axes.upper()])
+    for uri in (write_npy(tmp_path / "a.npy", stored), write_nifti(tmp_path / "b.nii.gz", voxels, (0.03, 0.03, 0.03), axes=axes.upper())):
+        write_sidecar(uri, axes=axes)
+        volume = read_volume(uri)
+        np.testing.assert_array_equal(volume.voxels, voxels)
+        assert volume.spacing_mm == pytest.approx(SPACING_MM if uri.suffix == ".npy" else (0.03, 0.03, 0.03))
+
+
+@pytest.mark.parametrize("mm", [(0.03, 0.002, 0.03), (0.01, 0.01, 0.01), (1.0, 1.0, 1.0), (0.12, 0.011, 0.0115)])
+def test_nifti_axes_that_millimetres_do_not_tell_are_never_guessed(tmp_path, mm):
+    uri = write_nifti(tmp_path / "a.nii.gz", telling_voxels(), mm)
+    assert code_of(uri) == code_of(uri, spacing_mm=SPACING_MM) == "unknown_axes"
+
+
+def test_nifti_says_what_it_assumes(tmp_path):
+    assert "axial_direction_assumed" in read_header(write_nifti(tmp_path / "a.nii", telling_voxels())).flags
+
+
+def test_millimetres_of_an_unknown_unit_are_believed_only_where_they_fit_an_oct(tmp_path):
+    voxels = telling_voxels()
+    assert read_volume(write_nifti(tmp_path / "a.nii", voxels, unit="unknown")).spacing_mm == pytest.approx(SPACING_MM)
+    metres = write_nifti(tmp_path / "b.nii", voxels, tuple(mm * 1e-3 for mm in SPACING_MM), unit="unknown")
+    assert code_of(metres) == "unknown_axes", "they could be anything"
+
+
+def test_gray_levels_stay_what_they_are(tmp_path):
+    """Wider types are narrowed where no value changes; anything else would be a scaling that nobody declared."""
+    voxels = telling_voxels()
+    for dtype, expected in ((np.int16, np.uint8), (np.float32, np.uint8), (np.int64, np.uint8), (np.float64, np.uint8)):
+        uri = write_npy(tmp_path / "a.npy", voxels.astype(dtype))
+        volume = read_volume(uri, spacing_mm=SPACING_MM)
+        assert volume.voxels.dtype == expected
+        np.testing.assert_array_equal(volume.voxels, voxels)
+    for bad in (voxels / 255.0, voxels.astype(np.int16) - 100, voxels * np.float32(1e4), np.where(voxels > 200, np.nan, voxels)):
+        assert code_of(write_npy(tmp_path / "a.npy", bad), spacing_mm=SPACING_MM) == "unsupported_pixels"
+
+
+def test_a_nifti_slope_is_applied(tmp_path):
+    voxels = telling_voxels()
+    uri = write_nifti(tmp_path / "a.nii", voxels)
+    content = bytearray(uri.read_bytes())
+    struct.pack_into("<2f", content, 112, 2.0, 10.0)
+    uri.write_bytes(content)
+    np.testing.assert_array_equal(read_volume(uri).voxels, voxels.astype(np.uint16) * 2 + 10)
+    struct.pack_into("<2f", content, 112, 0.3, 0.0)
+    uri.write_bytes(content)
+    assert code_of(uri) == "unsupported_pixels"
+
+
+def test_arrays_that_are_no_volume(tmp_path):
+    voxels = telling_voxels()
+    assert code_of(write_npy(tmp_path / "a.npy", voxels[0])) == "unknown_axes"
+    assert code_of(write_npy(tmp_path / "a.npy", np.array([{"a": 1}], dtype=object))) == "unknown_axes"
+    np.savez(tmp_path / "two.npz", left=voxels, right=voxels)
+    assert code_of(tmp_path / "two.npz") == "unknown_axes"
+    np.savez(tmp_path / "named.npz", anything=voxels, labels=voxels[0])
+    assert read_volume(tmp_path / "named.npz", spacing_mm=SPACING_MM).shape == SHAPE
+
+
+def test_a_header_cannot_ask_for_memory_that_the_file_does_not_fill(tmp_path):
+    uri = write_npy(tmp_path / "a.npy", telling_voxels())
+    content = uri.read_bytes()
+    uri.write_bytes(content.replace(b"(12, 40, 36)", b"(99999,9999,9)"[:12].ljust(12)))
+    assert code_of(uri) in ("damaged_file", "absurd_size", "unknown_axes")
+    uri.write_bytes(content.replace(b"(12, 40, 36)", b"(12, 99, 99)"))
+    assert code_of(uri) == "truncated_pixel_data"
+
+
+@pytest.mark.parametrize("facts", [{"spacing_mm": [1, 2]}, {"spacing_mm": "thin"}, {"spacing_mm": [0.1, -1, 0.1]}, {"axes": "XYZ"}])
+def test_a_sidecar_that_cannot_be_meant_is_a_reject(tmp_path, facts):
+    uri = write_npy(tmp_path / "a.npy", telling_voxels())
+    (tmp_path / "a.json").write_text(json.dumps(facts))
+    with pytest.raises(ReadError, match=r"a\.json") as caught:
+        read_header(uri)
+    assert caught.value.code == "contradicting_declaration"
+
+
+def test_a_sidecar_and_a_file_that_name_different_eyes(tmp_path):
+    uri = write_npy(tmp_path / "a.npz", telling_voxels(), laterality="OD", spacing_mm=SPACING_MM)
+    write_sidecar(uri, (0.2, 0.004, 0.0115), laterality="OS")
+    header = read_header(uri)
+    assert header.laterality is None and {"laterality_conflict", "spacing_conflict"} <= set(header.flags)
+    assert header.spacing_mm == SPACING_MM, "the file is believed"
