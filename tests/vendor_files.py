@@ -2,6 +2,7 @@
 nibabel, numpy), byte by byte from the published structure where there is none. PHI is planted wherever a format has a place for it.
 """
 
+import io
 import json
 import struct
 import xml.etree.ElementTree as ElementTree
@@ -163,6 +164,136 @@ def write_nifti(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, axes: str =
     return path
 
 
+# ---- formats that nobody else writes, byte by byte; tests/test_vendor_files.py checks that OCT-Converter reads them the same ----------
+
+
+def write_topcon(
+    path: Path,
+    gray: np.ndarray,
+    spacing_mm=SPACING_MM,
+    *,
+    laterality: str = "R",
+    participant: str = "1001",
+    scan_mode: int = 2,
+    compressed: bool = False,
+    states_spacing: bool = True,
+) -> Path:
+    """.fda with JPEG 2000 or .fds with 16-bit numbers."""
+    count, height, width = gray.shape
+    dz, dy, dx = spacing_mm
+    if compressed:
+        from PIL import Image
+
+        content = struct.pack("<B6I", scan_mode, 0, 0, width, height, count, 0)
+        for bscan in gray:
+            stream = io.BytesIO()
+            Image.fromarray(bscan).save(stream, "JPEG2000", irreversible=False)
+            content += struct.pack("<I", len(stream.getvalue())) + stream.getvalue()
+        chunks = [("@IMG_JPEG", content)]
+    else:
+        content = struct.pack("<B4IBI", scan_mode, width, height, 16, count, 0, gray.size * 2) + gray.astype("<u2").tobytes()
+        chunks = [("@IMG_SCAN_03", content)]
+    patient = struct.pack("<32s32s32s8sB3H", participant.encode(), NAME.encode(), SURNAME.encode(), b"", 1, 1950, 1, 2).ljust(700, b"\0")
+    chunks.insert(0, ("@PATIENT_INFO_02", patient))
+    chunks.append(("@CAPTURE_INFO_02", struct.pack("<BBI100s6H", "RL".index(laterality), 2, 7, b"", 2020, 1, 2, 3, 4, 5)))
+    chunks.append(("@HW_INFO_03", struct.pack("<16s", b"3DOCT-2000").ljust(100, b"\0")))
+    if states_spacing:
+        chunks.append(("@PARAM_SCAN_04", struct.pack("<3I5d2B", 0, 0, 0, dx * width, dz * count, dy * 1000, 0, 0, 0, 0)))
+    body = b"".join(bytes([len(name)]) + name.encode() + struct.pack("<I", len(data)) + data for name, data in chunks)
+    kind = b"FDA" if compressed else b"FDS"
+    return _write(path, b"FOCT" + kind + struct.pack("<2I", 2, 3) + body + b"\0")
+
+
+def write_e2e(
+    path: Path,
+    series: dict[tuple[int, int, int], np.ndarray],
+    *,
+    ends: np.ndarray | None = None,
+    eyes: str = "R",
+    participant: str = "1001",
+    pattern: int = 3,
+    multiple: bool = False,
+) -> Path:
+    """`series`: (patient, study, series) -> codes [D, H, W] uint16 of the format's floats. `eyes`: a letter each. `ends` in degrees."""
+    directory, entry, chunk = struct.Struct("<12sI20s4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
+    parts: list[tuple[tuple, int, int, int, bytes]] = []
+    for ((patient, study, number), codes), eye in zip(series.items(), eyes, strict=True):
+        count, height, width = codes.shape
+        who = struct.pack("<31s51s15sI1s25s", NAME.encode(), SURNAME.encode(), b"", int(BIRTH_DATE), b"M", participant.encode())
+        parts.append(((patient, -1 & 0xFFFFFFFF, -1 & 0xFFFFFFFF), -1, 0, 9, who))
+        parts.append(((patient, study, number), -1, 0, 3, struct.pack("<I1s", 0, eye.encode()).ljust(96, b"\0")))
+        parts.append(((patient, study, number), -1, 0, 11, (bytes(14) + eye.encode()).ljust(27, b"\0")))
+        slo = np.full((6, 5), 9, np.uint8)
+        parts.append(((patient, study, number), -1, 0, 0x40000000, struct.pack("<5I", 30, 33620481, 30, 6, 5) + slo.tobytes()))
+        where = ends_of(count, width) if ends is None else ends
+        for i in range(count):
+            meta = struct.pack("<3I4fI3fI2fI", 0, height, width, *where[i], 0, 1.0, SPACING_MM[1], 1.0, 0, 0.0, 0.0, 0)
+            meta += struct.pack("<4I2fIQIf", width, count, i, pattern, 0.0, 0.0, 0, 132223104000000000, 1, 0.8)
+            image = struct.pack("<5I", codes[i].nbytes, 35652097, height * width, height, width) + codes[i].astype("<u2").tobytes()
+            parts += [((patient, study, number), 2 * i, 0, 10004, meta), ((patient, study, number), 2 * i, 1, 0x40000000, image)]
+    start = 36 + directory.size
+    at = start + directory.size + entry.size * len(parts)
+    entries, content = b"", b""
+    for ids, part, ind, kind, data in parts:
+        position = at + len(content)
+        entries += entry.pack(1, position, len(data), 0, *ids, part, ind, 0, kind, 0)
+        content += chunk.pack(b"MDbData", 0, 0, position, len(data), 0, *ids, part, ind, 0, kind, 0) + data
+    body = b"CMDb".ljust(12, b"\0") + struct.pack("<I20s", 100, b"")
+    body += directory.pack(b"MDbMDir", 100, b"", 0, start, 0, 0)
+    body += directory.pack(b"MDbDir", 100, b"", len(parts), start, 0, 0) + entries + content
+    return _write(path, (b"E2EMultipleVolumeFile".ljust(64, b"\0") if multiple else b"") + body)
+
+
+def write_img(path: Path, gray: np.ndarray) -> Path:
+    """Zeiss: bare voxels, upside down and mirrored."""
+    return _write(path, np.ascontiguousarray(gray[:, ::-1, ::-1]).tobytes())
+
+
+def write_optovue(path: Path, values: np.ndarray, eye: str = "OD") -> Path:
+    """`values` float32 [D, H, W] as NAME.OCT with NAME.txt."""
+    depth, height, width = values.shape
+    lines = ["Eye Scanned = " + eye, f"OCT Window Height={height}", f"XY Scan Length={width}", f"Scan Usage={depth}", "Video Height=480"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_text("\n".join(line.replace("=", " = ") for line in lines) + "\n")
+    return _write(path, np.ascontiguousarray(values.transpose(0, 2, 1)[:, :, ::-1]).astype("<f4").tobytes())
+
+
+def write_bioptigen(
+    path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, scan_type: int = 1, scans: int = 1, config: bytes = b"x" * 300
+) -> Path:
+    depth, height, width = gray.shape
+    dz, dy, dx = spacing_mm
+
+    def entry(key: str, value: bytes | None = None, length: int = 0) -> bytes:
+        return struct.pack("<I", len(key)) + key.encode() + struct.pack("<I", len(value) if value is not None else length) + (value or b"")
+
+    def whole(key: str, number: int) -> bytes:
+        return entry(key, struct.pack("<I", number))
+
+    def real(key: str, number: float) -> bytes:
+        return entry(key, struct.pack("<d", number))
+
+    content = struct.pack("<IH", 0x0101, 160) + entry("FRAMEHEADER")
+    content += whole("FRAMECOUNT", depth) + whole("LINECOUNT", width) + whole("LINELENGTH", height) + whole("SAMPLEFORMAT", 2)
+    content += entry("DESCRIPTION", b"phantom") + real("XMIN", 0) + real("XMAX", dx * width) + entry("XCAPTION", b"mm")
+    content += real("YMIN", 0) + real("YMAX", dy * height) + entry("YCAPTION", b"mm") + whole("SCANTYPE", scan_type)
+    content += real("SCANDEPTH", dy * height) + real("SCANLENGTH", dx * width) + real("AZSCANLENGTH", dx * width)
+    content += real("ELSCANLENGTH", dz * depth) + real("OBJECTDISTANCE", 0) + real("SCANANGLE", 0)
+    content += whole("SCANS", scans) + whole("FRAMES", depth // scans) + whole("DOPPLERFLAG", 0) + entry("CONFIG", config) + bytes(4)
+    for bscan in gray:
+        content += entry("FRAMEDATA", length=99) + entry("FRAMEDATETIME", struct.pack("<8H", 2020, 1, 3, 2, 3, 4, 5, 6))
+        content += real("FRAMETIMESTAMP", 1.0) + whole("FRAMELINES", width) + entry("FRAMESAMPLES", length=2 * height * width)
+        content += bscan.T.astype("<u2").tobytes() + bytes(4)
+    return _write(path, content)
+
+
+def e2e_codes(gray: np.ndarray) -> np.ndarray:
+    """The floats of .e2e, 6 bits of exponent and 10 of mantissa, whose fourth root is shown as these gray levels."""
+    bits = ((gray / 255) ** 4).astype(np.float32).view(np.uint32)
+    rounded = (bits.astype(np.int64) + (1 << 12)) >> 13
+    return np.where(gray > 0, rounded - ((127 - 63) << 10), 0).astype(np.uint16)
+
+
 def write_sidecar(path: Path, spacing_mm=SPACING_MM, **facts) -> Path:
     place = path.with_name(f"{path.name.removesuffix('.gz').split('.')[0]}.json")
     place.write_text(json.dumps({"spacing_mm": spacing_mm, **facts}))
@@ -182,6 +313,12 @@ class Format:
     """The file whose end is cut off in the test of incomplete files."""
     tolerance: int = 0
     """Gray levels that lossy compression may change."""
+    needs_name: bool = False
+    """No magic bytes: its ending counts."""
+    stretched: bool = False
+    """Lowest to highest value come back as 0 to 65,535."""
+    shape: tuple[int, int, int] = (12, 40, 36)
+    """More than ten B-scans, so that 10 sorts before 2."""
 
 
 _HEYEX = frozenset({"spacing", "laterality", "participant", "positions"})
@@ -209,6 +346,33 @@ FORMATS: dict[str, Format] = {
         (np.uint8, np.uint16),
         frozenset({"spacing"}),
     ),
+    "topcon_fda": Format(
+        lambda at, v: write_topcon(at.with_suffix(".fda"), v, compressed=True),
+        (np.uint8, np.uint16),
+        frozenset({"spacing", "laterality", "participant"}),
+    ),
+    "topcon_fds": Format(
+        lambda at, v: write_topcon(at.with_suffix(".fds"), v), (np.uint16,), frozenset({"spacing", "laterality", "participant"})
+    ),
+    "heidelberg_e2e": Format(
+        lambda at, v: write_e2e(at.with_suffix(".e2e"), {(1, 2, 3): e2e_codes(v)}),
+        states=frozenset({"laterality", "participant"}),
+    ),
+    "zeiss_img": Format(
+        lambda at, v: write_img(at.with_name("P7_Macular Cube 36x12_1-02-2001_10-20-30_OD_sn413_cube_z.img"), v),
+        states=frozenset({"laterality"}),
+        needs_name=True,
+        shape=(12, 1024, 36),
+    ),
+    "optovue": Format(
+        lambda at, v: write_optovue(at.with_suffix(".OCT"), v),
+        (np.uint16,),
+        frozenset({"laterality"}),
+        needs_name=True,
+        stretched=True,
+        tolerance=1,
+    ),
+    "bioptigen": Format(lambda at, v: write_bioptigen(at.with_suffix(".OCT"), v), (np.uint16,), frozenset({"spacing"})),
     "png_folder": Format(write_images, (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.png"),
     "bmp_folder": Format(lambda at, v: write_images(at, v, suffix="bmp"), cut=lambda uri: uri / "oct 10.bmp"),
     "tiff_folder": Format(lambda at, v: write_images(at, v, suffix="tif"), (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.tif"),

@@ -19,6 +19,8 @@ FLAGS: dict[str, str] = {
     "shape_conflict": "the table lists other rows, columns or frames; the header is believed",
     "spacing_conflict": "the table lists other millimetres; header and positions are believed",
     "axial_direction_assumed": "the format does not say which end of the axial axis is the vitreous; row 0 was taken",
+    "intensity_stretched": "the format stores numbers without a scale; lowest to highest became 0 to 65,535",
+    "laterality_from_name": "only the name that the instrument gave the file says which eye it is",
     "nominal_spacing": "nothing states millimetres; those that --nominal-spacing names were taken",
     "laterality_contradicts_anatomy": "its optic disc lies on the side of the other eye; look at it, nothing was changed",
     "disc_on_the_right": "nothing says which eye it is, and its optic disc lies on the right, as in a right eye's image",

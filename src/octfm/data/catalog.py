@@ -22,7 +22,7 @@ from octfm.data.isolation import Limits, Lost
 from octfm.data.location import BucketPath, Location, location, write_whole
 from octfm.data.parts import join_parts
 from octfm.data.ranged import recall
-from octfm.data.readers import REASONS, Header, examine
+from octfm.data.readers import REASONS, Header, examine, volumes_in
 from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
 from octfm.data.spread import spread
@@ -188,8 +188,8 @@ def scan(
     limits = limits or Limits()
     deadline = functools.partial(_deadline, limits)
     look = functools.partial(_examine, journal=account.journal)
-    examined = list(spread(look, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress))
-    outcomes, others = join_parts(examined, workers, limits)
+    examined = spread(look, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress)
+    outcomes, others = join_parts([outcome for file in examined for outcome in file], workers, limits)
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 
@@ -322,17 +322,28 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
     return [files.get(str(path), path) for path in found.files]
 
 
-def _examine(path: Location, journal: str | None = None) -> "Header | Part | Reject":
+def _examine(path: Location, journal: str | None = None) -> "list[Header | Part | Reject]":
+    """One outcome for a file, or for each volume in it."""
     recall(path)
+    with tallied(journal):
+        try:
+            return [examine(str(path))]
+        except ReadError as error:
+            if error.code != "several_volumes":
+                return [Reject(str(path), error.code, str(error), file_size(path))]
+        return [_examine_one(uri) for uri in volumes_in(str(path))]
+
+
+def _examine_one(uri: str) -> "Header | Part | Reject":
     try:
-        with tallied(journal):
-            return examine(str(path))
+        return examine(uri)
     except ReadError as error:
-        return Reject(str(path), error.code, str(error), file_size(path))
+        return Reject(uri, error.code, str(error), file_size(uri))
 
 
-def _lost(path: Location, lost: Lost) -> Reject:
-    return Reject(str(path), lost.code, f"{path}: the process that looked at it {lost.what}; {REASONS[lost.code].fix}", file_size(path))
+def _lost(path: Location, lost: Lost) -> "list[Header | Part | Reject]":
+    sentence = f"{path}: the process that looked at it {lost.what}; {REASONS[lost.code].fix}"
+    return [Reject(str(path), lost.code, sentence, file_size(path))]
 
 
 def _deadline(limits: Limits, path: Location) -> float:

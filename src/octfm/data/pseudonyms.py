@@ -19,8 +19,9 @@ from typing import Any
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.catalog import Catalog, CatalogError
 from octfm.data.location import Location, location
-from octfm.data.readers import REASONS
+from octfm.data.readers import REASONS, volumes_in
 from octfm.data.walk import walk
+from octfm.errors import ReadError
 
 PREFIX = "pseudonym:"
 MIN_KEY_BYTES = 16
@@ -72,8 +73,11 @@ def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]
     """
     folder = location(root)
     folder = folder.absolute() if isinstance(folder, Path) else folder
-    places = {_place(str(path), folder, key): str(path) for path in walk(folder).files}
+    files = [str(path) for path in walk(folder).files]
     wanted = [a.uri for a in catalog.acquisitions]
+    places = {_place(path, folder, key): path for path in files}
+    if not places.keys() >= set(wanted):  # those of several volumes have to be looked into
+        places |= {_place(uri, folder, key): uri for path in files for uri in _volumes_in(path)}
     found = {uri: places[uri] for uri in wanted if uri in places}
     if len(found) < len(wanted):
         raise CatalogError(
@@ -81,6 +85,13 @@ def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]
             "give the root and the key of the scan"
         )
     return found
+
+
+def _volumes_in(path: str) -> list[str]:
+    try:
+        return volumes_in(path)
+    except ReadError:
+        return []
 
 
 def _hidden(a: Acquisition, root: Location, key: bytes) -> Acquisition:

@@ -45,6 +45,9 @@ REASONS: dict[str, Reason] = {
         "images of one folder that are not the B-scans of one volume: other sizes, other names, or numbers that are missing",
         "keep one volume per folder, its B-scans numbered in their names without a gap",
     ),
+    "several_volumes": Reason(
+        "a file that holds several volumes, and none was named", "name one of them, such as file.e2e!/series_1_2_3; a scan takes each"
+    ),
     "unknown_axes": Reason(
         "an array that does not tell which axis is B-scan, axial and lateral", "save it as [B-scan, axial, lateral], or declare its axes"
     ),
@@ -153,6 +156,13 @@ def examine(uri: str | Path) -> "Header | Part":
     return formats.examine(str(uri))
 
 
+def volumes_in(uri: str | Path) -> list[str]:
+    """uris of the volumes in a file, its own where it is one; of several, each is file!/name. Raises ReadError."""
+    from octfm.data.readers import formats
+
+    return formats.volumes_in(str(uri))
+
+
 def read_header_of_parts(parts: "Sequence[Part]") -> Header:
     """The header of the volume that these files are together. Raises ReadError with one of REASONS."""
     from octfm.data.readers import dicom
@@ -167,4 +177,15 @@ def read_surfaces(uri: str | Path) -> Surfaces | None:
     return formats.read_surfaces(str(uri))
 
 
-__all__ = ["REASONS", "Header", "ReadError", "Reason", "examine", "read_header", "read_header_of_parts", "read_surfaces", "read_volume"]
+__all__ = [
+    "REASONS",
+    "Header",
+    "ReadError",
+    "Reason",
+    "examine",
+    "read_header",
+    "read_header_of_parts",
+    "read_surfaces",
+    "read_volume",
+    "volumes_in",
+]

@@ -51,12 +51,16 @@ class Bscans:
     between_mm: float | None = None
     """Distance between B-scans where the file states it."""
     lines: Lines | None = None
+    lines_in_mm: bool = True
+    """False: in another unit, and upwards or downwards is unknown; they tell layout and order only."""
     layout: Layout | None = None
     """Where the file states it and positions do not."""
     laterality: str = ""
     scanner: str = "unknown"
     protocol: str = ""
     participant: str = ""
+    beside: str = ""
+    """Where a sidecar lies beside, if not beside `uri`."""
     surfaces: Callable[[], Surfaces | None] = lambda: None
     flags: tuple[str, ...] = ()
 
@@ -176,7 +180,7 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
 
 
 def _header(bscans: Bscans, arrangement: Arrangement) -> Header:
-    declared = read_declared(bscans.uri)
+    declared = read_declared(bscans.beside or bscans.uri)
     spacing_mm, source, flags = _spacing(bscans, arrangement, declared)
     if spacing_mm is not None and arrangement.layout == "raster":
         check_spacing(spacing_mm, bscans.shape, bscans.uri)
@@ -228,7 +232,9 @@ def _arrange(bscans: Bscans) -> Arrangement:
         return _other("line", f"{bscans.uri}: a single B-scan")
     found = _by_positions(bscans.lines, bscans.uri) if bscans.lines is not None else None
     if found is not None:
-        return found
+        if bscans.lines_in_mm or found.stack is None:
+            return found
+        return replace(found, between_mm=None, stack=replace(found.stack, superior_first=None))
     if bscans.layout not in (None, "raster"):
         return _other(bscans.layout, f"{bscans.uri}: a {bscans.layout} scan, as the file says")
     return Arrangement("raster", None, None)

@@ -9,8 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from octfm.data.archive import is_folder, open_file
-from octfm.data.readers import Header, bscans
+from octfm.data.archive import file_size, is_folder, open_file
+from octfm.data.readers import Header, bioptigen, bscans, heidelberg_e2e, optovue, zeiss_img
 from octfm.data.volume import Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
@@ -22,6 +22,9 @@ _HEAD = 4096
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"HSF-OCT", "heyex_vol"),
     (0, b"ep-v", "heyex_vol"),  # written by eyepy
+    (0, b"CMDb", "heidelberg_e2e"),
+    (0, b"E2EMultipleVolumeFile", "heidelberg_e2e"),
+    (0, b"FOCT", "topcon"),
     (0, b"\x93NUMPY", "arrays"),
     (0, b"II*\0", "images"),
     (0, b"MM\0*", "images"),
@@ -55,6 +58,15 @@ def examine(uri: str) -> "Header | Part":
     return reader.examine(uri) if reader.__name__.endswith(".dicom") else read_header(uri)
 
 
+def volumes_in(uri: str) -> list[str]:
+    """uris of the volumes that a file holds, itself where it is one. Raises ReadError."""
+    reader = find_reader(uri)
+    if reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]:
+        return [uri]
+    with bscans.damage_has_a_code(uri):
+        return heidelberg_e2e.volumes(uri)
+
+
 def read_surfaces(uri: str) -> Surfaces | None:
     reader = find_reader(uri)
     if reader.__name__.endswith(".dicom"):
@@ -65,7 +77,8 @@ def read_surfaces(uri: str) -> Surfaces | None:
 
 def find_reader(uri: str) -> ModuleType:
     """The module that reads it; DICOM where nothing else fits, whose reader says what is wrong. Raises ReadError."""
-    name = "image_folder" if is_folder(uri) else _by_content(uri)
+    container, series = heidelberg_e2e.split_series(uri)
+    name = "image_folder" if not series and is_folder(uri) else _by_content(container)
     return import_module(f"octfm.data.readers.{name}")
 
 
@@ -86,7 +99,14 @@ def _by_content(uri: str) -> str:
         return "nifti"
     if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:
         return "arrays"
-    return "heyex_xml" if is_heyex_xml(head) else "dicom"
+    if is_heyex_xml(head):
+        return "heyex_xml"
+    if bioptigen.fits(head):
+        return "bioptigen"
+    # What is left has no magic bytes: a name, and a size or another file that fits.
+    if zeiss_img.fits(uri, file_size(uri)):
+        return "zeiss_img"
+    return "optovue" if optovue.fits(uri) else "dicom"
 
 
 def is_heyex_xml(head: bytes) -> bool:

@@ -108,15 +108,21 @@ def digest_of(uris: Iterable[str]) -> bytes:
     return digest.digest()
 
 
+def decode_gray(content: bytes, uri: str, formats: tuple[str, ...]) -> np.ndarray:
+    """[H, W] uint8 or uint16 of an image inside another file, in one of Pillow's `formats`. Raises ReadError."""
+    with _opened(io.BytesIO(content), uri, formats) as image:
+        return _gray(image, uri)
+
+
 @contextmanager
-def _opened(file, uri: str) -> Iterator["Image"]:
+def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "JPEG")) -> Iterator["Image"]:
     from PIL import Image, UnidentifiedImageError
 
     file.seek(0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(file, formats=("PNG", "TIFF", "BMP", "JPEG")) as image:
+            with Image.open(file, formats=formats) as image:
                 yield image
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         code = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed"

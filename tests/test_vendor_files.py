@@ -1,0 +1,192 @@
+"""Vendor formats of which there is no real file: OCT-Converter, another reading of the same structures, finds in our files what we do.
+
+That proves that two readers agree about a structure, not that instruments write it: the guide says "not verified on a real file".
+"""
+
+import numpy as np
+import pytest
+
+import octfm
+from octfm.data.catalog import scan
+from octfm.data.pseudonyms import locate, pseudonymise
+from octfm.data.readers import ReadError, read_header, read_volume, volumes_in
+from octfm.data.readers.heidelberg_e2e import reflectivity_of_codes
+from octfm.data.readers.heyex_vol import display
+from test_readers import SHAPE, telling_voxels
+from vendor_files import (
+    SPACING_MM,
+    e2e_codes,
+    ends_of,
+    radial_ends,
+    write_bioptigen,
+    write_e2e,
+    write_img,
+    write_optovue,
+    write_sidecar,
+    write_topcon,
+    write_vol,
+)
+
+
+def code_of(uri, **options) -> str:
+    with pytest.raises(ReadError) as caught:
+        read_volume(uri, **options)
+    return caught.value.code
+
+
+@pytest.fixture
+def oct_converter(monkeypatch):
+    readers = pytest.importorskip("oct_converter.readers", reason="install the extra `peers`", exc_type=ImportError)
+    # It reads with numpy.fromstring, which numpy 2.3 took away.
+    monkeypatch.setattr(np, "fromstring", np.frombuffer)
+    return readers
+
+
+# ---- the same as another reader --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_topcon_agrees_with_oct_converter(tmp_path, oct_converter, compressed):
+    voxels = telling_voxels(np.uint8 if compressed else np.uint16)
+    uri = write_topcon(tmp_path / ("a.fda" if compressed else "a.fds"), voxels, laterality="L", compressed=compressed)
+    theirs = (oct_converter.FDA if compressed else oct_converter.FDS)(uri).read_oct_volume()
+    volume = read_volume(uri)
+    np.testing.assert_array_equal(volume.voxels, np.stack(theirs.volume))
+    dx, dz, dy = theirs.pixel_spacing
+    assert volume.spacing_mm == pytest.approx((dz, dy, dx)) and volume.laterality == theirs.laterality == "L"
+    assert volume.participant == theirs.patient_id == "1001" and volume.scanner == "topcon_3doct_2000"
+
+
+@pytest.mark.parametrize("multiple", [True, False])
+def test_e2e_agrees_with_oct_converter(tmp_path, oct_converter, multiple):
+    """In structure. It reverses the bits of the mantissa, so that only codes that read the same in both directions tell."""
+    codes = (telling_voxels().astype(np.uint16) // 5 + 12 << 10) | np.uint16(0b1011111101)
+    uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): codes}, eyes="L", multiple=multiple)
+    (theirs,) = oct_converter.E2E(uri).read_oct_volume()
+    volume, reflectivity = read_volume(uri, spacing_mm=SPACING_MM), reflectivity_of_codes()[codes]
+    np.testing.assert_array_equal(volume.voxels, display(reflectivity))
+    shown = np.where(reflectivity <= 1, (np.log(reflectivity + 2.44e-04) + 8.3) / 8.285, reflectivity)
+    np.testing.assert_allclose(np.stack(theirs.volume), np.clip(shown, 0, 1), atol=1e-5)
+    assert volume.laterality == theirs.laterality == "L" and volume.participant == theirs.patient_id == "1001"
+
+
+def test_optovue_agrees_with_oct_converter(tmp_path, oct_converter):
+    values = telling_voxels(np.uint16).astype(np.float32) / 7
+    uri = write_optovue(tmp_path / "a.OCT", values, eye="OS")
+    (theirs,) = oct_converter.POCT(uri).read_oct_volume()
+    volume = read_volume(uri, spacing_mm=SPACING_MM)
+    low, high = values.min(), values.max()
+    np.testing.assert_allclose(volume.voxels, (np.stack(theirs.volume) - low) / (high - low) * 65535, atol=0.6)
+    assert volume.laterality == theirs.laterality == "L" and "intensity_stretched" in read_header(uri).flags
+
+
+def test_bioptigen_agrees_with_oct_converter(tmp_path, oct_converter):
+    voxels = telling_voxels(np.uint16)
+    uri = write_bioptigen(tmp_path / "a.OCT", voxels, scans=12)
+    (theirs,) = oct_converter.BOCT(uri).read_oct_volume()
+    np.testing.assert_array_equal(read_volume(uri).voxels, np.stack(theirs.volume).transpose(0, 2, 1))
+
+
+# ---- Heidelberg .e2e -------------------------------------------------------------------------------------------------------------
+
+
+def test_codes_of_e2e_are_pieces_of_the_floats_of_vol(real_data):
+    """A real .vol has floats of 10 bits of mantissa: cut to 16 bit with another bias they are codes, and come back as they were."""
+    content = (real_data / "heyex_vol" / "Willis_B_716_2.vol").read_bytes()
+    values = np.frombuffer(content, "<f4", 768 * 496, 2048 + 768 * 768 + 55296)
+    bits = values.view(np.uint32)
+    assert not (bits & 0x1FFF).any()
+    codes = np.where(bits > 0, (bits >> 13).astype(int) - (64 << 10), 0)
+    np.testing.assert_array_equal(reflectivity_of_codes()[codes], values)
+
+
+def test_brighter_codes_of_e2e_are_never_darker():
+    table = reflectivity_of_codes()
+    assert table[63 << 10] == 1 and table[0] == 0 and (np.diff(table) > 0).all()
+
+
+def test_a_scan_is_the_same_as_vol_and_e2e(tmp_path):
+    voxels = telling_voxels()
+    vol = read_volume(write_vol(tmp_path / "a.vol", voxels))
+    e2e = read_volume(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}), spacing_mm=SPACING_MM)
+    np.testing.assert_array_equal(vol.voxels, e2e.voxels)
+
+
+def test_each_series_of_an_e2e_is_a_volume(tmp_path):
+    one, other = telling_voxels(), telling_voxels()[:, :, ::-1]
+    series = {(1, 2, 3): e2e_codes(one), (1, 2, 4): e2e_codes(other)}
+    uri = write_e2e(tmp_path / "clinic" / "p7.e2e", series, eyes="RL", participant="p7")
+    assert code_of(uri) == "several_volumes"
+    uris = volumes_in(uri)
+    assert uris == [f"{uri}!/series_1_2_3", f"{uri}!/series_1_2_4"]
+    assert [read_volume(u, spacing_mm=SPACING_MM).laterality for u in uris] == ["R", "L"]
+    catalog = scan(tmp_path / "clinic", nominal_spacing_mm=SPACING_MM, workers=0)
+    assert [(a.uri, a.participant, a.laterality) for a in catalog.acquisitions] == [(uris[0], "p7", "R"), (uris[1], "p7", "L")]
+    preprocessing = octfm.Preprocessing(image_size=(8, 32, 32), target_spacing=(0.18, 0.0078, 0.0172))
+    store = octfm.prepare(catalog, tmp_path / "store", preprocessing, workers=1, progress=False)
+    assert len(store) == 2 and not store.unprepared()
+    hidden = pseudonymise(catalog, b"0123456789abcdef")
+    assert sorted(locate(hidden, tmp_path / "clinic", b"0123456789abcdef").values()) == uris and "p7" not in repr(hidden)
+
+
+def test_degrees_of_an_e2e_order_bscans_and_are_not_taken_for_millimetres(tmp_path):
+    voxels, jumbled = telling_voxels(), np.random.default_rng(5).permutation(SHAPE[0])
+    uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)[jumbled]}, ends=ends_of(*SHAPE[::2])[jumbled])
+    header = read_header(uri)
+    assert header.spacing_mm is None and header.superior_first is None and "frames_reordered" in header.flags
+    read = read_volume(uri, spacing_mm=SPACING_MM).voxels.astype(int)
+    assert min(np.abs(read - voxels).max(), np.abs(read[::-1] - voxels).max()) <= 1
+    write_sidecar(uri)
+    assert read_volume(uri).spacing_mm == SPACING_MM
+
+
+@pytest.mark.parametrize(("ends", "pattern"), [(radial_ends(12), 3), (None, 2)])
+def test_star_and_circle_of_an_e2e_are_left_out(tmp_path, ends, pattern):
+    uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())}, ends=ends, pattern=pattern)
+    assert code_of(uri, spacing_mm=SPACING_MM) == "not_raster"
+
+
+# ---- the others ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scan_mode", "layout"), [(3, "radial"), (4, "radial")])
+def test_radial_topcon_scans_are_left_out_unless_asked_for(tmp_path, scan_mode, layout):
+    uri = write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16), scan_mode=scan_mode)
+    assert code_of(uri) == "not_raster"
+    assert read_volume(uri, raster_only=False).layout == layout
+
+
+def test_topcon_without_a_field_size_asks_for_millimetres(tmp_path):
+    assert code_of(write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16), states_spacing=False)) == "missing_spacing"
+
+
+def test_an_encrypted_topcon_id_is_not_taken_for_one(tmp_path):
+    uri = write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16))
+    uri.write_bytes(uri.read_bytes().replace(b"1001", b"\x9c\x01\xffz"))
+    assert read_header(uri).participant is None
+
+
+def test_cirrus_cubes_are_told_by_their_size_or_by_their_name(tmp_path):
+    """Stored upside down and mirrored; the eye is in the instrument's name and nowhere else."""
+    voxels = telling_voxels(shape=(12, 1024, 36))
+    header = read_header(write_img(tmp_path / "Macular Cube 36x12_1-2-2001_1-2-3_OS_sn4_cube_z.img", voxels))
+    assert header.laterality == "L" and "laterality_from_name" in header.flags and header.protocol == "macular_cube_36x12"
+    cube = np.zeros((128, 1024, 512), np.uint8)
+    cube[:, -1, -1] = np.arange(128)
+    unnamed = read_volume(write_img(tmp_path / "a.img", cube), spacing_mm=(0.047, 0.002, 0.0117))
+    assert unnamed.shape == cube.shape and unnamed.laterality is None and np.array_equal(unnamed.voxels[:, -1, -1], np.arange(128))
+    assert code_of(write_img(tmp_path / "b.img", voxels)) == "not_dicom", "no instrument's size, no instrument's name"
+
+
+def test_optovue_needs_its_text_and_one_group(tmp_path):
+    uri = write_optovue(tmp_path / "a.OCT", telling_voxels().astype(np.float32))
+    text = uri.with_suffix(".txt").read_text()
+    uri.with_suffix(".txt").write_text(text + "XY Scan Length = 36\nScan Usage = 2\n")
+    assert code_of(uri, spacing_mm=SPACING_MM) == "not_raster"
+    uri.with_suffix(".txt").unlink()
+    assert code_of(uri, spacing_mm=SPACING_MM) == "incomplete_export"
+
+
+@pytest.mark.parametrize(("scan_type", "scans"), [(0, 1), (3, 1), (1, 4)])
+def test_bioptigen_scans_that_are_no_raster_are_left_out(tmp_path, scan_type, scans):
+    assert code_of(write_bioptigen(tmp_path / "a.OCT", telling_voxels(np.uint16), scan_type=scan_type, scans=scans)) == "not_raster"
