@@ -83,7 +83,7 @@ def _other_formats(folder: Path, whole: np.ndarray) -> list[Seed]:
         home.mkdir()
         uri = form.write(home / "scan", whole)
         if "spacing" not in form.states:
-            write_sidecar(uri, SPACING_MM)
+            write_sidecar(uri)
         files = {str(path.relative_to(home)): path.read_bytes() for path in home.rglob("*") if path.is_file()}
         found.append(Seed(name, files, str(uri.relative_to(home))))
     return found

@@ -359,7 +359,10 @@ FORMATS: dict[str, Format] = {
         states=frozenset({"laterality", "participant"}),
     ),
     "zeiss_img": Format(
-        lambda at, v: write_img(at.with_name("P7_Macular Cube 36x12_1-02-2001_10-20-30_OD_sn413_cube_z.img"), v),
+        lambda at, v: write_img(
+            at.with_name(f"P7_Macular Cube {v.shape[2]}x{len(v)}_1-02-2001_10-20-30_OD_sn413_cube_z.img"),
+            np.resize(v, (len(v), 1024, v.shape[2])),
+        ),
         states=frozenset({"laterality"}),
         needs_name=True,
         shape=(12, 1024, 36),
