@@ -16,6 +16,7 @@ from octfm.models.vit3d import (
     rotate,
     take_patches,
     take_tokens,
+    turn_qkv,
 )
 
 GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
@@ -168,11 +169,12 @@ def test_predictions_follow_their_positions():
 
 def test_rotary_positions_are_relative_and_in_mm():
     """Attention depends on distance in mm, not on where in the grid: the same for another spacing with the same distances."""
-    q, k = torch.randn(1, 1, 1, 48), torch.randn(1, 1, 1, 48)
+    qkv = torch.randn(1, 1, 3, 1, 48)
 
     def score(i, j):
-        tables = [rotary(GRID, torch.tensor([[n]]), 48) for n in (i, j)]
-        return (rotate(q, tables[0]) * rotate(k, tables[1])).sum()
+        turned = [rotate(qkv, turn_qkv(rotary(GRID, torch.tensor([[n]]), 48))) for n in (i, j)]
+        torch.testing.assert_close(turned[0][:, :, 2], qkv[:, :, 2])  # values stay as they are
+        return (turned[0][:, :, 0] * turned[1][:, :, 1]).sum()
 
     torch.testing.assert_close(score(0, 21), score(21, 42))  # the same step along all three axes
     assert not torch.isclose(score(0, 21), score(0, 1))

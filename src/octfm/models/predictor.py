@@ -5,7 +5,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from octfm.config import Config
-from octfm.models.vit3d import Block, Rotary, init_weights
+from octfm.models.vit3d import Block, Rotary, init_weights, turn_qkv
 
 
 class PredictorConfig(Config):
@@ -44,8 +44,9 @@ class Predictor(nn.Module):
         queries = self.mask_token.to(x.dtype).expand(len(x), num_target, -1)
         where = torch.cat(table, dim=-1).squeeze(1)
         x = torch.cat((x, queries), dim=1) + self.position(where)
+        turn = turn_qkv(table)
         for block in self.blocks:
-            x = block(x, table)
+            x = block(x, turn)
         return self.project(self.norm(x))
 
 

@@ -1,7 +1,7 @@
 """A plain pre-norm Vision Transformer over 3-D patches, with axial rotary positions in millimetres.
 
-Shape suffixes: B batch, N tokens of the grid, M selected tokens, P voxels of a patch, H heads, D model width, K head width,
-k = K / 2 frequency pairs.
+Shape suffixes: B batch, N tokens of the grid, M selected tokens, P voxels of a patch, S = 3 for query, key and value, H heads,
+D model width, K head width, k = K / 2 frequency pairs.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from octfm.config import Config
+from octfm.models.attention import attend
 
 Shape3 = tuple[int, int, int]
 Rotary = tuple[Tensor, Tensor]
@@ -100,10 +100,17 @@ def take_rotary(table: Rotary, index_BM: Tensor) -> Rotary:
     return cos, sin
 
 
-def rotate(x_BHMK: Tensor, table: Rotary) -> Tensor:
-    cos, sin = table
-    even, odd = x_BHMK.float().chunk(2, dim=-1)
-    return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x_BHMK.dtype)
+def turn_qkv(table: Rotary) -> Rotary:
+    """Factors [B, M, 3, 1, K] with which a sequence of queries, keys and values is rotated in one go: values are turned by nothing."""
+    cos, sin = (t.movedim(1, 2).unsqueeze(2) for t in table)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.cat((cos, cos, torch.ones_like(cos)), dim=2), torch.cat((sin, sin, torch.zeros_like(sin)), dim=2)
+
+
+def rotate(x_BMSHK: Tensor, turn: Rotary) -> Tensor:
+    """Channels j and j + K / 2 are a pair; computed in float32, whatever x is in."""
+    cos, sin = turn
+    return torch.addcmul(x_BMSHK * cos, x_BMSHK.roll(x_BMSHK.shape[-1] // 2, -1), sin).to(x_BMSHK.dtype)
 
 
 class Attention(nn.Module):
@@ -113,12 +120,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BMD: Tensor, table: Rotary | None) -> Tensor:
-        q, k, v = self.qkv(x_BMD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if table is not None:
-            q, k = rotate(q, table), rotate(k, table)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        return self.out(attended.transpose(1, 2).flatten(2))
+    def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
+        qkv_BMSHK = self.qkv(x_BMD).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (rotate(qkv_BMSHK, turn) if turn is not None else qkv_BMSHK).permute(2, 0, 3, 1, 4)
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -130,8 +135,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x_BMD: Tensor, table: Rotary | None) -> Tensor:
-        x_BMD = x_BMD + self.attn(self.norm1(x_BMD), table)
+    def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
+        """`turn` is what `turn_qkv` makes of a rotary table; None where positions are added to the tokens."""
+        x_BMD = x_BMD + self.attn(self.norm1(x_BMD), turn)
         return x_BMD + self.mlp(self.norm2(x_BMD))
 
 
@@ -174,9 +180,10 @@ class VisionTransformer3D(nn.Module):
             x_BMD = x_BMD + take_tokens(self.position.expand(len(x_BMD), -1, -1), index_BM)
         elif table is None:
             table = rotary(self.grid, index_BM, self.head_width)
+        turn = turn_qkv(table) if table is not None else None
         stream = []
         for block in self.blocks:
-            x_BMD = block(x_BMD, table)
+            x_BMD = block(x_BMD, turn)
             stream.append(x_BMD)
         return stream
 

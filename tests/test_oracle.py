@@ -1,0 +1,156 @@
+"""Our networks beside others that compute the same: transformers' V-JEPA 2 with the same weights, and textbook formulas in float64."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from octfm.models.attention import KeptAttention, attend
+from octfm.models.objective import distance
+from octfm.models.vit3d import Attention, TokenGrid, VisionTransformer3D, ViTConfig, rotary, rotate, take_patches, turn_qkv
+
+SIZE, PATCH = (8, 32, 32), (2, 8, 8)
+GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
+EVERY = torch.arange(GRID.size).unsqueeze(0)
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """transformers' V-JEPA 2 encoder of the same size at random weights that are not at their initial values."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from transformers import VJEPA2Config, VJEPA2Model
+
+    config = VJEPA2Config(
+        patch_size=8, crop_size=32, frames_per_clip=8, tubelet_size=2, hidden_size=48, in_chans=1, num_attention_heads=4,
+        num_hidden_layers=3, mlp_ratio=4.0, layer_norm_eps=1e-5, pred_hidden_size=24, pred_num_attention_heads=2, pred_num_hidden_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = VJEPA2Model(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ours(peer):
+    """Our encoder with the peer's weights."""
+    model = VisionTransformer3D(ViTConfig(patch_size=PATCH, width=48, depth=3, heads=4), GRID)
+    theirs, mine = dict(peer.encoder.named_parameters()), {}
+    mine["patch_embed.weight"] = theirs["embeddings.patch_embeddings.proj.weight"].flatten(1)
+    mine["patch_embed.bias"] = theirs["embeddings.patch_embeddings.proj.bias"]
+    for kind in ("weight", "bias"):
+        mine[f"norm.{kind}"] = theirs[f"layernorm.{kind}"]
+        for n in range(3):
+            layer = f"layer.{n}."
+            mine[f"blocks.{n}.attn.qkv.{kind}"] = torch.cat([theirs[f"{layer}attention.{part}.{kind}"] for part in ("query", "key", "value")])
+            names = {"attn.out": "attention.proj", "norm1": "norm1", "norm2": "norm2", "mlp.0": "mlp.fc1", "mlp.2": "mlp.fc2"}
+            mine |= {f"blocks.{n}.{our}.{kind}": theirs[f"{layer}{their}.{kind}"] for our, their in names.items()}
+    model.load_state_dict(mine)
+    return model
+
+
+@torch.no_grad()
+def test_encoder_equals_vjepa2_of_transformers_where_positions_are_equal(peer, ours):
+    """All tokens at the origin, where every rotation is the identity: patch embedding, attention, MLP, norms and their order."""
+    voxels = torch.randn(1, 1, *SIZE, generator=torch.Generator().manual_seed(1))
+    x = peer.encoder.embeddings(voxels.transpose(1, 2))
+    patches = take_patches(voxels, EVERY, PATCH)
+    torch.testing.assert_close(ours.patch_embed(patches), x, rtol=1e-5, atol=1e-5)
+    for layer in peer.encoder.layer:
+        x = layer(x, position_mask=torch.zeros_like(EVERY))[0]
+    still = rotary(GRID, torch.zeros_like(EVERY), 12)
+    torch.testing.assert_close(ours(patches, EVERY, still), peer.encoder.layernorm(x), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_rotary_positions_differ_from_vjepa2_on_purpose(peer):
+    """A score must depend on the distance of two tokens alone. The peer turns the two channels of a pair by different angles, so it does not."""
+
+    def score_of_peer(first, second):
+        attention = peer.encoder.layer[0].attention
+        q, k = torch.ones(1, 4, 1, 12), torch.ones(1, 4, 1, 12)
+        q, k = (
+            attention.apply_rotary_embeddings(x, attention.get_position_ids(x[:, 0], torch.tensor([[place]])))
+            for x, place in ((q, first), (k, second))
+        )
+        return float((q * k).sum())
+
+    def score_of_ours(first, second):
+        one = torch.ones(1, 1, 3, 1, 12)
+        q, k = (rotate(one, turn_qkv(rotary(GRID, torch.tensor([[place]]), 12))) for place in (first, second))
+        return float((q[:, :, 0] * k[:, :, 1]).sum())
+
+    step = 21  # one token further along all three axes
+    assert score_of_ours(0, step) == pytest.approx(score_of_ours(step, 2 * step), rel=1e-5)
+    assert score_of_peer(0, step) != pytest.approx(score_of_peer(step, 2 * step), rel=1e-3)
+
+
+def textbook_attention(x_MD: np.ndarray, layer: Attention, positions_mm: np.ndarray, grid: TokenGrid) -> np.ndarray:
+    """Multi-head attention with rotary positions as complex numbers (RoFormer, arXiv:2104.09864), in float64, a head and a token at a time."""
+    weight, bias = (p.detach().double().numpy() for p in (layer.qkv.weight, layer.qkv.bias))
+    width = x_MD.shape[1]
+    head_width = width // layer.heads
+    pairs = head_width // 2
+    shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+    frequencies, axes = [], []
+    for axis, share in enumerate(shares):
+        shortest = 2 * grid.pitch_mm[axis]
+        longest = max(4 * grid.pitch_mm[axis] * grid.shape[axis], 2 * shortest)
+        for n in range(share):
+            frequencies.append(2 * np.pi / (shortest * (longest / shortest) ** (n / max(1, share - 1))))
+            axes.append(axis)
+    angle_Mk = positions_mm[:, axes] * np.array(frequencies)
+    out = np.zeros_like(x_MD)
+    for head in range(layer.heads):
+        q, k, v = (x_MD @ weight[s : s + head_width].T + bias[s : s + head_width] for s in (head * head_width + i * width for i in range(3)))
+        q, k = ((part[:, :pairs] + 1j * part[:, pairs:]) * np.exp(1j * angle_Mk) for part in (q, k))
+        score = (q @ k.conj().T).real / np.sqrt(head_width)
+        for row in range(len(x_MD)):
+            weights = np.exp(score[row] - score[row].max())
+            out[row, head * head_width : (head + 1) * head_width] = weights @ v / weights.sum()
+    return out @ layer.out.weight.detach().double().numpy().T + layer.out.bias.detach().double().numpy()
+
+
+def test_attention_with_rotary_positions_equals_the_textbook():
+    torch.manual_seed(0)
+    layer, x = Attention(48, 4), torch.randn(1, GRID.size, 48)
+    torch.nn.init.normal_(layer.qkv.bias)
+    with torch.no_grad():
+        answer = layer(x, turn_qkv(rotary(GRID, EVERY, 12)))[0]
+    expected = textbook_attention(x[0].double().numpy(), layer, GRID.positions_mm(EVERY)[0].double().numpy(), GRID)
+    np.testing.assert_allclose(answer.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_equal_the_textbook():
+    """mean |z - LN(h)| as the peer's train loop has it, and BYOL's 2 - 2 cos."""
+    z, h = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    goal = F.layer_norm(h, (7,))
+    a, b = z.double().numpy(), h.double().numpy()
+    normed = (b - b.mean(-1, keepdims=True)) / np.sqrt(b.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(distance("vjepa2", z, goal).numpy(), np.abs(a - normed).mean((1, 2)), rtol=1e-5)
+    cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    np.testing.assert_allclose(distance("data2vec", z, h).numpy(), (2 - 2 * cosine).mean(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300, 1500])
+def test_blocked_attention_is_attention(tokens, monkeypatch):
+    """In bfloat16 on CPU, with and without gradients, within what bfloat16 can tell; blocks of heads and of rows are both met."""
+    monkeypatch.setattr("octfm.models.attention.BLOCK_BYTES", 400_000)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, tokens, 3, 16, dtype=torch.bfloat16).transpose(2, 3).unbind(0)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    for learns in (False, True):
+        q.requires_grad_(learns)
+        error = (attend(q, k, v).double() - exact).norm() / exact.norm()
+        assert error < 0.01, f"learns={learns}: {error:.4f}"
+
+
+def test_kept_attention_has_the_gradient_of_attention():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mine = torch.autograd.grad(KeptAttention.apply(q, k, v).square().sum(), (q, k, v))
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).square().sum(), (q, k, v))
+    torch.testing.assert_close(mine, expected)
