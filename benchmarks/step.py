@@ -1,16 +1,17 @@
 """One training step of ours beside facebookresearch/vjepa2's own modules: `python benchmarks/step.py --peer PATH_TO_VJEPA2_CLONE`.
 
-Forward, backward, optimizer and EMA of one micro-batch: same encoder (384 x 12, 64-wide heads), same predictor (192 x 6, 32-wide heads), the same
-context and target tokens, random voxels. Every arm is a process of its own; steps of all arms alternate, so that whatever else the machine
-does falls on all of them. Printed: median wall and CPU seconds per step, their ratios to the peer (median over rounds, of steps that were neighbours in time),
-peak resident memory above what was there after the imports, ATen dispatches that are not views, and GFLOP/s beside a matrix product's.
+Forward, backward, optimizer and EMA of one micro-batch: same encoder (384 x 12, 64-wide heads), same predictor (192 x 6, 32-wide
+heads), the same context and target tokens, random voxels. Every arm is a process of its own; steps of all arms alternate, so that
+whatever else the machine does falls on all of them. Printed: median wall and CPU seconds per step, their ratios to the peer (median
+over rounds, of steps that were neighbours in time), peak resident memory above what was there after the imports, ATen dispatches
+that are not views, and GFLOP/s beside a matrix product's.
 
 Arms:
   peer     vjepa2's VisionTransformer, VisionTransformerPredictor, AdamW as it builds it, EMA as in its train loop; one mask set
   equal    ours at equal work: no context loss, 32-wide predictor heads
   default  ours as configured by default: context loss, 64-wide predictor heads
   budget   default with a budget of --budget kept tokens (where that is fewer than all)
-`--time cpu` is the honest choice on a machine that does other things.
+On a machine that does other things, look at CPU seconds.
 """
 
 import argparse
@@ -82,10 +83,23 @@ def build_peer(path: str, size, batch: int):
     from src.models.predictor import vit_predictor  # pyright: ignore[reportMissingImports]
     from src.models.vision_transformer import VisionTransformer  # pyright: ignore[reportMissingImports]
 
-    shape = {"img_size": size[1:], "patch_size": PATCH[1], "num_frames": size[0], "tubelet_size": PATCH[0], "use_rope": True, "use_sdpa": True}
+    shape = {
+        "img_size": size[1:],
+        "patch_size": PATCH[1],
+        "num_frames": size[0],
+        "tubelet_size": PATCH[0],
+        "use_rope": True,
+        "use_sdpa": True,
+    }
     encoder = VisionTransformer(**shape, in_chans=1, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS)
     predictor = vit_predictor(
-        **shape, embed_dim=WIDTH, predictor_embed_dim=PREDICTOR_WIDTH, depth=PREDICTOR_DEPTH, num_heads=6, use_mask_tokens=True, num_mask_tokens=2
+        **shape,
+        embed_dim=WIDTH,
+        predictor_embed_dim=PREDICTOR_WIDTH,
+        depth=PREDICTOR_DEPTH,
+        num_heads=6,
+        use_mask_tokens=True,
+        num_mask_tokens=2,
     )
     target = deepcopy(encoder).requires_grad_(False)
     named = [(n, p) for module in (encoder, predictor) for n, p in module.named_parameters()]
@@ -197,10 +211,24 @@ class Arm:
 
     def __init__(self, name: str, size: str, precision: str, chosen: argparse.Namespace):
         self.name = name
-        command = [sys.executable, __file__, "--worker", "--arm", name, "--size", size, "--precision", precision, "--batch", str(chosen.batch)]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            "--arm",
+            name,
+            "--size",
+            size,
+            "--precision",
+            precision,
+            "--batch",
+            str(chosen.batch),
+        ]
         command += ["--budget", str(chosen.budget), "--peer", chosen.peer]
         environment = {**os.environ, "OMP_NUM_THREADS": str(chosen.threads)}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
         self.steps: list[dict[str, float]] = []
 
     def ask(self, what: str) -> dict[str, float]:
@@ -229,16 +257,19 @@ def flops(size, batch: int, budget: int | None, context_loss: bool) -> float:
     voxels = 2 * PATCH[0] * PATCH[1] * PATCH[2] * WIDTH
     target = blocks(tokens, WIDTH, DEPTH) + tokens * voxels
     context = blocks(seen, WIDTH, DEPTH) + seen * voxels
-    predictor = blocks(tokens, PREDICTOR_WIDTH, PREDICTOR_DEPTH) + 2 * PREDICTOR_WIDTH * WIDTH * (seen + (tokens if context_loss else asked))
+    predictor = blocks(tokens, PREDICTOR_WIDTH, PREDICTOR_DEPTH) + 2 * PREDICTOR_WIDTH * WIDTH * (
+        seen + (tokens if context_loss else asked)
+    )
     return batch * (target + 3 * (context + predictor))
 
 
 def matmul_peak(precision: str, threads: int) -> float:
     """GFLOP/s of a large matrix product with this many threads."""
+    dtype = "bfloat16" if precision == "bf16" else "float32"
     code = (
-        "import torch,time;d=torch.bfloat16 if %r=='bf16' else torch.float32;a=torch.randn(2048,2048,dtype=d);a@a;best=9e9\n"
-        "for _ in range(8):\n t=time.perf_counter();a@a;best=min(best,time.perf_counter()-t)\n"
-        "print(2*2048**3/best/1e9)" % precision
+        f"import torch, time\na = torch.randn(2048, 2048, dtype=torch.{dtype})\na @ a\nbest = 9e9\n"
+        "for _ in range(8):\n    t = time.perf_counter(); a @ a; best = min(best, time.perf_counter() - t)\n"
+        "print(2 * 2048**3 / best / 1e9)"
     )
     return float(subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": str(threads)}))
 
@@ -256,7 +287,12 @@ def compare(size: str, precision: str, chosen: argparse.Namespace) -> dict:
         middle = {key: statistics.median(step[key] for step in arm.steps) for key in ("wall", "cpu")}
         budget = chosen.budget if arm.name == "budget" else None
         work = flops(SIZES[size], chosen.batch, budget, arm.name in ("default", "budget"))
-        row = {**middle, "memory_gb": memory / 1e9, "dispatches": arm.ask("count")["count"] if chosen.dispatches else 0, "gflops_per_s": work / middle["wall"] / 1e9}
+        row = {
+            **middle,
+            "memory_gb": memory / 1e9,
+            "dispatches": arm.ask("count")["count"] if chosen.dispatches else 0,
+            "gflops_per_s": work / middle["wall"] / 1e9,
+        }
         for key in ("wall", "cpu"):
             row[f"faster_{key}"] = statistics.median(p[key] / s[key] for p, s in zip(arms[0].steps, arm.steps, strict=True))
         rows[arm.name] = row

@@ -45,7 +45,9 @@ def ours(peer):
         mine[f"norm.{kind}"] = theirs[f"layernorm.{kind}"]
         for n in range(3):
             layer = f"layer.{n}."
-            mine[f"blocks.{n}.attn.qkv.{kind}"] = torch.cat([theirs[f"{layer}attention.{part}.{kind}"] for part in ("query", "key", "value")])
+            mine[f"blocks.{n}.attn.qkv.{kind}"] = torch.cat(
+                [theirs[f"{layer}attention.{part}.{kind}"] for part in ("query", "key", "value")]
+            )
             names = {"attn.out": "attention.proj", "norm1": "norm1", "norm2": "norm2", "mlp.0": "mlp.fc1", "mlp.2": "mlp.fc2"}
             mine |= {f"blocks.{n}.{our}.{kind}": theirs[f"{layer}{their}.{kind}"] for our, their in names.items()}
     model.load_state_dict(mine)
@@ -67,7 +69,7 @@ def test_encoder_equals_vjepa2_of_transformers_where_positions_are_equal(peer, o
 
 @torch.no_grad()
 def test_rotary_positions_differ_from_vjepa2_on_purpose(peer):
-    """A score must depend on the distance of two tokens alone. The peer turns the two channels of a pair by different angles, so it does not."""
+    """A score must depend on the distance of two tokens alone; the peer turns a pair by two different angles, so it does not."""
 
     def score_of_peer(first, second):
         attention = peer.encoder.layer[0].attention
@@ -89,7 +91,7 @@ def test_rotary_positions_differ_from_vjepa2_on_purpose(peer):
 
 
 def textbook_attention(x_MD: np.ndarray, layer: Attention, positions_mm: np.ndarray, grid: TokenGrid) -> np.ndarray:
-    """Multi-head attention with rotary positions as complex numbers (RoFormer, arXiv:2104.09864), in float64, a head and a token at a time."""
+    """Multi-head attention with rotary positions as complex numbers (RoFormer, arXiv:2104.09864), float64, a head and a token at a time."""
     weight, bias = (p.detach().double().numpy() for p in (layer.qkv.weight, layer.qkv.bias))
     width = x_MD.shape[1]
     head_width = width // layer.heads
@@ -105,7 +107,9 @@ def textbook_attention(x_MD: np.ndarray, layer: Attention, positions_mm: np.ndar
     angle_Mk = positions_mm[:, axes] * np.array(frequencies)
     out = np.zeros_like(x_MD)
     for head in range(layer.heads):
-        q, k, v = (x_MD @ weight[s : s + head_width].T + bias[s : s + head_width] for s in (head * head_width + i * width for i in range(3)))
+        q, k, v = (
+            x_MD @ weight[s : s + head_width].T + bias[s : s + head_width] for s in (head * head_width + i * width for i in range(3))
+        )
         q, k = ((part[:, :pairs] + 1j * part[:, pairs:]) * np.exp(1j * angle_Mk) for part in (q, k))
         score = (q @ k.conj().T).real / np.sqrt(head_width)
         for row in range(len(x_MD)):
