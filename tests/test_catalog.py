@@ -201,7 +201,7 @@ def test_damaged_mixed_and_foreign_catalogs_are_refused(phantom, tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"a": [1]}), folder / "catalog.parquet")
-    with pytest.raises(CatalogError, match="expected octfm-catalog version 2"):
+    with pytest.raises(CatalogError, match="expected octfm-catalog version 3"):
         Catalog.load(folder)
 
 

@@ -15,9 +15,9 @@ class ConfigError(OctfmError):
 class ReadError(OctfmError):
     """A file that cannot become a Volume. `code` is the reason code that ends up in rejects.parquet."""
 
-    def __init__(self, code: str, message: str):
+    def __init__(self, code: str, message: str, refers_to: str = ""):
         super().__init__(message)
-        self.code = code
+        self.code, self.refers_to = code, refers_to
 
 
 class BucketError(OctfmError):

@@ -75,6 +75,8 @@ class Reject:
     """One of octfm.data.readers.REASONS."""
     sentence: str
     bytes: int
+    refers_to: str = ""
+    """SOP Instance UID of the volume that a skipped file of layer heights belongs to."""
 
     @property
     def fix(self) -> str:

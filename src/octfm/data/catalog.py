@@ -33,7 +33,7 @@ from octfm.errors import OctfmError, ReadError
 if TYPE_CHECKING:
     from octfm.data.readers.dicom_parts import Part
 
-FORMAT, VERSION = "octfm-catalog", 2
+FORMAT, VERSION = "octfm-catalog", 3
 
 
 class CatalogError(OctfmError):
@@ -84,7 +84,7 @@ class Catalog:
         folder = location(folder)
         rows, facts = _read_parquet(folder / "catalog.parquet")
         left_out, other = _read_parquet(folder / "rejects.parquet")
-        rejects = [Reject(row["uri"], row["code"], row["sentence"], row["bytes"]) for row in left_out]
+        rejects = [Reject(row["uri"], row["code"], row["sentence"], row["bytes"], row["refers_to"]) for row in left_out]
         catalog = Catalog(
             root=facts["root"],
             acquisitions=tuple(_acquisition(row) for row in rows),
@@ -96,6 +96,10 @@ class Catalog:
         if not facts["key"] == other["key"] == catalog._key():
             raise CatalogError(f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again")
         return catalog
+
+    def layer_heights(self, acquisition: Acquisition) -> tuple[str, ...]:
+        """uris of the height maps that refer to this volume; octfm.data.readers.dicom_surfaces reads them."""
+        return tuple(found.uri for found in self.skipped if found.refers_to == acquisition.sop_instance_uid)
 
     @property
     def reject_share(self) -> float:
@@ -330,7 +334,7 @@ def _examine(path: Location, journal: str | None = None) -> "list[Header | Part 
             return [examine(str(path))]
         except ReadError as error:
             if error.code != "several_volumes":
-                return [Reject(str(path), error.code, str(error), file_size(path))]
+                return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
         return [_examine_one(uri) for uri in volumes_in(str(path))]
 
 
@@ -338,7 +342,7 @@ def _examine_one(uri: str) -> "Header | Part | Reject":
     try:
         return examine(uri)
     except ReadError as error:
-        return Reject(uri, error.code, str(error), file_size(uri))
+        return Reject(uri, error.code, str(error), file_size(uri), error.refers_to)
 
 
 def _lost(path: Location, lost: Lost) -> "list[Header | Part | Reject]":
@@ -359,7 +363,7 @@ def _schema(name: str):
     import pyarrow as pa
 
     if name == "rejects.parquet":
-        text = {name: pa.string() for name in ("uri", "code", "sentence", "fix")}
+        text = {name: pa.string() for name in ("uri", "code", "sentence", "fix", "refers_to")}
         return pa.schema(text | {"bytes": pa.int64(), "skipped": pa.bool_()})
     text = ("uri", "participant", "laterality", "scanner", "protocol", "spacing_source", "sop_instance_uid", "split", "participant_labels")
     return pa.schema(

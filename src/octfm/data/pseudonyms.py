@@ -100,8 +100,7 @@ def _hidden(a: Acquisition, root: Location, key: bytes) -> Acquisition:
         a,
         uri=_place(a.uri, root, key),
         participant="p" + _hash(key, "participant", a.participant, 16),
-        # PS3.5 B.2: a UID from 128 bits needs no registered root.
-        sop_instance_uid=f"2.25.{int(_hash(key, 'uid', a.sop_instance_uid, 32), 16)}",
+        sop_instance_uid=_hidden_uid(a.sop_instance_uid, key),
         participant_labels=_shifted(a.participant_labels, days),
     )
 
@@ -109,7 +108,13 @@ def _hidden(a: Acquisition, root: Location, key: bytes) -> Acquisition:
 def _hidden_reject(reject: Reject, root: Location, key: bytes) -> Reject:
     """Sentences quote paths and values; the meaning of the code stands in for them."""
     uri, reason = _place(reject.uri, root, key), REASONS[reject.code]
-    return replace(reject, uri=uri, sentence=f"{uri}: {reason.meaning}; {reason.fix}")
+    about = _hidden_uid(reject.refers_to, key) if reject.refers_to else ""
+    return replace(reject, uri=uri, sentence=f"{uri}: {reason.meaning}; {reason.fix}", refers_to=about)
+
+
+def _hidden_uid(uid: str, key: bytes) -> str:
+    """PS3.5 B.2: a UID from 128 bits needs no registered root."""
+    return f"2.25.{int(_hash(key, 'uid', uid, 32), 16)}"
 
 
 def _shifted(labels: Mapping[str, str], days: int) -> dict[str, str]:

@@ -59,6 +59,8 @@ REASONS: dict[str, Reason] = {
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
     "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
+    "not_layer_heights": Reason("layer heights were expected and something else was given", "give the file of the height map"),
+    "other_volume": Reason("layer heights of another volume, or of another size", "give the height map of this volume"),
     "not_oct": Reason("DICOM, but no image of the eye that octfm knows", _LEFT_OUT, expected=True),
     "not_raster": Reason("radial, circular or repeated B-scans do not form a volume", _LEFT_OUT, expected=True),
     "missing_sop_uid": Reason("without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"),
@@ -171,7 +173,10 @@ def read_header_of_parts(parts: "Sequence[Part]") -> Header:
 
 
 def read_surfaces(uri: str | Path) -> Surfaces | None:
-    """The layer boundaries stored with the B-scans, None where there are none. Raises ReadError."""
+    """The layer boundaries stored with the B-scans, or in a DICOM height map, None where there are none. Raises ReadError.
+
+    DICOM keeps them in a file of their own: `dicom_surfaces.surfaces_of_volume` joins the two.
+    """
     from octfm.data.readers import formats
 
     return formats.read_surfaces(str(uri))

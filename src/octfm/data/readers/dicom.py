@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.data.readers import REASONS, Header
-from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, refusing_damage, text
+from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, referenced_uids, refusing_damage, text
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
 from octfm.data.readers.dicom_parts import Part, expect_all_parts, merged, part_of, parts_beside
 from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, decode, is_blank
@@ -92,6 +92,19 @@ def examine(uri: str | Path) -> Header | Part:
     return header
 
 
+def read_geometry_of(uri: str | Path) -> tuple[Header, tuple[int, ...] | None]:
+    """The header of a volume, and the stored frame of each B-scan where frames are not stored in the order of their positions."""
+    uri = str(uri)
+    with parsed(uri) as file:
+        _expect_oct(file)
+        part = part_of(file)
+        if part is None:
+            header, geometry = _describe(file.dataset, locate_pixels(file).shape, uri)
+    if part is not None:
+        header, geometry, _ = _inspect_parts(parts_beside(part))
+    return header, geometry.frame_order
+
+
 def read_header_of_parts(parts: Sequence[Part]) -> Header:
     """The header of the volume that these files are. Raises ReadError: missing_part, inconsistent_parts and all that one file may have."""
     with refusing_damage(parts[0].uri):
@@ -136,7 +149,8 @@ def _expect_oct(file: OpenFile) -> None:
         raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
     if sop_class != OPHTHALMIC_TOMOGRAPHY:
         code = _LEFT_OUT.get(sop_class, "not_oct")
-        raise ReadError(code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}); left out")
+        about = next(iter(referenced_uids(dataset)), "") if code == "layer_heights" else ""
+        raise ReadError(code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}){about and f' of {about}'}; left out", about)
     if not text(dataset, "SOPInstanceUID"):
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
 

@@ -32,7 +32,7 @@ ELEMENTS = (
     "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID", "InstanceNumber",
     "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
-    "ImagePositionPatient", "ImageOrientationPatient",
+    "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
 
 Header = Any
@@ -234,3 +234,14 @@ def text(dataset: Header, keyword: str) -> str:
 def integer(dataset: Header, keyword: str, default: int) -> int:
     value = dataset.get(keyword)
     return default if value is None or value == "" else int(value)
+
+
+def referenced_uids(dataset: Header) -> tuple[str, ...]:
+    """SOP Instance UIDs of referenced images, wherever the writer put them: by series, by image, or as what a frame is derived from."""
+    items = [i for series in dataset.get("ReferencedSeriesSequence") or [] for i in series.get("ReferencedInstanceSequence") or []]
+    items += dataset.get("ReferencedImageSequence") or []
+    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
+        for group in dataset.get(name) or []:
+            for derivation in group.get("DerivationImageSequence") or []:
+                items += derivation.get("SourceImageSequence") or []
+    return tuple(dict.fromkeys(uid for item in items if (uid := text(item, "ReferencedSOPInstanceUID"))))

@@ -70,7 +70,14 @@ def volumes_in(uri: str) -> list[str]:
 def read_surfaces(uri: str) -> Surfaces | None:
     reader = find_reader(uri)
     if reader.__name__.endswith(".dicom"):
-        return None
+        from octfm.data.readers.dicom_surfaces import read_height_map
+
+        try:
+            return read_height_map(uri).surfaces
+        except ReadError as error:
+            if error.code == "not_layer_heights":
+                return None  # a DICOM volume holds none; its height map is a file of its own
+            raise
     with bscans.damage_has_a_code(uri):
         return bscans.to_surfaces(reader.open_bscans(uri))
 
