@@ -267,6 +267,24 @@ def pretrain(
 
 
 @app.command()
+def bench(
+    config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; without data.store random volumes are used.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each trial.")] = 3,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+) -> None:
+    """What this machine does with a config: volumes per second, MFU, data wait, memory, hours, and what to change first."""
+    from octfm.data.store import Store
+    from octfm.training.bench import bench as measure
+    from octfm.training.settings import load_config
+
+    settings = load_config(config, overrides or [])
+    store = Store.open(settings.data.store) if settings.data.store is not None else None
+    for line in measure(settings, store, device, steps, echo=typer.echo).lines():
+        typer.echo(line)
+
+
+@app.command()
 def watch(
     run: Annotated[Path, typer.Argument(help="Run folder, of a run that is going on or done.")],
     once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and return, for scripts.")] = False,

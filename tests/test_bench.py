@@ -1,0 +1,60 @@
+"""`octfm bench`: real steps are timed, nothing is written, and the advice follows from what was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from octfm.errors import ConfigError
+from octfm.training.bench import Bench, Trial, bench
+from small_store import small_store
+from test_pretrain import config, quiet
+
+FAST = Trial("as configured", "bf16", 2, 1.0, 8.0, 0.4, 2.0)
+
+
+def result(*others: Trial, read: float | None = 100.0, first: Trial = FAST, **settings) -> Bench:
+    return Bench(config(steps=100, **settings), [first, *others], read)
+
+
+def test_every_variant_of_a_config_is_timed_on_its_own_store(tmp_path):
+    store = small_store(tmp_path / "store")
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    measured = bench(config(steps=50), store, "cpu", steps=1, echo=quiet)
+    assert [t.name for t in measured.trials][:2] == ["as configured", "bf16"]
+    for trial in measured.trials:
+        assert trial.step_s is not None and 0 < trial.mfu < 1.5
+        assert trial.volumes_per_s == pytest.approx(measured.config.data.global_batch_size / trial.step_s)
+    assert measured.read_volumes_per_s is not None and measured.read_volumes_per_s > 0
+    assert measured.run_s == pytest.approx(50 * measured.as_configured.step_s, rel=0.5) or measured.data_wait_share
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before, "nothing is written"
+    assert measured.lines()[-1].startswith("change first: ")
+
+
+def test_without_a_store_nothing_is_said_about_reading():
+    small = config(steps=10, masks={"budget": 64})
+    measured = bench(small, None, "cpu", steps=1, echo=quiet)
+    assert measured.read_volumes_per_s is None and measured.data_wait_share is None
+    assert not any("store" in line for line in measured.lines()[:-1])
+
+
+def test_advice_names_the_store_when_it_is_what_keeps_the_device_waiting():
+    assert "store" in result(read=4.0).advice()
+    assert result(read=4.0).run_s == pytest.approx(100 * config().data.global_batch_size / 4.0)
+
+
+def test_advice_names_the_variant_that_is_clearly_faster():
+    faster = replace(FAST, name="fp32", precision="fp32", volumes_per_s=12.0)
+    assert result(faster).advice() == "precision=fp32: 1.50 times the volumes per second"
+    larger = replace(FAST, name="micro-batch 4", micro_batch=4, volumes_per_s=12.0)
+    assert "data.per_device_batch_size=4" in result(larger).advice()
+    assert "nothing stands out" in result(replace(faster, volumes_per_s=8.2)).advice()
+
+
+def test_what_does_not_fit_is_said_and_not_timed():
+    none = replace(FAST, step_s=None, volumes_per_s=0.0, trouble="does not fit: 90 GB estimated, 10 GB free")
+    assert "no variant fits" in result(first=none).advice()
+    assert any("does not fit" in line for line in result(first=none).lines())
+    fp32 = replace(FAST, name="fp32", precision="fp32")
+    assert result(fp32, first=none).advice().startswith("precision=fp32")
+    with pytest.raises(ConfigError, match="--steps: expected 1 or more"):
+        bench(config(), None, "cpu", steps=0)
