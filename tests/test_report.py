@@ -76,6 +76,7 @@ def test_page_says_what_happened(page):
         "0 are shared between splits",
         "this one is broken",
         "iop was not probed",
+        "AUROC of disease with nested shares of the training participants",
         "octfm pretrain demo data.store=prepared --out run",
         "5,900,000",
     ):
@@ -88,7 +89,7 @@ def test_words_from_outside_are_shown_not_executed(tmp_path):
     attack = '<script>alert(1)</script><img src=x onerror=alert(1)>"$\\frac{'
     run = write_run(tmp_path, figures=False)
     result = probe_result()
-    for r in result["results"]:
+    for r in [*result["results"], *result["label_efficiency"]]:
         r["target"] = attack if r["target"] == "disease" else r["target"]
     (run / "probe.json").write_text(json.dumps(result))
     metrics = run / "metrics.jsonl"

@@ -163,6 +163,43 @@ def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Ch
     return Chart(name, caption, svg)
 
 
+def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> list[Chart]:
+    """One chart per target and metric: the score of every encoder against the number of training participants, with intervals."""
+    charts = []
+    for target, metric in dict.fromkeys((r["target"], r["metric"]) for r in rows):
+        own = [r for r in rows if (r["target"], r["metric"]) == (target, metric) and r["estimate"] is not None]
+        if not own:
+            continue
+        key = re.sub(r"\W+", "-", f"efficiency-{target}-{metric}")
+        with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+            figure = Figure(figsize=(4.2, 2.35), layout="constrained")
+            axes = figure.subplots()
+            for e, encoder in enumerate(dict.fromkeys(r["encoder"] for r in own)):
+                points = [r for r in own if r["encoder"] == encoder]
+                people = np.array([r["n_train_participants"] for r in points]) * 1.03**e  # beside each other, not upon each other
+                color = SERIES[e % len(SERIES)]
+                axes.plot(people, [r["estimate"] for r in points], DASHES[e % len(DASHES)], marker=MARKERS[e % len(MARKERS)], markersize=4,
+                          color=color, label=encoder)  # fmt: skip
+                for x, r in zip(people, points, strict=True):
+                    if r["low"] is not None:
+                        axes.plot([x, x], [r["low"], r["high"]], color=color, linewidth=1.0)
+            axes.axhline(own[0]["chance"], color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+            axes.set_xscale("log")
+            ticks = sorted({r["n_train_participants"] for r in own})
+            axes.set_xticks(ticks, [str(n) for n in ticks])
+            axes.minorticks_off()
+            axes.set_xlabel("participants with a label")
+            axes.legend(loc="best")
+            spoken = "; ".join(f"{r['encoder']} {r['fraction']:.0%}: {number(r['estimate']):.2f}" for r in own)
+            svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
+        caption = (
+            f"{names.get(metric, metric)} of {plain(target)} with nested shares of the training participants; those tested stay the "
+            f"same. Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants together. The dashed line is chance."
+        )
+        charts.append(Chart(f"Label efficiency: {plain(target)}", caption, svg))
+    return charts
+
+
 def _chart(
     title: str, caption: str, lines: list[Line], reference: float | None = None, *, log: bool = False, floor: float | None = None
 ) -> Chart | None:

@@ -135,6 +135,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
         "rows": rows,
         "comparisons": comparisons,
         "forests": [f for f in forests if f is not None],
+        "efficiency": figures.efficiency_plots(probe.get("label_efficiency", []), words.METRICS),
         "skipped": probe.get("skipped", []),
         "settings": probe.get("settings", {}),
         "meaning": probe.get("interval_meaning", ""),
