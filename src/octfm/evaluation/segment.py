@@ -73,7 +73,7 @@ class Segmenter:
         if learns:
             groups.append({"params": list(encoder.network.parameters()), "lr": config.lr_encoder})
         self.learns = learns
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=1e-4)
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.05)
 
     @property
     def runtime(self) -> Runtime:

@@ -1,6 +1,6 @@
 """From the full grid of tokens to surfaces and masks at voxel resolution: every token answers for its own voxels.
 
-Shape suffixes: B batch, C channels (S surfaces, then masks), d h w tokens, D H W voxels, F token width.
+Shape suffixes: B batch, C channels (S surfaces, then masks), d h w tokens, p q r voxels of a patch, D H W voxels, F token width.
 """
 
 from math import prod
@@ -21,10 +21,16 @@ WINDOW_ROWS = 4
 
 
 class DenseDecoder(nn.Module):
-    """Tokens [B, d, h, w, F] to logits [B, C, D, H, W]; `light` lets neighbouring tokens talk first."""
+    """Tokens [B, d, h, w, F] to logits [B, C, D, H, W]; `light` lets neighbouring tokens talk first.
+
+    Along B-scans and A-scans a token answers at every second and fourth voxel of its patch and is linear in between: layers are smooth
+    there, and eight times fewer weights need eight times fewer labels. Along rows it answers for each.
+    """
 
     mean: Tensor
     std: Tensor
+    across: Tensor
+    along: Tensor
 
     def __init__(self, width: int, channels: int, patch_size: Shape3, kind: Decoder):
         super().__init__()
@@ -33,7 +39,11 @@ class DenseDecoder(nn.Module):
         if kind == "light":
             near = nn.Conv3d(width, width, 3, padding=1, groups=width)
             self.mix = nn.Sequential(near, nn.GELU(), nn.Conv3d(width, width, 1), nn.GELU())
-        self.answer = nn.Linear(width, channels * prod(patch_size))
+        pd, ph, pw = patch_size
+        self.register_buffer("across", _between(pd, 2))
+        self.register_buffer("along", _between(pw, 4))
+        self.knots = (self.across.shape[1], ph, self.along.shape[1])
+        self.answer = nn.Linear(width, channels * prod(self.knots))
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
         self.register_buffer("mean", torch.zeros(width))
@@ -49,9 +59,17 @@ class DenseDecoder(nn.Module):
         if self.mix is not None:
             x = x + self.mix(x.movedim(-1, 1)).movedim(1, -1)
         b, d, h, w, _ = x.shape
-        voxels = self.answer(x).unflatten(-1, (self.channels, *self.patch_size))
+        knots = self.answer(x).unflatten(-1, (self.channels, *self.knots))
+        voxels = torch.einsum("bdhwcmqn,pm,rn->bcdphqwr", knots, self.across, self.along)
         pd, ph, pw = self.patch_size
-        return voxels.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(b, self.channels, d * pd, h * ph, w * pw)
+        return voxels.reshape(b, self.channels, d * pd, h * ph, w * pw)
+
+
+def _between(voxels: int, every: int) -> Tensor:
+    """[voxels, knots]: how much each knot of a patch says at each of its voxels along one axis; outer knots lie on outer voxels."""
+    knots = min(voxels, max(2, voxels // every))
+    at = torch.linspace(0, knots - 1, voxels) if voxels > 1 else torch.zeros(1)
+    return (1 - (at[:, None] - torch.arange(knots)).abs()).clamp_min(0)
 
 
 def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:

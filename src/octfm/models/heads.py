@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octfm.models.vit3d import VisionTransformer3D
+from octfm.models.vit3d import Block, VisionTransformer3D
 
 Pool = Literal["mean", "attention"]
 
@@ -85,7 +85,9 @@ def add_low_rank(encoder: VisionTransformer3D, rank: int) -> VisionTransformer3D
     """The encoder with its weights frozen and a low-rank update on every attention projection; in place."""
     encoder.requires_grad_(False)
     for block in encoder.blocks:
-        block.attn.qkv, block.attn.out = LowRank(block.attn.qkv, rank), LowRank(block.attn.out, rank)
+        assert isinstance(block, Block)
+        block.attn.add_module("qkv", LowRank(block.attn.qkv, rank))
+        block.attn.add_module("out", LowRank(block.attn.out, rank))
     return encoder
 
 
