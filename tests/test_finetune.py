@@ -141,6 +141,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, store, labels, tmp_path,
         finetune(settings(run, store, labels, lr_head=0.5, **changes), tmp_path / "halves", echo=quiet)
 
 
+def test_the_best_state_and_patience_survive_an_interruption(run, store, labels, tmp_path, monkeypatch):
+    """Validation peaks in the second of seven epochs; the process dies in the fourth."""
+    scores, calls = [0.5, 0.9, 0.6, Killed, 0.6, 0.6, 0.6, 0.6], []
+
+    def scripted(*args):
+        calls.append(1)
+        if scores[len(calls) - 1] is Killed:
+            raise Killed
+        return scores[len(calls) - 1], 1.0
+
+    monkeypatch.setattr(module, "validate", scripted)
+    config = settings(run, store, labels, lr_encoder=0, epochs=7, patience=4)
+    with pytest.raises(Killed):
+        finetune(config, tmp_path / "run", echo=quiet)
+    out = finetune(config, tmp_path / "run", echo=quiet)
+    assert json.loads((out / "finetune.json").read_text())["best_epoch"] == 2
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "validation"]
+    assert len(rows) == 6, "four epochs without a better one"
+
+
 def test_training_stops_when_validation_participants_no_longer_gain(run, store, labels, tmp_path):
     out = finetune(settings(run, store, labels, lr_encoder=0, epochs=60, patience=2, lr_head=1e-9), tmp_path / "run", echo=quiet)
     rows = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "validation"]
@@ -239,6 +259,7 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     entries = {r["encoder"]: r for r in result["results"] if r["metric"] == "auroc"}
     assert set(entries) == {"run", "tuned0", "random_init", "histogram", "metadata"}
     assert {r["n_test_participants"] for r in result["results"]} == {36}
+    assert (entries["tuned0"]["what"], entries["run"]["what"], entries["metadata"]["what"]) == ("fine-tuned", "frozen", "baseline")
     assert entries["tuned0"]["seeds"] == 2, "runs that differ in their seed are one entry"
     assert entries["histogram"]["estimate"] > 0.9 > 0.75 > entries["metadata"]["estimate"]
     single = json.loads((tuned[0] / "finetune.json").read_text())["results"]

@@ -34,6 +34,8 @@ class Tuned:
 
     name: str
     runs: tuple[Said, ...]
+    what: str
+    """head (frozen encoder), low rank, fine-tuned or from scratch."""
 
 
 def leaderboard(
@@ -92,7 +94,7 @@ def leaderboard(
         scored[e.name] = score(cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "frozen"}, resamples, seed)
     for t in tuned:
         runs = [said.for_cases(cases, base, rounds[0].test) for said in t.runs]
-        scored[t.name] = score(cases, t.name, runs, facts | {"what": "fine-tuned"}, resamples, seed)
+        scored[t.name] = score(cases, t.name, runs, facts | {"what": t.what}, resamples, seed)
     for e in baselines:
         scored[e.name] = score(cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "baseline"}, resamples, seed)
     names = [_name(path) for path in frozen] + [t.name for t in tuned]
@@ -216,15 +218,18 @@ def _embed(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: C
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
     """Runs of one recipe together, under the name of the first."""
-    groups: list[tuple[str, dict, list[Said]]] = []
+    groups: list[tuple[str, dict, list[Said], str]] = []
     for path in paths:
         said = read_predictions(path / "predictions.parquet")
-        recipe = load(FinetuneConfig, path / "config.yaml").recipe()
+        config = load(FinetuneConfig, path / "config.yaml")
+        recipe = config.recipe()
+        kinds = (("head", config.frozen), ("from scratch", config.from_scratch), ("low rank", config.lora_rank is not None))
+        what = next((name for name, holds in kinds if holds), "fine-tuned")
         own = next((g for g in groups if g[1] == recipe), None)
         if own is None:
-            groups.append((path.resolve().name, recipe, [said]))
+            groups.append((path.resolve().name, recipe, [said], what))
         elif said.facts["seed"] in [s.facts["seed"] for s in own[2]]:
             raise EvaluationError(f"{path}: the same recipe and seed as {own[0]}; give each run once")
         else:
             own[2].append(said)
-    return [Tuned(name, tuple(runs)) for name, _, runs in groups]
+    return [Tuned(name, tuple(runs), what) for name, _, runs, what in groups]

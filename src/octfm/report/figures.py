@@ -149,11 +149,17 @@ def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Ch
                 )
             chance = next(r["chance"] for r in rows if r["target"] == target)
             axes.plot([chance, chance], [t * pitch - 0.5, t * pitch + len(encoders) - 0.5], color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
-        axes.set_yticks(ticks, [plain(target) for target in targets])
+        # More encoders than colours: a row bears its own name.
+        by_name = len(targets) == 1 and len(encoders) > len(SERIES)
+        if by_name:
+            axes.set_yticks(range(len(encoders)), [plain(encoder) for encoder in encoders])
+        else:
+            axes.set_yticks(ticks, [plain(target) for target in targets])
         axes.set_ylim(len(targets) * pitch - 0.8, -0.9)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(name)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(encoders))
+        if not by_name:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=min(4, len(encoders)))
         svg = to_svg(figure, f"forest-{metric}", f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
     leakage = ", except for scanner" if any(r["leakage"] for r in rows) else ""
     caption = (

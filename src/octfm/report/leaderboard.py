@@ -8,7 +8,10 @@ from octfm.report.page import render, write_page
 
 KINDS = {
     "frozen": "frozen encoder, linear probe",
-    "fine-tuned": "trained on the label",
+    "head": "frozen encoder, head trained by gradient",
+    "low rank": "low-rank updates of the encoder",
+    "fine-tuned": "encoder fine-tuned",
+    "from scratch": "trained from scratch",
     "baseline": "baseline, linear probe",
 }
 
