@@ -128,7 +128,7 @@ class Preprocessing(Config):
                 "unsupported_pixels",
                 f"{volume.source}: voxels are {voxels.dtype}, expected uint8 or uint16 display intensities; convert them when reading",
             )
-        if voxels.min() == voxels.max():
+        if all((bscan == voxels[0, 0, 0]).all() for bscan in voxels):
             raise ReadError("blank_volume", f"{volume.source}: every voxel is {voxels.flat[0]}; nothing was imaged, export it again")
         return voxels
 

@@ -7,12 +7,25 @@ from octfm.data.transform import Transform
 
 def seen_rows(voxels: np.ndarray) -> np.ndarray:
     """int64 [2, D, W]: rows [first, past) that hold image. Constant A-scans and border rows constant over a B-scan hold none."""
-    height = voxels.shape[1]
-    rows = voxels.max(axis=2) != voxels.min(axis=2)
-    columns = voxels.max(axis=1) != voxels.min(axis=1)
-    first = np.where(rows.any(axis=1), rows.argmax(axis=1), 0)
-    past = np.where(rows.any(axis=1), height - rows[:, ::-1].argmax(axis=1), 0)
-    return np.where(columns, np.stack([first, past])[:, :, None], 0)
+    depth, height, width = voxels.shape
+    seen = np.zeros((2, depth, width), np.int64)
+    for bscan, plane in enumerate(voxels):
+        first, past = 0, height
+        if _constant(plane[0]) or _constant(plane[-1]):
+            rows = plane.max(axis=1) != plane.min(axis=1)
+            first, past = (int(rows.argmax()), height - int(rows[::-1].argmax())) if rows.any() else (0, 0)
+        # Two rows tell nearly every A-scan from a constant one.
+        varies = plane[height // 2] != plane[height // 3]
+        doubtful = np.flatnonzero(~varies)
+        if doubtful.size:
+            columns = plane[:, doubtful]
+            varies[doubtful] = columns.max(axis=0) != columns.min(axis=0)
+        seen[0, bscan, varies], seen[1, bscan, varies] = first, past
+    return seen
+
+
+def _constant(values: np.ndarray) -> bool:
+    return bool(values.min() == values.max())
 
 
 def _weights(origin: float, scale: float, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -37,6 +50,8 @@ def resample(voxels: np.ndarray, seen: np.ndarray, transform: Transform) -> tupl
     w_index, w_weight = _weights(x, sx, out_w, width)
     lateral = np.zeros((width, out_w), np.float32)
     np.add.at(lateral, (w_index.T, np.arange(out_w)), w_weight.T)
+    bands = _bands(lateral)
+    plane, share_of = np.empty((out_h, out_w), np.float32), np.empty((out_h, out_w), np.float32)
     total = np.zeros(transform.shape, np.float32)
     weight = np.zeros((out_d, out_w), np.float32)
     first, past = np.zeros((2, out_d, out_w), np.float32)
@@ -47,16 +62,17 @@ def resample(voxels: np.ndarray, seen: np.ndarray, transform: Transform) -> tupl
             continue
         shift = transform.displacement[native]
         h_index, h_weight = _weights(y + shift, sy, out_h, height)
-        plane = _rows(voxels[native], h_index, h_weight)
+        rows = _rows(voxels[native], h_index, h_weight)
         if not shown[native].all():
-            plane *= shown[native]
-        plane = plane @ lateral
+            rows *= shown[native]
+        for out, used, matrix in bands:
+            np.matmul(rows[:, used], matrix, out=plane[:, out])
         column = shown[native] @ lateral
         edges = (np.stack([seen[0, native], seen[1, native]]) * shown[native]) @ lateral
         # Row edges, not centres: prepared voxel j covers [j, j + 1), native voxel i covers [i, i + 1).
         edges = (edges - (y + shift + 0.5 - sy / 2) * column) / sy
         for d, share in users:
-            total[d] += share * plane
+            total[d] += np.multiply(plane, np.float32(share), out=share_of)
             weight[d] += share * column
             first[d] += share * edges[0]
             past[d] += share * edges[1]
@@ -75,8 +91,19 @@ def _rows(plane: np.ndarray, index: np.ndarray, weight: np.ndarray) -> np.ndarra
     """Weighted rows of one B-scan; at the border what is left of the box is averaged, not darkened."""
     full = weight.sum(axis=1, keepdims=True)
     weight = np.where(full > 0, weight / np.maximum(full, 1e-6), 0)
-    source = plane.astype(np.float32)
-    out = weight[:, :1] * source[index[:, 0]]
+    out = weight[:, :1] * plane[index[:, 0]]
+    product = np.empty_like(out)
     for tap in range(1, index.shape[1]):
-        out += weight[:, tap : tap + 1] * source[index[:, tap]]
+        out += np.multiply(weight[:, tap : tap + 1], plane[index[:, tap]], out=product)
     return out
+
+
+def _bands(lateral: np.ndarray, columns: int = 32) -> list[tuple[slice, slice, np.ndarray]]:
+    """The non-zero blocks of a banded matrix as (output columns, input columns, block): a product with them alone takes a tenth of the time."""
+    blocks = []
+    for start in range(0, lateral.shape[1], columns):
+        out = slice(start, start + columns)
+        used = np.flatnonzero(lateral[:, out].any(axis=1))
+        inside = slice(used[0], used[-1] + 1) if used.size else slice(0, 1)
+        blocks.append((out, inside, np.ascontiguousarray(lateral[inside, out])))
+    return blocks

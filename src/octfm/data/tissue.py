@@ -1,6 +1,8 @@
 """The tissue band: two surfaces per A-scan around everything between ILM and Bruch's membrane (BM), found without labels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -68,11 +70,12 @@ def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
     signal, seen = _align(signal, blank, displacement, pad)
     _average_neighbours(signal, seen, dz)
 
-    ilm = median_of_bscans(best_path(_ilm_score(signal, seen, dy), jump=max(1, round(1.5 * dx / dy)), penalty=0.05), dz)
-    rpe_score = _attenuation(signal, seen, dy) * _brighter_than_above(signal, dy)
-    # The nerve fibre layer can be as bright as the RPE; pits and holes in the ILM must not forbid the RPE below them.
+    ilm_score = _by_bscan(partial(_ilm_score, dy=dy), signal, seen)
+    ilm = median_of_bscans(best_path(ilm_score, jump=max(1, round(1.5 * dx / dy)), penalty=0.05), dz)
+    del ilm_score
+    # Pits and holes in the ILM must not forbid the RPE below them.
     rim = envelope(ilm, (dz, dx), -1)
-    rpe_score *= (np.arange(signal.shape[2]) >= rim[:, :, None] + 0.1 / dy) & seen
+    rpe_score = _by_bscan(partial(_rpe_score, dy=dy), signal, seen, rim)
     rpe_score /= max(float(np.median(rpe_score.max(axis=2))), 1e-6)
     # Out of the frame nothing speaks for or against, so a tilted RPE may leave it.
     rpe_score[~seen] = 0.25
@@ -105,44 +108,63 @@ def _block_means(voxels: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, 
     rows = min(max(1, round(COARSE_MM[0] / spacing_mm[1])), height)
     columns = min(max(1, round(COARSE_MM[1] / spacing_mm[2])), width)
     h, w = height // rows, width // columns
-    total = np.zeros((depth, h, w * columns), np.uint16)
-    for row in range(rows):
-        total += voxels[:, row : h * rows : rows, : w * columns]
-    mean = np.zeros((depth, h, w), np.float32)
-    for column in range(columns):
-        mean += total[:, :, column::columns]
-    return np.ascontiguousarray(mean.transpose(0, 2, 1)) / np.float32(rows * columns), (rows, columns)
+    means = np.empty((depth, w, h), np.float32)
+    for bscan, mean in zip(voxels, means, strict=True):
+        total = np.zeros((h, w * columns), np.uint16)
+        for row in range(rows):
+            total += bscan[row : h * rows : rows, : w * columns]
+        sums = np.zeros((h, w), np.float32)
+        for column in range(columns):
+            sums += total[:, column::columns]
+        np.divide(sums.T, np.float32(rows * columns), out=mean)
+    return means, (rows, columns)
 
 
 def _signal(coarse: np.ndarray, blank: np.ndarray) -> tuple[np.ndarray, float, float]:
     """Brightness with the noise floor at 0 and the brightest layers near 1 (0 on blank A-scans); the step between them in grey
     levels, and the same step in standard deviations of the speckle that is left."""
-    smoothed = _moving_mean(coarse, 1, 1)
+    smoothed = _by_bscan(partial(_moving_mean, reach=1, axis=1), coarse)
     # The floor is the level of the noise, not its darkest speckle: look at means over many blocks.
-    calm = _moving_mean(_moving_mean(coarse[::2], 3, 1)[:, ::3], 3, 2)[~blank[::2, ::3], ::3]
+    calm = _moving_mean(_moving_mean(coarse[::2], 3, 1, step=3), 3, 2, step=3)[~blank[::2, ::3]]
     if not calm.size:
         return np.zeros_like(coarse), 0.0, 0.0
     low = float(np.percentile(calm, 10))
     contrast = max(float(np.percentile(smoothed[::2][~blank[::2]], 99)) - low, 1e-3)
     noise = float(np.abs(coarse[::2, ::2, 2::2] - coarse[::2, ::2, :-2:2]).sum()) / max(coarse[::2, ::2, 2::2].size, 1) + 1e-3
+    signal = _by_bscan(partial(_evened, low=low, contrast=contrast), smoothed, blank)
+    return signal, contrast, contrast / noise
+
+
+def _evened(smoothed: np.ndarray, blank: np.ndarray, low: float, contrast: float) -> np.ndarray:
     signal = (smoothed - np.float32(low)) / np.float32(contrast)
     signal[blank] = 0
     # Shadows, vignetting and fading dim whole A-scans: bring the brightest layer near 1 on each, but do not raise noise.
     peak = _moving_mean(_moving_mean(signal, 1, 2).max(axis=2, keepdims=True), 6, 1)
     signal /= np.maximum(peak, np.float32(0.35))
-    return signal, contrast, contrast / noise
+    return signal
 
 
-def _moving_mean(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
-    """Mean over ± `reach` along an axis, the border repeated."""
+def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    """`function` of a few B-scans at a time, float32: they stay in the processor's cache, and what it needs besides stays small."""
+    out = np.empty(arrays[0].shape, np.float32)
+    few = max(1, 2**16 // max(out[0].size, 1))
+    for start in range(0, len(out), few):
+        part = slice(start, start + few)
+        out[part] = function(*(array[part] for array in arrays))
+    return out
+
+
+def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.ndarray:
+    """Mean over ± `reach` along an axis, the border repeated, at every `step`-th place."""
     pad = [(0, 0)] * array.ndim
     pad[axis] = (reach, reach)
     padded = np.pad(array, pad, mode="edge")
     n = array.shape[axis]
-    total = np.zeros_like(array)
+    total = np.zeros_like(array[:, ::step] if axis == 1 else array[:, :, ::step])
     for i in range(2 * reach + 1):
-        total += padded[:, i : i + n] if axis == 1 else padded[:, :, i : i + n]
-    return total / np.float32(2 * reach + 1)
+        total += padded[:, i : i + n : step] if axis == 1 else padded[:, :, i : i + n : step]
+    total /= np.float32(2 * reach + 1)
+    return total
 
 
 def _align(signal: np.ndarray, blank: np.ndarray, displacement: np.ndarray, pad: int) -> tuple[np.ndarray, np.ndarray]:
@@ -191,6 +213,13 @@ def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
     for i in range(rows):
         np.maximum(out[:, :, i : height - rows + 1 + i], low, out=out[:, :, i : height - rows + 1 + i])
     return out
+
+
+def _rpe_score(signal: np.ndarray, seen: np.ndarray, rim: np.ndarray, dy: float) -> np.ndarray:
+    """Score of placing the RPE at each row; the nerve fibre layer can be as bright, so nothing near the inner border counts."""
+    score = _attenuation(signal, seen, dy) * _brighter_than_above(signal, dy)
+    score *= (np.arange(signal.shape[2]) >= rim[:, :, None] + 0.1 / dy) & seen
+    return score
 
 
 def _attenuation(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
