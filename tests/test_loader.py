@@ -229,3 +229,76 @@ def test_F16_participants_are_disjoint_between_splits(tmp_path):
     for split in ("train", "val", None):
         with pytest.raises(StoreError, match="participant P000 is in split train and in val"):
             select(store, split)
+
+
+def test_balanced_scanners_are_seen_equally_often_and_each_volume_in_turn(tmp_path):
+    """Twelve, six and two volumes: a third of every run each, and a scanner's volumes once per walk through them."""
+    sizes = {"a": 12, "b": 6, "c": 2}
+    names = [name for name, size in sizes.items() for _ in range(size)]
+    store = write_store(tmp_path / "store", 20, change=lambda n: {"scanner": names[n], "split": "train"})
+    with Loader(store, range(20), 6, seed=3, balance=True) as loader:
+        index = np.concatenate([loader.indices(loader.positions(step)) for step in range(12)])
+        seen = [names[i] for i in index]
+        for start in range(0, 72, 3):
+            assert sorted(seen[start : start + 3]) == ["a", "b", "c"], "balanced within every three volumes, so within every batch"
+        assert len({tuple(seen[start : start + 3]) for start in range(0, 72, 3)}) > 3, "in an order drawn anew"
+        for name, size in sizes.items():
+            mine = [i for i in index if names[i] == name]
+            for start in range(0, len(mine), size):
+                assert len(set(mine[start : start + size])) == size
+        loader.exclude([12])
+        without = np.concatenate([loader.indices(loader.positions(step)) for step in range(12)])
+        assert 12 not in without and (without != index).sum() == (index == 12).sum()
+        with pytest.raises(ConfigError, match="every volume of c is excluded"):
+            loader.exclude([18, 19])
+
+
+@settings(deadline=None, max_examples=10)
+@given(world=st.sampled_from([1, 2, 3]), seed=st.integers(0, 100), balance=st.booleans())
+def test_F10_the_sequence_of_volumes_does_not_depend_on_the_number_of_ranks(store, world, seed, balance):
+    def run(world):
+        loaders = [Loader(store, range(VOLUMES), 6, seed, rank, world, 0, balance) for rank in range(world)]
+        found = [np.concatenate([loader.indices(loader.positions(step)) for loader in loaders]).tolist() for step in range(9)]
+        for loader in loaders:
+            loader.close()
+        return found
+
+    assert run(world) == run(1)
+
+
+def test_a_scanner_is_left_out(store):
+    chosen = select(store, "train", leave_out=SCANNERS[:1])
+    assert {store.rows[i].scanner for i in chosen} == set(SCANNERS[1:])
+    with pytest.raises(ConfigError, match=r"leave_out_scanners: .* has no scanner 'topcon'"):
+        select(store, "train", leave_out=["topcon"])
+    with pytest.raises(ConfigError, match="is in both"):
+        select(store, "train", SCANNERS, leave_out=SCANNERS[:1])
+    with pytest.raises(ConfigError, match="no volume"):
+        select(store, "train", leave_out=SCANNERS)
+
+
+def test_a_list_of_limits_has_one_for_each_scanner(store):
+    chosen = select(store, "train", SCANNERS[:2], (1, 3))
+    counts = [sum(store.rows[i].scanner == name for i in chosen) for name in SCANNERS]
+    assert counts == [1, 3, 0]
+    assert set(chosen) <= set(select(store, "train", SCANNERS[:2], (None, 3)))
+    with pytest.raises(ConfigError, match=r"one limit for each of the 2 data\.scanners, got 1"):
+        select(store, "train", SCANNERS[:2], (1,))
+    config = load(DataConfig, {"scanners": list(SCANNERS[:2]), "max_samples": [5, None], "leave_out_scanners": [SCANNERS[2]]})
+    assert config.max_samples == (5, None)
+
+
+def batch_of(loader_and_step) -> tuple[list[int], int]:
+    store, rank, step = loader_and_step
+    with Loader(store, range(VOLUMES), 6, 0, rank, 2) as loader:
+        batch = loader.batches(step)
+        return batch.index.tolist(), int(batch.voxels.sum())
+
+
+def test_a_store_travels_to_spawned_workers(store):
+    """Workers of the spawn start method get the store as its path and read the batches that this process reads."""
+    import multiprocessing
+
+    tasks = [(store, rank, step) for rank in (0, 1) for step in (0, 3)]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(batch_of, tasks) == [batch_of(task) for task in tasks]

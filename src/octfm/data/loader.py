@@ -1,6 +1,5 @@
 """batches(step): the global batch is a pure function of (seed, step); every rank takes its positions of it, read ahead in a thread."""
 
-import functools
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,11 +10,9 @@ from typing import Self
 import numpy as np
 
 from octfm.config import Config
+from octfm.data.order import Order
 from octfm.data.store import Arrays, Store
 from octfm.errors import ConfigError, StoreError
-
-ORDER_STREAM = 1
-"""Sets the order of volumes apart from whatever else is drawn with the run's seed."""
 
 
 class DataConfig(Config):
@@ -23,8 +20,12 @@ class DataConfig(Config):
     """Folder of a prepared store."""
     scanners: tuple[str, ...] = ()
     """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""
-    max_samples: int | None = None
-    """At most this many volumes, the same ones every time; null for all."""
+    leave_out_scanners: tuple[str, ...] = ()
+    """Scanners never trained on, to be tested on afterwards: leave one scanner out."""
+    balance_scanners: bool = False
+    """Every scanner as often as any other, whatever its share of the volumes."""
+    max_samples: int | tuple[int | None, ...] | None = None
+    """At most this many volumes, the same ones every time; a list has one limit for each of `scanners`; null for all."""
     global_batch_size: int = 32
     """Volumes per optimizer step, over all ranks and accumulation."""
     per_device_batch_size: int = 1
@@ -56,7 +57,7 @@ class Batch:
 
 
 class Loader:
-    """Draws from `rows` of `store`. Position p of the run is row perm_e[p mod n] of epoch e = p // n, perm_e seeded by (seed, e).
+    """Draws from `rows` of `store` in the order of octfm.data.order: every row once per epoch, or all scanners equally often (`balance`).
 
     World size, prefetch and threads change when a volume is read and by whom, never which.
     """
@@ -70,6 +71,7 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         prefetch: int = 2,
+        balance: bool = False,
     ):
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
         self.global_batch_size, self.seed, self.rank, self.world, self.prefetch = global_batch_size, seed, rank, world, prefetch
@@ -85,7 +87,7 @@ class Loader:
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed = False
         self._excluded: frozenset[int] = frozenset()
-        self._permutation = functools.lru_cache(maxsize=2)(self._shuffled)
+        self._order = Order(_by_scanner(store, self.rows) if balance else [self.rows], seed)
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +102,10 @@ class Loader:
     def exclude(self, rows: Iterable[int]) -> None:
         """From the next `batches` on, each of these rows is replaced by the one after it in its epoch's order; all else stays."""
         self._excluded = frozenset(int(row) for row in rows)
-        if self._excluded.issuperset(self.rows.tolist()):
-            raise ConfigError(f"{self.store.path}: every volume is excluded, none is left to train on")
+        for rows in self._order.groups:
+            if self._excluded.issuperset(rows.tolist()):
+                of = f" of {self.store.rows[rows[0]].scanner}" if len(self._order.groups) > 1 else ""
+                raise ConfigError(f"{self.store.path}: every volume{of} is excluded, none is left to train on")
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
@@ -113,18 +117,7 @@ class Loader:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """int64 [B]: the rows of the store at these positions."""
-        epochs, places = np.divmod(positions, len(self.rows))
-        index = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order = self.rows[self._permutation(int(epoch))]
-            index[here] = order[places[here]]
-            for p in np.flatnonzero(here) if self._excluded else ():
-                place = places[p]
-                while int(index[p]) in self._excluded:
-                    place = (place + 1) % len(order)
-                    index[p] = order[place]
-        return index
+        return self._order.rows_at(positions, self._excluded)
 
     def batches(self, step: int) -> Batch:
         """This rank's share of the global batch of `step`; reading of the following steps goes on in the background.
@@ -162,10 +155,10 @@ class Loader:
         scanner = tuple(self.store.rows[i].scanner for i in index)
         return Batch(arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0)
 
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        # numpy keeps the raw output of its bit generators across versions, and not that of Generator.permutation.
-        bits = np.random.Philox(np.random.SeedSequence((self.seed, epoch, ORDER_STREAM)))
-        return np.argsort(bits.random_raw(len(self.rows)), kind="stable")
+
+def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
+    scanner = np.array([store.rows[row].scanner for row in rows])
+    return [rows[scanner == name] for name in np.unique(scanner)]
 
 
 def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
@@ -212,26 +205,44 @@ def accumulation(global_batch_size: int, per_device_batch_size: int, world: int)
     )
 
 
-def select(store: Store, split: str | None, scanners: Sequence[str] = (), max_samples: int | None = None) -> np.ndarray:
-    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all), at most `max_samples` of them.
+def select(
+    store: Store,
+    split: str | None,
+    scanners: Sequence[str] = (),
+    max_samples: int | Sequence[int | None] | None = None,
+    leave_out: Sequence[str] = (),
+) -> np.ndarray:
+    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all) but those in `leave_out`, at most `max_samples`
+    of them, or of each scanner where that is a list.
 
     The sample is ordered by a hash of the acquisition, so it mixes scanners and participants, and grows by inclusion.
     Raises StoreError if any participant of the store is in two splits (F16), ConfigError if nothing matches.
     """
     assert_disjoint_splits(store)
     present = sorted({row.scanner for row in store.rows})
-    unknown = [name for name in scanners if name not in present]
-    if unknown:
-        raise ConfigError(f"data.scanners: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}")
+    for key, names in (("data.scanners", scanners), ("data.leave_out_scanners", leave_out)):
+        if unknown := [name for name in names if name not in present]:
+            raise ConfigError(f"{key}: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}")
+    if both := sorted(set(scanners) & set(leave_out)):
+        raise ConfigError(f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out")
+    limits = [max_samples] if isinstance(max_samples, int | None) else list(max_samples)
+    if not isinstance(max_samples, int | None) and len(limits) != len(scanners):
+        raise ConfigError(
+            f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, got {len(limits)}; null stands for all"
+        )
     splits = sorted({str(row.split) for row in store.rows})
-    if max_samples is not None and max_samples < 1:
-        raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {max_samples}")
-    rows = [row for row in store.rows if split in (None, row.split) and (not scanners or row.scanner in scanners)]
+    if wrong := [limit for limit in limits if limit is not None and limit < 1]:
+        raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
+    wanted = set(scanners or present) - set(leave_out)
+    rows = [row for row in store.rows if split in (None, row.split) and row.scanner in wanted]
     if not rows:
-        among = f" of {', '.join(scanners)}" if scanners else ""
+        among = f" of {', '.join(sorted(wanted))}" if scanners or leave_out else ""
         raise ConfigError(f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}")
-    if max_samples is not None:
-        rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())[:max_samples]
+    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
+    if isinstance(max_samples, int | None):
+        rows = rows[:max_samples]
+    else:
+        rows = [row for name, limit in zip(scanners, limits, strict=True) for row in [r for r in rows if r.scanner == name][:limit]]
     return np.array(sorted(row.index for row in rows), dtype=np.int64)
 
 

@@ -99,7 +99,7 @@ def _rows(plane: np.ndarray, index: np.ndarray, weight: np.ndarray) -> np.ndarra
 
 
 def _bands(lateral: np.ndarray, columns: int = 32) -> list[tuple[slice, slice, np.ndarray]]:
-    """The non-zero blocks of a banded matrix as (output columns, input columns, block): a product with them alone takes a tenth of the time."""
+    """The non-zero blocks of a banded matrix as (output columns, input columns, block), a tenth of the work of the whole matrix."""
     blocks = []
     for start in range(0, lateral.shape[1], columns):
         out = slice(start, start + columns)

@@ -97,7 +97,8 @@ def _train(
     participants = {"key": key, "hashes": checkpoint.participant_hashes(names, key)}
 
     size = config.data.global_batch_size
-    loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, config.data.prefetch)
+    data = config.data
+    loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, data.prefetch, data.balance_scanners)
     require_disjoint(runtime, loader, learner.step + learner.state.offset)
     cases = find_cases(config.probe, store, train_rows, validation_rows)
     metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)

@@ -141,7 +141,11 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
     batch = min(4, config.data.global_batch_size)
     micro = max(n for n in (1, 2, 4) if batch % n == 0 and n <= config.data.per_device_batch_size)
     depth = min(2, config.model.depth)
-    data = {"global_batch_size": batch, "per_device_batch_size": micro, "max_samples": min(8, config.data.max_samples or 8)}
+    data = {
+        "global_batch_size": batch,
+        "per_device_batch_size": micro,
+        "max_samples": min(8, most if isinstance(most := config.data.max_samples, int) else 8),
+    }
     return config.model_copy(
         update={
             "steps": 10,

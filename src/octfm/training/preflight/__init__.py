@@ -86,9 +86,13 @@ def examine(config: PretrainConfig, out: Path, device: str | None = None, plot: 
 
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Store rows to train on and to validate on; the latter may be none."""
-    train = select(store, "train", config.data.scanners, config.data.max_samples)
-    held_out = any(row.split == "val" and (not config.data.scanners or row.scanner in config.data.scanners) for row in store.rows)
-    validation = select(store, "val", config.data.scanners, config.validation_volumes) if held_out else np.array([], np.int64)
+    data = config.data
+    train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners)
+    seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
+    held_out = any(row.split == "val" and row.scanner in seen for row in store.rows)
+    validation = np.array([], np.int64)
+    if held_out:
+        validation = select(store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners)
     return train, validation
 
 

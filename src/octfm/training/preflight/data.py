@@ -83,7 +83,7 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
         for step in (0, 1, config.steps - 1):
             shares = []
             for rank in range(count):
-                with Loader(store, train_rows, batch, config.seed, rank, count, prefetch=0) as loader:
+                with Loader(store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners) as loader:
                     shares.append(loader.positions(step))
             together = np.sort(np.concatenate(shares))
             if not np.array_equal(together, step * batch + np.arange(batch)):
