@@ -156,16 +156,6 @@ def test_positions_overrule_a_wrong_slice_thickness_and_say_so(tmp_path):
     assert "slice_thickness_contradicts_positions" in header.flags
 
 
-def test_cirrus_slice_thickness_that_repeats_the_lateral_spacing_is_corrected(tmp_path):
-    cube = ramp(8, 40, 32)
-    written = write_oct_dicom(
-        tmp_path / "a", cube, (0.0117, 0.00196, 0.0117), manufacturer="Carl Zeiss Meditec", model="CIRRUS HD-OCT 5000"
-    )
-    header = read_header(written)
-    assert header.spacing_mm == pytest.approx((0.0117 * 32 / 8, 0.00196, 0.0117))
-    assert "slice_thickness_corrected" in header.flags
-
-
 def with_fundus_lines(lines, orientation="LINEAR"):
     def edit(dataset):
         for frame, line in zip(dataset.PerFrameFunctionalGroupsSequence, lines, strict=True):

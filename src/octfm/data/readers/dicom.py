@@ -37,10 +37,10 @@ _SCANNERS = (
 )
 
 
-def read_dicom(uri: str | Path) -> Volume:
+def read_dicom(uri: str | Path, raster_only: bool = True) -> Volume:
     """The Volume of an Ophthalmic Tomography file, or of all files that are one volume with it; white is full scale of uint8 or uint16.
 
-    Raises ReadError.
+    raster_only: False also reads lines, circles and stars. Raises ReadError.
     """
     uri = str(uri)
     with parsed(uri, whole=True) as file:
@@ -48,12 +48,12 @@ def read_dicom(uri: str | Path) -> Volume:
         part = part_of(file)
         if part is None:
             pixels = locate_pixels(file)
-            header, geometry = _describe(file.dataset, pixels.shape, uri)
+            header, geometry = _describe(file.dataset, pixels.shape, uri, raster_only)
             voxels = decode(file.stream, pixels, uri)
     if part is not None:
         with refusing_damage(uri):
             parts = parts_beside(part)
-            header, geometry, _ = _inspect_parts(parts)
+            header, geometry, _ = _inspect_parts(parts, raster_only)
             voxels = _decode_parts(parts)
     if voxels.min() == voxels.max():
         raise _blank(uri)
@@ -68,6 +68,7 @@ def read_dicom(uri: str | Path) -> Volume:
         participant=header.participant or "unknown",
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
+        layout=geometry.layout,
         source=header.uri,
     )
 
@@ -155,10 +156,10 @@ def _expect_oct(file: OpenFile) -> None:
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
 
 
-def _describe(dataset, shape: Shape3, uri: str) -> tuple[Header, Geometry]:
+def _describe(dataset, shape: Shape3, uri: str, raster_only: bool = True) -> tuple[Header, Geometry]:
     """`dataset` has `.get(keyword)`; it may be merged from several files."""
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
-    geometry = read_geometry(dataset, shape, scanner, uri)
+    geometry = read_geometry(dataset, shape, scanner, uri, raster_only)
     laterality, conflict = lateralities(_stated_lateralities(dataset))
     flags = (*geometry.flags, *(("laterality_conflict",) if conflict else ()), *(() if laterality or conflict else ("laterality_unknown",)))
     header = Header(
@@ -177,7 +178,7 @@ def _describe(dataset, shape: Shape3, uri: str) -> tuple[Header, Geometry]:
     return header, geometry
 
 
-def _inspect_parts(parts: Sequence[Part]) -> tuple[Header, Geometry, bool]:
+def _inspect_parts(parts: Sequence[Part], raster_only: bool = True) -> tuple[Header, Geometry, bool]:
     """Header, geometry, and whether each file is blank by itself. The volume bears uri and UID of its first part."""
     expect_all_parts(parts)
     datasets, pixels, blank = [], [], True
@@ -187,7 +188,7 @@ def _inspect_parts(parts: Sequence[Part]) -> tuple[Header, Geometry, bool]:
             pixels.append(locate_pixels(file))
             blank = blank and is_blank(file.stream, pixels[-1], part.uri)
     shape = _joint_shape(parts, pixels)
-    header, geometry = _describe(merged(datasets, [p.shape[0] for p in pixels]), shape, parts[0].uri)
+    header, geometry = _describe(merged(datasets, [p.shape[0] for p in pixels]), shape, parts[0].uri, raster_only)
     expect_all_parts(parts, geometry)
     return replace(header, flags=(*header.flags, "several_files")), geometry, blank
 

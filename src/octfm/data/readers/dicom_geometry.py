@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octfm.data.volume import Shape3, Spacing3
+from octfm.data.volume import Layout, Shape3, Spacing3
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
@@ -20,6 +20,18 @@ EXTENT_BOUNDS_MM = ((0.02, 26.0), (0.05, 15.0), (0.1, 26.0))
 """Widefield scans reach 24 mm."""
 
 
+FEWEST_OF_A_CUBE = 64
+"""Cirrus cubes have 128, 200 and more B-scans; its HD rasters of 5 to 21 lines are not square."""
+
+
+class NotRaster(ReadError):
+    """Frames that do not lie parallel and one behind the other."""
+
+    def __init__(self, layout: Layout, message: str):
+        super().__init__("not_raster", message)
+        self.layout: Layout = layout
+
+
 @dataclass(frozen=True)
 class Geometry:
     spacing_mm: Spacing3
@@ -28,6 +40,7 @@ class Geometry:
     frame_order: tuple[int, ...] | None
     """Stored frame of each B-scan where frames are not stored in the order of their positions."""
     flags: tuple[str, ...]
+    layout: Layout = "raster"
 
 
 @dataclass(frozen=True)
@@ -41,40 +54,26 @@ class Stack:
     even: bool
 
 
-def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str) -> Geometry:
-    """Raises ReadError: missing_spacing, absurd_spacing, not_raster."""
+def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str, raster_only: bool = True) -> Geometry:
+    """Raises ReadError: missing_spacing, absurd_spacing, not_raster.
+
+    raster_only: False accepts lines, circles and stars, too, whose dz repeats dx and means nothing (octfm.data.volume.Volume.layout).
+    """
     shared = _first(dataset, "SharedFunctionalGroupsSequence")
     frames = list(dataset.get("PerFrameFunctionalGroupsSequence") or ())
     in_plane, between, thickness, source = _pixel_measures(dataset, shared, frames, uri)
     dy, dx = in_plane
-    if shape[0] == 1:
-        raise ReadError("not_raster", f"{uri}: a single B-scan; a volume needs a raster of several")
-
-    flags: list[str] = []
-    dz, stack = _dz_from_positions(frames, shared, shape, dx, uri)
-    declared = between or thickness
-    if dz is not None:
-        source += "+positions"
-        if declared is not None and abs(dz / declared - 1) > 0.1:
-            flags.append("slice_thickness_contradicts_positions")
-    elif declared is None:
-        raise ReadError(
-            "missing_spacing",
-            f"{uri}: PixelSpacing is {dy:g} x {dx:g} mm, but neither frame positions nor SpacingBetweenSlices nor SliceThickness "
-            "tell the distance between B-scans; add one of them",
-        )
-    elif declared == 1.0:
-        raise ReadError("absurd_spacing", f"{uri}: a B-scan distance of exactly 1 mm is a placeholder; correct SliceThickness")
-    elif between is None and abs(declared / dx - 1) < 0.01 and shape[0] * declared < 0.5 * shape[2] * dx:
-        # Cirrus exports overwrite SliceThickness with the lateral spacing; its cubes are square.
-        if scanner == "zeiss_cirrus":
-            dz, source = shape[2] * dx / shape[0], source + "+field_of_view"
-            flags.append("slice_thickness_corrected")
-        else:
-            dz = declared
-            flags.append("slice_thickness_equals_lateral_spacing")
-    else:
-        dz = declared
+    try:
+        if shape[0] == 1:
+            raise NotRaster("line", f"{uri}: a single B-scan; a volume needs a raster of several")
+        from_positions, stack = _dz_from_positions(frames, shared, shape, dx, uri)
+    except NotRaster as found:
+        if raster_only:
+            raise
+        _check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
+        return Geometry((dx, dy, dx), source, None, None, (), _layout(frames, found.layout))
+    dz, source, doubts = _distance(from_positions, between, thickness, (dy, dx), shape, (scanner, source), uri)
+    flags = [*doubts]
     _check_bounds((dz, dy, dx), shape, uri)
     if stack is not None and not stack.even:
         flags.append("uneven_positions")
@@ -87,6 +86,61 @@ def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str) -> 
         frame_order=stack.order if stack else None,
         flags=tuple(flags),
     )
+
+
+def _distance(
+    from_positions: float | None,
+    between: float | None,
+    thickness: float | None,
+    in_plane: tuple[float, float],
+    shape: Shape3,
+    scanner_and_source: tuple[str, str],
+    uri: str,
+) -> tuple[float, str, tuple[str, ...]]:
+    """Millimetres between B-scans, where they came from, and what is doubtful about them."""
+    (dy, dx), (scanner, source) = in_plane, scanner_and_source
+    declared = between or thickness
+    if from_positions is not None:
+        doubtful = declared is not None and abs(from_positions / declared - 1) > 0.1
+        flags = ("slice_thickness_contradicts_positions",) if doubtful else ()
+        return from_positions, source + "+positions", flags
+    if declared is None:
+        raise ReadError(
+            "missing_spacing",
+            f"{uri}: PixelSpacing is {dy:g} x {dx:g} mm, but neither frame positions nor SpacingBetweenSlices nor SliceThickness "
+            "tell the distance between B-scans; add one of them",
+        )
+    if declared == 1.0:
+        raise ReadError("absurd_spacing", f"{uri}: a B-scan distance of exactly 1 mm is a placeholder; correct SliceThickness")
+    if between is not None or abs(declared / dx - 1) >= 0.01 or shape[0] * declared >= 0.5 * shape[2] * dx:
+        return declared, source, ()
+    if scanner != "zeiss_cirrus":
+        flags = ("slice_thickness_equals_lateral_spacing",)
+        return declared, source, flags
+    # Cirrus exports overwrite SliceThickness with the lateral spacing; its cubes are square.
+    if shape[0] < FEWEST_OF_A_CUBE:
+        raise ReadError(
+            "absurd_spacing",
+            f"{uri}: SliceThickness repeats the lateral spacing of {dx:g} mm, as Cirrus exports do, and {shape[0]} B-scans are no cube "
+            "whose field of view is known; add positions or SpacingBetweenSlices",
+        )
+    flags = ("slice_thickness_corrected",)
+    return shape[2] * dx / shape[0], source + "+field_of_view", flags
+
+
+def _layout(frames, first_seen: Layout) -> Layout:
+    """Circle where most frames end where they start: a star with a few circles around it is a star."""
+    lines = [_line(item) for frame in frames if (item := _first(frame, "OphthalmicFrameLocationSequence")) is not None]
+    closed = [np.hypot(line[-2] - line[0], line[-1] - line[1]) < 1e-6 for line in lines if line is not None]
+    if not closed or not any(closed):
+        return first_seen
+    return "circle" if 2 * sum(closed) > len(closed) else "radial"
+
+
+def _line(location) -> tuple[float, ...] | None:
+    """Reference coordinates (row, column) of at least a first and a last A-scan."""
+    found = floats(location.get("ReferenceCoordinates"))
+    return found if found and len(found) >= 4 else None
 
 
 def floats(value: Any) -> tuple[float, ...] | None:
@@ -192,15 +246,15 @@ def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | No
         return None
     kinds = {str(location.get("OphthalmicImageOrientation", "LINEAR")) for location in locations}
     if kinds & {"NONLINEAR", "TRANSVERSE"}:
-        raise ReadError("not_raster", f"{uri}: frames are {' and '.join(sorted(kinds)).lower()}; a volume needs parallel linear B-scans")
-    lines = [line for location in locations if (line := floats(location.get("ReferenceCoordinates"))) and len(line) >= 4]
+        raise NotRaster("circle", f"{uri}: frames are {' and '.join(sorted(kinds)).lower()}; a volume needs parallel linear B-scans")
+    lines = [line for location in locations if (line := _line(location)) is not None]
     if len(lines) != len(frames):
         return None
     start, end = np.array([line[:2] for line in lines]), np.array([line[-2:] for line in lines])
     direction = end - start  # (row, column); rows grow downwards, towards inferior
     length = np.linalg.norm(direction, axis=1)
     if (length < 1e-6).any():
-        raise ReadError("not_raster", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs parallel linear B-scans")
+        raise NotRaster("circle", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs parallel linear B-scans")
     angle = np.arctan2(direction[:, 0], direction[:, 1])
     _refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
     across = np.array([direction[0, 1], -direction[0, 0]]) / length[0]
@@ -215,9 +269,7 @@ def _refuse_rotating(angle: np.ndarray, uri: str) -> None:
     """`angle` [D] in radians against the first frame; a line scanned backwards is still parallel."""
     turned = np.abs((angle + np.pi / 2) % np.pi - np.pi / 2).max()
     if turned > np.deg2rad(5):
-        raise ReadError(
-            "not_raster", f"{uri}: B-scans turn by {np.rad2deg(turned):.0f} degrees (radial scan); a volume needs parallel ones"
-        )
+        raise NotRaster("radial", f"{uri}: B-scans turn by {np.rad2deg(turned):.0f} degrees (radial scan); a volume needs parallel ones")
 
 
 def _stack(along: np.ndarray, superior: int | None, uri: str) -> Stack:
@@ -227,7 +279,7 @@ def _stack(along: np.ndarray, superior: int | None, uri: str) -> Stack:
     steps = np.abs(np.diff(along[order]))
     step = float(np.median(steps))
     if step < 1e-6 or np.mean(steps < 0.05 * step) > 0.2:
-        raise ReadError("not_raster", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position")
+        raise NotRaster("repeated", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position")
     return Stack(
         step=step,
         superior_first=None if superior is None else bool((superior > 0) == falling),

@@ -40,7 +40,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
     reader = find_reader(uri)
     if reader.__name__.endswith(".dicom"):
-        return reader.read_dicom(uri)
+        return reader.read_dicom(uri, raster_only)
     with bscans.damage_has_a_code(uri):
         return bscans.to_volume(reader.open_bscans(uri), spacing_mm, raster_only)
 

@@ -1,0 +1,217 @@
+"""Whatever way a raster lies in space and is stored, its B-scans come back in order with their true distance; what is no raster is told."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydicom.dataset import Dataset
+
+from dicom_files import item, write_oct_dicom
+from octfm.data.readers import ReadError, read_header, read_volume
+from octfm.data.readers.dicom_geometry import read_geometry
+
+SHAPE = (9, 300, 400)
+many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def dataset(frames: list[Dataset], spacing_mm, thickness: float | None = None) -> Dataset:
+    measures = item(PixelSpacing=[spacing_mm[1], spacing_mm[2]])
+    if thickness is not None:
+        measures.SliceThickness = thickness
+    whole = Dataset()
+    whole.SharedFunctionalGroupsSequence = [item(PixelMeasuresSequence=measures)]
+    whole.PerFrameFunctionalGroupsSequence = frames
+    return whole
+
+
+def decimal(values) -> list[str]:
+    """Decimal strings as DICOM stores them."""
+    return [f"{value:.9g}" for value in values]
+
+
+def rotation(yaw: float, pitch: float, roll: float) -> np.ndarray:
+    def turn(i, j, angle):
+        matrix = np.eye(3)
+        matrix[[i, i, j, j], [i, j, i, j]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+        return matrix
+
+    return turn(0, 1, yaw) @ turn(1, 2, pitch) @ turn(0, 2, roll)
+
+
+spacings = st.tuples(st.floats(0.02, 0.6), st.floats(0.0015, 0.012), st.floats(0.004, 0.03))
+angles = st.floats(-np.pi, np.pi)
+
+
+def planes(positions_mm, axes) -> list[Dataset]:
+    return [
+        item(
+            PlanePositionSequence=item(ImagePositionPatient=decimal(position)),
+            PlaneOrientationSequence=item(ImageOrientationPatient=decimal(np.concatenate(pair))),
+        )
+        for position, pair in zip(positions_mm, axes, strict=True)
+    ]
+
+
+@many
+@given(
+    spacing_mm=spacings,
+    turned=st.tuples(angles, angles, angles),
+    origin=st.tuples(*[st.floats(-80, 80)] * 3),
+    order=st.permutations(range(9)),
+)
+def test_a_raster_in_any_oblique_plane_and_any_order_keeps_its_distance_and_order(spacing_mm, turned, origin, order):
+    """LPS axes: A-scans along x, the beam along y, B-scans along z, all turned; the true order is from superior to inferior."""
+    axes = rotation(*turned)
+    step = -spacing_mm[0] * axes[:, 2]
+    positions = np.array([np.array(origin) + place * step for place in order])
+    frames = planes(positions, [(axes[:, 0], axes[:, 1])] * 9)
+    found = read_geometry(dataset(frames, spacing_mm, thickness=0.7), SHAPE, "any", "here")
+    assert found.spacing_mm == pytest.approx(spacing_mm, rel=1e-3)
+    stored = np.array(order)[list(found.frame_order)] if found.frame_order else np.array(order)
+    assert (stored == np.arange(9)).all() or (stored == np.arange(9)[::-1]).all()
+    upright = abs(axes[2, 2])
+    if upright > 0.75:
+        # z is superior: B-scan 0 is where the place with the largest z is.
+        assert found.superior_first is bool(
+            positions[list(found.frame_order) if found.frame_order else slice(None)][0, 2] > positions[:, 2].mean()
+        )
+    elif upright < 0.65:
+        assert found.superior_first is None
+
+
+@many
+@given(
+    spacing_mm=spacings, fundus_mm=st.floats(0.005, 0.03), tilt=st.floats(-0.6, 0.6), order=st.permutations(range(9)),
+    backwards=st.lists(st.booleans(), min_size=9, max_size=9), middle=st.tuples(st.floats(200, 500), st.floats(200, 500)),
+)  # fmt: skip
+def test_lines_on_the_fundus_image_tell_the_same_at_any_scale_and_tilt(spacing_mm, fundus_mm, tilt, order, backwards, middle):
+    along, across = np.array([np.sin(tilt), np.cos(tilt)]), np.array([np.cos(tilt), -np.sin(tilt)])  # (row, column)
+    half = SHAPE[2] * spacing_mm[2] / fundus_mm / 2 * along
+    frames = []
+    for place in order:
+        centre = np.array(middle) + place * spacing_mm[0] / fundus_mm * across
+        ends = [centre - half, centre + half]
+        # A first frame scanned backwards would tell the raster's direction the other way round; the others may be.
+        frames.append(location(ends[::-1] if backwards[place] and place != order[0] else ends))
+    found = read_geometry(dataset(frames, spacing_mm), SHAPE, "any", "here")
+    assert found.spacing_mm == pytest.approx(spacing_mm, rel=1e-3)
+    stored = np.array(order)[list(found.frame_order)] if found.frame_order else np.array(order)
+    rising = bool((stored == np.arange(9)).all())
+    assert rising or (stored == np.arange(9)[::-1]).all()
+    if abs(np.cos(tilt)) > 0.75:
+        assert found.superior_first is rising  # place 0 is the uppermost row
+
+
+def location(ends, orientation="LINEAR") -> Dataset:
+    coordinates = [float(np.float32(value)) for end in ends for value in end]
+    return item(OphthalmicFrameLocationSequence=item(ReferenceCoordinates=coordinates, OphthalmicImageOrientation=orientation))
+
+
+def star(count: int, turn: float, radius=150.0) -> list[list[np.ndarray]]:
+    directions = [np.array([np.sin(a), np.cos(a)]) for a in turn + np.pi * np.arange(count) / count]
+    return [[np.array([300.0, 300.0]) - radius * d, np.array([300.0, 300.0]) + radius * d] for d in directions]
+
+
+def circle(radius: float) -> list[np.ndarray]:
+    return [np.array([300 + radius * np.sin(a), 300 + radius * np.cos(a)]) for a in (0, np.pi / 2, np.pi, 3 * np.pi / 2, 0)]
+
+
+@many
+@given(count=st.integers(2, 24), turn=angles, circles=st.integers(0, 3))
+def test_stars_are_told_by_their_lines_with_circles_around_them_or_not(count, turn, circles):
+    ends = [*star(count, turn), *(circle(60.0 + 20 * n) for n in range(min(circles, count - 1)))]
+    frames = [location(line) for line in ends]
+    shape = (len(frames), *SHAPE[1:])
+    with pytest.raises(ReadError) as refused:
+        read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), shape, "any", "triton_raster")
+    assert refused.value.code == "not_raster"
+    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), shape, "any", "here", raster_only=False)
+    assert asked.layout == "radial" and asked.frame_order is None and asked.superior_first is None
+    assert asked.spacing_mm == pytest.approx((0.0115, 0.0039, 0.0115))
+
+
+@many
+@given(radius=st.floats(20, 200), count=st.integers(1, 8))
+def test_circles_are_told_by_their_lines(radius, count):
+    frames = [location(circle(radius + 5 * n)) for n in range(count)]
+    with pytest.raises(ReadError) as refused:
+        read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here")
+    assert refused.value.code == "not_raster"
+    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here", raster_only=False)
+    assert asked.layout == "circle"
+
+
+@many
+@given(count=st.integers(3, 24), turned=st.tuples(angles, angles, angles))
+def test_stars_in_patient_space_are_told_too(count, turned):
+    axes = rotation(*turned)
+    rows = [np.cos(a) * axes[:, 0] + np.sin(a) * axes[:, 2] for a in np.pi * np.arange(count) / count]
+    frames = planes([-3 * row for row in rows], [(row, axes[:, 1]) for row in rows])
+    with pytest.raises(ReadError) as refused:
+        read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here")
+    assert refused.value.code == "not_raster"
+
+
+@many
+@given(jitter=st.lists(st.floats(-0.04, 0.04), min_size=9, max_size=9), spacing_mm=spacings)
+def test_eye_tracking_jitter_does_not_change_the_order(jitter, spacing_mm):
+    dz = max(spacing_mm[0], 0.1)
+    axes = np.eye(3)
+    positions = np.array([[0, 0, -(n + shift) * dz] for n, shift in enumerate(jitter)])
+    found = read_geometry(dataset(planes(positions, [(axes[:, 0], axes[:, 1])] * 9), spacing_mm), SHAPE, "any", "here")
+    assert found.frame_order is None and found.superior_first is True and "uneven_positions" not in found.flags
+    assert found.spacing_mm[0] == pytest.approx(dz, rel=0.1)
+
+
+# Cirrus
+
+
+def cirrus(tmp_path, frames: int, columns: int, thickness: float, **options):
+    voxels = np.random.default_rng(0).integers(0, 255, (frames, 34, columns), dtype=np.uint8)
+    maker = {"manufacturer": "Carl Zeiss Meditec", "model": "CIRRUS HD-OCT 5000", "protocol": "cube"}
+    return write_oct_dicom(tmp_path / "a.dcm", voxels, (thickness, 0.00196, 6 / columns), **maker, **options)
+
+
+def test_the_cirrus_cube_whose_slice_thickness_is_a_quarter_of_the_truth_is_corrected(tmp_path):
+    header = read_header(cirrus(tmp_path, 128, 512, 6 / 512))
+    assert header.spacing_mm[0] == pytest.approx(6 / 128) and header.flags == ("slice_thickness_corrected",)
+    assert read_volume(tmp_path / "a.dcm").extent_mm[0] == pytest.approx(6)
+
+
+def test_the_cirrus_cube_of_200_b_scans_and_a_true_thickness_are_left_alone(tmp_path):
+    assert read_header(cirrus(tmp_path, 200, 200, 6 / 200)).flags == ()
+    assert read_header(cirrus(tmp_path, 128, 512, 6 / 128)).spacing_mm[0] == pytest.approx(6 / 128)
+
+
+def test_a_cirrus_raster_of_few_lines_is_rejected_where_its_distance_is_lost(tmp_path):
+    with pytest.raises(ReadError, match="repeats the lateral spacing") as refused:
+        read_header(cirrus(tmp_path, 21, 1024, 6 / 1024))
+    assert refused.value.code == "absurd_spacing"
+
+
+# Scans that are no raster, when they are asked for
+
+
+@pytest.mark.parametrize("layout", ["radial", "circle", "line"])
+def test_what_is_no_raster_is_read_when_asked_for_and_only_then(tmp_path, layout):
+    count = {"radial": 6, "circle": 3, "line": 1}[layout]
+    ends = {"radial": star(6, 0.2), "circle": [circle(50.0 + n) for n in range(3)], "line": star(1, 0.0)}[layout]
+    voxels = np.random.default_rng(1).integers(0, 255, (count, 40, 36), dtype=np.uint8)
+
+    def lines(dataset):
+        for frame, line in zip(dataset.PerFrameFunctionalGroupsSequence, ends, strict=True):
+            frame.OphthalmicFrameLocationSequence = location(line).OphthalmicFrameLocationSequence
+
+    path = write_oct_dicom(tmp_path / "a.dcm", voxels, (0.12, 0.0039, 0.0115), edit=lines)
+    with pytest.raises(ReadError) as refused:
+        read_volume(path)
+    assert refused.value.code == "not_raster"
+    volume = read_volume(path, raster_only=False)
+    assert volume.layout == layout and volume.spacing_mm == pytest.approx((0.0115, 0.0039, 0.0115))
+    np.testing.assert_array_equal(volume.voxels, voxels)
+
+
+def test_a_raster_is_a_raster_either_way(tmp_path):
+    voxels = np.random.default_rng(1).integers(0, 255, (5, 40, 36), dtype=np.uint8)
+    path = write_oct_dicom(tmp_path / "a.dcm", voxels, (0.12, 0.0039, 0.0115), superior_first=True)
+    assert read_volume(path, raster_only=False).layout == "raster" == read_volume(path).layout
