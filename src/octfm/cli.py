@@ -1,5 +1,6 @@
 """The octfm command: typer verbs, each a thin call of the public functions; imports happen inside the verbs."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -247,6 +248,7 @@ def pretrain(
     ] = False,
 ) -> None:
     """Pretrain an encoder; the same command resumes an interrupted run."""
+    from octfm.errors import ConfigError
     from octfm.training.pretrain import pretrain as train
     from octfm.training.progress import Progress, on_terminal
     from octfm.training.settings import load_config
@@ -254,9 +256,11 @@ def pretrain(
 
     settings, store = load_config(config, overrides or []), None
     if smoke:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and settings.data.store is None:
+            raise ConfigError("--smoke with several ranks needs data.store: each of them would make phantoms in the same folder")
         settings = shrink(settings)
         store = _phantom_store(out.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
-    if not on_terminal():
+    if not on_terminal() or os.environ.get("RANK", "0") != "0":
         train(settings, store, out, device, echo=typer.echo, override=override)
         return
     bar = Progress(settings.steps if settings.epochs is None else None)
@@ -342,14 +346,25 @@ register_evaluation(app)
 
 
 def main() -> None:
-    """One error line and exit code 1 for a problem the user can act on, 75 for a run that was stopped and saved; else a traceback."""
+    """One error line and exit code 1 for a problem the user can act on, 75 for a run that was stopped and saved; else a traceback.
+
+    torchrun makes 1 of every exit code but 0. Where OCTFM_EXIT_FILE names a file, one rank per host leaves its 75 there for
+    launch/torchrun.sh.
+    """
+    word = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    if word:
+        Path(word).unlink(missing_ok=True)
     try:
         app()
     except Preempted as error:
-        sys.stderr.write(f"octfm: {error}\n")
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"octfm: {error}\n")
+        if word:
+            Path(word).write_text("75\n")
         sys.exit(75)
     except OctfmError as error:
-        sys.stderr.write(f"octfm: {error}\n")
+        if not error.elsewhere:
+            sys.stderr.write(f"octfm: {error}\n")
         sys.exit(1)
     except OSError as error:
         # A full disk, a folder without permission, a file where a folder was expected: the system names the path and the reason.

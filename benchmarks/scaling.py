@@ -1,0 +1,102 @@
+"""What ranks cost and gain on one CPU machine: `python benchmarks/scaling.py`.
+
+Weak scaling keeps the volumes per rank, strong scaling the global batch; both over single, DDP and FSDP2, one thread per rank. A step of
+one rank with the collectives of a job of one is the overhead of the code path. Bytes are what the algorithm sends per rank and step: an
+all-reduce of the gradients (DDP: 2 (n-1)/n of their size), or gathers of weights and a reduce-scatter (FSDP2), plus what `tell` exchanges.
+Ratios within one run mean something on a machine that does other things as well; seconds do not.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from octfm.models.vit3d import count_parameters
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from ranks import Ranks
+from small_store import small_preprocessing, small_store
+
+WIDTH, DEPTH = 192, 6
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--steps", type=int, default=12)
+    arguments.add_argument("--per-rank", type=int, default=4, help="volumes per rank and step")
+    arguments.add_argument("--repeats", type=int, default=3, help="rounds over all cases; the median counts")
+    chosen = arguments.parse_args()
+    cases = {
+        "single, 1 x n": (1, "ddp", chosen.per_rank),
+        "DDP, 2 ranks x n (weak)": (2, "ddp", 2 * chosen.per_rank),
+        "FSDP2, 2 ranks x n (weak)": (2, "fsdp", 2 * chosen.per_rank),
+        "DDP, 2 ranks x n/2 (strong)": (2, "ddp", chosen.per_rank),
+        "FSDP2, 2 ranks x n/2 (strong)": (2, "fsdp", chosen.per_rank),
+    }
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    jobs = Ranks()
+    with tempfile.TemporaryDirectory() as folder:
+        store = small_store(Path(folder) / "store").path
+        for round_ in range(chosen.repeats):
+            for number, (name, (world, parallel, batch)) in enumerate(cases.items()):
+                out = Path(folder) / f"{round_}-{number}"
+                ended = jobs(world, store, out, settings(chosen.steps, batch, parallel))
+                assert all(rank.code == 0 for rank in ended), ended
+                found[name].append(step_seconds(out))
+        jobs.close()
+    base = statistics.median(found["single, 1 x n"])
+    weights = 4 * parameters()
+    trained = weights - 4 * teacher()
+    print(f"{os.cpu_count()} CPUs, {weights / 4e6:.2f} M parameters of which {trained / 4e6:.2f} M are trained; n = {chosen.per_rank} volumes")
+    print(f"{'case':<32}{'step, ms':>10}{'over single':>13}{'efficiency':>12}{'sent per rank and step':>25}")
+    for name, (world, parallel, batch) in cases.items():
+        seconds = statistics.median(found[name])
+        ideal = base * batch / chosen.per_rank / world
+        sent = bytes_sent(world, parallel, trained, weights, batch // world)
+        print(f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}{sent / 1e6:>22.1f} MB")
+
+
+def settings(steps: int, batch: int, parallel: str) -> dict:
+    return {
+        "steps": steps, "precision": "fp32", "data": {"global_batch_size": batch, "per_device_batch_size": 1},
+        "model": {"patch_size": [2, 8, 8], "width": WIDTH, "depth": DEPTH, "heads": 3}, "masks": {"budget": 64},
+        "predictor": {"width": 96, "depth": 2, "heads": 3}, "log_every_steps": 1, "validate_every_steps": 10_000,
+        "ckpt_every_steps": 10_000, "runtime": {"parallel": parallel},
+    }  # fmt: skip
+
+
+def step_seconds(out: Path) -> float:
+    """Median time between the rows of a run, without the first steps."""
+    times = [row["time"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if row["kind"] == "train"]
+    return statistics.median(b - a for a, b in zip(times[2:-1], times[3:], strict=False))
+
+
+def bytes_sent(world: int, parallel: str, trained: int, weights: int, passes: int) -> float:
+    """By each rank, with ring collectives; `passes` micro-batches of one volume."""
+    ring = (world - 1) / world
+    if parallel == "ddp":
+        return 2 * ring * trained
+    # Weights are gathered for every forward pass, those that learn again for every backward pass; gradients are scattered once.
+    return ring * (passes * (weights + trained) + trained)
+
+
+def model():
+    from octfm.training.inputs import build_objective
+    from octfm.training.settings import PretrainConfig
+
+    return build_objective(PretrainConfig.model_validate(settings(1, 1, "ddp")), small_preprocessing())
+
+
+def parameters() -> int:
+    return count_parameters(model())
+
+
+def teacher() -> int:
+    return count_parameters(model().target_encoder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m octfm` and `torchrun -m octfm`."""
+
+from octfm.cli import main
+
+main()
