@@ -7,6 +7,7 @@ Ratios within one run mean something on a machine that does other things as well
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -50,7 +51,8 @@ def main() -> None:
     base = statistics.median(found["single, 1 x n"])
     weights = 4 * parameters()
     trained = weights - 4 * teacher()
-    print(f"{os.cpu_count()} CPUs, {weights / 4e6:.2f} M parameters of which {trained / 4e6:.2f} M are trained; n = {chosen.per_rank} volumes")
+    size = f"{weights / 4e6:.2f} M parameters of which {trained / 4e6:.2f} M are trained"
+    print(f"{os.cpu_count()} CPUs, {size}; n = {chosen.per_rank} volumes")
     print(f"{'case':<32}{'step, ms':>10}{'over single':>13}{'efficiency':>12}{'sent per rank and step':>25}")
     for name, (world, parallel, batch) in cases.items():
         seconds = statistics.median(found[name])
@@ -71,7 +73,7 @@ def settings(steps: int, batch: int, parallel: str) -> dict:
 def step_seconds(out: Path) -> float:
     """Median time between the rows of a run, without the first steps."""
     times = [row["time"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if row["kind"] == "train"]
-    return statistics.median(b - a for a, b in zip(times[2:-1], times[3:], strict=False))
+    return statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
 
 
 def bytes_sent(world: int, parallel: str, trained: int, weights: int, passes: int) -> float:
