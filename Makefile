@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-s3 test-all lint wheel clean
+.PHONY: demo test test-all lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
@@ -18,17 +18,6 @@ test: $(STAMP)
 
 test-all: $(STAMP) lint
 	$(PYTEST) -m "not gpu"
-
-# S3 in an environment of its own: see constraints-s3.txt.
-test-s3: .venv-s3/.installed
-	OMP_NUM_THREADS=1 .venv-s3/bin/python -m pytest -q -n 2 -m "not gpu" -k "s3" tests/test_buckets.py
-
-.venv-s3/.installed: pyproject.toml constraints.txt constraints-s3.txt
-	test -x .venv-s3/bin/python || $(PYTHON) -m venv .venv-s3
-	(grep -v python-dateutil constraints.txt; cat constraints-s3.txt) > .venv-s3/constraints.txt
-	.venv-s3/bin/python -m pip install -q --disable-pip-version-check -c .venv-s3/constraints.txt torch
-	.venv-s3/bin/python -m pip install -q --disable-pip-version-check -c .venv-s3/constraints.txt -e '.[test,test-s3]'
-	touch .venv-s3/.installed
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
@@ -47,4 +36,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-s3 demo dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo dist .pytest_cache .ruff_cache .hypothesis

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
-import pytest
-
 BUCKET = "clinic"
 ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
 SECRET = "planted-5ecret-that-nobody-may-see"
@@ -22,12 +20,12 @@ SECRET = "planted-5ecret-that-nobody-may-see"
 @contextmanager
 def s3_server() -> Iterator[str]:
     """moto's S3, empty but for one bucket; yields its endpoint."""
-    pytest.importorskip("s3fs", reason="S3 needs s3fs; `make test-s3` installs it")
-    threaded = pytest.importorskip("moto.server", reason="the S3 server needs moto; `make test-s3` installs it")
     import logging
 
+    from moto.server import ThreadedMotoServer
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = threaded.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     _request("PUT", host, port, f"/{BUCKET}")
@@ -40,10 +38,10 @@ def s3_server() -> Iterator[str]:
 @contextmanager
 def gcs_server() -> Iterator[str]:
     """A GCS emulator that keeps everything in memory; yields its endpoint."""
-    pytest.importorskip("gcsfs")
-    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    from gcp_storage_emulator.server import create_server
+
     port = free_port()
-    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
     server.start()
     try:
         yield f"http://127.0.0.1:{port}"
