@@ -7,6 +7,7 @@ import pytest
 
 from dicom_files import write_oct_dicom
 from octfm.data.catalog import scan
+from octfm.data.preprocessing import Preprocessing
 from octfm.data.readers import ReadError, read_header, read_surfaces, read_volume
 from octfm.data.readers.heyex_vol import display
 from test_readers import SHAPE, telling_voxels
@@ -97,6 +98,8 @@ def test_real_line_and_circle_are_left_out_unless_asked_for(real_data, name, lay
             read(real_data / name)
         assert caught.value.code == "not_raster" and {"line": "single B-scan", "circle": "circular"}[layout] in str(caught.value)
     volume, surfaces = read_volume(real_data / name, raster_only=False), read_surfaces(real_data / name)
+    with pytest.raises(ReadError, match="only a raster is a volume in space"):
+        Preprocessing()(volume)
     assert volume.layout == layout and volume.shape == (1, 496, 768) and volume.laterality == "R"
     assert volume.spacing_mm[1] == pytest.approx(0.00387167)
     ilm, bm, _ = surfaces.heights_px[:, 0]

@@ -6,8 +6,9 @@ from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import ManifestRow, Tables
 from octfm.data.archive import file_size
 from octfm.data.readers import Header
-from octfm.data.readers.bscans import check_spacing, missing_spacing
+from octfm.data.readers.bscans import missing_spacing
 from octfm.data.readers.dicom import lateralities, scanner_slug, slugify
+from octfm.data.readers.dicom_geometry import check_bounds
 from octfm.data.volume import Spacing3
 from octfm.errors import ReadError
 
@@ -65,7 +66,7 @@ def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> t
     found = row.spacing_mm or nominal_mm
     if found is None:
         raise missing_spacing(header.uri)
-    check_spacing(found, header.shape, header.uri)
+    check_bounds(found, header.shape, header.uri)
     return found, "table" if row.spacing_mm else "nominal"
 
 

@@ -218,7 +218,7 @@ def scan(
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
         counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
         raise NothingAccepted(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}", catalog)
-    _expect_a_match(acquisitions, tables, participants)
+    _expect_a_match(acquisitions, catalog.rejects, tables, participants)
     return catalog
 
 
@@ -291,9 +291,12 @@ def _tables(
     return read_own_tables(root, location(table) if table else None, location(participants) if participants else None, own, tables)
 
 
-def _expect_a_match(acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None) -> None:
+def _expect_a_match(
+    acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables, participants: str | Path | BucketPath | None
+) -> None:
     """A table of one's own that fits nothing is a mistake in a path or a column, not an absence of labels."""
-    if tables.own is not None and all("not_in_manifest" in a.flags for a in acquisitions):
+    fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(tables.at_path(reject.uri) for reject in rejects)
+    if tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
         raise TableError(
             f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against {acquisitions[0].uri} "

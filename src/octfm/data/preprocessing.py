@@ -89,7 +89,9 @@ class Preprocessing(Config):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __call__(self, volume: Volume) -> Prepared:
-        """Prepare one volume. Raises ReadError for pixels that are not 8 or 16 bit, or that are blank."""
+        """Prepare one volume. Raises ReadError for one that is no raster, for pixels that are not 8 or 16 bit, or that are blank."""
+        if volume.layout != "raster":
+            raise ReadError("not_raster", f"{volume.source}: a {volume.layout} scan; only a raster is a volume in space")
         canonical = volume.superior_to_inferior()
         mirrored = volume.laterality == "L"
         if mirrored:

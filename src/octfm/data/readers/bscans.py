@@ -18,7 +18,7 @@ import numpy as np
 from octfm.data.readers import Header
 from octfm.data.readers.declared import Declared, read_declared
 from octfm.data.readers.dicom import lateralities, slugify
-from octfm.data.readers.dicom_geometry import Stack, _check_bounds, _refuse_rotating, _stack
+from octfm.data.readers.dicom_geometry import NotRaster, Stack, check_bounds, refuse_rotating, stack_of
 from octfm.data.readers.dicom_pixels import MAX_BYTES
 from octfm.data.volume import Layout, Shape3, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
@@ -151,11 +151,6 @@ def uid_from(digest: bytes) -> str:
     return f"2.25.{int.from_bytes(digest[:16], 'big')}"
 
 
-def check_spacing(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
-    """Raises ReadError absurd_spacing."""
-    _check_bounds(spacing_mm, shape, uri)
-
-
 def missing_spacing(uri: str) -> ReadError:
     return ReadError(
         "missing_spacing",
@@ -183,7 +178,7 @@ def _header(bscans: Bscans, arrangement: Arrangement) -> Header:
     declared = read_declared(bscans.beside or bscans.uri)
     spacing_mm, source, flags = _spacing(bscans, arrangement, declared)
     if spacing_mm is not None and arrangement.layout == "raster":
-        check_spacing(spacing_mm, bscans.shape, bscans.uri)
+        check_bounds(spacing_mm, bscans.shape, bscans.uri)
     laterality, conflict = lateralities([bscans.laterality, declared.laterality])
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
     stack = arrangement.stack
@@ -226,45 +221,42 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
 
 def _arrange(bscans: Bscans) -> Arrangement:
     """Positions decide; what the file calls itself, only where there are none or where a circle looks like a line."""
+    try:
+        stack = _stack(bscans)
+    except NotRaster as error:
+        return Arrangement(error.layout, None, None, error)
+    if stack is None or not bscans.lines_in_mm:
+        return Arrangement("raster", None, stack and replace(stack, superior_first=None))
+    return Arrangement("raster", stack.step, stack)
+
+
+def _stack(bscans: Bscans) -> Stack | None:
+    """None where no positions tell. Raises NotRaster."""
     if bscans.layout == "circle":
-        return _other("circle", f"{bscans.uri}: a circular scan")
+        raise NotRaster("circle", f"{bscans.uri}: a circular scan; a volume needs several parallel B-scans")
     if bscans.shape[0] == 1:
-        return _other("line", f"{bscans.uri}: a single B-scan")
-    found = _by_positions(bscans.lines, bscans.uri) if bscans.lines is not None else None
-    if found is not None:
-        if bscans.lines_in_mm or found.stack is None:
-            return found
-        return replace(found, between_mm=None, stack=replace(found.stack, superior_first=None))
-    if bscans.layout not in (None, "raster"):
-        return _other(bscans.layout, f"{bscans.uri}: a {bscans.layout} scan, as the file says")
-    return Arrangement("raster", None, None)
+        raise NotRaster("line", f"{bscans.uri}: a single B-scan; a volume needs several parallel B-scans")
+    found = _stack_of_lines(bscans.lines, bscans.uri) if bscans.lines is not None else None
+    if found is None and bscans.layout not in (None, "raster"):
+        raise NotRaster(bscans.layout, f"{bscans.uri}: a {bscans.layout} scan, as the file says; a volume needs several parallel B-scans")
+    return found
 
 
-def _by_positions(lines: Lines, uri: str) -> Arrangement | None:
-    """None where all positions are one, which is a placeholder."""
+def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
+    """None where all positions are one, which is a placeholder. Raises NotRaster."""
     direction = lines.end - lines.start
     length = np.linalg.norm(direction, axis=1)
     if not np.isfinite(length).all() or max(length.max(), np.ptp(lines.start, axis=0).max()) < 1e-6:
         return None
     if (length < 1e-6).any():
-        return _other("circle", f"{uri}: a B-scan ends where it starts, so it is a circle")
+        raise NotRaster("circle", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs several parallel B-scans")
     angle = np.arctan2(direction[:, 1], direction[:, 0])
-    try:
-        _refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
-    except ReadError as error:
-        return Arrangement("radial", None, None, error)
+    refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
     across = np.array([-direction[0, 1], direction[0, 0]]) / length[0]
     middle = (lines.start + lines.end) / 2
     # y grows downwards, so that what grows along a falling `across` goes up.
     superior = -int(np.sign(across[1])) if abs(across[1]) > 0.7 else None
     along = (middle - middle[0]) @ across
-    try:
-        stack = _stack(along, superior, uri)
-    except ReadError as error:
-        return Arrangement("repeated", None, None, error)
+    stack = stack_of(along, superior, uri)
     # Positions are rounded to micrometres in some formats: over the whole stack that does not matter.
-    return Arrangement("raster", float(np.ptp(along)) / (len(along) - 1) if stack.even else stack.step, stack)
-
-
-def _other(layout: Layout, what: str) -> Arrangement:
-    return Arrangement(layout, None, None, ReadError("not_raster", f"{what}; a volume needs several parallel B-scans"))
+    return replace(stack, step=float(np.ptp(along)) / (len(along) - 1)) if stack.even else stack

@@ -70,11 +70,11 @@ def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str, ras
     except NotRaster as found:
         if raster_only:
             raise
-        _check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
+        check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
         return Geometry((dx, dy, dx), source, None, None, (), _layout(frames, found.layout))
     dz, source, doubts = _distance(from_positions, between, thickness, (dy, dx), shape, (scanner, source), uri)
     flags = [*doubts]
-    _check_bounds((dz, dy, dx), shape, uri)
+    check_bounds((dz, dy, dx), shape, uri)
     if stack is not None and not stack.even:
         flags.append("uneven_positions")
     if stack is not None and stack.order is not None:
@@ -197,12 +197,12 @@ def _dz_from_positions(frames, shared, shape: Shape3, dx: float, uri: str) -> tu
     dz, stack = None, None
     in_space = _patient_positions(frames, shared, uri)
     if in_space is not None:
-        stack = _stack(in_space[0], in_space[1], uri)
+        stack = stack_of(in_space[0], in_space[1], uri)
         dz = stack.step
     on_fundus = _fundus_lines(frames, uri)
     if on_fundus is not None:
         along, superior_first, length = on_fundus
-        fundus = _stack(along, superior_first, uri)
+        fundus = stack_of(along, superior_first, uri)
         # Both ends of a B-scan are known in fundus pixels and in mm, which gives the fundus scale (pixels are square).
         dz = dz if dz is not None else fundus.step * shape[2] * dx / length
         # The fundus image is what a reader sees; converters often fill ImagePositionPatient with a running number.
@@ -223,7 +223,7 @@ def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None
     axes = [floats(plane.get("ImageOrientationPatient")) if plane is not None else None for plane in planes]
     if all(axis is not None and len(axis) == 6 for axis in axes):
         directions = np.array(axes)
-        _refuse_rotating(
+        refuse_rotating(
             np.arctan2(np.linalg.norm(np.cross(directions[0, :3], directions[:, :3]), axis=1), directions[:, :3] @ directions[0, :3]), uri
         )
         normal = np.cross(directions[0, :3], directions[0, 3:])
@@ -256,7 +256,7 @@ def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | No
     if (length < 1e-6).any():
         raise NotRaster("circle", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs parallel linear B-scans")
     angle = np.arctan2(direction[:, 0], direction[:, 1])
-    _refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
+    refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
     across = np.array([direction[0, 1], -direction[0, 0]]) / length[0]
     middle = (start + end) / 2
     along = (middle - middle[0]) @ across
@@ -265,14 +265,14 @@ def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | No
     return along, -int(np.sign(across[0])) if abs(across[0]) > 0.7 else None, float(np.median(length))
 
 
-def _refuse_rotating(angle: np.ndarray, uri: str) -> None:
+def refuse_rotating(angle: np.ndarray, uri: str) -> None:
     """`angle` [D] in radians against the first frame; a line scanned backwards is still parallel."""
     turned = np.abs((angle + np.pi / 2) % np.pi - np.pi / 2).max()
     if turned > np.deg2rad(5):
         raise NotRaster("radial", f"{uri}: B-scans turn by {np.rad2deg(turned):.0f} degrees (radial scan); a volume needs parallel ones")
 
 
-def _stack(along: np.ndarray, superior: int | None, uri: str) -> Stack:
+def stack_of(along: np.ndarray, superior: int | None, uri: str) -> Stack:
     """`along` [D] positions; `superior` is +1 where growing positions go up, -1 down, None where the raster is vertical."""
     falling = along[-1] < along[0]
     order = np.argsort(-along if falling else along, kind="stable")
@@ -288,7 +288,8 @@ def _stack(along: np.ndarray, superior: int | None, uri: str) -> Stack:
     )
 
 
-def _check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
+def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
+    """Raises ReadError absurd_spacing."""
     for axis, mm, count, (low, high), (short, long) in zip(
         ("B-scan", "axial", "lateral"), spacing_mm, shape, SPACING_BOUNDS_MM, EXTENT_BOUNDS_MM, strict=True
     ):

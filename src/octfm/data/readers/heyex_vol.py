@@ -92,7 +92,7 @@ def open_bscans(uri: str) -> Bscans:
 def display(reflectivity: np.ndarray) -> np.ndarray:
     """uint8 as HEYEX shows it: the fourth root of the reflectivity, black where there is none."""
     known = np.where(reflectivity < _NO_VALUE, reflectivity, 0)
-    return np.rint(255 * np.clip(known, 0, 1) ** 0.25).astype(np.uint8)
+    return np.rint(255 * np.sqrt(np.sqrt(np.clip(known, 0, 1)))).astype(np.uint8)
 
 
 def _bscan_header_bytes(file, first: int, stated: int, shape: tuple[int, int, int], size: int, uri: str) -> int:
