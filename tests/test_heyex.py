@@ -1,5 +1,6 @@
 """Heidelberg exports: .vol and XML of one scan agree with each other, with DICOM and with eyepy; what is no raster is left out."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,14 @@ def test_bscans_and_surfaces_follow_the_positions(tmp_path, write):
     order = slice(None) if volume.superior_first else slice(None, None, -1)
     np.testing.assert_allclose(surfaces.heights_px[:, order], heights, atol=0.01)
     assert surfaces.names == ("ILM", "BM") and surfaces.axial_mm == pytest.approx(SPACING_MM[1])
+
+
+def test_without_positions_the_numbers_of_an_xml_decide_and_never_the_names(tmp_path):
+    uri = write_heyex_xml(tmp_path / "a", telling_voxels(), shuffle=3)
+    uri.write_text(re.sub(r"<(Start|End)>.*?</\1>", "", uri.read_text()))
+    header = read_header(uri)
+    assert header.spacing_mm is None and header.superior_first is None
+    np.testing.assert_array_equal(read_volume(uri, spacing_mm=SPACING_MM).voxels, telling_voxels())
 
 
 def test_a_file_without_layers_has_no_surfaces(tmp_path):
