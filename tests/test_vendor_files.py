@@ -3,6 +3,8 @@
 That proves that two readers agree about a structure, not that instruments write it: the guide says "not verified on a real file".
 """
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -127,6 +129,18 @@ def test_each_series_of_an_e2e_is_a_volume(tmp_path):
     assert len(store) == 2 and not store.unprepared()
     hidden = pseudonymise(catalog, b"0123456789abcdef")
     assert sorted(locate(hidden, tmp_path / "clinic", b"0123456789abcdef").values()) == uris and "p7" not in repr(hidden)
+
+
+def test_series_are_found_in_an_e2e_inside_an_archive(tmp_path):
+    uri = write_e2e(tmp_path / "p7.e2e", {(1, 2, n): e2e_codes(np.roll(telling_voxels(), n, 2)) for n in (3, 4)}, eyes="RL")
+    (tmp_path / "clinic").mkdir()
+    with zipfile.ZipFile(tmp_path / "clinic" / "all.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(uri, "p7.e2e")
+    for options in ({}, {"extract": tmp_path / "unpacked"}):
+        catalog = scan(tmp_path / "clinic", nominal_spacing_mm=SPACING_MM, workers=0, **options)
+        assert [a.uri.rpartition("!/")[2] for a in catalog.acquisitions] == ["series_1_2_3", "series_1_2_4"]
+        for a, n in zip(catalog.acquisitions, (3, 4), strict=True):
+            np.testing.assert_array_equal(read_volume(a.uri, spacing_mm=SPACING_MM).voxels, np.roll(telling_voxels(), n, 2))
 
 
 def test_degrees_of_an_e2e_order_bscans_and_are_not_taken_for_millimetres(tmp_path):
