@@ -143,7 +143,7 @@ def _expect_oct(file: OpenFile) -> None:
     from pydicom.uid import UID
 
     dataset, uri = file.dataset, file.uri
-    sop_class = text(dataset, "SOPClassUID") or str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
+    sop_class = text(dataset, "SOPClassUID") or text(dataset.file_meta, "MediaStorageSOPClassUID")
     if not sop_class:
         raise ReadError("not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again")
     if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):  # may be cut inside this very value

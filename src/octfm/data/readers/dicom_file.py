@@ -166,7 +166,7 @@ def _deflated_meta():
 def locate_pixels(file: OpenFile) -> Pixels:
     """Find the pixel data, and prove without decoding that all of it is there. Raises ReadError."""
     dataset, stream, uri = file.dataset, file.stream, file.uri
-    transfer_syntax = str(dataset.file_meta.get("TransferSyntaxUID", "")) if hasattr(dataset, "file_meta") else ""
+    transfer_syntax = text(dataset.file_meta, "TransferSyntaxUID") if hasattr(dataset, "file_meta") else ""
     big_endian = transfer_syntax == _BIG_ENDIAN
     implicit, _ = dataset.original_encoding
     keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, bool(implicit), big_endian)
@@ -227,8 +227,10 @@ def _pixel_format(dataset: "Dataset", keyword: str, uri: str) -> tuple[Shape3, i
 
 
 def text(dataset: Header, keyword: str) -> str:
+    """Empty where the value is not what a person would write: a damaged length takes the elements behind it in, names and all."""
     value = dataset.get(keyword)
-    return "" if value is None else str(value).strip().strip("\0")
+    found = "" if value is None else str(value).strip().strip("\0")
+    return found if found.isprintable() else ""
 
 
 def integer(dataset: Header, keyword: str, default: int) -> int:
