@@ -31,6 +31,8 @@ class ViTConfig(Config):
     mlp_ratio: float = Field(default=4.0, gt=0)
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
+    init: str | None = None
+    """Begin with the encoder of this local V-JEPA 2 checkpoint (.pt) instead of random weights; width, depth and heads must be its own."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":

@@ -13,6 +13,7 @@ from octfm.errors import CheckpointError
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.training import checkpoint, shards
+from octfm.training.initial_weights import begin_with
 from octfm.training.inputs import build_objective, optimizer_groups
 from octfm.training.run_state import RunState
 from octfm.training.runtime import Runtime
@@ -22,14 +23,17 @@ from octfm.training.settings import PretrainConfig
 class Learner:
     """Begins at the weights that the seed gives."""
 
-    def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime):
+    def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, *, fresh: bool = True):
+        """`fresh` is false where a checkpoint is about to be restored, so that `model.init` need not be there any more."""
         self.config, self.preprocessing, self.runtime = config, preprocessing, runtime
         self.lr, self.weight_decay, self.ema, self.made = (runtime.scalar() for _ in range(4))
-        self.begin()
+        self.begin(fresh)
 
-    def begin(self) -> None:
+    def begin(self, fresh: bool = True) -> None:
         """Initial weights, no optimizer state, step 0."""
         self.model = build_objective(self.config, self.preprocessing)
+        if fresh and self.config.model.init is not None:
+            begin_with(self.config.model.init, self.model, self.config.model)
         self.runtime.place(self.model)
         if isinstance(self.model, JEPA) and self.model.whitening is not None:
             self.model.whitening.over_ranks = self.runtime.sum_

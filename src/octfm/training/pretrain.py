@@ -88,7 +88,8 @@ def _train(
 ) -> None:
     """The loop, in a folder that is ours. All ranks run it and all come to the same decisions."""
     schedule = Schedule(config.schedule, config.steps)
-    learner = Learner(config, store.preprocessing, runtime)
+    fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
+    learner = Learner(config, store.preprocessing, runtime, fresh=fresh)
     resume(run, learner, echo)
     names = sorted({store.rows[row].participant for row in train_rows})
     facts = _facts(learner.model, runtime, store, names)
