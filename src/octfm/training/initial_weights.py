@@ -69,14 +69,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dict[str, Tensor]:
     """V-JEPA 2's tensors under our names, in our shapes."""
-    expected = {
-        "patch_embed.proj.weight": None, "patch_embed.proj.bias": (config.width,), "norm.weight": (config.width,), "norm.bias": (config.width,),
-    }  # fmt: skip
+    width = config.width
+    expected = {"patch_embed.proj.weight": None, "patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,)}
     sizes = f"found {_size(tensors)}, the config asks for model.width={config.width} and model.depth={config.depth}"
     hidden = int(config.mlp_ratio * config.width)
     parts = {
-        "norm1": (config.width,), "norm2": (config.width,), "attn.qkv": (3 * config.width, config.width), "attn.proj": (config.width, config.width),
-        "mlp.fc1": (hidden, config.width), "mlp.fc2": (config.width, hidden),
+        "norm1": (width,), "norm2": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width),
+        "mlp.fc1": (hidden, width), "mlp.fc2": (width, hidden),
     }  # fmt: skip
     for i in range(config.depth):
         for part, shape in parts.items():
