@@ -66,7 +66,7 @@ class Segmenter:
         torch.manual_seed(config.seed)
         patch = encoder.config.model.patch_size
         width = math.prod(patch) if tokens == "voxels" else encoder.width
-        self.decoder = DenseDecoder(width, config.channels, patch, config.decoder).to(self.runtime.device)
+        self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values)).to(self.runtime.device)
         learns = bool(config.lr_encoder) and tokens == "encoder"
         encoder.network.requires_grad_(learns)
         groups = [{"params": list(self.decoder.parameters()), "lr": config.lr}]

@@ -16,6 +16,8 @@ Decoder = Literal["linear", "light"]
 
 SPREAD_ROWS = 1.5
 """Standard deviation of the training target around a surface's true row."""
+LESIONS_ARE_RARE = -4.0
+"""Log-odds of a lesion voxel before anything is learned."""
 WINDOW_ROWS = 4
 """A surface is the mean row within so many of its likeliest one: a fraction of a row, and never between two candidates."""
 
@@ -32,7 +34,7 @@ class DenseDecoder(nn.Module):
     across: Tensor
     along: Tensor
 
-    def __init__(self, width: int, channels: int, patch_size: Shape3, kind: Decoder):
+    def __init__(self, width: int, channels: int, patch_size: Shape3, kind: Decoder, masks: int = 0):
         super().__init__()
         self.channels, self.patch_size = channels, patch_size
         self.mix = None
@@ -46,6 +48,9 @@ class DenseDecoder(nn.Module):
         self.answer = nn.Linear(width, channels * prod(self.knots))
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
+        # The last channels are masks: lesions are rare, and unlearning an even guess would take longer than learning where they are.
+        with torch.no_grad():
+            self.answer.bias.unflatten(0, (channels, -1))[channels - masks :] = LESIONS_ARE_RARE
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("std", torch.ones(width))
 
