@@ -275,6 +275,8 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     assert {(r["entry"], r["metric"]) for r in rows} == {(r["encoder"], r["metric"]) for r in result["results"]}
     reference = next(r for r in rows if r["entry"] == "run")
     assert reference["difference"] == "" and float(reference["low"]) <= float(reference["estimate"]) <= float(reference["high"])
+    shaky = [{**c, "verdict": "better", "p_holm": 0.2} if c["planned"] else c for c in result["comparisons"]]
+    assert "better, not after Holm" in to_markdown({**result, "comparisons": shaky})
     text = to_markdown(result)
     assert "| metadata | baseline |" in text and "36 test participants" in text
     page = write_leaderboard(result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html").read_text()

@@ -170,7 +170,9 @@ def to_markdown(result: dict[str, Any]) -> str:
     for c in result["comparisons"]:
         if c["metric"] in metrics:
             p, adjusted = ("–" if c[key] is None else f"{c[key]:.3f}" for key in ("p", "p_holm"))
-            lines.append(f"| {c['metric']} | {c['b']} | {interval_text(c)} | {p} | {adjusted} | {c['verdict']} |")
+            lost = c["p_holm"] is not None and c["p_holm"] > 0.05 and c["verdict"] != "inconclusive"
+            verdict = c["verdict"] + ", not after Holm" * lost
+            lines.append(f"| {c['metric']} | {c['b']} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
