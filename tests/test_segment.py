@@ -94,9 +94,23 @@ def test_decoders_answer_for_their_own_voxels():
 def test_surface_rows_have_fractions_and_stay_in_order():
     rows = torch.tensor([[10.3, 20.75], [15.0, 14.0]])[:, :, None, None]
     offset = torch.arange(40)[None, None, None, :, None] - rows[:, :, :, None]
-    found = surface_rows(-0.5 * (offset / 1.5) ** 2)
+    logits = -0.5 * (offset / 1.5) ** 2
+    found = surface_rows(logits, logits.argmax(3).float())
     torch.testing.assert_close(found[0], rows[0], atol=0.02, rtol=0)
     assert found[1, 1] == found[1, 0] >= 15 - 1e-3
+
+
+def test_a_surface_does_not_jump_to_a_likelier_layer_for_a_few_a_scans(run, store):
+    """Two layers look alike; in three A-scans the wrong one is brighter."""
+    segmenter = Segmenter(settings(run, store, mask_values=[], surfaces=["ilm"]), load_encoder(run))
+    d, h, w = SIZE
+    offset = torch.arange(h)[:, None, None] - torch.tensor([20.4, 50.0])
+    peaks = (-0.5 * (offset / 1.5) ** 2).exp() * torch.tensor([6.0, 5.0])
+    logits = peaks.sum(-1).expand(1, 1, d, h, w).clone()
+    logits[..., 10:13] = (peaks * torch.tensor([0.5, 1.5])).sum(-1)
+    segmenter.decoder.forward = lambda _: logits
+    rows, _ = segmenter.predict(np.zeros(SIZE, np.uint8))
+    np.testing.assert_allclose(rows, 20.4, atol=0.2)
 
 
 def test_unknown_rows_teach_nothing():

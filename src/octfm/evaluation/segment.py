@@ -13,6 +13,7 @@ from torch import Tensor
 from octfm import __version__
 from octfm.config import load
 from octfm.data.store import Arrays, Store, StoreRow
+from octfm.data.surface import best_path
 from octfm.data.transform import Transform
 from octfm.data.volume import Volume
 from octfm.errors import ConfigError, EvaluationError
@@ -27,6 +28,10 @@ from octfm.training.runtime import Runtime, start
 Tokens = Literal["encoder", "voxels"]
 """What the decoder reads: the encoder's tokens, or the bare voxels of each patch (the intensity baseline)."""
 Echo = Callable[[str], None]
+STEEPEST = 2.0
+"""Rise over run of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
+PATH_PENALTY = 0.2
+"""Log-likelihood that a path pays for every row it moves between neighbouring A-scans."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +146,13 @@ class Segmenter:
         """Rows [S, D, W] and mask [D, H, W] (or None) of one prepared volume uint8 [D, H, W]."""
         logits = self.decoder(self.grid(voxels[None]))
         count = len(self.config.surfaces)
-        rows = surface_rows(logits[:, :count])[0].cpu().numpy() if count else np.zeros((0, *voxels.shape[::2]), np.float32)
+        rows = np.zeros((0, *voxels.shape[::2]), np.float32)
+        if count:
+            _, dy, dx = self.encoder.preprocessing.target_spacing
+            # The best path per B-scan: a surface is continuous, and where two layers look alike its neighbours decide.
+            score = logits[0, :count].log_softmax(2).transpose(2, 3).cpu().numpy()
+            path = np.stack([best_path(s, max(1, math.ceil(STEEPEST * dx / dy)), PATH_PENALTY) for s in score])
+            rows = surface_rows(logits[:, :count], self.runtime.tensor(path[None]))[0].cpu().numpy()
         return rows, (logits[0, count] > 0).cpu().numpy() if self.config.mask_values else None
 
     def in_native(self, arrays: Arrays, transform: Transform) -> Segmentation:

@@ -19,7 +19,7 @@ SPREAD_ROWS = 1.5
 LESIONS_ARE_RARE = -4.0
 """Log-odds of a lesion voxel before anything is learned."""
 WINDOW_ROWS = 4
-"""A surface is the mean row within so many of its likeliest one: a fraction of a row, and never between two candidates."""
+"""A surface is the mean row within so many of its path: a fraction of a row, and never between two candidates."""
 
 
 class DenseDecoder(nn.Module):
@@ -97,10 +97,10 @@ def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits_BMDHW, truth_BMDHW) + 1 - dice
 
 
-def surface_rows(logits_BSDHW: Tensor) -> Tensor:
-    """Row of every surface [B, S, D, W], in voxels and fractions; later surfaces never lie above earlier ones."""
+def surface_rows(logits_BSDHW: Tensor, path_BSDW: Tensor) -> Tensor:
+    """Mean row near a path through the likely rows [B, S, D, W], in fractions; later surfaces never lie above earlier ones."""
     p = logits_BSDHW.softmax(3)
     row = torch.arange(p.shape[3], device=p.device, dtype=p.dtype)[:, None]
-    near = (row - p.argmax(3, keepdim=True)).abs() <= WINDOW_ROWS
+    near = (row - path_BSDW.unsqueeze(3)).abs() <= WINDOW_ROWS
     p = p * near
     return ((p * row).sum(3) / p.sum(3)).cummax(1).values
