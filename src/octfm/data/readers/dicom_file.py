@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from octfm.data.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
 from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
+from octfm.data.readers.dicom_groups import Group, is_behind_header, read_groups
 from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, check_encapsulated, check_native, find_fragments, find_frames
 from octfm.data.volume import Shape3
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
     from pydicom import Dataset
+    from pydicom.dataset import FileMetaDataset
 
 _IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 _NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
@@ -28,7 +30,7 @@ _PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE0
 # Only these are ever parsed: names, birth dates and free text stay in the file.
 ELEMENTS = (
     "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
-    "Laterality", "ImageLaterality", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "Laterality", "ImageLaterality",
     "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID", "InstanceNumber",
     "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
@@ -39,10 +41,21 @@ Header = Any
 """What has `.get(keyword)`: a pydicom Dataset, or a dict where several files make one volume."""
 
 
+class FileHeader:
+    """Elements of a file by keyword: functional groups as plain dicts, all others as pydicom converts them."""
+
+    def __init__(self, dataset: "Dataset", groups: Group, file_meta: "FileMetaDataset"):
+        self._dataset, self._groups, self.file_meta = dataset, groups, file_meta
+        self.implicit = bool(dataset.original_encoding[0])
+
+    def get(self, keyword: str) -> Any:
+        return self._groups[keyword] if keyword in self._groups else self._dataset.get(keyword)
+
+
 @dataclass(frozen=True)
 class OpenFile:
     uri: str
-    dataset: "Dataset"
+    dataset: "FileHeader"
     """Up to the pixels."""
     stream: BinaryIO
     size: int
@@ -97,7 +110,7 @@ def _quiet_pydicom() -> Iterator[None]:
         config.settings.reading_validation_mode = before
 
 
-def _parse(file: BinaryIO, uri: str) -> tuple["Dataset", BinaryIO, int]:
+def _parse(file: BinaryIO, uri: str) -> tuple["FileHeader", BinaryIO, int]:
     from pydicom.filereader import read_dataset, read_partial
     from pydicom.tag import Tag
 
@@ -108,19 +121,18 @@ def _parse(file: BinaryIO, uri: str) -> tuple["Dataset", BinaryIO, int]:
         raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
     _refuse_other_formats(head, uri)
     file.seek(0)
-    tags = [Tag(keyword) for keyword in ELEMENTS]
+    options: dict[str, Any] = {"stop_when": is_behind_header, "specific_tags": [Tag(keyword) for keyword in ELEMENTS]}
     if _DEFLATED.encode() not in head:
-        dataset = read_partial(file, stop_when=_is_pixel_element, force=True, specific_tags=list(tags))
-        return dataset, file, size
-    body = _inflate(file, head, uri)
-    stream = io.BytesIO(body)
-    dataset = read_dataset(stream, is_implicit_VR=False, is_little_endian=True, stop_when=_is_pixel_element, specific_tags=list(tags))
-    dataset.file_meta = _deflated_meta()
-    return dataset, stream, len(body)
-
-
-def _is_pixel_element(tag: int, vr: str | None, length: int) -> bool:
-    return tag in _PIXEL_ELEMENTS
+        stream: BinaryIO = file
+        dataset = read_partial(file, force=True, **options)
+        meta = dataset.file_meta
+    else:
+        body = _inflate(file, head, uri)
+        stream, size = io.BytesIO(body), len(body)
+        dataset, meta = read_dataset(stream, is_implicit_VR=False, is_little_endian=True, **options), _deflated_meta()
+    implicit, little_endian = dataset.original_encoding
+    groups = read_groups(stream, size, bool(implicit), little_endian is False)
+    return FileHeader(dataset, groups, meta), stream, size
 
 
 def _refuse_other_formats(head: bytes, uri: str) -> None:
@@ -166,10 +178,9 @@ def _deflated_meta():
 def locate_pixels(file: OpenFile) -> Pixels:
     """Find the pixel data, and prove without decoding that all of it is there. Raises ReadError."""
     dataset, stream, uri = file.dataset, file.stream, file.uri
-    transfer_syntax = text(dataset.file_meta, "TransferSyntaxUID") if hasattr(dataset, "file_meta") else ""
+    transfer_syntax = text(dataset.file_meta, "TransferSyntaxUID")
     big_endian = transfer_syntax == _BIG_ENDIAN
-    implicit, _ = dataset.original_encoding
-    keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, bool(implicit), big_endian)
+    keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, dataset.implicit, big_endian)
     if keyword is None:
         raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
     shape, bits_allocated, bits_stored, inverted = _pixel_format(dataset, keyword, uri)
