@@ -15,11 +15,12 @@ import pytest
 
 from dicom_files import write_oct_dicom
 from octfm.data.catalog import scan
-from octfm.data.isolation import Limits
+from octfm.data.isolation import Limits, each
 from octfm.data.prepare import describe, prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.readers import read_volume
 from octfm.data.store import Store
+from octfm.data.store_writer import stage
 from octfm.data.volume import Volume
 from octfm.errors import StoreError
 from store_samples import SMALL, acquisition, catalog, read_sample
@@ -217,6 +218,27 @@ def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTFM_TEST_SEEN", str(seen))
     prepare(catalog([acquisition(n) for n in range(4)]), tmp_path / "store", SMALL, workers=2, progress=False, read=threads_of_worker)
     assert {p.read_text() for p in seen.iterdir()} == {"1 1"}
+
+
+def peak_of_prepare(task) -> float:
+    """GB of this process at most while it prepares a file."""
+    path, staging = task
+    stage(Preprocessing()(read_volume(path)), staging, "volume", "none")
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak of a process in /proc")
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_worker_needs_less_than_a_gigabyte_for_the_largest_volumes(tmp_path, bits):
+    """512 x 1024 x 512: a quarter of a gigabyte of pixels at 8 bit, which may take 1 GB, and half at 16, within the limit of a file."""
+    retina = np.zeros((64, 1024, 512), np.float32)
+    retina[:, 400:560] = 100
+    retina[:, 540:560] = 200
+    tile = (retina + np.random.default_rng(0).gamma(2, 12, retina.shape)).clip(0, 255).astype(f"u{bits // 8}") * (257 if bits == 16 else 1)
+    write_oct_dicom(tmp_path / "large.dcm", np.concatenate([tile] * 8), (6 / 512, 2 / 1024, 6 / 512))
+    (peak,) = each(peak_of_prepare, [(tmp_path / "large.dcm", tmp_path)], Limits(), lambda _: 600.0)
+    assert peak < (1.0 if bits == 8 else 1.6)
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):

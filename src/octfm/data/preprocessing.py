@@ -123,8 +123,11 @@ class Preprocessing(Config):
     def _to_uint8(self, volume: Volume) -> np.ndarray:
         voxels = volume.voxels
         if voxels.dtype == np.uint16:
-            scaled = voxels.astype(np.float32) * np.float32(255 / self.uint16_full_scale)
-            voxels = np.minimum(scaled + np.float32(0.5), 255).astype(np.uint8)
+            gray = np.empty(voxels.shape, np.uint8)
+            for bscan, target in zip(voxels, gray, strict=True):  # one by one: a volume of floats would not fit beside it
+                scaled = bscan.astype(np.float32) * np.float32(255 / self.uint16_full_scale)
+                target[:] = np.minimum(scaled + np.float32(0.5), 255).astype(np.uint8)
+            voxels = gray
         elif voxels.dtype != np.uint8:
             raise ReadError(
                 "unsupported_pixels",

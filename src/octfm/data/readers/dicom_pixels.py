@@ -28,6 +28,7 @@ MAX_BYTES = 2 * 2**30
 _ITEM, _DELIMITER = 0xFFFEE000, 0xFFFEE0DD
 _HEAD = 4096
 """Bytes of a compressed frame in which its size is looked for."""
+_PIECE = 2**24
 _JP2 = b"\0\0\0\x0cjP  "
 
 
@@ -179,7 +180,11 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
 
 def _decode_native(stream: BinaryIO, pixels: Pixels) -> np.ndarray:
     stream.seek(pixels.offset)
-    content = bytearray(stream.read(pixels.bytes_expected + pixels.bytes_expected % 2))
+    content, at = np.empty(pixels.bytes_expected + pixels.bytes_expected % 2, np.uint8), 0
+    while at < len(content) and (piece := stream.read(min(_PIECE, len(content) - at))):  # in pieces: half the memory
+        content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    content = content[:at]
     if pixels.bits_allocated == 16:
         stored = np.frombuffer(content, ">u2" if pixels.big_endian else "<u2").astype(np.uint16, copy=False)
     elif pixels.big_endian and pixels.vr == "OW":  # 8-bit pixels in big-endian words: PS3.5 annex A.3
