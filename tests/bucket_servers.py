@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
+import pytest
+
+from octfm.data import bucket
+from octfm.data.location import location
+
 BUCKET = "clinic"
 ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
 SECRET = "planted-5ecret-that-nobody-may-see"
@@ -185,3 +190,41 @@ def point_at(monkeypatch, scheme: str, endpoint: str, cache) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv(ENDPOINT[scheme], endpoint)
     monkeypatch.setenv("OCTFM_CACHE", str(cache))
+
+
+SERVERS = {"s3": s3_server, "gs": gcs_server}
+
+
+@pytest.fixture(scope="session")
+def endpoints():
+    """scheme -> endpoint, started on first use and shared by all tests of this process."""
+    running = {}
+
+    def endpoint(scheme: str) -> str:
+        if scheme not in running:
+            server = SERVERS[scheme]()
+            running[scheme] = (server, server.__enter__())
+        return running[scheme][1]
+
+    yield endpoint
+    for server, _ in running.values():
+        server.__exit__(None, None, None)
+
+
+@pytest.fixture
+def place(request, tmp_path, monkeypatch, endpoints):
+    """A place of this test's own on a disk or in a bucket."""
+    if request.param == "local":
+        return tmp_path / "place"
+    point_at(monkeypatch, request.param, endpoints(request.param), tmp_path / "cache")
+    return location(f"{request.param}://{BUCKET}/{tmp_path.name}")
+
+
+@pytest.fixture
+def faulty(request, tmp_path, monkeypatch, endpoints):
+    """A place behind a proxy that spoils a tenth of the requests, and the proxy."""
+    proxy = FaultyProxy(endpoints(request.param), seed=1)
+    point_at(monkeypatch, request.param, proxy.endpoint, tmp_path / "cache")
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(first_s=0.01, longest_s=0.05))
+    yield location(f"{request.param}://{BUCKET}/{tmp_path.name}"), proxy
+    proxy.close()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bucket_servers import endpoints, faulty, place  # noqa: F401
+
 ROOT = Path(__file__).parent.parent
 
 

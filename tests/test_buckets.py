@@ -10,51 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bucket_servers import BUCKET, ENDPOINT, SECRET, FaultyProxy, gcs_server, point_at, s3_server
+from bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from dicom_files import write_oct_dicom
 from octfm.data import bucket, bucket_cache
 from octfm.data.catalog import Catalog, scan
+from octfm.data.lease import Lease
+from octfm.data.loader import Loader
 from octfm.data.location import BucketPath, location, write_whole
 from octfm.data.phantom import write_phantom
-from octfm.errors import BucketError, ConfigError
-
-SERVERS = {"s3": s3_server, "gs": gcs_server}
-
-
-@pytest.fixture(scope="session")
-def endpoints():
-    """scheme -> endpoint, started on first use and shared by all tests of this process."""
-    running = {}
-
-    def endpoint(scheme: str) -> str:
-        if scheme not in running:
-            server = SERVERS[scheme]()
-            running[scheme] = (server, server.__enter__())
-        return running[scheme][1]
-
-    yield endpoint
-    for server, _ in running.values():
-        server.__exit__(None, None, None)
-
-
-@pytest.fixture
-def place(request, tmp_path, monkeypatch, endpoints):
-    """A place of this test's own on a disk or in a bucket."""
-    if request.param == "local":
-        return tmp_path / "place"
-    point_at(monkeypatch, request.param, endpoints(request.param), tmp_path / "cache")
-    return location(f"{request.param}://{BUCKET}/{tmp_path.name}")
-
-
-@pytest.fixture
-def faulty(request, tmp_path, monkeypatch, endpoints):
-    """A place behind a proxy that spoils a tenth of the requests, and the proxy."""
-    proxy = FaultyProxy(endpoints(request.param), seed=1)
-    point_at(monkeypatch, request.param, proxy.endpoint, tmp_path / "cache")
-    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(first_s=0.01, longest_s=0.05))
-    yield location(f"{request.param}://{BUCKET}/{tmp_path.name}"), proxy
-    proxy.close()
-
+from octfm.data.prepare import prepare
+from octfm.data.store import Store
+from octfm.errors import BucketError, ConfigError, StoreError
+from small_store import small_preprocessing
 
 everywhere = pytest.mark.parametrize("place", ["local", "s3", "gs"], indirect=True)
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
@@ -346,3 +313,111 @@ def test_the_command_scans_into_a_bucket_and_never_prints_a_credential(place, zi
     left = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     there = [bucket.read(uri) for uri in bucket.find(str(place / "out"))]
     assert not any(SECRET.encode() in text for text in [*left, *there, done.stdout.encode(), done.stderr.encode()])
+
+
+# ---- stores ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def scanned(clinic) -> Catalog:
+    return scan(clinic, workers=0)
+
+
+@pytest.fixture(scope="session")
+def prepared(scanned, tmp_path_factory) -> Store:
+    """The same volumes on a local disk."""
+    return prepare(scanned, tmp_path_factory.mktemp("store"), small_preprocessing(), workers=0, progress=False)
+
+
+def same_volumes(one: Store, other: Store) -> bool:
+    rows = range(len(one))
+    assert len(one) == len(other) > 0
+    assert [row.to_line() for row in one.rows] == [row.to_line() for row in other.rows]
+    a, b = one.read(rows), other.read(rows)
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("voxels", "band", "valid"))
+
+
+@everywhere
+def test_a_store_is_the_same_wherever_it_is(place, scanned, prepared):
+    store = prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
+    assert same_volumes(prepared, store) and same_volumes(prepared, Store.open(str(place / "store")))
+    assert store.compression == ("none" if isinstance(place, Path) else "zstd")
+    assert store.verify() == len(store)
+    assert [u.code for u in store.unprepared()] == [u.code for u in prepared.unprepared()]
+    with Loader(store, range(len(store)), 2, seed=0) as loader, Loader(prepared, range(len(store)), 2, seed=0) as local:
+        for step in range(4):
+            assert np.array_equal(loader.batches(step).voxels, local.batches(step).voxels)
+    # A second call finds everything there.
+    assert same_volumes(prepared, prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False))
+
+
+@buckets
+def test_a_volume_is_fetched_once_and_a_damaged_copy_is_fetched_again(place, scanned, prepared, tmp_path):
+    prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
+    before = bucket.tally()
+    store = Store.open(place / "store")
+    for _ in range(3):
+        store.read([0, 1, 0])
+    fetched = (bucket.tally() - before).bytes_read
+    again = Store.open(place / "store")
+    before = bucket.tally()
+    assert np.array_equal(again.read([0, 1]).voxels, prepared.read([0, 1]).voxels)
+    assert (bucket.tally() - before).bytes_read < fetched
+    # What arrives and is not what was written is never handed out.
+    uri = str(place / "store" / "voxels" / "c.0.0.0.0")
+    good = bucket.read(uri)
+    bucket.write(uri, bucket.read(str(place / "store" / "voxels" / "c.1.0.0.0")))
+    with pytest.raises(StoreError, match="never as its checksum says"):
+        Store.open(place / "store").read([0])
+    bucket.write(uri, good)
+    assert np.array_equal(Store.open(place / "store").read([0]).voxels, prepared.read([0]).voxels)
+
+
+@faults
+def test_a_store_made_and_read_with_spoilt_requests_is_the_same(faulty, scanned, prepared, tmp_path, monkeypatch):
+    place, proxy = faulty
+    store = prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
+    assert same_volumes(prepared, store)
+    assert proxy.spoilt["503"] > 0 and store.requests["retries"] >= 1 and store.requests["failures"] == 0
+    proxy.share = 0
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    assert same_volumes(prepared, Store.open(place / "store"))
+
+
+@buckets
+def test_a_store_whose_writer_was_killed_is_whole_and_goes_on(place, scanned, prepared, tmp_path, monkeypatch):
+    """Killed at any request: what is visible is whole, and the same call ends with the same store, on another machine."""
+    proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(1))
+    direct = os.environ[ENDPOINT[place.scheme]]
+    for left in (12, 25, 41, 60):
+        monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
+        monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"machine {left}"))
+        proxy.fail_after(left)
+        with pytest.raises(BucketError):
+            prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
+        monkeypatch.setenv(ENDPOINT[place.scheme], direct)
+        bucket.delete(str(place / "store" / "writer.lock"))  # or three minutes of patience
+        if (place / "store" / "store.json").is_file():
+            store = Store.open(place / "store")
+            if len(store):
+                assert store.verify() == len(store)
+    assert same_volumes(prepared, prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False))
+    proxy.close()
+
+
+@buckets
+def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
+    lock, purpose = place / "lock", "preparing this store"
+    with Lease(lock, purpose) as first:
+        with pytest.raises(BucketError, match="is at preparing this store; wait for it or stop it"), Lease(lock, purpose):
+            pass
+        # An owner that gave no sign of life is replaced, and knows it.
+        monkeypatch.setattr("octfm.data.lease.STALE_S", 0.0)
+        monkeypatch.setattr("octfm.data.lease.RENEW_S", 0.05)
+        with Lease(lock, purpose) as second:
+            first._renew()
+            assert first.lost and not second.lost
+            with pytest.raises(BucketError, match="has taken over"):
+                first.require()
+    assert not lock.exists()

@@ -172,7 +172,9 @@ def prepare(
     out: OutPlace = Path("prepared"),
     settings: Annotated[list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")] = None,
     like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run or checkpoint.")] = None,
-    compression: Annotated[str, typer.Option(help="none (fastest, local disk) or zstd (smaller, buckets).")] = "none",
+    compression: Annotated[
+        str | None, typer.Option(help="none (fastest, what a local disk gets) or zstd (smaller, what a bucket gets).")
+    ] = None,
     key: Annotated[Path | None, typer.Option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
     root: Annotated[Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")] = None,
     workers: Workers = None,
@@ -188,7 +190,7 @@ def prepare(
     from octfm.data.preprocessing import Preprocessing
     from octfm.errors import ConfigError
 
-    if compression not in ("none", "zstd"):
+    if compression not in (None, "none", "zstd"):
         raise ConfigError(f"--compression: expected none or zstd, got {compression!r}")
     base = {}
     if like is not None:
@@ -214,7 +216,7 @@ def prepare(
 def doctor(
     config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
-    out: Out = Path("runs/run"),
+    out: OutPlace = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")] = None,
 ) -> None:
@@ -240,7 +242,7 @@ def doctor(
 def pretrain(
     config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config (vit_s, data2vec_prototype, demo).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")] = None,
-    out: Out = Path("runs/run"),
+    out: OutPlace = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     override: Annotated[bool, typer.Option("--override", help="Resume with settings other than the run's; recorded in run.json.")] = False,
     smoke: Annotated[
@@ -259,7 +261,8 @@ def pretrain(
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and settings.data.store is None:
             raise ConfigError("--smoke with several ranks needs data.store: each of them would make phantoms in the same folder")
         settings = shrink(settings)
-        store = _phantom_store(out.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
+        beside = out if isinstance(out, Path) else Path(out.name)
+        store = _phantom_store(beside.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
     if not on_terminal() or os.environ.get("RANK", "0") != "0":
         train(settings, store, out, device, echo=typer.echo, override=override)
         return

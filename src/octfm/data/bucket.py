@@ -140,13 +140,13 @@ class Account:
 def find(uri: str) -> dict[str, Object]:
     """Every object below a prefix: uri -> size and version, in one listing. Folder markers are left out."""
     scheme = uri.split("://", 1)[0]
-    listing = _patiently("list", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
+    listing = _patiently("list it", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
     return {f"{scheme}://{key}": _object(info) for key, info in listing.items() if info.get("type") == "file" and not key.endswith("/")}
 
 
 def stat(uri: str) -> Object:
     """Raises FileNotFoundError where there is no such object."""
-    info = _patiently("look up", uri, lambda: _driver_of(uri).info(uri))
+    info = _patiently("look it up", uri, lambda: _driver_of(uri).info(uri))
     if info.get("type") != "file":
         raise FileNotFoundError(f"{uri}: no such object")
     return _object(info)
@@ -188,7 +188,7 @@ def write(uri: str, data: bytes, *, create: bool = False) -> None:
         _driver_of(uri).pipe_file(uri, data, **mode)
         _expect_arrived(uri, len(data), hashlib.md5(data, usedforsecurity=False).hexdigest())
 
-    _patiently("write", uri, put)
+    _patiently("write it", uri, put)
     with _LOCK:
         _TALLY.bytes_written += len(data)
 
@@ -205,7 +205,7 @@ def upload(file: Path, uri: str) -> None:
         _driver_of(uri).put_file(str(file), uri)
         _expect_arrived(uri, size, digest)
 
-    _patiently("write", uri, put)
+    _patiently("write it", uri, put)
     with _LOCK:
         _TALLY.bytes_written += size
 
@@ -217,7 +217,7 @@ def delete(uri: str) -> None:
         with suppress(FileNotFoundError):
             _driver_of(uri).rm_file(uri)
 
-    _patiently("delete", uri, remove)
+    _patiently("delete it", uri, remove)
 
 
 # ---- one policy --------------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _read_piece(uri: str, start: int, end: int) -> bytes:
             raise OSError(f"{len(data):,} of {end - start:,} bytes arrived")
         return data
 
-    data = _patiently("read", uri, get)
+    data = _patiently("read it", uri, get)
     with _LOCK:
         _TALLY.bytes_read += len(data)
     return data
@@ -262,6 +262,8 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except (FileNotFoundError, FileExistsError) as error:
+            if verb == "write it" and isinstance(error, FileNotFoundError):
+                raise BucketError(f"{uri}: cannot write it: there is no such bucket; check its name") from None
             raise type(error)(f"{uri}: {'no such object' if isinstance(error, FileNotFoundError) else 'exists already'}") from None
         except Exception as error:
             # Three libraries with a network behind them fail in ways that share no base class; what is none of theirs goes on.
@@ -269,13 +271,13 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
                 raise
             last = _told(error)
             if reason := _final(error, last):
-                raise BucketError(f"{uri}: cannot {verb} it: {last}; {reason}") from None
+                raise BucketError(f"{uri}: cannot {verb}: {last}; {reason}") from None
         if failures + 1 < PATIENCE.attempts:
             time.sleep(PATIENCE.pause(failures))
     with _LOCK:
         _TALLY.failures += 1
     raise BucketError(
-        f"{uri}: cannot {verb} it: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, the last with: {last}; "
+        f"{uri}: cannot {verb}: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, the last with: {last}; "
         "check the network and the endpoint, and run the same command again"
     )
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from octfm.data.acquisition import FLAGS
+from octfm.data.bucket import Account, tallied
 from octfm.data.isolation import Limits, Lost, release
+from octfm.data.location import Location, location
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.data.spread import spread
 from octfm.data.store import Compression, Store, StoreRow, Unprepared
 from octfm.data.store_writer import StoreWriter, stage
 from octfm.data.volume import Volume
-from octfm.errors import OctfmError, ReadError, StoreError
+from octfm.errors import BucketError, OctfmError, ReadError, StoreError
 
 if TYPE_CHECKING:
     from octfm.data.catalog import Acquisition, Catalog
@@ -37,7 +39,7 @@ Read = Callable[[str], Volume]
 
 def prepare(
     catalog: "Catalog",
-    out: str | Path,
+    out: str | Location,
     preprocessing: "Preprocessing",
     *,
     workers: int | None = None,
@@ -55,7 +57,7 @@ def prepare(
     other things about them (split, labels, scanner), their rows follow it.
 
     workers: child processes, None for one per core; 0 works in this process, where a crash of a decoder is a crash of the run.
-    compression: "none" for a local disk (what a new store gets), "zstd" for a bucket.
+    compression: "none" for a local disk, "zstd" for a bucket; what a new store gets there.
     read: how a uri becomes a Volume, by default `read_volume`, which decides by content; it travels to the workers.
     locations: where the file of each uri lies, for a catalog whose uris are pseudonyms (octfm.data.pseudonyms.locate).
     limits: seconds and memory of one file; what needs more is quarantined, like a file that crashes its decoder.
@@ -65,7 +67,8 @@ def prepare(
     """
     from octfm.data.pseudonyms import is_pseudonymous
 
-    out = Path(out)
+    out = location(out)
+    account = Account(out, catalog.root)
     if not catalog.acquisitions:
         raise StoreError(f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects")
     if locations is None and read is None and is_pseudonymous(catalog):
@@ -73,7 +76,7 @@ def prepare(
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
     limits = limits or Limits()
-    with StoreWriter(out, preprocessing, compression) as writer:
+    with _writer(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, catalog.acquisitions, locations or {})
         trying = {task.acquisition.sop_instance_uid for task in tasks}
@@ -84,6 +87,7 @@ def prepare(
             read=read,
             staging=writer.staging,
             compression=writer.compression,
+            journal=account.journal,
         )
         copies = PixelCopies()
         for row in writer.rows:
@@ -125,6 +129,10 @@ def prepare(
         )
     if progress:
         print(describe(store.summary()), file=sys.stderr)
+    if spent := account.close():
+        store.requests = spent
+        if progress:
+            print(f"  bucket: {', '.join(f'{name} {count:,}' for name, count in spent.items())}", file=sys.stderr)
     return store
 
 
@@ -141,6 +149,14 @@ def _unless_copied(outcome: StoreRow | Unprepared, task: "_Task", copies: PixelC
         new = {row.index for row in writer.rows if row.uri == first.uri and code not in row.found}
         writer.rewrite([replace(row, found=(*row.found, code)) if row.index in new else row for row in writer.rows])
     return _unprepared(task.acquisition, code, sentence)
+
+
+def _writer(out: Location, preprocessing: "Preprocessing", compression: Compression | None) -> StoreWriter:
+    if isinstance(out, Path):
+        return StoreWriter(out, preprocessing, compression)
+    from octfm.data.store_bucket import BucketStoreWriter
+
+    return BucketStoreWriter(out, preprocessing, compression)
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -218,11 +234,14 @@ def _words(acquisition: "Acquisition") -> dict[str, Any]:
 
 
 def _prepare_one(
-    task: _Task, *, preprocessing: "Preprocessing", read: Read | None, staging: Path, compression: Compression
+    task: _Task, *, preprocessing: "Preprocessing", read: Read | None, staging: Path, compression: Compression, journal: str | None = None
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
-        prepared, pixels = _prepared(task, preprocessing, read)
+        with tallied(journal):
+            prepared, pixels = _prepared(task, preprocessing, read)
+    except BucketError:
+        raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:
         sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
         return _unprepared(acquisition, _code(error), sentence or type(error).__name__)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from octfm.data.location import Location, location
 from octfm.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -93,18 +94,20 @@ class Arrays:
 class Store:
     """A prepared store, opened for reading. Pickles as its path, so workers of any start method may take it along."""
 
-    def __init__(self, path: Path, header: dict[str, Any], rows: tuple[StoreRow, ...], threads: int | None):
+    def __init__(self, path: Location, header: dict[str, Any], rows: tuple[StoreRow, ...], threads: int | None):
         self.path, self.rows, self.threads = path, rows, threads
         self.fingerprint: str = header["fingerprint"]
         self.compression: Compression = header["compression"]
         self.image_size: tuple[int, int, int] = tuple(header["image_size"])
         self._settings: dict[str, Any] = header["preprocessing"]
-        self._arrays: _TensorStoreArrays | _ZarrArrays | None = None
+        self._arrays: Any = None
+        self.requests: dict[str, int] = {}
+        """Of `prepare` to or from a bucket: what it cost, and how many requests had to be sent again."""
 
     @staticmethod
-    def open(path: str | Path, threads: int | None = None) -> "Store":
+    def open(path: str | Location, threads: int | None = None) -> "Store":
         """`threads` bounds those that read and copy; None lets every core help. Raises StoreError if missing or of another version."""
-        path = Path(path)
+        path = location(path)
         header = read_header(path)
         if header is None:
             raise StoreError(f"{path}: no prepared store here (store.json is missing); make one with `octfm prepare`")
@@ -139,7 +142,7 @@ class Store:
         if outside.size:
             raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
         out = out or Arrays.empty(len(index), self.image_size)
-        self._arrays = self._arrays or _open_arrays(self.path, self.threads)
+        self._arrays = self._arrays or self._opened()
         for name in ARRAYS:
             try:
                 self._arrays.read_into(name, index, getattr(out, name))
@@ -188,6 +191,13 @@ class Store:
             "found": dict(Counter(flag for row in self.rows for flag in row.found).most_common()),
             "unprepared": dict(Counter(u.code for u in self.unprepared()).most_common()),
         }
+
+    def _opened(self) -> Any:
+        if isinstance(self.path, Path):
+            return _open_arrays(self.path, self.threads)
+        from octfm.data.store_bucket import BucketArrays
+
+        return BucketArrays(self.path, self.rows, self.image_size, self.compression, lambda folder: _open_arrays(folder, self.threads))
 
     def _damaged(self, index: np.ndarray, name: str, error: Exception) -> str:
         """Which of these volumes has a bad shard, found by the shard that the engine's message names."""
@@ -269,7 +279,7 @@ def shard_key(index: int) -> str:
     return f"c.{index}.0.0.0"
 
 
-def read_header(path: Path) -> dict[str, Any] | None:
+def read_header(path: Location) -> dict[str, Any] | None:
     """store.json, checked; None where there is none."""
     file = path / "store.json"
     if not file.is_file():
@@ -290,7 +300,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
     return header
 
 
-def read_rows(path: Path) -> tuple[tuple[StoreRow, ...], int]:
+def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
     """The visible volumes, and the length in bytes of their lines. A last line without its end belongs to a write that was cut off."""
     file = path / "rows.jsonl"
     data = file.read_bytes() if file.is_file() else b""
@@ -307,7 +317,7 @@ def read_rows(path: Path) -> tuple[tuple[StoreRow, ...], int]:
     return tuple(rows), len(whole)
 
 
-def read_unprepared(path: Path) -> tuple[Unprepared, ...]:
+def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
     file = path / "unprepared.jsonl"
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
     try:

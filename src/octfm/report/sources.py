@@ -47,7 +47,7 @@ def gather(run: Path, catalog: Location | None, store: Location | None) -> Sourc
         config=config.read_text() if config.is_file() else None,
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
-        health=[row for row in rows if row.get("kind") in ("health", "incident")],
+        health=[row for row in rows if row.get("kind") in ("health", "incident", "checkpoint", "bucket")],
         online=[row for row in rows if row.get("kind") == "probe"],
         probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
         catalog=Catalog.load(catalog) if catalog is not None else None,

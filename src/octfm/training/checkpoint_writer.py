@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.training import checkpoint
+from octfm.training.bucket_run import BucketRun
 
 BEST = "best.json"
 Write = Callable[[Path, int, dict[str, Any]], Path]
@@ -70,6 +71,8 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
         self._in_flight: Future | None = None
         self._failures: list[Failure] = []
+        self.remote: BucketRun | None = None
+        """Where each checkpoint goes after it was written, for a run in a bucket."""
         for place in self.places if tidies else ():
             for partial in place.glob("*.partial"):  # of a process that was killed while it wrote
                 checkpoint.delete(partial)
@@ -77,6 +80,8 @@ class CheckpointWriter:
     def save(self, step: int, content: dict[str, Any]) -> None:
         """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being written."""
         self.wait()
+        if self.remote is not None:
+            self.remote.require()
         copy = checkpoint.snapshot(content)
         self._in_flight = self._thread.submit(self._write, step, copy)
 
@@ -89,7 +94,22 @@ class CheckpointWriter:
     def failures(self) -> list[Failure]:
         """What went wrong since the last call."""
         found, self._failures = self._failures, []
+        if self.remote is not None:
+            found += [Failure(step, sentence, lost=False) for step, sentence in self.remote.failures()]
         return found
+
+    def follow(self, remote: BucketRun) -> None:
+        """Send every checkpoint into a bucket as well, which keeps the same ones."""
+        self.remote = remote
+        remote.keep(lambda found: self.retention.surplus(found, best_step(self.places[0])))
+
+    def finish(self) -> None:
+        """Until the last checkpoint is where it should be; what is not becomes a failure."""
+        self.wait()
+        if self.remote is not None and not self.remote.flush():
+            for name in self.remote.waiting():
+                sentence = f"checkpoint {name} is in {self.remote.path / 'checkpoints'} and not in {self.remote.where}"
+                self._failures.append(Failure(checkpoint.step_of(Path(name)), sentence, lost=True))
 
     def forget_after(self, step: int) -> None:
         """Delete the checkpoints of an abandoned course of training."""
@@ -98,6 +118,8 @@ class CheckpointWriter:
             for path in checkpoint.steps(place):
                 if checkpoint.step_of(path) > step:
                     checkpoint.delete(path)
+        if self.remote is not None:
+            self.remote.forget_after(step)
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -106,7 +128,9 @@ class CheckpointWriter:
     def _write(self, step: int, content: dict[str, Any]) -> None:
         for place in self.places:
             try:
-                (self._write_into or checkpoint.write)(place, step, content)
+                written = (self._write_into or checkpoint.write)(place, step, content)
+                if self.remote is not None:
+                    self.remote.offer(written)
             except OSError as error:
                 self._failures.append(self._explain(step, place, error))
             else:

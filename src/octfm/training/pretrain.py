@@ -8,12 +8,14 @@ import numpy as np
 
 from octfm import __version__
 from octfm.data.loader import Loader
+from octfm.data.location import BucketPath, Location, location
 from octfm.data.store import Store
 from octfm.errors import ConfigError, Preempted
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, monitors, preflight
+from octfm.training.bucket_run import BucketRun
 from octfm.training.checkpoint_writer import keep_best
 from octfm.training.inputs import frozen_encoder
 from octfm.training.interruption import Interruption
@@ -38,7 +40,7 @@ Echo = Callable[[str], None]
 def pretrain(
     config: PretrainConfig,
     store: Store | None = None,
-    out: str | Path = "runs/run",
+    out: str | Location = "runs/run",
     device: str | None = None,
     echo: Echo = print,
     *,
@@ -57,19 +59,26 @@ def pretrain(
     train_rows, validation_rows = preflight.training_rows(config, store)
     config = in_steps(config, len(train_rows))
     identity = _identity(store, train_rows)
+    where = location(out)
+    remote = BucketRun(where) if isinstance(where, BucketPath) else None
+    folder = remote.path if remote else where
 
     def examine() -> None:
-        begun = (Path(out) / "config.yaml").is_file()
-        preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, Path(out), resumed=begun), echo)
+        if remote is not None:
+            remote.begin()
+        begun = (folder / "config.yaml").is_file()
+        preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, where, resumed=begun), echo)
 
     try:
         with runtime.guarded():
             runtime.first(examine)
             require_same_data(runtime, identity)
-            claimed = claim_together(runtime, out, config, store.fingerprint, identity, override=override, echo=echo)
+            claimed = claim_together(runtime, folder, config, store.fingerprint, identity, override=override, echo=echo)
             with claimed as run, Interruption() as interruption:
-                _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, aloud, listeners)
+                _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, aloud, listeners, remote)
     finally:
+        if remote is not None and runtime.leads:
+            remote.end()
         runtime.close()
     return run.path
 
@@ -85,6 +94,7 @@ def _train(
     echo: Echo,
     aloud: Echo,
     listeners: Sequence[Listener],
+    remote: BucketRun | None,
 ) -> None:
     """The loop, in a folder that is ours. All ranks run it and all come to the same decisions."""
     schedule = Schedule(config.schedule, config.steps)
@@ -103,6 +113,8 @@ def _train(
     require_disjoint(runtime, loader, learner.step + learner.state.offset)
     cases = find_cases(config.probe, store, train_rows, validation_rows)
     metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)
+    if remote is not None and runtime.leads:
+        writer.follow(remote)
     session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, learner.step, aloud)
     session.exclude()
     check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()

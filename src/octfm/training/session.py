@@ -4,11 +4,12 @@ Every rank has one and all act alike; only rank 0's writes and speaks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from octfm.data import bucket
 from octfm.data.loader import Loader
 from octfm.data.store import Store
 from octfm.errors import CheckpointError, TrainingError
@@ -42,6 +43,7 @@ class Session:
     """Updates that the last checkpoint holds."""
     aloud: Echo = print
     """For what a rank says of itself: `echo` is rank 0's."""
+    told_retries: int = 0
 
     def save(self) -> None:
         """Write a checkpoint in the background."""
@@ -49,17 +51,31 @@ class Session:
         if self.writer.places:
             self.writer.save(learner.step, learner.content(self.run.record, self.store.fingerprint, self.participants))
         self.saved = learner.step
+        self.tell_requests()
+
+    def tell_requests(self) -> None:
+        """How many requests to buckets had to be sent again, where that became more."""
+        spent = bucket.tally()
+        if spent.retries > self.told_retries:
+            self.told_retries = spent.retries
+            sentence = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed and were sent again; nothing is missing"
+            self.metrics.write("bucket", self.learner.step, verdict="watch", what="bucket", sentence=sentence, **asdict(spent))
 
     def finish(self) -> None:
         """Save what is not saved yet and wait for it: what was trained since the last checkpoint would be lost without a word."""
         if self.saved != self.learner.step:
             self.save()
-        self.writer.wait()
+        self.writer.finish()
         self.learner.runtime.first(self._require_written)
 
     def _require_written(self) -> None:
         if self.tell_failures(self.learner.step - 1):
             last = self.run.last_checkpoint()
+            if self.writer.remote is not None and self.writer.remote.waiting():
+                raise CheckpointError(
+                    f"{self.writer.remote.where}: the bucket lacks the checkpoint after step {self.learner.step}; it is {last}, and "
+                    "the same command on this machine sends it"
+                )
             raise CheckpointError(
                 f"{self.run.path}: the checkpoint after step {self.learner.step} could not be written; free some space or set "
                 "ckpt_second_dir, and run again: " + (f"it continues from {last}" if last else "it starts from the beginning")
@@ -69,7 +85,7 @@ class Session:
         """Say which checkpoints were not written where they should be; True if one was not written at all."""
         failures = self.writer.failures()
         for failure in failures:
-            self.metrics.write("checkpoint", step, verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
+            self.metrics.write("checkpoint", step, what="checkpoint", verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
             self.echo(f"step {step}: {failure.sentence}")
         return any(failure.lost for failure in failures)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.data.loader import select
+from octfm.data.location import Location
 from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
 from octfm.training.preflight import curves, data, objective, resources, tokens
@@ -24,7 +25,7 @@ def checks(
     runtime: Runtime,
     train_rows: np.ndarray,
     validation_rows: np.ndarray,
-    out: Path,
+    out: Location,
     *,
     resumed: bool = False,
 ) -> list[Check]:
@@ -65,7 +66,7 @@ def checks(
     return found
 
 
-def examine(config: PretrainConfig, out: Path, device: str | None = None, plot: Path | None = None) -> list[Check]:
+def examine(config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None) -> list[Check]:
     """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks."""
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")

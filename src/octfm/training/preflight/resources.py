@@ -1,5 +1,6 @@
 """Will it fit, and how long will it take: parameters, memory, disk, destination, data rate against step rate (F6, F7, F8, F19)."""
 
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -7,8 +8,11 @@ from pathlib import Path
 import torch
 
 from octfm.data.loader import accumulation
+from octfm.data.location import BucketPath, Location, write_whole
 from octfm.data.store import Store
+from octfm.errors import BucketError
 from octfm.models.vit3d import count_parameters
+from octfm.training.bucket_run import mirror_of
 from octfm.training.inputs import build_objective
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.preflight.cost import GB, measure_speed, step_cost
@@ -79,8 +83,10 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     return passed("forecast", measured)
 
 
-def destination(out: Path) -> Check:
+def destination(out: Location) -> Check:
     """The run folder can be written, read back and cleaned (F6)."""
+    if isinstance(out, BucketPath):
+        return _bucket(out)
     parent = next(p for p in (out, *out.parents) if p.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".octfm-probe-") as probe:
@@ -93,8 +99,21 @@ def destination(out: Path) -> Check:
     return passed("destination", f"{out} was write-tested")
 
 
-def disk(config: PretrainConfig, store: Store, out: Path, volumes: int) -> Check:
+def _bucket(out: BucketPath) -> Check:
+    probe = out / f".octfm-probe-{secrets.token_hex(4)}"
+    try:
+        write_whole(probe, b"octfm")
+        if probe.read_bytes() != b"octfm":
+            return fail("destination", f"{out} returns other bytes than were written", "choose another --out (F6)")
+        probe.unlink()
+    except (BucketError, OSError) as error:
+        return fail("destination", f"{error}", "choose another --out (F6)")
+    return passed("destination", f"{out} was write-tested")
+
+
+def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> Check:
     """Room for the checkpoints that the retention policy keeps until the end, and one more while it is written."""
+    out = out if isinstance(out, Path) else mirror_of(out)
     state = torch.get_rng_state()
     with torch.device("meta"):
         model = build_objective(config, store.preprocessing)

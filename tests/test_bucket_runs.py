@@ -1,0 +1,181 @@
+"""Runs in a bucket: nothing is lost, another machine goes on, and a bucket that is away never stops training."""
+
+import os
+
+import pytest
+import torch
+
+from bucket_servers import ENDPOINT, SECRET, FaultyProxy
+from octfm.data import bucket
+from octfm.errors import BucketError, CheckpointError, ConfigError
+from octfm.training import bucket_run, checkpoint
+from octfm.training.bucket_run import local_run, mirror_of, read_pointer
+from octfm.training.pretrain import pretrain
+from octfm.training.tracking import read_metrics
+from small_store import small_store
+from test_pretrain import config
+
+buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
+faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="session")
+def on_disk(store, tmp_path_factory):
+    """The same run on a local disk."""
+    return pretrain(config(), store, tmp_path_factory.mktemp("run") / "run", "cpu", echo=lambda _: None)
+
+
+def same_state(one, other) -> bool:
+    """Networks and optimizer, bit for bit; the key of a run's hashes is its own."""
+    a, b = checkpoint.load(checkpoint.newest(one)), checkpoint.load(checkpoint.newest(other))
+    assert a["step"] == b["step"]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
+    return True
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(step: int):
+    def echo(text: str) -> None:
+        if text.startswith(f"step {step:>6}/"):
+            raise Stop
+
+    return echo
+
+
+@buckets
+def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, tmp_path, monkeypatch):
+    with pytest.raises(Stop):
+        pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
+    told = []
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    pretrain(config(), store, str(place / "run"), "cpu", echo=told.append)
+    assert any("after 3 updates" in line for line in told)
+    assert same_state(local_run(place / "run"), on_disk)
+    pointer = read_pointer(place / "run")
+    assert list(pointer["checkpoints"]) == ["step-00000006.pt", "step-00000008.pt"], "the retention of the run holds in the bucket"
+    objects = {uri.removeprefix(f"{place}/run/") for uri in bucket.find(str(place / "run"))}
+    assert objects >= {"config.yaml", "run.json", "metrics.jsonl", "checkpoints.json"} and "run.lease" not in objects
+    assert {name for name in objects if name.startswith("checkpoints/")} == {f"checkpoints/{name}" for name in pointer["checkpoints"]}
+    steps = [row["step"] for row in read_metrics(local_run(place / "run") / "metrics.jsonl") if row["kind"] == "train"]
+    assert steps == list(range(8)), "no step is told twice and none is missing"
+
+
+@buckets
+def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, store, on_disk, tmp_path, monkeypatch):
+    pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    uri = str(place / "run" / "checkpoints" / "step-00000008.pt")
+    bucket.write(uri, bucket.read(uri)[:-1000] + b"x" * 1000)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    told = []
+    pretrain(config(), store, place / "run", "cpu", echo=told.append)
+    assert any("after 6 updates" in line for line in told)
+    assert same_state(local_run(place / "run"), on_disk)
+
+
+@faults
+def test_with_a_tenth_of_requests_spoilt_training_loses_nothing_and_says_so(faulty, store, on_disk, tmp_path, monkeypatch):
+    place, proxy = faulty
+    pretrain(config(ckpt_every_steps=1), store, place / "run", "cpu", echo=lambda _: None)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    copy = local_run(place / "run")
+    assert same_state(copy, on_disk)
+    assert proxy.spoilt["503"] > 0
+    rows = [row for row in read_metrics(mirror(place, tmp_path) / "metrics.jsonl") if row["kind"] == "bucket"]
+    assert rows and rows[-1]["retries"] > 0 and rows[-1]["failures"] == 0
+    assert "failed and were sent again" in rows[-1]["sentence"]
+
+
+def mirror(place, tmp_path):
+    """The local folder of the run, on the first machine."""
+    return next((tmp_path / "cache" / "runs").glob("*/run"))
+
+
+@buckets
+def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(place, store, on_disk, tmp_path, monkeypatch):
+    proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
+    monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(2, 0.001, 0.01))
+    monkeypatch.setattr(bucket_run, "PATIENCE_S", 1.0)
+    told = []
+
+    def echo(text: str) -> None:
+        told.append(text)
+        if text.startswith("step      2/"):
+            proxy.fail_after(0)
+
+    with pytest.raises(CheckpointError, match=r"lacks the checkpoint after step 8; .* the same command on this machine sends it"):
+        pretrain(config(), store, place / "run", "cpu", echo=echo)
+    assert any("not yet in" in line and "training goes on" in line for line in told)
+    folder = mirror_of(place / "run")
+    assert same_state(folder, on_disk), "the local disk has it"
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "checkpoint"]
+    assert rows and all(row["what"] == "checkpoint" for row in rows)
+    proxy.fail_after(10**9)
+    bucket.delete(str(place / "run" / "run.lease"))
+    pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    assert same_state(local_run(place / "run"), on_disk)
+    proxy.close()
+
+
+@buckets
+def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(place, store, on_disk, tmp_path, monkeypatch):
+    direct = os.environ[ENDPOINT[place.scheme]]
+    proxy = FaultyProxy(direct, share=0)
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(1, 0.001, 0.001))
+    monkeypatch.setattr(bucket_run, "PATIENCE_S", 0.0)
+    for left in (8, 20, 27, 33, 45):
+        monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"machine {left}"))
+        monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
+        proxy.fail_after(left)
+        with pytest.raises((BucketError, CheckpointError, ConfigError)):
+            pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
+        monkeypatch.setenv(ENDPOINT[place.scheme], direct)
+        pointer = read_pointer(place / f"run {left}")
+        for entries in (pointer or {"checkpoints": {}})["checkpoints"].values():
+            for entry in entries:
+                assert len(bucket.read(str(place / f"run {left}" / entry["key"]))) == entry["bytes"]
+        bucket.delete(str(place / f"run {left}" / "run.lease"))
+        monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"other machine {left}"))
+        pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
+        assert same_state(local_run(place / f"run {left}"), on_disk)
+    proxy.close()
+
+
+@buckets
+def test_two_processes_do_not_train_into_one_run(place, store):
+    inside = []
+
+    def echo(text: str) -> None:
+        if text.startswith("step") and not inside:
+            inside.append(True)
+            with pytest.raises(BucketError, match="is at training into this run; wait for it or stop it"):
+                pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+
+    pretrain(config(), store, place / "run", "cpu", echo=echo)
+    assert inside
+
+
+@buckets
+def test_a_destination_that_cannot_be_written_stops_before_step_0(place, store, monkeypatch):
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(2, 0.001, 0.001))
+    with pytest.raises((BucketError, ConfigError), match="no-such-bucket"):
+        pretrain(config(), store, f"{place.scheme}://no-such-bucket/run", "cpu", echo=lambda _: None)
+
+
+@buckets
+def test_no_credential_reaches_a_run(place, store, tmp_path, capfd):
+    pretrain(config(), store, place / "run", "cpu")
+    told = capfd.readouterr()
+    texts = [file.read_bytes() for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    texts += [bucket.read(uri) for uri in bucket.find(str(place / "run"))] + [told.out.encode(), told.err.encode()]
+    assert len(texts) > 8 and not any(SECRET.encode() in text for text in texts)
