@@ -15,6 +15,7 @@ from octfm.training.tracking import read_metrics
 from small_store import small_store
 from test_pretrain import config
 
+SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
 faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
 
@@ -51,7 +52,7 @@ def stop_after(step: int):
     return echo
 
 
-@buckets
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, tmp_path, monkeypatch):
     with pytest.raises(Stop):
         pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
@@ -69,6 +70,7 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     assert steps == list(range(8)), "no step is told twice and none is missing"
 
 
+@pytest.mark.slow
 @buckets
 def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, store, on_disk, tmp_path, monkeypatch):
     pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
@@ -81,7 +83,7 @@ def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, 
     assert same_state(local_run(place / "run"), on_disk)
 
 
-@faults
+@pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
 def test_with_a_tenth_of_requests_spoilt_training_loses_nothing_and_says_so(faulty, store, on_disk, tmp_path, monkeypatch):
     place, proxy = faulty
     pretrain(config(ckpt_every_steps=1), store, place / "run", "cpu", echo=lambda _: None)
@@ -99,6 +101,7 @@ def mirror(place, tmp_path):
     return next((tmp_path / "cache" / "runs").glob("*/run"))
 
 
+@pytest.mark.slow
 @buckets
 def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(place, store, on_disk, tmp_path, monkeypatch):
     proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
@@ -120,6 +123,7 @@ def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "checkpoint"]
     assert rows and all(row["what"] == "checkpoint" for row in rows)
     proxy.fail_after(10**9)
+    monkeypatch.setattr(bucket_run, "PATIENCE_S", 60.0)
     bucket.delete(str(place / "run" / "run.lease"))
     pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
@@ -127,13 +131,14 @@ def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(
     proxy.close()
 
 
+@pytest.mark.slow
 @buckets
 def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(place, store, on_disk, tmp_path, monkeypatch):
     direct = os.environ[ENDPOINT[place.scheme]]
     proxy = FaultyProxy(direct, share=0)
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(1, 0.001, 0.001))
-    monkeypatch.setattr(bucket_run, "PATIENCE_S", 0.0)
     for left in (8, 20, 27, 33, 45):
+        monkeypatch.setattr(bucket_run, "PATIENCE_S", 0.0)
         monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"machine {left}"))
         monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
         proxy.fail_after(left)
@@ -145,13 +150,14 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(place
             for entry in entries:
                 assert len(bucket.read(str(place / f"run {left}" / entry["key"]))) == entry["bytes"]
         bucket.delete(str(place / f"run {left}" / "run.lease"))
+        monkeypatch.setattr(bucket_run, "PATIENCE_S", 60.0)
         monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"other machine {left}"))
         pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
         assert same_state(local_run(place / f"run {left}"), on_disk)
     proxy.close()
 
 
-@buckets
+@pytest.mark.parametrize("place", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
 def test_two_processes_do_not_train_into_one_run(place, store):
     inside = []
 
@@ -172,7 +178,7 @@ def test_a_destination_that_cannot_be_written_stops_before_step_0(place, store, 
         pretrain(config(), store, f"{place.scheme}://no-such-bucket/run", "cpu", echo=lambda _: None)
 
 
-@buckets
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_no_credential_reaches_a_run(place, store, tmp_path, capfd):
     pretrain(config(), store, place / "run", "cpu")
     told = capfd.readouterr()

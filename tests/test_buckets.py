@@ -23,6 +23,7 @@ from octfm.data.store import Store
 from octfm.errors import BucketError, ConfigError, StoreError
 from small_store import small_preprocessing
 
+SLOW = pytest.mark.slow
 everywhere = pytest.mark.parametrize("place", ["local", "s3", "gs"], indirect=True)
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
 faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
@@ -239,8 +240,11 @@ def below(catalog, root):
     return rows, [replace(r, uri=told(r.uri), sentence=told(r.sentence)) for r in (*catalog.rejects, *catalog.skipped)]
 
 
-@buckets
-@pytest.mark.parametrize("kind", ["clinic", "zipped"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("s3", "zipped"), ("gs", "clinic"), pytest.param("s3", "clinic", marks=SLOW), pytest.param("gs", "zipped", marks=SLOW)],
+    indirect=["place"],
+)
 def test_a_bucket_gives_the_catalog_of_the_folder(place, kind, request, tmp_path):
     folder = request.getfixturevalue(kind)
     put_tree(folder, place)
@@ -269,7 +273,7 @@ def test_headers_are_read_by_ranges_and_once(place, tmp_path):
     assert again.requests["bytes_read"] < 0.5 * first.requests["bytes_read"], "heads come from the cache"
 
 
-@faults
+@pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
 def test_a_scan_with_spoilt_requests_finds_the_same(faulty, clinic):
     place, proxy = faulty
     proxy.share = 0
@@ -282,7 +286,7 @@ def test_a_scan_with_spoilt_requests_finds_the_same(faulty, clinic):
     assert there.requests["failures"] == 0
 
 
-@buckets
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_a_bucket_that_stops_answering_stops_the_scan_and_rejects_nothing(place, clinic, monkeypatch, tmp_path):
     """A file that could not be fetched is not a bad file."""
     put_tree(clinic, place)
@@ -297,7 +301,7 @@ def test_a_bucket_that_stops_answering_stops_the_scan_and_rejects_nothing(place,
     proxy.close()
 
 
-@buckets
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_the_command_scans_into_a_bucket_and_never_prints_a_credential(place, zipped, tmp_path):
     put_tree(zipped, place / "in")
     command = ["scan", str(place / "in"), "--out", str(place / "out"), "--workers", "0", "--no-images"]
@@ -337,7 +341,7 @@ def same_volumes(one: Store, other: Store) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("voxels", "band", "valid"))
 
 
-@everywhere
+@pytest.mark.parametrize("place", ["local", "gs", pytest.param("s3", marks=SLOW)], indirect=True)
 def test_a_store_is_the_same_wherever_it_is(place, scanned, prepared):
     store = prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
     assert same_volumes(prepared, store) and same_volumes(prepared, Store.open(str(place / "store")))
@@ -351,7 +355,7 @@ def test_a_store_is_the_same_wherever_it_is(place, scanned, prepared):
     assert same_volumes(prepared, prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False))
 
 
-@buckets
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_a_volume_is_fetched_once_and_a_damaged_copy_is_fetched_again(place, scanned, prepared, tmp_path):
     prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
     before = bucket.tally()
@@ -373,6 +377,7 @@ def test_a_volume_is_fetched_once_and_a_damaged_copy_is_fetched_again(place, sca
     assert np.array_equal(Store.open(place / "store").read([0]).voxels, prepared.read([0]).voxels)
 
 
+@pytest.mark.slow
 @faults
 def test_a_store_made_and_read_with_spoilt_requests_is_the_same(faulty, scanned, prepared, tmp_path, monkeypatch):
     place, proxy = faulty
@@ -384,6 +389,7 @@ def test_a_store_made_and_read_with_spoilt_requests_is_the_same(faulty, scanned,
     assert same_volumes(prepared, Store.open(place / "store"))
 
 
+@pytest.mark.slow
 @buckets
 def test_a_store_whose_writer_was_killed_is_whole_and_goes_on(place, scanned, prepared, tmp_path, monkeypatch):
     """Killed at any request: what is visible is whole, and the same call ends with the same store, on another machine."""

@@ -1,0 +1,83 @@
+"""Cold and bucket figures of the loader: `python benchmarks/buckets.py [--volumes 16]`.
+
+The same zstd store of full-size volumes (noise of 4 bits) on the local disk and in an S3 server of its own process on loopback (moto:
+Python, slower than any real one). Volumes per second through `Loader`: local warm, local cold (page cache dropped for these files), bucket
+first epoch (everything fetched, checked and cached), bucket later (from the cache). Only ratios within one run mean anything.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+from octfm.data import bucket
+from octfm.data.loader import Loader
+from octfm.data.location import BucketPath, location
+from octfm.data.store import Store
+from store_read import write
+
+PORT = 5599
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--volumes", type=int, default=16)
+    volumes = parser.parse_args().volumes
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}", "OCTFM_CACHE": f"{folder}/cache",
+        }  # fmt: skip
+        server = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-p", str(PORT)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            store, _ = write(Path(folder) / "store", volumes, "zstd", 4)
+            there = location("s3://bench/store")
+            assert isinstance(there, BucketPath)
+            _make_bucket()
+            for file in sorted((Path(folder) / "store").rglob("*")):
+                if file.is_file() and not file.name.startswith("."):
+                    bucket.upload(file, str(there / str(file.relative_to(Path(folder) / "store"))))
+            _epoch(store, volumes)
+            warm = _epoch(store, volumes)
+            for file in (Path(folder) / "store").rglob("c.*"):
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            cold = _epoch(Store.open(store.path), volumes)
+            remote = Store.open(there)
+            first, later = _epoch(remote, volumes), _epoch(remote, volumes)
+            size = sum(found.size for found in bucket.find(str(there / "voxels")).values()) / volumes / 1e6
+            print(f"{volumes} volumes of [64, 384, 384], {size:.1f} MB each in zstd; volumes/s (over local warm)")
+            for name, rate in (("local, warm", warm), ("local, cold", cold), ("bucket, first epoch", first), ("bucket, later", later)):
+                print(f"{name:20} {rate:8.1f}  ({rate / warm:.2f})")
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _epoch(store: Store, volumes: int) -> float:
+    with Loader(store, range(volumes), 4, seed=0) as loader:
+        start = time.perf_counter()
+        for step in range(volumes // 4):
+            loader.batches(step)
+        return volumes / (time.perf_counter() - start)
+
+
+def _make_bucket() -> None:
+    for _ in range(100):
+        with suppress(OSError):
+            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{PORT}/bench", method="PUT"), timeout=5)
+            return
+        time.sleep(0.5)
+    raise SystemExit("the S3 server does not answer")
+
+
+if __name__ == "__main__":
+    main()
