@@ -15,11 +15,12 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+from store_read import write
+
 from octfm.data import bucket
 from octfm.data.loader import Loader
 from octfm.data.location import BucketPath, location
 from octfm.data.store import Store
-from store_read import write
 
 PORT = 5599
 
