@@ -137,9 +137,9 @@ def test_a_deflated_bomb_is_refused(tmp_path, megabytes):
 def test_a_value_that_cannot_be_read_has_a_code_in_a_series_too(tmp_path):
     """Values are converted when they are looked at, which for a series is after its files are closed (found by seed 2)."""
     paths = series(tmp_path)
-    content = paths[2].read_bytes()
-    assert content.count(b"\x28\x00\x10\x91SQ") == 1  # Pixel Measures Sequence
-    paths[2].write_bytes(content.replace(b"\x28\x00\x10\x91SQ", b"\x28\x00\x10\x91WQ"))
+    content = paths[0].read_bytes()
+    assert content.count(b"\x10\x00\x20\x00LO") == 1  # Patient ID
+    paths[0].write_bytes(content.replace(b"\x10\x00\x20\x00LO", b"\x10\x00\x20\x00WQ"))
     assert outcome(read_header, paths[0]) == outcome(read_volume, paths[0]) == "unreadable"
 
 
