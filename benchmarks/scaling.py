@@ -3,7 +3,7 @@
 Weak scaling keeps the volumes per rank, strong scaling the global batch; both over single, DDP and FSDP2, one thread per rank. A step of
 one rank with the collectives of a job of one is the overhead of the code path. Bytes are what the algorithm sends per rank and step: an
 all-reduce of the gradients (DDP: 2 (n-1)/n of their size), or gathers of weights and a reduce-scatter (FSDP2), plus what `tell` exchanges.
-Ratios within one run mean something on a machine that does other things as well; seconds do not.
+On a machine that does other things as well, two ranks wait for each other's turn: look at the CPU time per volume there, not at seconds.
 """
 
 import argparse
@@ -38,6 +38,7 @@ def main() -> None:
         "FSDP2, 2 ranks x n/2 (strong)": (2, "fsdp", chosen.per_rank),
     }
     found: dict[str, list[float]] = {name: [] for name in cases}
+    used: dict[str, list[float]] = {name: [] for name in cases}
     jobs = Ranks()
     with tempfile.TemporaryDirectory() as folder:
         store = small_store(Path(folder) / "store").path
@@ -45,20 +46,25 @@ def main() -> None:
             for number, (name, (world, parallel, batch)) in enumerate(cases.items()):
                 out = Path(folder) / f"{round_}-{number}"
                 ended = jobs(world, store, out, settings(chosen.steps, batch, parallel))
-                assert all(rank.code == 0 for rank in ended), ended
+                short = jobs(world, store, Path(f"{out}-short"), settings(2, batch, parallel))
+                assert all(rank.code == 0 for rank in ended + short), ended
                 found[name].append(step_seconds(out))
+                used[name].append(sum(a.cpu_s - b.cpu_s for a, b in zip(ended, short, strict=True)) / (chosen.steps - 2) / batch)
         jobs.close()
-    base = statistics.median(found["single, 1 x n"])
+    base, cpu = (statistics.median(times["single, 1 x n"]) for times in (found, used))
     weights = 4 * parameters()
     trained = weights - 4 * teacher()
     size = f"{weights / 4e6:.2f} M parameters of which {trained / 4e6:.2f} M are trained"
     print(f"{os.cpu_count()} CPUs, {size}; n = {chosen.per_rank} volumes")
-    print(f"{'case':<32}{'step, ms':>10}{'over single':>13}{'efficiency':>12}{'sent per rank and step':>25}")
+    print(
+        f"{'case':<32}{'step, ms':>10}{'over single':>13}{'efficiency':>12}{'CPU per volume over single':>28}{'sent per rank and step':>24}"
+    )
     for name, (world, parallel, batch) in cases.items():
         seconds = statistics.median(found[name])
         ideal = base * batch / chosen.per_rank / world
         sent = bytes_sent(world, parallel, trained, weights, batch // world)
-        print(f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}{sent / 1e6:>22.1f} MB")
+        cost = statistics.median(used[name]) / cpu
+        print(f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}{cost:>28.2f}{sent / 1e6:>21.1f} MB")
 
 
 def settings(steps: int, batch: int, parallel: str) -> dict:

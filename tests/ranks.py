@@ -35,15 +35,15 @@ class Ranks:
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
-        codes = json.loads(self._server.stdout.readline())
-        return [Ended(code, Path(f"{said}-{rank}").read_text()) for rank, code in enumerate(codes)]
+        ended = json.loads(self._server.stdout.readline())
+        return [Ended(code, cpu_s, Path(f"{said}-{rank}").read_text()) for rank, (code, cpu_s) in enumerate(ended)]
 
 
 class Ended:
-    """Exit code (negative: the signal), and everything the rank said, an error last."""
+    """Exit code (negative: the signal), seconds of CPU, and everything the rank said, an error last."""
 
-    def __init__(self, code: int, said: str):
-        self.code, self.said = code, said
+    def __init__(self, code: int, cpu_s: float, said: str):
+        self.code, self.cpu_s, self.said = code, cpu_s, said
 
     def __repr__(self) -> str:
         return f"<ended with {self.code}: {self.said[-1500:]}>"
@@ -63,8 +63,8 @@ def serve() -> None:
         job = json.loads(line)
         port = _free_port()
         children = [_fork(job, rank, port) for rank in range(job["world"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-        print(json.dumps(codes), flush=True)
+        ended = [os.wait4(pid, 0) for pid in children]
+        print(json.dumps([(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) for _, status, used in ended]), flush=True)
 
 
 def _fork(job: dict[str, Any], rank: int, port: int) -> int:
