@@ -143,6 +143,17 @@ def test_a_value_that_cannot_be_read_has_a_code_in_a_series_too(tmp_path):
     assert outcome(read_header, paths[0]) == outcome(read_volume, paths[0]) == "unreadable"
 
 
+@pytest.mark.parametrize("inside", [b"", b"\\"])
+def test_a_length_that_swallows_the_name_quotes_nothing_of_it(tmp_path, whole, inside):
+    """The SOP Class UID takes in all elements up to the name and birth date, as one value or, with a backslash among them, as two."""
+    (seed,) = (seed for seed in whole if seed.name == "dicom 16 bit")
+    content = seed.files[seed.read].replace(b"Spectralis", inside + b"Spectralis"[len(inside) :])
+    at = content.rindex(b"\x08\x00\x16\x00UI") + 6
+    end = content.index(BIRTH_DATE.encode()) + 8
+    (tmp_path / "a.dcm").write_bytes(content[:at] + (end - at - 2).to_bytes(2, "little") + content[at + 2 :])
+    assert outcome(read_header, tmp_path / "a.dcm") in REASONS
+
+
 def test_what_torch_loads_is_weights_only():
     """A pickle from elsewhere may run anything: every torch.load says weights_only=True, and nothing else unpickles files."""
     calls, safe = 0, 0

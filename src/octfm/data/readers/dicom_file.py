@@ -240,7 +240,10 @@ def _pixel_format(dataset: "Dataset", keyword: str, uri: str) -> tuple[Shape3, i
 def text(dataset: Header, keyword: str) -> str:
     """Empty where the value is not what a person would write: a damaged length takes the elements behind it in, names and all."""
     value = dataset.get(keyword)
-    found = "" if value is None else str(value).strip().strip("\0")
+    # Not str of several values: that would be their repr, in which control characters are escaped.
+    several = value is not None and not isinstance(value, str) and hasattr(value, "__iter__")
+    found = " ".join(map(str, value)) if several else "" if value is None else str(value)
+    found = found.strip().strip("\0")
     return found if found.isprintable() else ""
 
 
