@@ -146,7 +146,8 @@ def find_frames(
 
 def check_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> None:
     """Codestream and DICOM header must say the same of the first frame. Raises ReadError: decode_failed."""
-    at, length = (pixels.frames or ())[0][0]
+    assert pixels.frames  # find_frames has found as many as there must be
+    at, length = pixels.frames[0][0]
     if problem := disagreement(without_file_header(_bytes_at(stream, at, min(length, _HEAD))), pixels.frame_format):
         raise ReadError("decode_failed", f"{uri}: {problem}; export it again")
 

@@ -87,7 +87,7 @@ def _without_padding(heights: np.ndarray, dataset: Any) -> np.ndarray:
     padding, limit = floats(dataset.get("FloatPixelPaddingValue")), floats(dataset.get("FloatPixelPaddingRangeLimit"))
     absent = ~np.isfinite(heights) | (heights < 0)
     if padding is not None:
-        low, high = sorted((padding[0], (limit or padding)[0]))
+        low, high = sorted((padding[0], limit[0] if limit else padding[0]))
         absent |= (heights >= low) & (heights <= high)
     return np.where(absent, np.float32(np.nan), heights)
 
