@@ -1,6 +1,6 @@
 """Cold and bucket figures of the loader: `python benchmarks/buckets.py [--volumes 16]`.
 
-The same zstd store of full-size volumes (noise of 4 bits) on the local disk and in an S3 server of its own process on loopback (moto:
+The same zstd store of full-size phantoms on the local disk and in an S3 server of its own process on loopback (moto:
 Python, slower than any real one). Volumes per second through `Loader`: local warm, local cold (page cache dropped for these files), bucket
 first epoch (everything fetched, checked and cached), bucket later (from the cache). Only ratios within one run mean anything.
 """
@@ -15,11 +15,12 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from store_read import write
-
+from loader import forget, write
 from octfm.data import bucket
 from octfm.data.loader import Loader
 from octfm.data.location import BucketPath, location
+from octfm.data.phantom import phantom_volume
+from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Store
 
 PORT = 5599
@@ -38,7 +39,8 @@ def main() -> None:
             [sys.executable, "-m", "moto.server", "-p", str(PORT)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            store, _ = write(Path(folder) / "store", volumes, "zstd", 4)
+            phantom = Preprocessing()(phantom_volume(1, scanner="topcon_maestro2", size=(64, 442, 512))[0])
+            store = write(Path(folder) / "store", [phantom], volumes, "zstd")
             there = location("s3://bench/store")
             assert isinstance(there, BucketPath)
             _make_bucket()
@@ -47,10 +49,7 @@ def main() -> None:
                     bucket.upload(file, str(there / str(file.relative_to(Path(folder) / "store"))))
             _epoch(store, volumes)
             warm = _epoch(store, volumes)
-            for file in (Path(folder) / "store").rglob("c.*"):
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            forget(Path(folder) / "store")
             cold = _epoch(Store.open(store.path), volumes)
             remote = Store.open(there)
             first, later = _epoch(remote, volumes), _epoch(remote, volumes)

@@ -137,13 +137,16 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(place
     direct = os.environ[ENDPOINT[place.scheme]]
     proxy = FaultyProxy(direct, share=0)
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(1, 0.001, 0.001))
+    stopped = 0
     for left in (8, 20, 27, 33, 45):
         monkeypatch.setattr(bucket_run, "PATIENCE_S", 0.0)
         monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"machine {left}"))
         monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
         proxy.fail_after(left)
-        with pytest.raises((BucketError, CheckpointError, ConfigError)):
+        try:
             pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
+        except (BucketError, CheckpointError, ConfigError):
+            stopped += 1
         monkeypatch.setenv(ENDPOINT[place.scheme], direct)
         pointer = read_pointer(place / f"run {left}")
         for entries in (pointer or {"checkpoints": {}})["checkpoints"].values():
@@ -154,6 +157,7 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(place
         monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"other machine {left}"))
         pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
         assert same_state(local_run(place / f"run {left}"), on_disk)
+    assert stopped >= 4, "a run that needs fewer requests than that ends well"
     proxy.close()
 
 
