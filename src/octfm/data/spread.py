@@ -58,13 +58,14 @@ def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[l
 
     workers = min(workers or joblib.cpu_count(), most)
     tasks = (joblib.delayed(_isolated)(function, chunk, limits, deadline) for chunk in chunks)
+    one_by_one: dict[str, Any] = {"return_as": "generator", "pre_dispatch": f"{AHEAD} * n_jobs", "batch_size": 1}
     if cluster:
         with _client(cluster) as client, joblib.parallel_config(backend="dask", client=client, n_jobs=-1):
-            parallel = joblib.Parallel(return_as="generator", pre_dispatch=f"{AHEAD} * n_jobs", batch_size=1)
+            parallel = joblib.Parallel(**one_by_one)
             yield from cast(Any, parallel(tasks))
         return
     # Threads that wait for a child each.
-    parallel = joblib.Parallel(n_jobs=workers, backend="threading", return_as="generator", pre_dispatch=f"{AHEAD} * n_jobs", batch_size=1)
+    parallel = joblib.Parallel(n_jobs=workers, backend="threading", **one_by_one)
     yield from cast(Any, parallel(tasks))
 
 
