@@ -15,7 +15,7 @@ from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, monitors, preflight
-from octfm.training.bucket_run import BucketRun
+from octfm.training.bucket_run import BucketRun, mirror_of
 from octfm.training.checkpoint_writer import keep_best
 from octfm.training.inputs import frozen_encoder
 from octfm.training.interruption import Interruption
@@ -61,7 +61,7 @@ def pretrain(
     identity = _identity(store, train_rows)
     where = location(out)
     remote = BucketRun(where) if isinstance(where, BucketPath) else None
-    folder = remote.path if remote else where
+    folder = mirror_of(where) if isinstance(where, BucketPath) else where
 
     def examine() -> None:
         if remote is not None:
