@@ -264,6 +264,7 @@ def test_headers_are_read_by_ranges_and_once(place, tmp_path):
         voxels = np.random.default_rng(n).integers(0, 256, (16, 256, 256), np.uint8)
         file = write_oct_dicom(tmp_path / f"{n}.dcm", voxels, (0.3, 0.005, 0.02), participant=f"{n}")
         write_whole(place / file.name, file.read_bytes())
+    write_whole(place / "DICOMDIR", bytes(200))
     first = scan(str(place), workers=0)
     size = sum(found.size for found in bucket.find(str(place)).values())
     assert len(first.acquisitions) == 4

@@ -366,7 +366,7 @@ def _once_gcs() -> type:
                 return await super()._pipe_file(path, data, mode=mode, **kwargs)
             # The bytes alone: a multipart body would end at the first line that looks like its boundary.
             name, key, _ = self.split_path(path)
-            only_new = {"ifGenerationMatch": "0"} if mode == "create" else {}
+            only_new: Any = {"ifGenerationMatch": "0"} if mode == "create" else {}
             address = f"{self._location}/upload/storage/v1/b/{quote(name)}/o"
             kind = {"Content-Type": "application/octet-stream"}
             await self._call("POST", address, uploadType="media", name=key, headers=kind, data=data, **only_new)

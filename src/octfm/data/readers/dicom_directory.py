@@ -5,16 +5,16 @@ Standard: DICOM PS3.3 F (basic directory), PS3.10 8.2 (file IDs). Its records ar
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from octfm.data.acquisition import Reject
+from octfm.data.location import Location
 from octfm.data.readers.dicom_file import guarded
 from octfm.errors import ReadError
 
 _OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 
 
-def listed_files(uri: str | Path) -> list[tuple[str, ...]]:
+def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
     """Path of every listed Ophthalmic Tomography file, from the folder of the DICOMDIR. Raises ReadError: unreadable."""
     from pydicom import dcmread
 
@@ -30,12 +30,12 @@ def listed_files(uri: str | Path) -> list[tuple[str, ...]]:
     return found
 
 
-def left_behind(directories: Iterable[Path], files: Sequence[Path]) -> list[Reject]:
+def left_behind(directories: Iterable[Location], files: Sequence[Location]) -> list[Reject]:
     """A reject for every OCT file that a DICOMDIR lists and `files` has not; case and version do not count in names (ISO 9660)."""
     there = {_plain(str(path)) for path in files}
     rejects = []
     for directory in directories:
-        folder = os.path.dirname(directory)  # noqa: PTH120  (archive.zip!/ is no path)
+        folder = os.path.dirname(str(directory))  # noqa: PTH120  (archive.zip!/ is no path)
         try:
             listed = listed_files(directory)
         except ReadError as error:
