@@ -8,6 +8,7 @@ import torch
 from bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from octfm.data import bucket
 from octfm.errors import BucketError, CheckpointError, ConfigError
+from octfm.evaluation.encoder import load_encoder
 from octfm.training import bucket_run, checkpoint
 from octfm.training.bucket_run import local_run, mirror_of, read_pointer
 from octfm.training.pretrain import pretrain
@@ -68,6 +69,8 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     assert {name for name in objects if name.startswith("checkpoints/")} == {f"checkpoints/{name}" for name in pointer["checkpoints"]}
     steps = [row["step"] for row in read_metrics(local_run(place / "run") / "metrics.jsonl") if row["kind"] == "train"]
     assert steps == list(range(8)), "no step is told twice and none is missing"
+    here, there = (load_encoder(run, device="cpu") for run in (on_disk, str(place / "run")))
+    assert all(torch.equal(a, b) for a, b in zip(here.network.parameters(), there.network.parameters(), strict=True))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octfm.config import load
+from octfm.data.location import Location
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Arrays
 from octfm.data.volume import Volume
@@ -18,6 +19,7 @@ from octfm.masks import TISSUE, select_tokens, token_map
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training import checkpoint
 from octfm.training.augment import normalise
+from octfm.training.bucket_run import local_run
 from octfm.training.inputs import build_objective, frozen_encoder
 from octfm.training.learner import config_of
 from octfm.training.runtime import Runtime, start
@@ -108,9 +110,9 @@ class Encoder:
         return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
 
 
-def load_encoder(run: str | Path, *, random_init: bool = False, device: str | None = None) -> Encoder:
-    """The encoder of a run folder or checkpoint file, in float32; `random_init` gives the same network before its first update."""
-    path = checkpoint.newest(Path(run))
+def load_encoder(run: str | Location, *, random_init: bool = False, device: str | None = None) -> Encoder:
+    """The encoder of a run (a folder, or in a bucket) or of a checkpoint file, in float32; `random_init`: before its first update."""
+    path = checkpoint.newest(local_run(run))
     content = checkpoint.load(path)
     config = config_of(content)
     preprocessing = load(Preprocessing, content["preprocessing"])
