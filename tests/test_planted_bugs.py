@@ -152,9 +152,9 @@ BUGS = (
     ),
     Bug(
         "F17-attention-is-materialised",
-        "models/vit3d.py",
-        "attended = F.scaled_dot_product_attention(q, k, v)",
-        "attended = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v",
+        "models/attention.py",
+        "return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)",
+        "return (q_BHNK @ k_BHNK.mT * q_BHNK.shape[-1] ** -0.5).softmax(-1) @ v_BHNK",
         "test_objectives.py::test_F17_positions_cost_no_parameters_and_attention_is_fused",
     ),
     Bug(
@@ -172,6 +172,12 @@ BUGS = (
         "test_objectives.py::test_F19_prototype_preset_counts_its_29_457_million_parameters",
     ),
 )
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_text_to_replace_is_still_there(bug):
+    """Without this a refactoring would be noticed only by the slow test below."""
+    assert (ROOT / "src" / "octfm" / bug.file).read_text().count(bug.old) == 1, "bring this table up to date"
 
 
 @pytest.mark.slow

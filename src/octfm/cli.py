@@ -305,6 +305,7 @@ def watch(
 
 def _phantom_store(folder: Path) -> "Store":
     """Two dozen phantom volumes, small and prepared: what `--smoke` trains on when no store is named."""
+    from octfm.config import load
     from octfm.data.catalog import scan as scan_root
     from octfm.data.phantom import write_phantom
     from octfm.data.prepare import prepare as prepare_catalog
@@ -313,7 +314,7 @@ def _phantom_store(folder: Path) -> "Store":
 
     if not (folder / "clinic").is_dir():
         write_phantom(folder / "clinic", 12, 0, size=(16, 160, 128), fractions=(0.6, 0.25, 0.15))
-    preprocessing = Preprocessing(image_size=SMOKE_IMAGE_SIZE, target_spacing=SMOKE_SPACING)
+    preprocessing = load(Preprocessing, {"image_size": SMOKE_IMAGE_SIZE, "target_spacing": SMOKE_SPACING})
     return prepare_catalog(scan_root(str(folder / "clinic")), folder / "prepared", preprocessing, progress=False)
 
 

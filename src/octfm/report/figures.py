@@ -238,7 +238,7 @@ def _online_probe(sources: Sources) -> Chart | None:
     steps, score = series(rows, "score")
     if not len(steps):
         return None
-    metric = {"balanced_accuracy": "balanced accuracy", "r2": "R²"}.get(rows[-1]["metric"], rows[-1]["metric"])
+    metric = {"balanced_accuracy": "balanced accuracy", "r2": "R²"}.get(rows[-1]["metric"], str(rows[-1]["metric"]))
     title, key = f"Online probe: {plain(rows[-1]['target'])}", "online-probe"
     with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
         figure = Figure(figsize=(4.2, 2.35), layout="constrained")

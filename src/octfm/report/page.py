@@ -1,11 +1,13 @@
 """Self-contained pages: one template, one style sheet, no script and no network; written whole or not at all."""
 
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from octfm.data.location import Location, write_whole
+from octfm.data.location import BucketPath, write_whole
 
 MAX_BYTES = 10_000_000
+Place = TypeVar("Place", bound=Path | BucketPath)
 
 
 def render(template: str, facts: dict[str, Any]) -> str:
@@ -18,6 +20,6 @@ def render(template: str, facts: dict[str, Any]) -> str:
     return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **facts)
 
 
-def write_page(page: str, out: Location) -> Location:
+def write_page(page: str, out: Place) -> Place:
     write_whole(out, page.encode("utf-8"))
     return out

@@ -118,7 +118,7 @@ def bench(
     """
     if steps < 1:
         raise ConfigError(f"--steps: expected 1 or more, got {steps}")
-    preprocessing = store.preprocessing if store is not None else Preprocessing()
+    preprocessing = store.preprocessing if store is not None else load(Preprocessing, {})
     try:
         token_grid(preprocessing.image_size, config.model.patch_size)
     except ValueError as error:
