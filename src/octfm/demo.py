@@ -72,7 +72,7 @@ def run_demo(
     run = pretrain(config, store, out / "run", echo=lambda line: echo(f"   {line}"))
 
     clock.start("frozen features: the encoder, the same encoder at random initialisation, an intensity histogram")
-    embeddings = embed_all(run, store.path, echo=lambda line: echo(f"   {line}"))
+    embeddings = embed_all(run, out / "prepared", echo=lambda line: echo(f"   {line}"))
 
     clock.start("probe: linear models on frozen features, judged on participants that nobody has seen")
     commands = _commands(out, data, max_samples, seed, size, labels)
@@ -82,7 +82,8 @@ def run_demo(
         echo(f"   no probe: {error}")
 
     clock.start("report")
-    report = write_report(run, out / "report.html", catalog=out / "catalog", store_path=store.path)
+    report = out / "report.html"
+    write_report(run, report, catalog=out / "catalog", store_path=store.path)
     clock.stop()
     echo(f"took {clock.total:.0f} s: {clock.shares()}")
     for line in summary_lines(run, catalog=out / "catalog", store_path=store.path):
@@ -128,7 +129,8 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
         echo(f"   the run stopped: {error}")
     clock.stop()
     found = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "incident"]
-    report = write_report(run, out / f"report-{name}.html", catalog=out / "catalog", store_path=store.path)
+    report = out / f"report-{name}.html"
+    write_report(run, report, catalog=out / "catalog", store_path=store.path)
     named = next((row for row in found if row["what"] == NAMES[name]), None)
     if named is None:
         raise EvaluationError(f"{run}: {name} was planted at step {at} and not named; the monitors said {[row['what'] for row in found]}")

@@ -121,7 +121,7 @@ def is_folder(uri: str | Location) -> bool:
 
         return is_prefix(str(uri))
     if inside is None:
-        return os.path.isdir(uri)  # noqa: PTH112
+        return os.path.isdir(str(uri))  # noqa: PTH112
     members = open_archive(inside[0]).members
     return inside[1] not in members and any(name.startswith(f"{inside[1]}/") for name in members)
 
@@ -134,7 +134,7 @@ def list_folder(uri: str | Location) -> list[str]:
 
         return directly_below(str(uri))
     if inside is None and not str(uri).endswith(MEMBER[0]):
-        with os.scandir(uri) as entries:
+        with os.scandir(str(uri)) as entries:
             return sorted(entry.path for entry in entries if entry.is_file())
     archive, folder = inside or (str(uri)[: -len(MEMBER[0])], "")
     found = (PurePosixPath(name) for name in open_archive(archive).members)
@@ -151,7 +151,7 @@ def file_size(uri: str | Location) -> int:
             from octfm.data.ranged import known
 
             return known(str(uri)).size
-        return Path(uri).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
+        return Path(str(uri)).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
     except (OSError, ReadError, KeyError):
         return 0
 

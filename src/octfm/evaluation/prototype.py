@@ -13,11 +13,8 @@ Pre-norm blocks with an exact GELU, as in ViT. The file may hold the tensors the
 `student`. The target encoder is not offered: the prototype never moved it (F11 a).
 """
 
-import pickle
 import re
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +28,7 @@ from octfm.models.vit3d import VisionTransformer3D, ViTConfig
 from octfm.training.inputs import grid_of
 from octfm.training.runtime import start
 from octfm.training.settings import PretrainConfig
+from octfm.training.weights_file import read_weights
 
 PREPROCESSING = {"image_size": [64, 384, 384], "target_spacing": [0.05, 0.02, 0.02]}
 """What the prototype was trained on, as far as its settings tell (FACTS 1)."""
@@ -57,7 +55,7 @@ def load_prototype_encoder(
     """
     path = Path(path)
     preprocessing = preprocessing or load(Preprocessing, dict(PREPROCESSING))
-    state = _translated(path, _read(path))
+    state = _translated(path, read_weights(path, CONTAINERS, "a .pt of the prototype"))
     kernel = state["patch_embed.weight"]
     if kernel.ndim != 5 or kernel.shape[1] != 1:
         raise CheckpointError(f"{path}: patch_embed.weight: expected [D, 1, d, h, w] of a Conv3d on one channel, got {list(kernel.shape)}")
@@ -84,27 +82,6 @@ def load_prototype_encoder(
     runtime = start("fp32", device)
     network = network.to(runtime.device).eval().requires_grad_(False)
     return Encoder(network, config, preprocessing, runtime, str(path), preprocessing.fingerprint(), own_zscore=True)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, out of whichever container the file has."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; expected a .pt of the prototype")
-    try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0][:160]
-        raise CheckpointError(
-            f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's state_dict alone"
-        ) from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})") from None
-    while isinstance(content, dict) and (inner := next((content[k] for k in CONTAINERS if isinstance(content.get(k), dict)), None)):
-        content = inner
-    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
-    if not tensors:
-        raise CheckpointError(f"{path}: no tensors found; expected a state_dict, or one under {', '.join(CONTAINERS)}")
-    return tensors
 
 
 def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,9 +13,7 @@ No code of the file is ever run. What cannot be carried over: wavelengths of the
 norms (1e-6 there, 1e-5 here), the colour normalisation of natural video.
 """
 
-import pickle
 import re
-import zipfile
 from pathlib import Path
 
 import torch
@@ -26,6 +24,7 @@ from octfm.errors import CheckpointError
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.vit3d import ViTConfig
+from octfm.training.weights_file import read_weights
 
 CONTAINERS = ("target_encoder", "encoder")
 PREFIX = re.compile(r"^(module\.)?(backbone\.)?")
@@ -41,30 +40,10 @@ def begin_with(path: str | Path, model: JEPA | Data2Vec, config: ViTConfig) -> N
     path = Path(path)
     if config.positions != "rotary":
         raise CheckpointError(f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary")
-    state = translate(read_tensors(path), config, str(path))
+    found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init")
+    state = translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
     for encoder in (model.encoder, model.target_encoder):
         encoder.load_state_dict(state)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors by their bare names."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; model.init expects a .pt of facebookresearch/vjepa2")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0][:160]
-        raise CheckpointError(
-            f"{path}: holds more than weights ({reason}), and loading it would run its code; save state_dicts alone"
-        ) from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})") from None
-    if isinstance(content, dict):
-        content = next((content[name] for name in CONTAINERS if isinstance(content.get(name), dict)), content)
-    tensors = {PREFIX.sub("", k): v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
-    if not tensors:
-        raise CheckpointError(f"{path}: no tensors found; expected a state_dict, or one under {', '.join(CONTAINERS)}")
-    return tensors
 
 
 def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from octfm.data.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
 from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
@@ -218,7 +218,7 @@ def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bo
     return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
 
 
-def _pixel_format(dataset: "Dataset", keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
+def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
     shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
     allocated = integer(dataset, "BitsAllocated", 0)
     stored = integer(dataset, "BitsStored", allocated)
@@ -242,7 +242,7 @@ def text(dataset: Header, keyword: str) -> str:
     value = dataset.get(keyword)
     # Not str of several values: that would be their repr, in which control characters are escaped.
     several = value is not None and not isinstance(value, str) and hasattr(value, "__iter__")
-    found = " ".join(map(str, value)) if several else "" if value is None else str(value)
+    found = " ".join(map(str, cast(Any, value))) if several else "" if value is None else str(value)
     found = found.strip().strip("\0")
     return found if found.isprintable() else ""
 

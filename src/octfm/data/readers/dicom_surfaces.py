@@ -79,7 +79,7 @@ def surfaces_of_volume(volume_uri: str | Path, height_map: HeightMap | str | Pat
         sizes = f"{shape[1]} B-scans of {shape[2]} A-scans, {header.uri} has {header.shape[0]} of {header.shape[2]}"
         raise ReadError("other_volume", f"{surfaces.source}: surfaces of {sizes}")
     heights = surfaces.heights_px if frame_order is None else surfaces.heights_px[:, list(frame_order)]
-    return replace(surfaces, heights_px=heights, axial_mm=header.spacing_mm[1])
+    return replace(surfaces, heights_px=heights, axial_mm=header.spacing_mm[1] if header.spacing_mm else surfaces.axial_mm)
 
 
 def _without_padding(heights: np.ndarray, dataset: Any) -> np.ndarray:

@@ -1,0 +1,36 @@
+"""Tensors out of a `.pt` file that others wrote: weights only, no code of the file is ever run."""
+
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octfm.errors import CheckpointError
+
+
+def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[str, Tensor]:
+    """Tensors by name: those of the file, or, as deep as they go, of the first of `containers` that it holds.
+
+    Raises CheckpointError naming the file; `expected` says which kind of file was asked for.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; expected {expected}")
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0][:160]
+        raise CheckpointError(
+            f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's state_dict alone"
+        ) from None
+    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})") from None
+    while isinstance(content, dict) and (inner := next((content[k] for k in containers if isinstance(content.get(k), dict)), None)):
+        content = inner
+    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
+    if not tensors:
+        raise CheckpointError(f"{path}: no tensors found; expected a state_dict, or one under {', '.join(containers)}")
+    return tensors
