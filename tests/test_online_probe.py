@@ -122,7 +122,8 @@ def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
     np.testing.assert_allclose(found, encoder.embed_arrays(store.read(chosen)), rtol=1e-5, atol=1e-6)
 
 
-def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_feel_it(store, labels, tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
+def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_feel_it(store, labels, tmp_path, monkeypatch, every):
     monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
     scores = iter([0.1, 0.6, 0.3])
     monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)
@@ -136,7 +137,7 @@ def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_fee
         return next(scores)
 
     monkeypatch.setattr(probe, "_score", score)
-    settings = config(keep_checkpoints=1, probe={"target": "depth", "labels": str(labels)})
+    settings = config(keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3})
     run = pretrain(settings, store, tmp_path / "probed", echo=quiet)
     found = rows(run, "probe")
     assert [(row["step"], row["score"]) for row in found] == [(2, 0.1), (5, 0.6), (7, 0.3)]

@@ -175,10 +175,11 @@ def _train(
                 if metrics.listeners:
                     metrics.picture("masks", step, sample_picture(config, store, validation_rows[:4], step))
                 window.restart()
+            best = False
             if cases is not None and _due(step, config.probe.every_steps or config.ckpt_every_steps, config.steps):
-                _probe(cases, learner, store, metrics, run, step, echo)
+                best = _probe(cases, learner, store, metrics, run, step, echo)
                 window.restart()
-            if _due(step, config.ckpt_every_steps, config.steps):
+            if best or _due(step, config.ckpt_every_steps, config.steps):
                 session.save()
             session.tell_failures(step)
             if told.asked and learner.step < config.steps:
@@ -193,20 +194,23 @@ def _train(
     echo(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
 
 
-def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> None:
-    """Probe the encoder as it is; the best state so far keeps its checkpoint."""
+def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> bool:
+    """Probe the encoder as it is; whether it is the best state so far, whose checkpoint is to be written and kept. All ranks are told."""
     config, runtime = learner.config, learner.runtime
     network, patch_size = frozen_encoder(config, learner.whole()), config.model.patch_size
-    row = online_probe(
-        cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, runtime, config.data.per_device_batch_size
-    )
-    if not runtime.leads:
-        return
-    before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]
-    metrics.write("probe", step, **row)
-    if float(row["score"]) >= max(before, default=-np.inf):
-        keep_best(run.checkpoints, step + 1)
-    echo(f"step {step + 1}: {cases.target} from frozen features: {row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})")
+    row = online_probe(cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, runtime, learner.micro_batch)
+
+    def judge() -> bool:
+        before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]
+        metrics.write("probe", step, **row)
+        neighbours = f"(nearest neighbours {row['knn']:.3f})"
+        echo(f"step {step + 1}: {cases.target} from frozen features: {row['metric']} {row['score']:.3f} {neighbours}")
+        best = float(row["score"]) >= max(before, default=-np.inf)
+        if best:
+            keep_best(run.checkpoints, step + 1)
+        return best
+
+    return runtime.first(judge)
 
 
 def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: Echo) -> None:
