@@ -151,15 +151,16 @@ def test_workers_of_any_start_method_may_have_children(method):
 HOOK = """
 import ctypes, time
 import octfm.data.readers as readers
-honest_header, honest_volume = readers.read_header, readers.read_volume
-def misread(uri, honest):
-    if "crash" in str(uri):
-        ctypes.string_at(0)
-    if "hang" in str(uri):
-        time.sleep(600)
-    return honest(uri)
-readers.read_header = lambda uri: misread(uri, honest_header)
-readers.read_volume = lambda uri: misread(uri, honest_volume)
+def spoil(honest):
+    def read(uri, **settings):
+        if "crash" in str(uri):
+            ctypes.string_at(0)
+        if "hang" in str(uri):
+            time.sleep(600)
+        return honest(uri, **settings)
+    return read
+for name in ("examine", "read_header", "read_volume"):
+    setattr(readers, name, spoil(getattr(readers, name)))
 """
 
 
@@ -180,7 +181,7 @@ def test_a_scan_survives_a_reader_that_crashes_and_names_the_file(tmp_path, monk
     # A file that is accepted by its header and crashes when it is decoded costs its picture on the page.
     from octfm.report.data_health import _pictures
 
-    assert list(spread(_pictures, ["crash.dcm"], lambda _, lost: lost.code, workers=1, chunk=1)) == ["decoder_crashed"]
+    assert list(spread(_pictures, [("crash.dcm", (0.5, 0.01, 0.1))], lambda _, lost: lost.code, workers=1, chunk=1)) == ["decoder_crashed"]
 
 
 def test_a_large_volume_has_more_time_and_a_bucket_too():

@@ -4,7 +4,7 @@ Every rank has one and all act alike; only rank 0's writes and speaks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,8 @@ class Session:
     """Updates that the last checkpoint holds."""
     aloud: Echo = print
     """For what a rank says of itself: `echo` is rank 0's."""
+    requests_before: bucket.Tally = field(default_factory=bucket.tally)
+    """What this process had asked of buckets before the run began."""
     told_retries: int = 0
 
     def save(self) -> None:
@@ -54,8 +56,8 @@ class Session:
         self.tell_requests()
 
     def tell_requests(self) -> None:
-        """How many requests to buckets had to be sent again, where that became more."""
-        spent = bucket.tally()
+        """How many of the run's requests to buckets had to be sent again, where that became more."""
+        spent = bucket.tally() - self.requests_before
         if spent.retries > self.told_retries:
             self.told_retries = spent.retries
             sentence = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed and were sent again; nothing is missing"
