@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octfm.cli_evaluation import register as register_evaluation
+from octfm.cli_report import register as register_report
 from octfm.errors import OctfmError, Preempted
 
 if TYPE_CHECKING:
@@ -347,6 +348,7 @@ def _print_counts(title: str, counts: dict) -> None:
 
 
 register_evaluation(app)
+register_report(app)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
-    for verb in (embed, probe, finetune, leaderboard, segment, report):
+    for verb in (embed, probe, finetune, leaderboard, segment):
         app.command()(verb)
 
 
@@ -141,19 +141,6 @@ def segment(
         found = segmenter.segment(read_volume(file))
         for path in [*write_nifti(found, out, Path(file).stem), *(write_dicom(found, file, out) if dicom else [])]:
             typer.echo(str(path))
-
-
-def report(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    catalog: Annotated[Path | None, typer.Option(help="Folder written by `octfm scan`.")] = None,
-    store: Annotated[Path | None, typer.Option(help="Prepared store.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default: RUN/report.html.")] = None,
-    images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
-) -> None:
-    """One self-contained page that says what was run and what came out."""
-    from octfm.report.html import write_report
-
-    typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
 
 
 def _orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:

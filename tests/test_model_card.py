@@ -1,0 +1,141 @@
+"""The model card: what the hub can read, the run's own numbers, what is not known said aloud, and nobody to be recognised."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from octfm.data.catalog import Catalog
+from octfm.errors import EvaluationError
+from octfm.report.model_card import Statements, model_card
+from octfm.report.paper import CLAIM, OPEN, paper
+from octfm.report.participants import guarded
+from run_folder import probe_result, write_catalog, write_run, write_store
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("card")
+    return {"run": write_run(folder), "catalog": write_catalog(folder), "store": write_store(folder)}
+
+
+@pytest.fixture(scope="module")
+def card(parts) -> str:
+    return model_card(**parts)
+
+
+def front(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_the_hub_reads_the_card_and_gets_the_numbers_of_the_probe(card):
+    hub = pytest.importorskip("huggingface_hub")
+    data = hub.ModelCard(card).data
+    assert (data.library_name, data.license, data.license_name) == ("octfm", "other", "not-stated")
+    told = {(r.task_name.split(": ")[1], r.metric_type): r.metric_value for r in data.eval_results}
+    measured = {
+        (r["target"], r["metric"]): round(r["estimate"], 4)
+        for r in probe_result()["results"]
+        if r["encoder"] == "pretrained" and not r["leakage"]
+    }
+    assert told == measured
+
+
+def test_every_estimate_with_its_interval_and_every_verdict_is_in_the_card(card):
+    for row in probe_result()["results"]:
+        assert f"{row['estimate']:.2f}" in card and (row["low"] is None or f"({row['low']:.2f} to {row['high']:.2f})" in card)
+    assert "| disease | AUROC | pretrained − random_init | +0.11 (+0.06 to +0.16) | better |" in card
+    assert "inconclusive" in card and "tell scanner apart with AUROC 0.97" in card
+    assert "not a medical device" in card
+
+
+@pytest.mark.parametrize(
+    ("licence", "found"), [("Apache-2.0", {"license": "apache-2.0"}), ("Our terms: 1", {"license_name": "our-terms-1"})]
+)
+def test_licence_and_agreement_are_what_was_stated_or_said_to_be_missing(parts, card, licence, found):
+    assert "licence of the weights is not stated" in card and "data agreement is not stated" in card
+    text = model_card(parts["run"], statements=Statements(licence, "AI-READI v3, weights stay here", "AI-READI v3", "a@b.example"))
+    assert found.items() <= front(text).items() and front(text)["datasets"] == ["AI-READI-v3"]
+    assert "not stated" not in text.split("## Licence")[1].split("## Data")[0] and "weights stay here" in text and "a@b.example" in text
+
+
+def test_nobody_and_no_place_is_named(parts, card):
+    both = card + paper(**parts)
+    for secret in ("never-shown", "/clinic", "p001", "1.2.3", str(parts["run"].parent)):
+        assert secret not in both, secret
+
+
+def test_small_groups_do_not_follow_from_the_total():
+    assert guarded({"a": 20, "b": 3, "c": 9}) == {"a": "20 (62%)", "b": "withheld", "c": "withheld"}
+    assert guarded({"a": 20, "b": 3, "c": 2}) == {"a": "20 (80%)", "b": "withheld", "c": "withheld"}
+    assert guarded({"a": 20, "b": 0}) == {"a": "20 (100%)", "b": "0 (0%)"}
+
+
+def test_flow_and_table_are_those_of_the_catalog(parts, card):
+    catalog = Catalog.load(parts["catalog"])
+    accepted, people = len(catalog.acquisitions), len({a.participant for a in catalog.acquisitions})
+    assert f"| Accepted OCT volumes | {accepted} | {people} |" in card
+    assert f"| − Rejected, each with a reason | {len(catalog.rejects)} |" in card and "truncated_pixel_data 3" in card
+    assert f"comprised {accepted} OCT volumes of {people} participants" in paper(**parts)
+
+
+def test_phantoms_are_said_to_be_phantoms(parts, tmp_path):
+    catalog = Catalog.load(parts["catalog"])
+    (tmp_path / "ground_truth").mkdir()
+    (tmp_path / "ground_truth" / "phantom.json").write_text("{}")
+    folder = Catalog(str(tmp_path), catalog.acquisitions, ()).save(tmp_path / "catalog")
+    text = model_card(parts["run"], catalog=folder)
+    assert "measured on synthetic phantoms" in text and "Nothing is known about real eyes" in text
+    assert "agreement is not stated" not in text
+    assert "synthetic OCT volumes (phantoms)" in paper(parts["run"], catalog=folder)
+
+
+def test_missing_parts_give_a_sentence(tmp_path):
+    run = write_run(tmp_path, probe=False, figures=False)
+    (run / "metrics.jsonl").unlink()
+    (run / "config.yaml").unlink()
+    text = model_card(run)
+    for sentence in ("No probe has been run", "is not described", "No health verdict has been logged yet"):
+        assert sentence in text, sentence
+    assert "model-index" not in front(text)
+    assert "Neither a catalog nor a store was given" in paper(run)
+
+
+def test_words_from_outside_open_no_element_and_end_no_cell(tmp_path):
+    attack = "<img src=x onerror=alert(1)>|a\n\n# heading"
+    run = write_run(tmp_path, figures=False)
+    result = probe_result()
+    for r in [*result["results"], *result["comparisons"]]:
+        r["target"] = attack if r["target"] == "disease" else r["target"]
+    (run / "probe.json").write_text(json.dumps(result))
+    text = model_card(run, statements=Statements(dataset=attack, contact=attack))
+    body = text.split("---\n", 2)[2]
+    assert "<img" not in body and "\n# heading" not in body
+    tables = re.findall(r"(?:^\|.*\n)+", body, re.M)
+    assert len(tables) >= 2
+    for block in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+def test_claim_has_its_42_items_and_leaves_to_authors_what_only_they_know(parts):
+    text = paper(**parts)
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", text, re.M)
+    assert [int(n) for n, *_ in rows] == list(range(1, 43)) and len(CLAIM) == 42
+    answers = {what: answer for _, what, answer in rows}
+    assert answers["Funding"] == answers["De-identification"] == OPEN
+    assert "disjoint by participant" in answers["Level at which partitions are disjoint"]
+    assert text.count("@") >= 4 and text.count("{") == text.count("}")
+
+
+def test_verb_writes_card_and_drafts(parts, tmp_path):
+    from typer.testing import CliRunner
+
+    from octfm.cli import app
+
+    words = ["card", str(parts["run"]), "--catalog", str(parts["catalog"]), "--licence", "mit", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.output.split() == [str(tmp_path / "model_card.md"), str(tmp_path / "paper.md")]
+    assert front((tmp_path / "model_card.md").read_text())["license"] == "mit"
+    with pytest.raises(EvaluationError, match="expected a run folder"):
+        model_card(tmp_path)
