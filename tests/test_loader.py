@@ -100,12 +100,12 @@ class Broken:
     """A store whose volume 3 cannot be read."""
 
     def __init__(self, store):
-        self.path, self.rows, self._store = store.path, store.rows, store
+        self.path, self.rows, self.image_size, self._store = store.path, store.rows, store.image_size, store
 
-    def read(self, index):
+    def read(self, index, out):
         if 3 in index:
             raise OSError("disk on fire")
-        return self._store.read(index)
+        return self._store.read(index, out)
 
 
 def test_an_error_of_the_reading_thread_surfaces_with_its_cause(store):
@@ -121,9 +121,9 @@ def test_an_error_of_the_reading_thread_surfaces_with_its_cause(store):
 
 
 class Slow(Broken):
-    def read(self, index):
+    def read(self, index, out):
         time.sleep(0.1)
-        return self._store.read(index)
+        return self._store.read(index, out)
 
 
 def test_waiting_is_measured_and_reading_ahead_hides_it(store):
@@ -131,6 +131,42 @@ def test_waiting_is_measured_and_reading_ahead_hides_it(store):
         assert loader.batches(0).wait_s >= 0.1
         time.sleep(0.35)
         assert loader.batches(1).wait_s < 0.05
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    held=st.lists(st.sampled_from(["batch", "slice", "tensor", "nothing"]), min_size=6, max_size=20),
+    prefetch=st.integers(0, 3),
+    dropped_after=st.integers(1, 6),
+)
+def test_no_batch_changes_while_anything_of_it_is_held(store, held, prefetch, dropped_after):
+    """Memory is used again, but never under the hands of somebody who kept a batch, a slice of it, or a tensor made from it."""
+    import torch
+
+    keep = {"batch": lambda v: v, "slice": lambda v: v[1:, ::2, 3:], "tensor": lambda v: torch.from_numpy(v)[1:].view(-1), "nothing": None}
+    with Loader(store, range(VOLUMES), 3, 0, prefetch=prefetch) as loader:
+        held_now = []
+        for step, what in enumerate(held):
+            batch = loader.batches(step)
+            np.testing.assert_array_equal(batch.voxels, store.read(batch.index).voxels)
+            if keep[what]:
+                part = keep[what](batch.voxels)
+                held_now.append((step, part, np.array(np.asarray(part))))
+            del batch
+            held_now = [(at, part, copy) for at, part, copy in held_now if step - at < dropped_after]
+            for _, part, copy in held_now:
+                np.testing.assert_array_equal(part, copy)
+
+
+def test_a_loop_that_lets_go_of_its_batches_reads_into_the_same_memory(store):
+    """Fresh pages would cost as much as the reading. What a hoarder drops does not stay either."""
+    with Loader(store, range(VOLUMES), 3, 0, prefetch=1) as loader:
+        places = [loader.batches(step).voxels.ctypes.data for step in range(40)]
+        assert len(set(places)) <= 4
+        hoard = [loader.batches(step) for step in range(20)]
+        assert len({batch.voxels.ctypes.data for batch in hoard}) == 20
+        del hoard
+        assert sum(len(idle) for idle in loader._memory._idle.values()) <= 3 * loader._memory._spare
 
 
 def test_close_joins_the_thread(store):

@@ -10,8 +10,9 @@ from typing import Self
 import numpy as np
 
 from octfm.config import Config
+from octfm.data.batch_memory import BatchMemory
 from octfm.data.order import Order
-from octfm.data.store import Arrays, Store
+from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
 
 
@@ -36,7 +37,7 @@ class DataConfig(Config):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One rank's share of one global batch."""
+    """One rank's share of one global batch. Its memory is used again for a later batch once no array, slice or tensor of it is left."""
 
     voxels: np.ndarray
     """uint8 [B, D, H, W]"""
@@ -84,6 +85,8 @@ class Loader:
         accumulation(global_batch_size, 1, world)
         # One thread: the store reads a batch in parallel by itself, and steps are wanted in order.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
+        # While the caller works on one batch and holds the one before, `prefetch` are ready and one is being read.
+        self._memory = BatchMemory(store.image_size, spare=prefetch + 3)
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed = False
         self._excluded: frozenset[int] = frozenset()
@@ -151,7 +154,7 @@ class Loader:
     def _load(self, step: int) -> Batch:
         positions = self.positions(step)
         index = self.indices(positions)
-        arrays: Arrays = self.store.read(index)
+        arrays = self.store.read(index, out=self._memory.lend(len(index)))
         scanner = tuple(self.store.rows[i].scanner for i in index)
         return Batch(arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0)
 
