@@ -65,7 +65,7 @@ def score(
     """Every metric of the target; with several runs (training seeds) their mean, with seeds and participants resampled together."""
     units = [to_units(cases, run) for run in runs]
     first = units[0]
-    named = [_metrics(cases, u) for u in units]
+    named = [metrics_of(cases, u) for u in units]
     counts = {"": len(np.unique(first.participant))}
     if cases.classes is not None:
         counts = {name: len(np.unique(first.participant[first.truth == k])) for k, name in enumerate(cases.classes)}
@@ -166,14 +166,14 @@ def to_units(cases: Cases, run: Predictions) -> Units:
     return Units(truth, cases.participant[run.rows][first], value, mean(run.log_prior), mean(run.grade))
 
 
-def _metrics(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
+def metrics_of(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
     """(name, metric as a function of weights [R, n], what guessing scores)."""
     # Any metric is called with weights [R, n]; partial keeps what they are weights of.
     if cases.classes is None:
         spread = float(np.abs(u.truth - np.median(u.truth)).mean())
         value = u.value[:, 0]
         return [("r2", partial(m.r_squared, u.truth, value), 0.0), ("mae", partial(m.mae, u.truth, value), spread)]
-    probability, winner = _softmax(u.value), u.value.argmax(1)
+    probability, winner = softmax(u.value), u.value.argmax(1)
     share = np.bincount(u.truth, minlength=len(cases.classes)) / len(u.truth)
     present = int((share > 0).sum())
     if cases.kind == "binary":
@@ -192,7 +192,7 @@ def _metrics(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         ("macro_f1", partial(m.macro_f1, u.truth, winner), 1 / present),
     ]
     if u.log_prior is not None:
-        calibrated = _softmax(u.value + u.log_prior)
+        calibrated = softmax(u.value + u.log_prior)
         found += [
             ("brier", partial(m.brier, u.truth, calibrated), float(1 - (share**2).sum())),
             ("ece", partial(m.ece, u.truth, calibrated), 0.0),
@@ -203,7 +203,7 @@ def _metrics(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
     return found
 
 
-def _softmax(log_p: np.ndarray) -> np.ndarray:
+def softmax(log_p: np.ndarray) -> np.ndarray:
     p = np.exp(log_p - log_p.max(1, keepdims=True))
     return p / p.sum(1, keepdims=True)
 

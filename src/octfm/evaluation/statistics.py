@@ -79,6 +79,23 @@ def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> 
     return float(low), float(high)
 
 
+def bootstrap_together(parts: Sequence[tuple[Metric, np.ndarray]], *, resamples: int = 2000, seed: int = 0) -> list[Bootstrap]:
+    """Several metrics, each on cases of its own (`participants` [n] of each), on the same resamples of all their participants together.
+
+    Groups that share participants (right and left eyes, scanners) are paired by that, and groups that share none stay independent.
+    """
+    everyone = np.concatenate([participants for _, participants in parts])
+    ends = np.cumsum([0, *(len(participants) for _, participants in parts)])
+
+    def own(metric: Metric, first: int, last: int) -> Metric:
+        return lambda weights: metric(weights[:, first:last])
+
+    return [
+        bootstrap(own(metric, int(first), int(last)), everyone, resamples=resamples, seed=seed)
+        for (metric, _), first, last in zip(parts, ends[:-1], ends[1:], strict=True)
+    ]
+
+
 def mean_of(results: Sequence[Bootstrap]) -> Bootstrap:
     """The mean of several metrics on the same resamples, for example over the labels of a multi-label target."""
     return Bootstrap(

@@ -1,0 +1,101 @@
+"""ICC and limits of agreement are those of the papers, under case weights too, and their bootstrap covers what it says."""
+
+import numpy as np
+import pytest
+
+from octfm.errors import EvaluationError
+from octfm.evaluation import agreement
+from octfm.evaluation.statistics import bootstrap, bootstrap_together, compare, interval
+
+# Shrout & Fleiss, Psychological Bulletin 1979, table 2: six targets, four judges; the coefficients are those of their table 4.
+JUDGES = np.array([[9, 2, 5, 8], [6, 1, 3, 2], [8, 4, 6, 8], [7, 1, 2, 6], [10, 5, 6, 9], [6, 2, 4, 7]], float)
+PUBLISHED = {"ICC(1,1)": 0.17, "ICC(2,1)": 0.29, "ICC(3,1)": 0.71, "ICC(1,k)": 0.44, "ICC(2,k)": 0.62, "ICC(3,k)": 0.91}
+# What R's psych package prints for the same data.
+LIMITS = {
+    "ICC(1,1)": (-0.13, 0.72), "ICC(2,1)": (0.02, 0.76), "ICC(3,1)": (0.34, 0.95), "ICC(1,k)": (-0.88, 0.91), "ICC(2,k)": (0.07, 0.93),
+    "ICC(3,k)": (0.68, 0.99),
+}  # fmt: skip
+# Bland & Altman, Lancet 1986: first readings of peak flow in l/min by a Wright meter and a mini meter.
+WRIGHT = np.array([494, 395, 516, 434, 476, 557, 413, 442, 650, 433, 417, 656, 267, 478, 178, 423, 427], float)
+MINI = np.array([512, 430, 520, 428, 500, 600, 364, 380, 658, 445, 432, 626, 260, 477, 259, 350, 451], float)
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_icc_is_the_published_one_and_has_a_name(form):
+    assert agreement.icc(JUDGES, form)[0] == pytest.approx(PUBLISHED[form], abs=0.005)
+    found = agreement.f_interval(JUDGES, form)
+    assert (found.low, found.high) == pytest.approx(LIMITS[form], abs=0.006)
+    assert agreement.MEANING[form]
+
+
+def test_bland_and_altman_find_their_own_bias_and_spread():
+    apart = WRIGHT - MINI
+    assert agreement.bias(apart)[0] == pytest.approx(-2.1, abs=0.05)
+    assert agreement.spread(apart)[0] == pytest.approx(38.8, abs=0.05)
+    assert agreement.limit(apart, 1)[0] - agreement.limit(apart, -1)[0] == pytest.approx(2 * 1.96 * 38.765, abs=0.01)
+
+
+def test_a_subject_that_counts_twice_is_two_subjects():
+    twice = np.array([2, 1, 0, 3, 1, 1])
+    repeated = np.repeat(JUDGES, twice, axis=0)
+    for form in PUBLISHED:
+        assert agreement.icc(JUDGES, form, twice[None].astype(float))[0] == pytest.approx(agreement.icc(repeated, form)[0])
+    subject, values = np.repeat(np.arange(6), 4), JUDGES.ravel()
+    rows = np.concatenate([np.full(4, i) for i in range(6)])
+    counted = agreement.icc_one_way(subject, values, twice[rows][None].astype(float))[0]
+    assert counted == pytest.approx(agreement.icc_one_way(np.repeat(np.arange(len(repeated)), 4), repeated.ravel())[0])
+    apart = WRIGHT - MINI
+    weights = np.random.default_rng(0).integers(0, 3, len(apart))
+    assert agreement.spread(apart, weights[None].astype(float))[0] == pytest.approx(np.std(np.repeat(apart, weights), ddof=1))
+
+
+def test_the_one_way_form_of_incomplete_designs_is_the_complete_one_where_nothing_is_missing():
+    assert agreement.icc_one_way(np.repeat(np.arange(6), 4), JUDGES.ravel())[0] == pytest.approx(agreement.icc(JUDGES, "ICC(1,1)")[0])
+    rng = np.random.default_rng(1)
+    subject = np.repeat(np.arange(4000), rng.integers(2, 5, 4000))
+    values = rng.normal(0, 3**0.5, 4000)[subject] + rng.normal(size=len(subject))
+    assert agreement.icc_one_way(subject, values)[0] == pytest.approx(0.75, abs=0.02)
+
+
+def test_an_offset_between_scanners_counts_against_agreement_and_not_against_consistency():
+    rng = np.random.default_rng(0)
+    eye = rng.normal(size=200)
+    both = np.stack([eye + 0.1 * rng.normal(size=200), eye + 2 + 0.1 * rng.normal(size=200)], axis=1)
+    assert agreement.icc(both, "ICC(3,1)")[0] > 0.98 and agreement.icc(both, "ICC(2,1)")[0] < 0.4
+    assert np.isnan(agreement.icc(np.ones((5, 2)), "ICC(2,1)")[0]), "nothing differs"
+    with pytest.raises(EvaluationError, match="finite values"):
+        agreement.icc(np.array([[1.0, np.nan], [2.0, 3.0]]), "ICC(2,1)")
+
+
+def test_groups_are_compared_on_the_same_resamples_of_participants():
+    rng = np.random.default_rng(0)
+    person = np.repeat(np.arange(40), 2)
+    value = np.repeat(rng.normal(size=40), 2) + np.tile([0.0, 0.3], 40) + 0.05 * rng.normal(size=80)
+    right, left = np.arange(80) % 2 == 0, np.arange(80) % 2 == 1
+
+    def mean_of(rows):
+        return lambda W: W @ value[rows] / W.sum(1)
+
+    paired = bootstrap_together([(mean_of(right), person[right]), (mean_of(left), person[left])], resamples=500)
+    assert compare(*paired).verdict == "worse"
+    assert paired[0].estimate == pytest.approx(value[right].mean())
+    # As if they were other people's eyes, the spread between people hides it.
+    apart = bootstrap_together([(mean_of(right), person[right]), (mean_of(left), person[left] + 1000)], resamples=500)
+    assert compare(*apart).verdict == "inconclusive"
+
+
+@pytest.mark.slow
+def test_the_bootstrap_of_icc_covers_the_truth():
+    """Both eyes of 60 participants on two scanners, true ICC(2,1) 0.6; 200 simulated cohorts, nominal 95 %."""
+    covered, by_f = 0, 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        person = np.repeat(np.arange(60), 2)
+        eye = (rng.normal(size=60)[person] + rng.normal(size=120)) * (0.6 / 2) ** 0.5
+        both = eye[:, None] + rng.normal(size=(120, 2)) * 0.4**0.5
+        boot = bootstrap(lambda W, x=both: agreement.icc(x, "ICC(2,1)", W), person, resamples=800, seed=seed)
+        low, high = interval(boot)
+        covered += low <= 0.6 <= high
+        found = agreement.f_interval(both, "ICC(2,1)")
+        by_f += found.low <= 0.6 <= found.high
+    assert covered >= 0.90 * 200, (covered, by_f)
