@@ -19,7 +19,7 @@ LAYERS = [
     {"evaluation"},
     {"report"},
     {"demo"},
-    {"cli", "cli_evaluation", "cli_report", "__main__"},
+    {"cli", "cli_evaluation", "cli_report", "cli_use", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = ("errors", "config", "data", "masks", "report")

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from octfm.data.volume import Volume
     from octfm.errors import OctfmError
     from octfm.evaluation.encoder import Encoder, load_encoder
+    from octfm.evaluation.export import export
+    from octfm.evaluation.hub import OctEncoder
     from octfm.evaluation.probe import probe
     from octfm.evaluation.prototype import load_prototype_encoder
+    from octfm.evaluation.tuned import TunedModel, load_tuned
     from octfm.report.html import write_report
     from octfm.training.pretrain import pretrain
     from octfm.training.settings import PretrainConfig, load_config
@@ -41,6 +44,10 @@ _HOME = {
     "Encoder": "octfm.evaluation.encoder",
     "load_encoder": "octfm.evaluation.encoder",
     "load_prototype_encoder": "octfm.evaluation.prototype",
+    "load_tuned": "octfm.evaluation.tuned",
+    "TunedModel": "octfm.evaluation.tuned",
+    "export": "octfm.evaluation.export",
+    "OctEncoder": "octfm.evaluation.hub",
     "probe": "octfm.evaluation.probe",
     "write_report": "octfm.report.html",
     "pretrain": "octfm.training.pretrain",

@@ -9,6 +9,7 @@ import typer
 
 from octfm.cli_evaluation import register as register_evaluation
 from octfm.cli_report import register as register_report
+from octfm.cli_use import register as register_use
 from octfm.errors import OctfmError, Preempted
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def prepare(
     catalog: Annotated[Place, typer.Argument(parser=_place, metavar="CATALOG", help="Folder written by `octfm scan`.")],
     out: OutPlace = Path("prepared"),
     settings: Annotated[list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")] = None,
-    like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run or checkpoint.")] = None,
+    like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run, checkpoint or export.")] = None,
     compression: Annotated[
         str | None, typer.Option(help="none (fastest, what a local disk gets) or zstd (smaller, what a bucket gets).")
     ] = None,
@@ -195,9 +196,9 @@ def prepare(
         raise ConfigError(f"--compression: expected none or zstd, got {compression!r}")
     base = {}
     if like is not None:
-        from octfm.training import checkpoint
+        from octfm.evaluation.encoder import preprocessing_of
 
-        base = checkpoint.load(checkpoint.newest(like))["preprocessing"]
+        base = preprocessing_of(like)
     preprocessing = load(Preprocessing, base, settings or [])
     scanned, locations = Catalog.load(catalog), None
     if key is not None or root is not None:
@@ -347,6 +348,7 @@ def _print_counts(title: str, counts: dict) -> None:
         typer.echo(f"  {name.replace('_', ' ')}: {value}")
 
 
+register_use(app)
 register_evaluation(app)
 register_report(app)
 

@@ -11,21 +11,8 @@ Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
-    for verb in (embed, probe, finetune, leaderboard, segment):
+    for verb in (probe, finetune, leaderboard, segment):
         app.command()(verb)
-
-
-def embed(
-    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
-    store: Annotated[Path, typer.Option(help="Prepared store to embed.")] = Path("prepared"),
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the parquet files; default: RUN/embeddings.")] = None,
-    baselines: Annotated[bool, typer.Option(help="Also random initialisation and intensity histogram.")] = True,
-) -> None:
-    """One vector per acquisition, with the baselines that any result must be compared with."""
-    from octfm.evaluation.embed import embed_all
-
-    for path in embed_all(run, store, out, baselines=baselines, echo=typer.echo):
-        typer.echo(str(path))
 
 
 def probe(

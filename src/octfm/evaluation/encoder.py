@@ -2,25 +2,27 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octfm.config import load
-from octfm.data.location import Location
+from octfm.data.location import Location, location
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Arrays
 from octfm.data.volume import Volume
-from octfm.errors import EvaluationError
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation import exported
 from octfm.masks import TISSUE, select_tokens, token_map
+from octfm.models.heads import merged
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training import checkpoint
 from octfm.training.augment import normalise
 from octfm.training.bucket_run import local_run
-from octfm.training.inputs import build_objective, frozen_encoder
+from octfm.training.inputs import build_objective, frozen_encoder, grid_of
 from octfm.training.learner import config_of
 from octfm.training.runtime import Runtime, start
 from octfm.training.settings import PretrainConfig
@@ -58,11 +60,11 @@ class Encoder:
 
     def embed(self, volume: Volume) -> np.ndarray:
         """float32 [width]: mean over tissue tokens of one acquisition, in any native geometry."""
-        return self.embed_arrays(self._prepare(volume))[0]
+        return self.embed_arrays(self.prepare(volume))[0]
 
     def embed_tokens(self, volume: Volume) -> np.ndarray:
         """float32 [d, h, w, width]: every token of the full grid, padding included."""
-        return self.encode_grid(self._prepare(volume).voxels)[0]
+        return self.encode_grid(self.prepare(volume).voxels)[0]
 
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
@@ -103,7 +105,8 @@ class Encoder:
         with self.runtime.autocast():
             return self.network(patches, index).float()
 
-    def _prepare(self, volume: Volume) -> Arrays:
+    def prepare(self, volume: Volume) -> Arrays:
+        """One acquisition in any native geometry as a batch of one prepared volume."""
         if self.preprocessing.fingerprint() != self.fingerprint:
             raise EvaluationError(f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)")
         prepared = self.preprocessing(volume)
@@ -111,22 +114,105 @@ class Encoder:
 
 
 def load_encoder(run: str | Location, *, random_init: bool = False, device: str | None = None) -> Encoder:
-    """The encoder of a run (a folder, or in a bucket) or of a checkpoint file, in float32; `random_init`: before its first update."""
-    path = checkpoint.newest(local_run(run))
-    content = checkpoint.load(path)
-    config = config_of(content)
+    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an `octfm export` folder, on a disk or in a bucket, in float32.
+
+    `random_init`: before its first update. A fine-tuned encoder comes with its low-rank updates merged into its weights.
+    """
+    path, content = _open(run)
+    if "encoder_config" in content:
+        return _tuned_encoder(path, content, random_init, device)
+    settings = load(PretrainConfig, content["settings"]) if "network" in content else config_of(content)
     preprocessing = load(Preprocessing, content["preprocessing"])
-    model = build_objective(config, preprocessing)
-    if not random_init:
-        model.load_state_dict(content["model"])
+    if "network" in content and not random_init:
+        network = empty_network(settings, preprocessing)
+        fill(network, content["network"], path)
+    else:
+        model = build_objective(settings, preprocessing)
+        if not random_init:
+            model.load_state_dict(content["model"])
+        network = frozen_encoder(settings, model)
+    return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], device)
+
+
+def assemble(
+    network: VisionTransformer3D, config: PretrainConfig, preprocessing: Preprocessing, source: str, fingerprint: str, device: str | None
+) -> Encoder:
+    """An Encoder in float32, not to be trained."""
     runtime = start("fp32", device)
-    network = frozen_encoder(config, model).to(runtime.device).eval()
-    source = f"{path} at random initialisation" if random_init else str(path)
-    return Encoder(network, config, preprocessing, runtime, source, content["fingerprint"])
+    return Encoder(network.to(runtime.device).eval(), config, preprocessing, runtime, source, fingerprint)
 
 
-def seen_by(run: str | Path) -> Callable[[str], bool]:
-    """A predicate: was this participant in the pretraining data of the run's newest checkpoint?"""
-    participants = checkpoint.load(checkpoint.newest(Path(run)))["participants"]
+def empty_network(config: PretrainConfig, preprocessing: Preprocessing) -> VisionTransformer3D:
+    """The encoder without memory for its weights, which `fill` gives it."""
+    with torch.device("meta"):
+        return VisionTransformer3D(config.model, grid_of(preprocessing, config.model.patch_size))
+
+
+def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -> None:
+    """Load weights. Raises CheckpointError naming what does not fit."""
+    try:
+        module.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{where}: weights and settings are not of one model ({what}); fetch or export it again") from None
+
+
+def content_of(run: str | Location) -> dict[str, Any]:
+    """What a run, a checkpoint file or an exported folder holds, verified."""
+    return _open(run)[1]
+
+
+def preprocessing_of(run: str | Location) -> dict[str, Any]:
+    """The settings of the Preprocessing that a run, a checkpoint or an exported folder expects."""
+    return content_of(run)["preprocessing"]
+
+
+def participants_of(run: str | Location) -> dict[str, Any]:
+    """`key` and `hashes` of whom a model was trained on. Raises EvaluationError where the key is not with them."""
+    participants = content_of(run)["participants"]
+    if participants["key"] is None:
+        raise EvaluationError(
+            f"{run}: exported without the key of its participants' hashes, so nobody can tell whom it has seen; "
+            f"put the key back as {exported.KEY} beside its {exported.CONFIG}, or evaluate with --allow-seen"
+        )
+    return participants
+
+
+def seen_by(run: str | Location) -> Callable[[str], bool]:
+    """A predicate: was this participant in the training data of the run's newest checkpoint?"""
+    participants = participants_of(run)
     known = set(participants["hashes"])
     return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known
+
+
+def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
+    where = location(run)
+    if exported.is_export(where):
+        return where, exported.read_export(where)
+    path = checkpoint.newest(local_run(where))
+    return path, checkpoint.load(path)
+
+
+def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, device: str | None) -> Encoder:
+    """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
+    config, preprocessing = load(PretrainConfig, content["encoder_config"]), load(Preprocessing, content["preprocessing"])
+    tuning = content["config"]
+    if random_init:
+        network = frozen_encoder(config, build_objective(config, preprocessing))
+        return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], device)
+    best = content["state"]["best"]
+    if best is None:
+        raise CheckpointError(f"{path}: fine-tuning has not been validated once; continue it first")
+    if not tuning["lr_encoder"]:
+        base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], device=device)
+        if base.fingerprint != content["fingerprint"]:
+            raise EvaluationError(f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained on (F15)")
+        return replace(base, source=f"{path} on {base.source}")
+    own = {name.removeprefix("encoder."): tensor for name, tensor in best["model"].items() if name.startswith("encoder.")}
+    network = empty_network(config, preprocessing)
+    fill(network, merged(own), path)
+    return assemble(network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], device)
+
+
+def _source(path: Location, random_init: bool) -> str:
+    return f"{path} at random initialisation" if random_init else str(path)

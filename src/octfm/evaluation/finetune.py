@@ -20,7 +20,7 @@ from octfm.data.store import Store
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, Preempted
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.embeddings import Embeddings, of_store
-from octfm.evaluation.encoder import Encoder, load_encoder, seen_by
+from octfm.evaluation.encoder import Encoder, load_encoder, participants_of, seen_by
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.predictions import write_predictions
@@ -28,6 +28,7 @@ from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, write_probe
 from octfm.evaluation.scoring import Predictions, score, to_units
 from octfm.evaluation.task_model import Features, Live, Source, TaskModel, in_precision
 from octfm.evaluation.tokens import token_features
+from octfm.evaluation.tuned import Answer
 from octfm.training import checkpoint
 from octfm.training.interruption import Interruption
 from octfm.training.run_folder import git_state
@@ -214,11 +215,9 @@ class _Target:
         labels = task.cases.label
         self._case = np.full(int(task.cases.rows.max()) + 1, -1)
         self._case[task.cases.rows] = np.arange(len(task.cases.rows))
-        self.mean, self.std = 0.0, 1.0
         self.weight: Tensor | None = None
-        if task.cases.classes is None:
-            self.mean, self.std = float(labels[task.train].mean()), float(max(labels[task.train].std(), 1e-9))
-        elif config.class_weights:
+        self.answer = what_is_answered(task, config)
+        if task.cases.classes is not None and config.class_weights:
             count = np.bincount(labels[task.train], minlength=len(task.cases.classes))
             self.weight = self.runtime.tensor((len(task.train) / (len(count) * count)).astype(np.float32))
 
@@ -230,18 +229,20 @@ class _Target:
         """Summed over the volumes."""
         label = self.task.cases.label[self._case[rows]]
         if self.task.cases.classes is None:
-            truth = self.runtime.tensor(((label - self.mean) / self.std).astype(np.float32))
+            truth = self.runtime.tensor(((label - self.answer.mean) / self.answer.std).astype(np.float32))
             return ((answers[:, 0] - truth) ** 2).sum()
         truth = self.runtime.tensor(label.astype(np.int64))
         each = F.cross_entropy(answers, truth, reduction="none")
         return (each if self.weight is None else each * self.weight[truth]).sum()
 
-    def value(self, answers: np.ndarray) -> np.ndarray:
-        """What `Predictions.value` holds: log-probabilities of equally common classes, or numbers in their own unit."""
-        if self.task.cases.classes is None:
-            return answers * self.std + self.mean
-        log_p = answers - np.log(np.exp(answers - answers.max(1, keepdims=True)).sum(1, keepdims=True)) - answers.max(1, keepdims=True)
-        return log_p if self.weight is not None else log_p - self.task.log_prior
+
+def what_is_answered(task: Task, config: FinetuneConfig) -> Answer:
+    """The meaning of the head's outputs: for a number the mean and deviation of its training labels, for classes their names."""
+    cases, labels = task.cases, task.cases.label[task.train]
+    if cases.classes is None:
+        return Answer(cases.target.name, mean=float(labels.mean()), std=float(max(labels.std(), 1e-9)))
+    prior = tuple(task.log_prior.tolist())
+    return Answer(cases.target.name, tuple(cases.classes), cases.kind == "ordinal", weighted=config.class_weights, log_prior=prior)
 
 
 def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> tuple[float, float]:
@@ -249,7 +250,7 @@ def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> t
     rows = task.cases.rows[task.validation]
     answers = _answers(model, source, rows)
     loss = float(target.loss(model.runtime.tensor(answers), rows)) / len(rows)
-    units = to_units(task.cases, Predictions(task.validation, target.value(answers)))
+    units = to_units(task.cases, Predictions(task.validation, target.answer.value(answers)))
     if task.cases.classes is None:
         return r_squared(units.truth, units.value[:, 0]), loss
     return balanced_accuracy(units.truth, units.value.argmax(1)), loss
@@ -257,7 +258,7 @@ def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> t
 
 def _predictions(task: Task, model: TaskModel, source: Source, positions: np.ndarray) -> Predictions:
     target = _Target(task, model.config, model)
-    value = target.value(_answers(model, source, task.cases.rows[positions])).astype(float)
+    value = target.answer.value(_answers(model, source, task.cases.rows[positions])).astype(float)
     if task.cases.classes is None:
         return Predictions(positions, value)
     grade = None
@@ -307,7 +308,7 @@ def _save(
     """One checkpoint with the last and the best state; it knows whom the encoder and the head were trained on."""
     known = {"key": "", "hashes": []}
     if not config.from_scratch:
-        known = checkpoint.load(checkpoint.newest(Path(str(config.encoder))))["participants"]
+        known = participants_of(str(config.encoder))
     key = known["key"] or "octfm-finetune"
     trained = checkpoint.participant_hashes(task.cases.participant[np.r_[task.train, task.validation]].tolist(), key)
     content = {
@@ -316,7 +317,7 @@ def _save(
         "state": {"best": best, "stale": stale},
         "config": config.model_dump(mode="json"),
         "encoder_config": encoder.config.model_dump(mode="json"),
-        "classes": list(task.cases.classes or ()),
+        "answer": what_is_answered(task, config).to_dict(),
         "preprocessing": store.preprocessing.model_dump(mode="json"),
         "fingerprint": store.fingerprint,
         "participants": {"key": key, "hashes": sorted({*known["hashes"], *trained})},

@@ -11,6 +11,7 @@ from octfm.data.store import Arrays, Store
 from octfm.evaluation.encoder import Encoder
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.tokens import TokenFeatures
+from octfm.evaluation.tuned import heads_of
 from octfm.models.heads import TaskHead, add_low_rank, depth_of
 from octfm.models.vit3d import take_patches
 from octfm.training import augment
@@ -72,9 +73,7 @@ class TaskModel:
     def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
         self.config, self.encoder, self.runtime = config, encoder, encoder.runtime
         torch.manual_seed(config.seed)
-        model = encoder.config.model
-        heads = next(h for h in (model.heads, 2, 1) if encoder.width % h == 0)
-        self.head = TaskHead(encoder.width, heads, outputs, config.pool).to(self.runtime.device)
+        self.head = TaskHead(encoder.width, heads_of(encoder), outputs, config.pool).to(self.runtime.device)
         network = encoder.network
         if config.frozen:
             network.requires_grad_(False)

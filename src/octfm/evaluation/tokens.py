@@ -57,6 +57,15 @@ def token_features(encoder: Encoder, store: Store, folder: str | Path, *, per_vo
     return TokenFeatures({name: i for i, name in enumerate(facts["acquisitions"])}, np.load(path, mmap_mode="r"), counts)
 
 
+def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) -> tuple[np.ndarray, np.ndarray]:
+    """float16 [T, D]: at most `per_volume` tissue tokens of one volume, drawn with a fixed seed, then zeros; bool [T]: which are tokens."""
+    found = np.flatnonzero(tissue_M)
+    found = np.sort(np.random.default_rng(SELECTION_SEED).permutation(found)[:per_volume])
+    drawn = np.zeros((per_volume, tokens_MD.shape[1]), np.float16)
+    drawn[: len(found)] = tokens_MD[found]
+    return drawn, np.arange(per_volume) < len(found)
+
+
 def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npy")
@@ -66,11 +75,8 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
         rows = np.arange(first, min(first + BATCH, len(store)))
         tokens, tissue = encoder.tissue_tokens(store.read(rows))
         for row, own, is_tissue in zip(rows, tokens, tissue, strict=True):
-            found = np.flatnonzero(is_tissue)
-            found = np.sort(np.random.default_rng(SELECTION_SEED).permutation(found)[:per_volume])
-            array[row] = 0
-            array[row, : len(found)] = own[found]
-            counts.append(len(found))
+            array[row], kept = draw_tissue(own, is_tissue, per_volume)
+            counts.append(int(kept.sum()))
     array.flush()
     partial.replace(path)
     # The record comes last: without it there are no features.

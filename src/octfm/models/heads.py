@@ -34,7 +34,7 @@ class CrossAttentionPool(nn.Module):
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
         k, v = (layer(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.key, self.value))
-        query_BH1K = self.query.to(k.dtype).expand(len(k), -1, -1, -1)
+        query_BH1K = self.query.to(k.dtype).expand(k.shape[0], -1, -1, -1)
         pooled_BH1K = F.scaled_dot_product_attention(query_BH1K, k, v, attn_mask=counts_BM[:, None, None, :])
         return self.norm(pooled_BH1K.transpose(1, 2).flatten(1))
 
@@ -89,6 +89,16 @@ def add_low_rank(encoder: VisionTransformer3D, rank: int) -> VisionTransformer3D
         block.attn.add_module("qkv", LowRank(block.attn.qkv, rank))
         block.attn.add_module("out", LowRank(block.attn.out, rank))
     return encoder
+
+
+def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An encoder's weights with their low-rank updates added in, under the names of the plain encoder."""
+    plain = {name.replace(".layer.", "."): tensor for name, tensor in state.items() if not name.endswith((".down", ".up"))}
+    for name, up in state.items():
+        if name.endswith(".up"):
+            layer = name.removesuffix(".up")
+            plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + up @ state[f"{layer}.down"]
+    return plain
 
 
 def depth_of(name: str, depth: int) -> int:

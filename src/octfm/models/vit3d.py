@@ -67,7 +67,7 @@ def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor
     blocks = voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))  # [B, d, pd, h, ph, w, pw]
     blocks = blocks.permute(0, 1, 3, 5, 2, 4, 6)
     _, _, h, w = blocks.shape[:4]
-    batch = torch.arange(len(voxels), device=voxels.device).unsqueeze(1)
+    batch = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
     return blocks[batch, index_BM // (h * w), index_BM // w % h, index_BM % w].flatten(2)
 
 
@@ -179,7 +179,7 @@ class VisionTransformer3D(nn.Module):
             where_BM, token_D = substitute
             x_BMD = torch.where(where_BM.unsqueeze(-1), token_D.to(x_BMD.dtype), x_BMD)
         if self.config.positions == "learned":
-            x_BMD = x_BMD + take_tokens(self.position.expand(len(x_BMD), -1, -1), index_BM)
+            x_BMD = x_BMD + take_tokens(self.position.expand(x_BMD.shape[0], -1, -1), index_BM)
         elif table is None:
             table = rotary(self.grid, index_BM, self.head_width)
         turn = turn_qkv(table) if table is not None else None

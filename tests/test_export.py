@@ -1,0 +1,273 @@
+"""An exported model is the model: same vectors, same answers, same memory of whom it has seen; whole, or not there."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import octfm
+from bucket_servers import BUCKET, s3_server
+from octfm.cli import app
+from octfm.config import load
+from octfm.data.location import location
+from octfm.data.preprocessing import Preprocessing
+from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.evaluation import exported, onnx_graph
+from octfm.evaluation.embed import embed_all
+from octfm.evaluation.encoder import load_encoder, participants_of, preprocessing_of, seen_by
+from octfm.evaluation.export import export
+from octfm.evaluation.finetune import finetune
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.predictions import read_predictions
+from octfm.evaluation.tuned import load_tuned
+from octfm.models.heads import add_low_rank, merged
+from octfm.training import checkpoint
+from octfm.training.pretrain import pretrain
+from small_store import small_store
+from test_encoder import eye
+from test_pretrain import config, quiet
+
+GRADES = ("low", "middle", "high")
+
+
+def darkened(seed, prepared):
+    return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    return pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory):
+    return export(run, tmp_path_factory.mktemp("exports") / "encoder", echo=quiet)
+
+
+def tune(run, store, out, labels, **changes):
+    base = {
+        "encoder": str(run), "store": str(store.path), "labels": str(labels), "target": "grade", "order": list(GRADES), "epochs": 2,
+        "head_epochs": 1, "batch_size": 4, "per_device_batch_size": 4, "lr_head": 1e-2, "lr_encoder": 3e-4, "tokens_per_volume": 24,
+        "augment": {"axial_shift": 2, "contrast": 0, "gamma": 0},
+    }  # fmt: skip
+    return finetune(load(FinetuneConfig, base | changes), out, "cpu", echo=quiet)
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory):
+    path = tmp_path_factory.mktemp("labels") / "labels.tsv"
+    path.write_text("participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{50 + 3 * i}\n" for i in range(12)))
+    return path
+
+
+def test_the_same_vectors_to_the_last_bit(run, folder):
+    original, loaded = load_encoder(run), load_encoder(folder)
+    assert loaded.key == original.key and loaded.preprocessing == original.preprocessing
+    volume = eye("L")
+    np.testing.assert_array_equal(loaded.embed(volume), original.embed(volume))
+    np.testing.assert_array_equal(loaded.embed_tokens(volume), original.embed_tokens(volume))
+    fresh = [load_encoder(path, random_init=True).embed(volume) for path in (run, folder)]
+    np.testing.assert_array_equal(*fresh)
+    assert not np.array_equal(fresh[0], original.embed(volume))
+
+
+def test_the_hub_class_loads_offline_is_the_same_network_and_learns(run, folder, tmp_path):
+    code = f"""
+import socket
+def refuse(*_): raise AssertionError("no network")
+socket.socket.connect = refuse
+import numpy as np, torch, octfm
+module = octfm.OctEncoder.from_pretrained({str(folder)!r})
+assert not module.training
+np.save({str(tmp_path / "grid.npy")!r}, module(torch.full((2, 1, 8, 64, 32), 90, dtype=torch.uint8)).detach().numpy())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    expected = load_encoder(run).encode_grid(np.full((2, 8, 64, 32), 90, np.uint8))
+    np.testing.assert_array_equal(np.load(tmp_path / "grid.npy"), np.moveaxis(expected, -1, 1))
+
+    module = octfm.OctEncoder.from_pretrained(folder)
+    volume = eye()
+    np.testing.assert_array_equal(module.encoder.embed(volume), load_encoder(run).embed(volume))
+    voxels = torch.rand(1, 8, 64, 32, requires_grad=True) * 255
+    module(voxels).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.network.patch_embed.parameters())
+    with pytest.raises(ConfigError, match=r"expected voxels \[B, 1, 8, 64, 32\], got \[1, 1, 8, 64, 48\]"):
+        module(torch.zeros(1, 8, 64, 48))
+    # What a user has trained further is written in the same layout, with its own checksum and the same memory.
+    with torch.no_grad():
+        module.network.norm.bias += 1
+    module.save_pretrained(tmp_path / "mine")
+    mine = load_encoder(tmp_path / "mine")
+    assert mine.key != load_encoder(folder).key
+    np.testing.assert_array_equal(mine.embed(volume), module.encoder.embed(volume))
+    assert participants_of(tmp_path / "mine") == participants_of(folder)
+
+
+def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labels, tmp_path):
+    seen = seen_by(folder)
+    assert seen("P000") and not seen("P011")
+    everything = b"".join(file.read_bytes() for file in folder.iterdir())
+    for row in store.rows:
+        for secret in (row.participant, row.acquisition, row.uri):
+            assert secret.encode() not in everything, secret
+    assert str(store.path).encode() not in everything and str(run).encode() not in everything
+    assert preprocessing_of(folder) == store.preprocessing.model_dump(mode="json")
+    # As everywhere else: a test participant that was pretrained on stops the evaluation.
+    moved = small_store(tmp_path / "moved", darkened, splits=("test",) * 3 + ("train",) * 7 + ("val",) * 2)
+    with pytest.raises(EvaluationError, match="pretraining"):
+        tune(folder, moved, tmp_path / "leak", labels)
+    kept = export(run, tmp_path / "published", keep_key=tmp_path / "key", echo=quiet)
+    assert not (kept / exported.KEY).exists()
+    with pytest.raises(EvaluationError, match="without the key"):
+        seen_by(kept)
+    assert load_encoder(kept).key == load_encoder(run).key, "embedding needs no key"
+    shutil.copy(tmp_path / "key", kept / exported.KEY)
+    assert seen_by(kept)("P000")
+
+
+def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
+    import pyarrow.parquet as pq
+
+    ours, theirs = (embed_all(path, store.path, tmp_path / path.name, echo=quiet) for path in (run, folder))
+    for a, b in zip(ours, theirs, strict=True):
+        assert pq.read_table(a)["vector"].equals(pq.read_table(b)["vector"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lr_encoder": 0}, {"pool": "attention"}, {"lora_rank": 2, "lr_encoder": 3e-3}, {"target": "age", "order": [], "head_epochs": 0}],
+    ids=["head only", "attentive", "low rank", "number"],
+)
+def test_a_fine_tuned_model_answers_as_it_did_when_it_was_tested(run, store, labels, tmp_path, changes):
+    out = tune(run, store, tmp_path / "tuned", labels, **changes)
+    said = read_predictions(out / "predictions.parquet").of_acquisition
+    rows = [row.index for row in store.rows if row.acquisition in said]
+    written = export(out, tmp_path / "exported", echo=quiet)
+    arrays = store.read(rows)
+    answers = [load_tuned(path, "cpu").answers(arrays) for path in (out, written)]
+    np.testing.assert_array_equal(*answers)
+    np.testing.assert_allclose(answers[0], [said[store.rows[row].acquisition][0] for row in rows], atol=2e-5)
+    volume = eye()
+    np.testing.assert_array_equal(load_encoder(out).embed(volume), load_encoder(written).embed(volume))
+    assert np.array_equal(load_encoder(out).embed(volume), load_encoder(run).embed(volume)) == (changes.get("lr_encoder") == 0)
+    predicted = load_tuned(written).predict(volume)
+    if changes.get("target") == "age":
+        assert set(predicted) == {"age"} and 30 < predicted["age"] < 100
+    else:
+        assert tuple(predicted) == GRADES and sum(predicted.values()) == pytest.approx(1)
+    if "lora_rank" in changes:  # what is merged is what was trained
+        best = checkpoint.load(checkpoint.newest(out))["state"]["best"]["model"]
+        own = {name.removeprefix("encoder."): t for name, t in best.items() if name.startswith("encoder.")}
+        unmerged = add_low_rank(load_encoder(run).network, 2)
+        unmerged.load_state_dict(own)
+        patches, index = torch.randn(1, 5, 128), torch.arange(5)[None]
+        plain = load_encoder(out).network
+        torch.testing.assert_close(plain(patches, index), unmerged(patches, index), atol=1e-5, rtol=1e-5)
+        assert set(merged(own)) == set(plain.state_dict())
+    assert seen_by(written)("P000"), "whom the encoder and the head were trained on"
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tmp_path, monkeypatch):
+    with pytest.raises(EvaluationError, match="exists already"):
+        export(run, folder)
+    (tmp_path / "key").write_text("precious")
+    with pytest.raises(EvaluationError, match="exists already"):
+        export(run, tmp_path / "a", keep_key=tmp_path / "key")
+
+    class Stopped(BaseException):
+        pass
+
+    def stopped(*_, **__):
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx_graph, "write_onnx", stopped)
+        with pytest.raises(Stopped):
+            export(run, tmp_path / "b", onnx=True, echo=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "settings", "foreign", "newer", "seen"])
+def test_damage_is_told_where_it_is(folder, tmp_path, damage):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights, settings = copy / exported.WEIGHTS, json.loads((copy / exported.CONFIG).read_text())
+    if damage == "flip":
+        data = bytearray(weights.read_bytes())
+        data[-9] ^= 64
+        weights.write_bytes(data)
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage in ("missing", "seen"):
+        (weights if damage == "missing" else copy / exported.SEEN).unlink()
+    elif damage == "settings":
+        settings["settings"]["model"]["width"] = 96
+    elif damage == "foreign":
+        settings["format"] = "bert"
+    else:
+        settings["version"] = 99
+    (copy / exported.CONFIG).write_text(json.dumps(settings))
+    words = {
+        "flip": "model.safetensors: damaged.*checksum", "cut": "model.safetensors: damaged", "missing": "no such file",
+        "settings": "not of one model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "seen": "seen_participants.*missing",
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=words[damage]):
+        load_encoder(copy)
+
+
+def test_an_export_in_a_bucket(run, folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    with s3_server() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        place = location(f"s3://{BUCKET}/models/encoder")
+        for file in folder.iterdir():
+            (place / file.name).write_bytes(file.read_bytes())
+        assert load_encoder(str(place)).key == load_encoder(run).key and seen_by(place)("P000")
+
+
+def test_the_verb(run, tmp_path):
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["export", str(run), "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0 and "model.safetensors" in result.output and "--keep-key" in result.output
+    card = (out / exported.CARD).read_text()
+    assert card.startswith("---\n") and 'octfm.load_encoder("out")' in card
+    assert load(Preprocessing, json.loads((out / exported.CONFIG).read_text())["preprocessing"]) == load_encoder(run).preprocessing
+
+
+@pytest.mark.slow
+def test_onnx_agrees_with_torch_for_any_batch_and_is_refused_where_it_does_not(run, store, labels, tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    tuned = tune(run, store, tmp_path / "tuned", labels, pool="attention")
+    out = export(tuned, tmp_path / "tuned-out", onnx=True, echo=quiet)
+    session = onnxruntime.InferenceSession(str(out / exported.ONNX), providers=["CPUExecutionProvider"])
+    model = load_tuned(out, "cpu")
+    for rows in ([0], [1, 2, 3, 4, 5]):
+        arrays = store.read(rows)
+        index, tissue = model.encoder.select(arrays)
+        feed = {"voxels": arrays.voxels, "index": index, "counts": tissue.astype(np.float32)}
+        tokens, vector, answers = session.run(None, feed)
+        np.testing.assert_allclose(vector, model.encoder.embed_arrays(arrays), atol=1e-4)
+        np.testing.assert_allclose(tokens, model.encoder.tissue_tokens(arrays)[0], atol=1e-4)
+        np.testing.assert_allclose(model.answer.value(answers), model.answers(arrays), atol=1e-4)
+    graph = onnx_graph.Graph(model.encoder, model.head).eval()
+    with torch.no_grad():
+        graph.network.norm.bias[3] += 1e-3
+    with pytest.raises(EvaluationError, match=r"onnxruntime and torch differ by 0\.00.* in tokens with 1 volumes"):
+        onnx_graph.check(graph, model.encoder, out / exported.ONNX)
+    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
+    with pytest.raises(EvaluationError, match="nothing was exported"):
+        export(run, tmp_path / "refused", onnx=True, echo=quiet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned", "tuned-out"]
