@@ -16,6 +16,7 @@ from octfm.data.archive import file_size
 from octfm.data.isolation import Limits, Lost
 from octfm.data.laterality import DiscSide, disc_side
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
+from octfm.data.planes import Planes
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.spread import spread
 from octfm.data.tissue import find_tissue
@@ -66,7 +67,7 @@ def _look(acquisition: Acquisition) -> Seen | Reject:
     except ReadError as error:
         return Reject(acquisition.uri, error.code, str(error), file_size(acquisition.uri))
     voxels = volume.superior_to_inferior().voxels
-    voxels = (voxels >> 8).astype(np.uint8) if voxels.dtype == np.uint16 else voxels
+    voxels = Planes(voxels, 65535) if voxels.dtype == np.uint16 else voxels
     return Seen(fingerprint(volume.voxels), disc_side(voxels, volume.spacing_mm, find_tissue(voxels, volume.spacing_mm)))
 
 

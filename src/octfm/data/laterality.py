@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from octfm.data.surface import at_rows
+from octfm.data.planes import Planes
 from octfm.data.tissue import Tissue
 from octfm.data.volume import Laterality, Spacing3
 
@@ -38,7 +38,7 @@ class DiscSide:
         return (laterality, self.side) in {("R", "left"), ("L", "right")}
 
 
-def disc_side(voxels_DHW: np.ndarray, spacing_mm: Spacing3, tissue: Tissue) -> DiscSide:
+def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tissue) -> DiscSide:
     """Right and left of the fovea compared at equal distances: the median over B-scans and distances."""
     depth, _, width = voxels_DHW.shape
     dz, dy, dx = spacing_mm
@@ -47,23 +47,39 @@ def disc_side(voxels_DHW: np.ndarray, spacing_mm: Spacing3, tissue: Tissue) -> D
     near = np.flatnonzero(np.abs(np.arange(depth) - fovea[0]) * dz < ACROSS_MM)
     if not tissue.confident or reach < LEAST_REACH_MM or not near.size:
         return DiscSide("unclear", float("nan"), float("nan"))
-    ilm, thickness_um = tissue.ilm[near], (tissue.bm - tissue.ilm)[near] * dy * 1000
-    planes = voxels_DHW[near].transpose(0, 2, 1)
-    layers = [_mean_below(planes, ilm, depths, dy) for depths in (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM)]
-    contrast = (layers[0] - layers[1]) / max(float(layers[2].mean()), 1e-6)
     away = np.arange(FROM_FOVEA_MM[0], min(FROM_FOVEA_MM[1], reach), max(dx, 0.05)) / dx
-    brightness, thickness = (_right_minus_left(field, fovea[1], away) for field in (contrast, thickness_um))
+    # Both neighbours of every position that is compared; the rest of the A-scans need not be looked at.
+    left = np.floor(np.concatenate([fovea[1] - away, fovea[1] + away])).astype(int)
+    columns = np.clip(np.union1d(left, left + 1), 0, width - 1)
+    ilm, thickness_um = tissue.ilm[near][:, columns], (tissue.bm - tissue.ilm)[near][:, columns] * dy * 1000
+    layers = _means_below(voxels_DHW, near, columns, ilm, (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM), dy)
+    contrast = (layers[0] - layers[1]) / max(float(layers[2].mean()), 1e-6)
+    brightness, thickness = (_right_minus_left(field, columns, fovea[1], away) for field in (contrast, thickness_um))
     agree = np.sign(brightness) == np.sign(thickness) and abs(brightness) >= LEAST_BRIGHTNESS and abs(thickness) >= LEAST_THICKNESS_UM
     return DiscSide(("right" if brightness > 0 else "left") if agree else "unclear", brightness, thickness)
 
 
-def _mean_below(planes_DWH: np.ndarray, ilm: np.ndarray, depths_um: tuple[float, float], dy: float) -> np.ndarray:
-    """[D, W] mean brightness between two depths below the ILM, from at most 16 rows."""
-    first, last = (um / 1000 / dy for um in depths_um)
-    rows = np.linspace(first, last, int(min(16, max(2, last - first))))
-    return np.mean([at_rows(planes_DWH, ilm + row).astype(np.float32) for row in rows], axis=0)
+def _means_below(
+    voxels: np.ndarray | Planes,
+    bscans: np.ndarray,
+    columns: np.ndarray,
+    ilm: np.ndarray,
+    layers_um: tuple[tuple[float, float], ...],
+    dy: float,
+) -> list[np.ndarray]:
+    """Per layer [len(bscans), len(columns)]: mean brightness between two depths below the ILM, from at most 16 rows."""
+    depths = []
+    for first, last in layers_um:
+        rows = (last - first) / 1000 / dy
+        depths.append(np.linspace(first, last, int(min(16, max(2, rows)))) / 1000 / dy)
+    below, ends = np.concatenate(depths)[:, None], np.cumsum([len(rows) for rows in depths])[:-1]
+    means = [np.empty(ilm.shape, np.float32) for _ in layers_um]
+    for at, bscan in enumerate(bscans):
+        rows = np.clip(np.rint(ilm[at] + below).astype(int), 0, voxels.shape[1] - 1)
+        for mean, values in zip(means, np.split(voxels[bscan][rows, columns], ends), strict=True):
+            mean[at] = values.mean(axis=0, dtype=np.float32)
+    return means
 
 
-def _right_minus_left(field_DW: np.ndarray, middle: float, away: np.ndarray) -> float:
-    columns = np.arange(field_DW.shape[1])
-    return float(np.median([np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DW]))
+def _right_minus_left(field_DC: np.ndarray, columns: np.ndarray, middle: float, away: np.ndarray) -> float:
+    return float(np.median([np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DC]))

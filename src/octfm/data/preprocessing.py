@@ -10,13 +10,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from octfm.config import Config
 from octfm.data.laterality import Side, disc_side
+from octfm.data.planes import Planes
 from octfm.data.resampling import resample, seen_rows
 from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.data.transform import Transform
 from octfm.data.volume import Shape3, Spacing3, Volume
 from octfm.errors import ReadError
 
-ALGORITHM = 1
+ALGORITHM = 2
 """Raised whenever the same settings would give other voxels or another band, so that old stores are told apart."""
 
 RETINA_MM = 0.3
@@ -120,21 +121,19 @@ class Preprocessing(Config):
             retina_rows=RETINA_MM / self.target_spacing[1],
         )
 
-    def _to_uint8(self, volume: Volume) -> np.ndarray:
-        voxels = volume.voxels
-        if voxels.dtype == np.uint16:
-            gray = np.empty(voxels.shape, np.uint8)
-            for bscan, target in zip(voxels, gray, strict=True):  # one by one: a volume of floats would not fit beside it
-                scaled = bscan.astype(np.float32) * np.float32(255 / self.uint16_full_scale)
-                target[:] = np.minimum(scaled + np.float32(0.5), 255).astype(np.uint8)
-            voxels = gray
-        elif voxels.dtype != np.uint8:
+    def _to_uint8(self, volume: Volume) -> np.ndarray | Planes:
+        if volume.voxels.dtype == np.uint16:
+            voxels: np.ndarray | Planes = Planes(volume.voxels, self.uint16_full_scale)
+        elif volume.voxels.dtype == np.uint8:
+            voxels = volume.voxels
+        else:
             raise ReadError(
                 "unsupported_pixels",
-                f"{volume.source}: voxels are {voxels.dtype}, expected uint8 or uint16 display intensities; convert them when reading",
+                f"{volume.source}: voxels are {volume.voxels.dtype}, expected uint8 or uint16 intensities; convert them when reading",
             )
-        if all((bscan == voxels[0, 0, 0]).all() for bscan in voxels):
-            raise ReadError("blank_volume", f"{volume.source}: every voxel is {voxels.flat[0]}; nothing was imaged, export it again")
+        first = voxels[0][0, 0]
+        if all((bscan == first).all() for bscan in voxels):
+            raise ReadError("blank_volume", f"{volume.source}: every voxel is {first}; nothing was imaged, export it again")
         return voxels
 
     def _place(self, volume: Volume, tissue: Tissue, *, reversed_bscans: bool, mirrored: bool) -> Transform:

@@ -25,20 +25,24 @@ def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
 
 def _dilate(values: np.ndarray, reach: int, penalty: float) -> np.ndarray:
     """Largest value within ± `reach` rows less `penalty` per row, [D, H]; the window doubles instead of being walked."""
+    lower = np.empty_like(values)
     done = 0
     while done < reach:
         step = min(done + 1, reach - done)
-        lower, wider = values - np.float32(penalty * step), values.copy()
-        np.maximum(wider[:, step:], lower[:, :-step], out=wider[:, step:])
-        np.maximum(wider[:, :-step], lower[:, step:], out=wider[:, :-step])
-        values, done = wider, done + step
+        np.subtract(values, np.float32(penalty * step), out=lower)
+        values = values.copy()
+        np.maximum(values[:, step:], lower[:, :-step], out=values[:, step:])
+        np.maximum(values[:, :-step], lower[:, step:], out=values[:, :-step])
+        done += step
     return values
 
 
 def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
     """Values [D, W] at the nearest row of a surface."""
-    index = np.clip(np.rint(rows_DW).astype(int), 0, array_DWH.shape[2] - 1)
-    return np.take_along_axis(array_DWH, index[:, :, None], axis=2)[:, :, 0]
+    depth, width, height = array_DWH.shape
+    index = np.rint(rows_DW).astype(np.intp)
+    bscan, column = np.ogrid[:depth, :width]
+    return array_DWH[bscan, column, np.minimum(np.maximum(index, 0), height - 1)]
 
 
 def median_of_bscans(surface: np.ndarray, dz: float) -> np.ndarray:
@@ -87,8 +91,16 @@ def _window_sum(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
     return total.take(np.minimum(index + reach + 1, n), axis) - total.take(np.maximum(index - reach, 0), axis)
 
 
-def refine(rows_DW: np.ndarray, block: int, width: int) -> np.ndarray:
-    """A surface known per block of A-scans to every A-scan [D, width], linear between the middles of the blocks."""
-    middle = (np.arange(rows_DW.shape[1]) + 0.5) * block - 0.5
+def between_bscans(rows_SW: np.ndarray, at: np.ndarray, displacement_D: np.ndarray) -> np.ndarray:
+    """A surface known at the B-scans `at` of a registered volume, on all of them [D, W] and displaced as they are."""
+    position = np.interp(np.arange(len(displacement_D)), at, np.arange(len(at)))
+    low = np.minimum(position.astype(int), max(len(at) - 2, 0))
+    part = (position - low)[:, None]
+    return (1 - part) * rows_SW[low] + part * rows_SW[np.minimum(low + 1, len(at) - 1)] + displacement_D[:, None]
+
+
+def refine(rows_DW: np.ndarray, block: tuple[int, int], width: int) -> np.ndarray:
+    """A surface known per block of rows and A-scans, in native rows of every A-scan, float32 [D, width]; linear between the middles."""
+    middle = (np.arange(rows_DW.shape[1]) + 0.5) * block[1] - 0.5
     position = np.arange(width)
-    return np.stack([np.interp(position, middle, row) for row in rows_DW]).astype(np.float32)
+    return np.stack([np.interp(position, middle, (row + 0.5) * block[0] - 0.5) for row in rows_DW]).astype(np.float32)

@@ -6,8 +6,9 @@ from functools import partial
 
 import numpy as np
 
+from octfm.data.planes import Planes, memory_order
 from octfm.data.registration import register_bscans
-from octfm.data.surface import at_rows, best_path, envelope, median_of_bscans, near, refine, smooth
+from octfm.data.surface import at_rows, best_path, between_bscans, envelope, median_of_bscans, near, refine, smooth
 from octfm.data.volume import Spacing3
 
 MARGIN_MM = 0.05
@@ -16,8 +17,11 @@ MARGIN_MM = 0.05
 COARSE_MM = (0.008, 0.06)
 """The surfaces are searched on block means of about this size (axial, lateral): fine against the margin, and speckle averages out."""
 
+BSCANS_MM, NEIGHBOURS_MM = 0.11, 0.06
+"""B-scans that lie closer are not all searched; each that is, is averaged with its neighbours within the second distance."""
+
 THRESHOLD = 0.2
-"""Signal between vitreous and retina, on the scale of `_signal`."""
+"""Signal between vitreous and retina, on the scale of `_normalise`."""
 
 THINNEST_MM = 0.11
 """No retina is thinner (a fovea keeps 0.15); less than this between ILM and BM is a full-thickness hole."""
@@ -59,50 +63,53 @@ class Tissue:
     """The measurements behind `confident`, each with its floor in `FLOORS`."""
 
 
-def find_tissue(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> Tissue:
+def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue:
     """Register the B-scans, find the ILM, then the RPE below it, each as the best path per B-scan with its neighbours as referees."""
     coarse, block = _block_means(voxels_DHW, spacing_mm)
-    dz, dy, dx = spacing_mm[0], spacing_mm[1] * block[0], spacing_mm[2] * block[1]
-    displacement = register_bscans(coarse, (dz, dy, dx))
+    dy, dx = spacing_mm[1] * block[0], spacing_mm[2] * block[1]
+    displacement = register_bscans(coarse, (spacing_mm[0], dy, dx))
     blank = coarse.max(axis=2) == coarse.min(axis=2)
-    signal, contrast, contrast_to_noise = _signal(coarse, blank)
+    low, contrast, contrast_to_noise = _levels(coarse, blank)
     pad = int(np.ceil(np.abs(displacement).max() + 0.3 / dy))
-    signal, seen = _align(signal, blank, displacement, pad)
-    _average_neighbours(signal, seen, dz)
+    searched = _searched(len(coarse), spacing_mm[0])
+    dz = spacing_mm[0] * (searched[1] - searched[0] if len(searched) > 1 else 1)
+    signal, seen = _align(coarse, blank, displacement, searched, int(NEIGHBOURS_MM / spacing_mm[0]), pad)
+    _normalise(signal, seen, low, contrast)
 
     ilm_score = _by_bscan(partial(_ilm_score, dy=dy), signal, seen)
     ilm = median_of_bscans(best_path(ilm_score, jump=max(1, round(1.5 * dx / dy)), penalty=0.05), dz)
     del ilm_score
     # Pits and holes in the ILM must not forbid the RPE below them.
     rim = envelope(ilm, (dz, dx), -1)
-    rpe_score = _by_bscan(partial(_rpe_score, dy=dy), signal, seen, rim)
+    top = int(np.clip(np.floor((rim + 0.1 / dy).min()), 0, signal.shape[2] - 1))
+    rpe_score = _by_bscan(partial(_rpe_score, dy=dy, top=top), signal, seen, rim, rows=signal.shape[2] - top)
     rpe_score /= max(float(np.median(rpe_score.max(axis=2))), 1e-6)
     # Out of the frame nothing speaks for or against, so a tilted RPE may leave it.
-    rpe_score[~seen] = 0.25
-    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.06), dz)
+    rpe_score[~seen[:, :, top:]] = 0.25
+    rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.06), dz) + np.float32(top)
     bm = envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
     ilm = _bridge_holes(ilm, (bm - ilm < THINNEST_MM / dy) | (ilm - rim > DEEPEST_PIT_MM / dy), round(0.25 / dx))
 
     confidence = {
         "contrast": contrast / 255,
         "contrast_to_noise": contrast_to_noise,
-        "unsaturated": 1 - min(1.0, float((coarse >= 254).sum() / max((bm - ilm).sum(), 1))),
-        **_support(signal, seen, rpe_score, ilm, rpe, bm, (dz, dy, dx)),
+        "unsaturated": 1 - min(1.0, float((coarse[searched] >= 254).sum() / max((bm - ilm).sum(), 1))),
+        **_support(signal, seen, at_rows(rpe_score, rpe - top), ilm, rpe, bm, (dz, dy, dx)),
     }
-    native = ((surface - pad + displacement[:, None] + 0.5) * block[0] - 0.5 for surface in (ilm, bm))
-    ilm_native, bm_native = (refine(surface, block[1], voxels_DHW.shape[2]) for surface in native)
+    width = voxels_DHW.shape[2]
+    ilm_native, bm_native = (refine(between_bscans(surface, searched, displacement) - pad, block, width) for surface in (ilm, bm))
     fovea = _find_fovea((bm - ilm) * dy, (dz, dx))
     return Tissue(
         ilm=ilm_native,
         bm=bm_native,
-        fovea=fovea and (fovea[0], (fovea[1] + 0.5) * block[1] - 0.5),
+        fovea=fovea and (float(np.interp(fovea[0], np.arange(len(searched)), searched)), (fovea[1] + 0.5) * block[1] - 0.5),
         displacement=displacement * block[0],
         confident=all(confidence[name] >= floor for name, floor in FLOORS.items()),
         confidence=confidence,
     )
 
 
-def _block_means(voxels: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int]]:
+def _block_means(voxels: np.ndarray | Planes, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int]]:
     """Means over (rows, A-scans) blocks, float32 [D, W, H]; a remainder at the far border is dropped."""
     depth, height, width = voxels.shape
     rows = min(max(1, round(COARSE_MM[0] / spacing_mm[1])), height)
@@ -110,45 +117,90 @@ def _block_means(voxels: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, 
     h, w = height // rows, width // columns
     means = np.empty((depth, w, h), np.float32)
     for bscan, mean in zip(voxels, means, strict=True):
-        total = np.zeros((h, w * columns), np.uint16)
-        for row in range(rows):
-            total += bscan[row : h * rows : rows, : w * columns]
-        sums = np.zeros((h, w), np.float32)
-        for column in range(columns):
+        step = memory_order(bscan)
+        bscan = bscan[: h * rows, : w * columns][:, ::step]
+        total = bscan[::rows].astype(np.uint16)
+        for row in range(1, rows):
+            total += bscan[row::rows]
+        sums = total[:, ::columns].astype(np.float32)
+        for column in range(1, columns):
             sums += total[:, column::columns]
-        np.divide(sums.T, np.float32(rows * columns), out=mean)
+        np.divide(sums.T[::step], np.float32(rows * columns), out=mean)
     return means, (rows, columns)
 
 
-def _signal(coarse: np.ndarray, blank: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """Brightness with the noise floor at 0 and the brightest layers near 1 (0 on blank A-scans); the step between them in grey
-    levels, and the same step in standard deviations of the speckle that is left."""
-    smoothed = _by_bscan(partial(_moving_mean, reach=1, axis=1), coarse)
+def _levels(coarse: np.ndarray, blank: np.ndarray) -> tuple[float, float, float]:
+    """Noise floor; the step from it to the brightest layers in grey levels, and the same step in standard deviations of the speckle that
+    is left. Told by every second B-scan, or by fewer where there are many."""
+    some = slice(None, None, max(2, len(coarse) // 16))
+    sample, blank = coarse[some], blank[some]
     # The floor is the level of the noise, not its darkest speckle: look at means over many blocks.
-    calm = _moving_mean(_moving_mean(coarse[::2], 3, 1, step=3), 3, 2, step=3)[~blank[::2, ::3]]
+    calm = _moving_mean(_moving_mean(sample, 3, 1, step=3), 3, 2, step=3)[~blank[:, ::3]]
     if not calm.size:
-        return np.zeros_like(coarse), 0.0, 0.0
+        return 0.0, 0.0, 0.0
     low = float(np.percentile(calm, 10))
-    contrast = max(float(np.percentile(smoothed[::2][~blank[::2]], 99)) - low, 1e-3)
-    noise = float(np.abs(coarse[::2, ::2, 2::2] - coarse[::2, ::2, :-2:2]).sum()) / max(coarse[::2, ::2, 2::2].size, 1) + 1e-3
-    signal = _by_bscan(partial(_evened, low=low, contrast=contrast), smoothed, blank)
-    return signal, contrast, contrast / noise
+    contrast = max(float(np.percentile(_moving_mean(sample, 1, 1)[~blank], 99)) - low, 1e-3)
+    noise = float(np.abs(sample[:, ::2, 2::2] - sample[:, ::2, :-2:2]).sum()) / max(sample[:, ::2, 2::2].size, 1) + 1e-3
+    return low, contrast, contrast / noise
 
 
-def _evened(smoothed: np.ndarray, blank: np.ndarray, low: float, contrast: float) -> np.ndarray:
-    signal = (smoothed - np.float32(low)) / np.float32(contrast)
-    signal[blank] = 0
-    # Shadows, vignetting and fading dim whole A-scans: bring the brightest layer near 1 on each, but do not raise noise.
-    peak = _moving_mean(_moving_mean(signal, 1, 2).max(axis=2, keepdims=True), 6, 1)
-    signal /= np.maximum(peak, np.float32(0.35))
-    return signal
+def _searched(depth: int, dz: float) -> np.ndarray:
+    """int64: the B-scans whose surfaces are searched, about 0.1 mm apart: registered neighbours that lie closer show the same retina."""
+    step = max(1, int(BSCANS_MM / dz))
+    return np.arange((depth - 1) % step // 2, depth, step)
 
 
-def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """`function` of a few B-scans at a time, float32: they stay in the processor's cache, and what it needs besides stays small."""
-    out = np.empty(arrays[0].shape, np.float32)
-    few = max(1, 2**16 // max(out[0].size, 1))
-    for start in range(0, len(out), few):
+def _align(
+    coarse: np.ndarray, blank: np.ndarray, displacement: np.ndarray, searched: np.ndarray, reach: int, pad: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the B-scans within ± `reach` of each of `searched`, shifted by minus their displacements (linear), with `pad` rows more
+    on both sides: float32 [S, W, H + 2 pad] of what was seen, 0 elsewhere; and which voxels were seen at all."""
+    depth, width, height = coarse.shape
+    reach = min(reach, (depth - 1) // 2)
+    out = np.zeros((len(searched), width, height + 2 * pad), np.float32)
+    seen = np.zeros(out.shape, bool)
+    count = np.empty(out.shape[1:], np.float32)
+    share = np.empty((width, height), np.float32)
+    for middle, total, where in zip(searched, out, seen, strict=True):
+        count.fill(0)
+        for bscan in range(max(0, middle - reach), min(depth, middle + reach + 1)):
+            whole = int(np.floor(displacement[bscan]))
+            part = np.float32(displacement[bscan] - whole)
+            at, plane, shown = slice(pad - whole, pad - whole + height), coarse[bscan], ~blank[bscan]
+            if not shown.all():
+                plane = plane * shown[:, None]
+            total[:, at] += np.multiply(plane, 1 - part, out=share)
+            np.multiply(plane, part, out=share)
+            total[:, at][:, :-1] += share[:, 1:]
+            total[:, at][:, -1] += share[:, -1]
+            count[:, at] += shown[:, None]
+        np.greater(count, 0, out=where)
+        np.divide(total, count, out=total, where=where)
+    return out, seen
+
+
+def _normalise(means: np.ndarray, seen: np.ndarray, low: float, contrast: float) -> None:
+    """In place: brightness with the noise floor at 0 and the brightest layers near 1, 0 where nothing was seen."""
+    if not contrast:
+        means[:] = 0
+    for signal, shown in zip(means[:, None], seen[:, None], strict=True):  # one by one: a B-scan stays in the processor's cache
+        signal -= np.float32(low)
+        signal *= shown
+        signal[:] = _moving_mean(signal, 1, 1)
+        signal *= shown
+        signal /= np.float32(contrast or 1)
+        # Shadows, vignetting and fading dim whole A-scans: bring the brightest layer near 1 on each, but do not raise noise.
+        peak = _moving_mean(_moving_mean(signal, 1, 2).max(axis=2, keepdims=True), 6, 1)
+        signal /= np.maximum(peak, np.float32(0.35))
+
+
+def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray, rows: int | None = None) -> np.ndarray:
+    """`function` of a few B-scans at a time, float32 [D, W, rows] (None: as the first array): they stay in the processor's cache, and what
+    it needs besides stays small."""
+    depth, width, height = arrays[0].shape
+    out = np.empty((depth, width, rows or height), np.float32)
+    few = max(1, 2**15 // (width * height))
+    for start in range(0, depth, few):
         part = slice(start, start + few)
         out[part] = function(*(array[part] for array in arrays))
     return out
@@ -156,9 +208,7 @@ def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.nd
 
 def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.ndarray:
     """Mean over ± `reach` along an axis, the border repeated, at every `step`-th place."""
-    pad = [(0, 0)] * array.ndim
-    pad[axis] = (reach, reach)
-    padded = np.pad(array, pad, mode="edge")
+    padded = np.concatenate([array.take([0] * reach, axis), array, array.take([-1] * reach, axis)], axis)
     n = array.shape[axis]
     total = np.zeros_like(array[:, ::step] if axis == 1 else array[:, :, ::step])
     for i in range(2 * reach + 1):
@@ -167,80 +217,76 @@ def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.
     return total
 
 
-def _align(signal: np.ndarray, blank: np.ndarray, displacement: np.ndarray, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every B-scan shifted by minus its displacement (linear), `pad` rows added on both sides; and which voxels were seen at all."""
-    depth, width, height = signal.shape
-    out = np.zeros((depth, width, height + 2 * pad), np.float32)
-    seen = np.zeros(out.shape, bool)
-    for d, shift in enumerate(displacement):
-        whole = int(np.floor(shift))
-        part = np.float32(shift - whole)
-        at = slice(pad - whole, pad - whole + height)
-        out[d, :, at] = (1 - part) * signal[d]
-        out[d, :, at][:, :-1] += part * signal[d][:, 1:]
-        out[d, :, at][:, -1] += part * signal[d][:, -1]
-        seen[d, :, at] = ~blank[d][:, None]
-    return out, seen
-
-
-def _average_neighbours(signal: np.ndarray, seen: np.ndarray, dz: float) -> None:
-    """In place: mean over registered neighbours within about 0.1 mm, of what was seen."""
-    reach = min(int(0.06 / dz), (len(signal) - 1) // 2)
-    total, count = signal.copy(), seen.astype(np.float32)
-    for step in range(1, reach + 1):
-        for here, there in ((slice(step, None), slice(None, -step)), (slice(None, -step), slice(step, None))):
-            total[here] += signal[there]
-            count[here] += seen[there]
-    np.divide(total, count, out=signal, where=count > 0)
-    np.greater(count, 0, out=seen)
-
-
 def _ilm_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
     the retina in two; what is bright over less than 0.04 mm is not retina but a hyaloid or a floater, and counts as dark."""
-    over = (_opened(signal, round(0.04 / dy)) - np.float32(THRESHOLD)) * seen
-    gain = np.minimum(np.maximum(over, np.float32(0.15) * over), np.float32(0.5))
-    return np.cumsum(gain[:, :, ::-1], axis=2)[:, :, ::-1]
+    gain = _opened(signal, round(0.04 / dy))
+    gain -= np.float32(THRESHOLD)
+    gain *= seen
+    np.maximum(gain, np.float32(0.15) * gain, out=gain)
+    np.minimum(gain, np.float32(0.5), out=gain)
+    # What is below a row is what there is in all, the same for every row of an A-scan, less what is above it.
+    gain -= np.cumsum(gain, axis=2)
+    return gain
 
 
 def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
     """Morphological opening along A-scans: bright runs shorter than `rows` disappear, every other edge stays where it is."""
-    height = signal.shape[2]
-    low = signal[:, :, : height - rows + 1].copy()
-    for i in range(1, rows):
-        np.minimum(low, signal[:, :, i : height - rows + 1 + i], out=low)
-    out = np.full_like(signal, -1)
-    for i in range(rows):
-        np.maximum(out[:, :, i : height - rows + 1 + i], low, out=out[:, :, i : height - rows + 1 + i])
-    return out
+    low = _over_window(np.minimum, signal, rows)
+    wide = np.full((*signal.shape[:2], signal.shape[2] + rows - 1), -1, np.float32)
+    wide[:, :, rows - 1 : signal.shape[2]] = low
+    return _over_window(np.maximum, wide, rows)
 
 
-def _rpe_score(signal: np.ndarray, seen: np.ndarray, rim: np.ndarray, dy: float) -> np.ndarray:
-    """Score of placing the RPE at each row; the nerve fibre layer can be as bright, so nothing near the inner border counts."""
-    score = _attenuation(signal, seen, dy) * _brighter_than_above(signal, dy)
-    score *= (np.arange(signal.shape[2]) >= rim[:, :, None] + 0.1 / dy) & seen
+def _over_window(function: np.ufunc, array: np.ndarray, rows: int) -> np.ndarray:
+    """Smallest or largest of each `rows` successive values along the last axis; the window doubles instead of being walked."""
+    done = 1
+    while done < rows:
+        step = min(done, rows - done)
+        array = function(array[:, :, step:], array[:, :, :-step])
+        done += step
+    return array
+
+
+def _rpe_score(signal: np.ndarray, seen: np.ndarray, rim: np.ndarray, dy: float, top: int) -> np.ndarray:
+    """Score of placing the RPE at each row from `top` on; the nerve fibre layer can be as bright, so nothing near the ILM counts."""
+    bright = np.maximum(signal, 0)
+    score = _attenuation(bright[:, :, top:], seen[:, :, top:], dy)
+    score *= _brighter_than_above(bright, dy, top)
+    score *= (np.arange(top, signal.shape[2]) >= rim[:, :, None] + np.float32(0.1 / dy)) & seen[:, :, top:]
     return score
 
 
-def _attenuation(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
+def _attenuation(bright: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     """How strongly each voxel attenuates, 0 to 1: bright, with little energy left below it, as in Vermeer et al., Biomed. Opt.
     Express 5:322, 2014. The nerve fibre layer may be as bright as the RPE but has the whole retina below."""
-    energy = np.square(np.maximum(signal, 0))
+    energy = np.square(bright)
+    above_and_here = np.cumsum(energy, axis=2)
     # The choroid goes on below the frame; without a guess of it the last row would look like the end of all tissue.
-    last = signal.shape[2] - 1 - seen[:, :, ::-1].argmax(axis=2)
-    tail = np.mean([at_rows(energy, last - i) for i in range(max(1, round(0.05 / dy)))], axis=0) * 0.15
-    above_and_here = np.cumsum(energy, axis=2) * np.float32(dy)
-    below = (above_and_here[:, :, -1] + tail.astype(np.float32))[:, :, None] - above_and_here
-    return energy / (energy + 40 * below + np.float32(0.05))
+    last = bright.shape[2] - 1 - seen[:, :, ::-1].argmax(axis=2)
+    few = max(1, round(0.05 / dy))
+    tail = (above_and_here[:, :, -1] - at_rows(above_and_here, last - few)) * np.float32(0.15 / few)
+    above_and_here *= np.float32(dy)
+    # 40 times the energy below, and a little that keeps noise from counting, in one pass.
+    rest = np.multiply(above_and_here, np.float32(-40), out=above_and_here)
+    rest += (np.float32(40) * tail + np.float32(0.05) - above_and_here[:, :, -1])[:, :, None]
+    rest += energy
+    return np.divide(energy, rest, out=rest)
 
 
-def _brighter_than_above(signal: np.ndarray, dy: float) -> np.ndarray:
-    """Signal less that of 0.05-0.15 mm above, 0 to 1: outer retina or fluid over the RPE, but choroid over the bottom of the choroid."""
-    bright = np.maximum(signal, 0)
+def _brighter_than_above(bright: np.ndarray, dy: float, top: int) -> np.ndarray:
+    """Brightness from row `top` on less that of 0.05-0.15 mm above, 0 to 1: outer retina or fluid over the RPE, but choroid over the
+    bottom of the choroid."""
     first, past = round(0.05 / dy), round(0.15 / dy) + 1
-    total = np.cumsum(np.pad(bright, ((0, 0), (0, 0), (past, 0))), axis=2)
-    above = (total[:, :, past - first : -first] - total[:, :, :-past]) / np.float32(past - first)
-    return np.clip(bright - above, 0, 1)
+    here = bright[:, :, top:]
+    context = bright[:, :, max(0, top - past) : bright.shape[2] - first]
+    total = np.zeros((*here.shape[:2], here.shape[2] + past - first), np.float32)
+    np.cumsum(context, axis=2, out=total[:, :, -context.shape[2] :])
+    window = past - first
+    above = total[:, :, window:] - total[:, :, :-window]
+    above *= np.float32(-1 / window)
+    above += here
+    return np.clip(above, 0, 1, out=above)
 
 
 def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
@@ -273,7 +319,7 @@ def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tu
 def _support(
     signal: np.ndarray, seen: np.ndarray, score: np.ndarray, ilm: np.ndarray, rpe: np.ndarray, bm: np.ndarray, spacing_mm: Spacing3
 ) -> dict[str, float]:
-    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE."""
+    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE, whose score [D, W] is given."""
     dz, dy, _ = spacing_mm
     n = max(1, round(0.05 / dy))
     step = np.mean([at_rows(signal, ilm + i) - at_rows(signal, ilm - i - 2) for i in range(n)], axis=0)
@@ -285,7 +331,7 @@ def _support(
     return {
         "ilm_support": float((step[ilm_seen] > 0.15).mean()) if ilm_seen.any() else 0.0,
         "retina_support": float((filled[ilm_seen] > 0.5).mean()) if ilm_seen.any() else 0.0,
-        "rpe_support": float((at_rows(score, rpe)[rpe_seen] > 0.3).mean()) if rpe_seen.any() else 0.0,
+        "rpe_support": float((score[rpe_seen] > 0.3).mean()) if rpe_seen.any() else 0.0,
         "smoothness": float((jumps < 0.06 + 0.25 * dz).mean()) if jumps.size else 1.0,
         "thickness": float(((thickness > 0.1) & (thickness < 1.0)).mean()),
     }

@@ -54,11 +54,11 @@ def read_dicom(uri: str | Path, raster_only: bool = True) -> Volume:
         with refusing_damage(uri):
             parts = parts_beside(part)
             header, geometry, _ = _inspect_parts(parts, raster_only)
-            voxels = _decode_parts(parts)
-    if voxels.min() == voxels.max():
+            voxels = _decode_parts(parts, header.shape)
+    if all((plane == voxels[0, 0, 0]).all() for plane in voxels):
         raise _blank(uri)
     if geometry.frame_order is not None:
-        voxels = voxels[list(geometry.frame_order)]
+        _reorder(voxels, geometry.frame_order)
     return Volume(
         voxels=voxels,
         spacing_mm=geometry.spacing_mm,
@@ -110,7 +110,7 @@ def read_header_of_parts(parts: Sequence[Part]) -> Header:
     """The header of the volume that these files are. Raises ReadError: missing_part, inconsistent_parts and all that one file may have."""
     with refusing_damage(parts[0].uri):
         header, _, blank = _inspect_parts(parts)
-        if blank and np.ptp(_decode_parts(parts)) == 0:
+        if blank and np.ptp(_decode_parts(parts, header.shape)) == 0:
             raise _blank(header.uri)
     return header
 
@@ -207,12 +207,28 @@ def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
     return (frames, *pixels[0].shape[1:])
 
 
-def _decode_parts(parts: Sequence[Part]) -> np.ndarray:
-    voxels = []
+def _decode_parts(parts: Sequence[Part], shape: Shape3) -> np.ndarray:
+    voxels, at = None, 0
     for part in parts:
         with parsed(part.uri, whole=True) as file:
-            voxels.append(decode(file.stream, locate_pixels(file), part.uri))
-    return np.concatenate(voxels)
+            planes = decode(file.stream, locate_pixels(file), part.uri)
+        voxels = np.empty(shape, planes.dtype) if voxels is None else voxels
+        voxels[at : at + len(planes)] = planes
+        at += len(planes)
+    assert voxels is not None  # parts_beside finds at least the file itself
+    return voxels
+
+
+def _reorder(voxels: np.ndarray, order: Sequence[int]) -> None:
+    """`voxels[order]` in place, cycle by cycle: a second volume would not fit into a worker's memory."""
+    left = {at: stored for at, stored in enumerate(order) if at != stored}
+    while left:
+        first, source = left.popitem()
+        kept, at = voxels[first].copy(), first
+        while source != first:
+            voxels[at] = voxels[source]
+            at, source = source, left.pop(source)
+        voxels[at] = kept
 
 
 def _stated_lateralities(dataset) -> list[str]:

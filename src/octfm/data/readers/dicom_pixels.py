@@ -5,6 +5,7 @@ pydicom drops encapsulated pixel data without its end and only warns about surpl
 offset tables, basic or extended, are not believed: writers leave them empty, or copy them from another compression.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -173,25 +174,28 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
     """
     stored = _decode_native(stream, pixels) if pixels.frames is None else _decode_encapsulated(stream, pixels, uri)
     unused = pixels.bits_allocated - pixels.bits_stored
+    # In place: a second volume would not fit into a worker's memory.
     if pixels.inverted:
-        stored = ~stored
+        np.invert(stored, out=stored)
     # Bits above BitsStored may hold overlays: shifting left drops them and makes 2^bits_stored - 1 white.
-    return stored << np.array(unused, stored.dtype) if unused else stored
+    return np.left_shift(stored, np.array(unused, stored.dtype), out=stored) if unused else stored
 
 
 def _decode_native(stream: BinaryIO, pixels: Pixels) -> np.ndarray:
     stream.seek(pixels.offset)
     content, at = np.empty(pixels.bytes_expected + pixels.bytes_expected % 2, np.uint8), 0
-    while at < len(content) and (piece := stream.read(min(_PIECE, len(content) - at))):  # in pieces: half the memory
-        content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-        at += len(piece)
+    while at < len(content) and (count := stream.readinto(content[at : at + _PIECE].data)):  # type: ignore[attr-defined]
+        at += count
     content = content[:at]
     if pixels.bits_allocated == 16:
-        stored = np.frombuffer(content, ">u2" if pixels.big_endian else "<u2").astype(np.uint16, copy=False)
+        stored = content.view(np.uint16)
+        if pixels.big_endian == (sys.byteorder == "little"):
+            stored.byteswap(inplace=True)
     elif pixels.big_endian and pixels.vr == "OW":  # 8-bit pixels in big-endian words: PS3.5 annex A.3
-        stored = np.frombuffer(content, np.uint8).reshape(-1, 2)[:, ::-1].ravel()
+        content.view(np.uint16).byteswap(inplace=True)
+        stored = content
     else:
-        stored = np.frombuffer(content, np.uint8)
+        stored = content
     return stored[: int(np.prod(pixels.shape))].reshape(pixels.shape)
 
 
