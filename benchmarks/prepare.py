@@ -1,10 +1,10 @@
 """What preparing costs beside decoding, as ratios of one run: `OMP_NUM_THREADS=1 python benchmarks/prepare.py [--scanners zeiss_cirrus]`.
 
 Phantoms of each instrument's own size, written as JPEG 2000, JPEG-LS and uncompressed. Three things are timed in turn, CPU seconds of one
-thread (on a busy machine wall clocks mean little), and the median is told: decoding the compressed frames and nothing else, `prepare` of
-the same file (reading, preprocessing, checksum, writing durably), and the usual way (usual_way.py; needs `pip install octfm[bench]`).
-Aims (issue C): prepare over decoding at most 1.25 for JPEG 2000 and 2 for JPEG-LS; at least 3 times as fast as the usual way for
-uncompressed files. Peak memory of a 512 x 1024 x 512 volume, at most 1 GB, is told with --memory.
+thread (on a busy machine wall clocks mean little), and the median is told: decoding the compressed frames and nothing else, what a worker
+of `prepare` does with the same file (reading, preprocessing, checksum, fingerprint, writing durably), and the usual way (usual_way.py;
+needs `pip install octfm[bench]`). Aims (issue C): prepare over decoding at most 1.25 for JPEG 2000 and 2 for JPEG-LS; at least 3 times as
+fast as the usual way for uncompressed files. Peak memory of a 512 x 1024 x 512 volume, at most 1 GB, is told with --memory.
 """
 
 import argparse
@@ -22,13 +22,14 @@ from pydicom import dcmread, dcmwrite, uid
 from pydicom.encaps import encapsulate, generate_frames
 
 from octfm.data.isolation import Limits, each
-from octfm.data.phantom import PHANTOM_VERSION, SCANNERS, phantom_volume
+from octfm.data.phantom import DEFAULT_SCANNERS, PHANTOM_VERSION, SCANNERS, phantom_volume
 from octfm.data.phantom.dicom import to_bytes, to_dataset
+from octfm.data.pixel_copies import fingerprint
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.readers import read_volume
 from octfm.data.readers.dicom_codecs import FrameFormat, decode_frame, find_decoders
 from octfm.data.store_writer import stage
-from octfm.data.volume import Volume
+from octfm.data.volume import Spacing3, Volume
 from usual_way import usual_way
 
 SYNTAXES = {"JPEG 2000": uid.JPEG2000Lossless, "JPEG-LS": uid.JPEGLSLossless, "uncompressed": uid.ExplicitVRLittleEndian}
@@ -65,8 +66,9 @@ def decode_only(path: Path) -> Callable[[], None]:
 
 
 def prepare_one(path: Path, preprocessing: Preprocessing, staging: Path) -> None:
-    prepared = preprocessing(read_volume(path))
-    stage(prepared, staging, "volume", "none")
+    volume = read_volume(path)
+    stage(preprocessing(volume), staging, "volume", "none")
+    fingerprint(volume.voxels)
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -77,9 +79,8 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--scanners", nargs="+", default=["zeiss_cirrus", "heidelberg_spectralis", "topcon_maestro2"], choices=list(SCANNERS)
-    )
+    parser.add_argument("--scanners", nargs="+", default=DEFAULT_SCANNERS, choices=list(SCANNERS))
+    parser.add_argument("--syntaxes", nargs="+", default=list(SYNTAXES), choices=list(SYNTAXES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="only the peak memory of a 512 x 1024 x 512 volume")
     options = parser.parse_args()
@@ -93,26 +94,28 @@ def main() -> None:
             return
         for scanner in options.scanners:
             volume = phantom_volume(3, scanner=scanner, size=SCANNERS[scanner].vendor_size)[0]
-            compare(scanner, volume, base, preprocessing, options.repeats)
+            plain = save(base / f"{scanner}.dcm", volume)
+            for name in options.syntaxes:
+                compare(
+                    f"{scanner} {' x '.join(map(str, volume.shape))} {name}", plain, volume.spacing_mm, name, preprocessing, options.repeats
+                )
 
 
-def compare(scanner: str, volume: Volume, base: Path, preprocessing: Preprocessing, repeats: int) -> None:
-    plain = save(base / f"{scanner}.dcm", volume)
-    for name, syntax in SYNTAXES.items():
-        path = compressed(plain, syntax)
-        ways = {"decode": decode_only(path), "prepare": lambda path=path: prepare_one(path, preprocessing, base)}
-        if name == "uncompressed":
-            ways["usual"] = lambda path=path: usual_way(path, volume.spacing_mm, preprocessing)
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(repeats + 1):  # the first warms caches and imports
-            for way, work in ways.items():
-                times[way].append(cpu_seconds(work))
-        median = {way: statistics.median(values[1:]) for way, values in times.items()}
-        line = f"{scanner} {' x '.join(map(str, volume.shape))} {name}: prepare {median['prepare']:.2f} s CPU"
-        if "usual" in median:
-            print(f"{line}, the usual way {median['usual']:.2f}: {median['usual'] / median['prepare']:.1f} times faster", flush=True)
-        else:
-            print(f"{line}, decoding {median['decode']:.2f}: {median['prepare'] / median['decode']:.2f} times", flush=True)
+def compare(title: str, plain: Path, spacing_mm: Spacing3, name: str, preprocessing: Preprocessing, repeats: int) -> None:
+    path = compressed(plain, SYNTAXES[name])
+    ways = {"decode": decode_only(path), "prepare": lambda: prepare_one(path, preprocessing, plain.parent)}
+    if name == "uncompressed":
+        ways["usual"] = lambda: usual_way(path, spacing_mm, preprocessing)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats + 1):  # the first warms caches and imports
+        for way, work in ways.items():
+            times[way].append(cpu_seconds(work))
+    median = {way: statistics.median(values[1:]) for way, values in times.items()}
+    line = f"{title}: prepare {median['prepare']:.2f} s CPU"
+    if "usual" in median:
+        print(f"{line}, the usual way {median['usual']:.2f}: {median['usual'] / median['prepare']:.1f} times as fast", flush=True)
+    else:
+        print(f"{line}, decoding {median['decode']:.2f}: {median['prepare'] / median['decode']:.2f} times", flush=True)
 
 
 def save(path: Path, volume: Volume) -> Path:
