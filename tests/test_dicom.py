@@ -12,7 +12,8 @@ from pydicom import uid
 from pydicom.encaps import encapsulate, generate_frames
 
 from dicom_files import BIRTH_DATE, LOSSLESS, LOSSY, NATIVE, PATIENT_NAME, item, write_oct_dicom
-from octfm.data.readers import REASONS, ReadError, read_header, read_volume
+from fuzz_files import deflated_bomb
+from octfm.data.readers import REASONS, ReadError, dicom_file, read_header, read_volume
 from octfm.data.readers.dicom import scanner_slug
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -316,6 +317,18 @@ def test_blank_volumes_are_recognised(tmp_path, transfer_syntax):
     assert read_header(tmp_path / "b")
 
 
+def test_a_blank_scan_that_deflates_a_thousandfold_is_no_bomb(tmp_path, monkeypatch):
+    """What its header declares explains it; what inflates beyond that is refused as before."""
+    monkeypatch.setattr(dicom_file, "RATIO_FROM_BYTES", 2**18)
+    blank = np.zeros((40, 200, 256), np.uint8)
+    assert code_of(write_oct_dicom(tmp_path / "a", blank, SPACING_MM, transfer_syntax=uid.DeflatedExplicitVRLittleEndian)) == "blank_volume"
+    blank[39, 199, 255] = 7
+    path = write_oct_dicom(tmp_path / "b", blank, SPACING_MM, transfer_syntax=uid.DeflatedExplicitVRLittleEndian)
+    assert path.stat().st_size < blank.nbytes // 200, "beyond the ratio at which a file without a header is a bomb"
+    np.testing.assert_array_equal(read_volume(path).voxels, blank)
+    assert code_of(deflated_bomb(tmp_path / "bomb", 1)) == "decompression_bomb"
+
+
 @pytest.mark.parametrize(
     ("edit", "code"),
     [
@@ -328,7 +341,7 @@ def test_blank_volumes_are_recognised(tmp_path, transfer_syntax):
         (lambda ds: setattr(ds, "Rows", 0), "absurd_size"),
         (lambda ds: setattr(ds, "NumberOfFrames", 2_000_000), "absurd_size"),
         (lambda ds: setattr(ds, "SamplesPerPixel", 3), "unsupported_pixels"),
-        (lambda ds: setattr(ds, "PixelRepresentation", 1), "unsupported_pixels"),
+        (lambda ds: setattr(ds, "PixelRepresentation", 2), "unsupported_pixels"),
         (lambda ds: setattr(ds, "BitsAllocated", 32), "unsupported_pixels"),
         (lambda ds: setattr(ds, "PhotometricInterpretation", "RGB"), "unsupported_pixels"),
     ],

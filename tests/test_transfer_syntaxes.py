@@ -184,16 +184,6 @@ def test_white_is_full_scale_in_every_syntax(tmp_path, syntax, bits, photometric
     np.testing.assert_array_equal(read_volume(path).voxels[1], expected)
 
 
-def test_signed_pixels_are_refused_because_the_standard_knows_no_signed_oct(tmp_path):
-    """PS3.3 C.8.17.7: PixelRepresentation 0. What value would be black is a guess."""
-    path = write_oct_dicom(
-        tmp_path / "a", np.stack([picture(12)] * 3), SPACING_MM, bits_stored=12, edit=lambda ds: setattr(ds, "PixelRepresentation", 1)
-    )
-    with pytest.raises(ReadError, match="signed") as refused:
-        read_header(path)
-    assert refused.value.code == "unsupported_pixels"
-
-
 # Fragments and offset tables
 
 _FRAGMENTED = [case for case in CASES if case.syntax not in NATIVE and case.syntax != uid.RLELossless and case.bits != 12]

@@ -74,7 +74,9 @@ REASONS: dict[str, Reason] = {
         "files that say they are one volume, and differ in size, are there twice or have no order", "remove copies, or export it again"
     ),
     "absurd_size": Reason("rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"),
-    "unsupported_pixels": Reason("colour, signed, floating-point or neither 8 nor 16 bit", "export 8- or 16-bit grayscale"),
+    "unsupported_pixels": Reason(
+        "colour, floating-point, neither 8 nor 16 bit, or signed without saying what is black", "export 8- or 16-bit unsigned grayscale"
+    ),
     "unsupported_transfer_syntax": Reason(
         "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"
     ),

@@ -27,6 +27,7 @@ class FrameFormat:
     columns: int
     bits_allocated: int
     bits_stored: int
+    signed: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[tuple[str, 
 
 
 def decode_frame(frame: bytes, form: FrameFormat, decoders: list[tuple[str, _Decode]]) -> np.ndarray | str:
-    """[H, W] unsigned of `bits_allocated`, or why every decoder refused. A wrong size is refused before memory is spent on it."""
+    """[H, W] unsigned of `bits_allocated`, of signed pixels their bits, or why every decoder refused.
+
+    A wrong size is refused before memory is spent on it.
+    """
     if problem := disagreement(frame, form):
         return problem
     refusals = []
@@ -147,8 +151,10 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: list[tuple[str, _Dec
         except DAMAGE as error:
             refusals.append(f"{package}: {' '.join(str(error).split())[-120:]}")
             continue
+        if form.signed and image.dtype.kind == "i":
+            image = image.view(f"u{image.dtype.itemsize}")
         if image.shape == (form.rows, form.columns) and image.dtype.kind == "u" and 8 * image.dtype.itemsize <= form.bits_allocated:
-            if form.bits_stored < form.bits_allocated and int(image.max()) >> form.bits_stored:
+            if form.bits_stored < form.bits_allocated and not form.signed and int(image.max()) >> form.bits_stored:
                 return f"{package}: values up to {image.max()} where BitsStored is {form.bits_stored}"
             return image
         refusals.append(f"{package}: decoded {image.shape} {image.dtype}, expected {form.rows} x {form.columns} uint{form.bits_allocated}")
@@ -163,7 +169,8 @@ def disagreement(frame: bytes, form: FrameFormat) -> str:
     if (found.rows, found.columns, found.components) != (form.rows, form.columns, 1):
         said = f"{found.rows} x {found.columns} pixels of {found.components} component(s)"
         return f"the compressed frame has {said}, the header says {form.rows} x {form.columns} of 1"
-    if found.signed or found.bits > form.bits_allocated:
+    # Codestreams other than JPEG 2000 know no sign and carry the bits of signed pixels.
+    if (found.signed and not form.signed) or found.bits > form.bits_allocated:
         return f"the compressed frame has {'signed ' * found.signed}{found.bits}-bit pixels, the header says {form.bits_allocated}"
     return ""
 

@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from octfm.data.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
 from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
+from octfm.data.readers.dicom_gray import read_gray
 from octfm.data.readers.dicom_groups import Group, is_behind_header, read_groups
 from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, check_encapsulated, check_native, find_fragments, find_frames
 from octfm.data.volume import Shape3
@@ -33,6 +35,7 @@ ELEMENTS = (
     "Laterality", "ImageLaterality",
     "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID", "InstanceNumber",
+    "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth",
     "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
@@ -80,9 +83,7 @@ def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
 @contextmanager
 def refusing_damage(uri: str) -> Iterator[None]:
     """What damaged input makes pydicom raise, when it parses or when a value is first looked at, becomes ReadError `unreadable`."""
-    from pydicom.errors import BytesLengthException, InvalidDicomError
-
-    damaged = (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error)
+    damaged = _damage()
     try:
         with _quiet_pydicom():
             yield
@@ -93,6 +94,12 @@ def refusing_damage(uri: str) -> Iterator[None]:
     except damaged as error:
         # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
         raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from None
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    from pydicom.errors import BytesLengthException, InvalidDicomError
+
+    return (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error)
 
 
 @contextmanager
@@ -111,8 +118,7 @@ def _quiet_pydicom() -> Iterator[None]:
 
 
 def _parse(file: BinaryIO, uri: str) -> tuple["FileHeader", BinaryIO, int]:
-    from pydicom.filereader import read_dataset, read_partial
-    from pydicom.tag import Tag
+    from pydicom.filereader import read_partial
 
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -121,18 +127,14 @@ def _parse(file: BinaryIO, uri: str) -> tuple["FileHeader", BinaryIO, int]:
         raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
     _refuse_other_formats(head, uri)
     file.seek(0)
-    options: dict[str, Any] = {"stop_when": is_behind_header, "specific_tags": [Tag(keyword) for keyword in ELEMENTS]}
-    if _DEFLATED.encode() not in head:
-        stream: BinaryIO = file
-        dataset = read_partial(file, force=True, **options)
-        meta = dataset.file_meta
-    else:
+    if _DEFLATED.encode() in head:
         body = _inflate(file, head, uri)
-        stream, size = io.BytesIO(body), len(body)
-        dataset, meta = read_dataset(stream, is_implicit_VR=False, is_little_endian=True, **options), _deflated_meta()
+        size = body.getbuffer().nbytes
+        return FileHeader(*_header_of(body, size), _deflated_meta()), body, size
+    dataset = read_partial(file, force=True, stop_when=is_behind_header, specific_tags=_tags())
     implicit, little_endian = dataset.original_encoding
-    groups = read_groups(stream, size, bool(implicit), little_endian is False)
-    return FileHeader(dataset, groups, meta), stream, size
+    groups = read_groups(file, size, bool(implicit), little_endian is False)
+    return FileHeader(dataset, groups, dataset.file_meta), file, size
 
 
 def _refuse_other_formats(head: bytes, uri: str) -> None:
@@ -149,21 +151,54 @@ def _refuse_other_formats(head: bytes, uri: str) -> None:
         raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
 
 
-def _inflate(file: BinaryIO, head: bytes, uri: str) -> bytes:
-    """Everything after the meta group of a deflated file, bounded, so that a decompression bomb is refused."""
+def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
+    """Everything after the meta group of a deflated file, bounded: what its own header does not explain is a decompression bomb."""
     if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
         raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
     file.seek(144 + int.from_bytes(head[140:144], "little"))
-    inflater, packed, body = zlib.decompressobj(-zlib.MAX_WBITS), file.read(), bytearray()
-    size, most = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed)))
+    # Not a bytearray: that would be copied as a whole to become a stream.
+    inflater, packed, body = zlib.decompressobj(-zlib.MAX_WBITS), file.read(), io.BytesIO()
+    size, most, asked = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed))), False
     while packed and not inflater.eof:
-        body += inflater.decompress(packed, 2**24)
+        body.write(inflater.decompress(packed, 2**24))
         packed = inflater.unconsumed_tail
-        if len(body) > most:
-            raise ReadError("decompression_bomb", f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, which no OCT volume does")
+        if body.tell() > most and not asked:
+            asked, most = True, max(most, _declared_bytes(body))
+        if body.tell() > most:
+            raise ReadError(
+                "decompression_bomb", f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, more than their header explains"
+            )
     if not inflater.eof:
         raise ReadError("truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again")
-    return bytes(body)
+    body.seek(0)
+    return body
+
+
+def _declared_bytes(body: io.BytesIO) -> int:
+    """Bytes up to the end of the pixel data, as the header at the beginning of `body` says, or 0: a blank scan deflates a thousandfold."""
+    end = body.tell()
+    try:
+        body.seek(0)
+        dataset, groups = _header_of(body, end)
+        shape, allocated, *_ = _pixel_format(FileHeader(dataset, groups, _deflated_meta()), "PixelData", "")
+        return min(MAX_BYTES, body.tell() + prod(shape) * allocated // 8 + 2**16)
+    except (ReadError, *_damage()):
+        return 0
+    finally:
+        body.seek(end)
+
+
+def _header_of(body: io.BytesIO, size: int) -> tuple["Dataset", Group]:
+    from pydicom.filereader import read_dataset
+
+    dataset = read_dataset(body, is_implicit_VR=False, is_little_endian=True, stop_when=is_behind_header, specific_tags=_tags())
+    return dataset, read_groups(body, size, False, False)
+
+
+def _tags() -> list[Any]:
+    from pydicom.tag import Tag
+
+    return [Tag(keyword) for keyword in ELEMENTS]
 
 
 def _deflated_meta():
@@ -183,7 +218,7 @@ def locate_pixels(file: OpenFile) -> Pixels:
     keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, dataset.implicit, big_endian)
     if keyword is None:
         raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
-    shape, bits_allocated, bits_stored, inverted = _pixel_format(dataset, keyword, uri)
+    shape, bits_allocated, bits_stored, inverted, signed = _pixel_format(dataset, keyword, uri)
     if length == 0:
         raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
     native = not transfer_syntax or transfer_syntax in _NATIVE
@@ -196,7 +231,8 @@ def locate_pixels(file: OpenFile) -> Pixels:
     if not native:
         fragments, length = find_fragments(stream, offset, file.size, uri)
         frames = find_frames(stream, fragments, transfer_syntax, shape[0], text(dataset, "Manufacturer"), uri)
-    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames)
+    gray = read_gray(dataset, uri) if signed else None
+    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames, gray)
     if native:
         check_native(pixels, file.size, uri)
     else:
@@ -218,23 +254,24 @@ def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bo
     return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
 
 
-def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
+def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, int, int, bool, bool]:
+    """Shape, bits allocated, bits stored, whether the lowest value is white, whether values are signed."""
     shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
     allocated = integer(dataset, "BitsAllocated", 0)
     stored = integer(dataset, "BitsStored", allocated)
     photometric = text(dataset, "PhotometricInterpretation")
     samples, signed = integer(dataset, "SamplesPerPixel", 1), integer(dataset, "PixelRepresentation", 0)
-    grayscale = photometric in ("MONOCHROME1", "MONOCHROME2") and samples == 1 and signed == 0
+    grayscale = photometric in ("MONOCHROME1", "MONOCHROME2") and samples == 1 and signed in (0, 1)
     if keyword != "PixelData" or not grayscale or allocated not in (8, 16) or not 1 <= stored <= allocated:
         raise ReadError(
             "unsupported_pixels",
             f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, {'signed' if signed else 'unsigned'}, "
-            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit unsigned MONOCHROME1 or MONOCHROME2",
+            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit MONOCHROME1 or MONOCHROME2",
         )
     d, h, w = shape
     if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
         raise ReadError("absurd_size", f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes")
-    return shape, allocated, stored, photometric == "MONOCHROME1"
+    return shape, allocated, stored, photometric == "MONOCHROME1", signed == 1
 
 
 def text(dataset: Header, keyword: str) -> str:

@@ -1,4 +1,4 @@
-"""Functional groups straight from their bytes: only what geometry needs, without a Dataset for every frame (benchmarks/header_scan.py).
+"""Functional groups straight from their bytes: what geometry and gray values need, without a Dataset per frame (benchmarks/header_scan.py).
 
 Standard: DICOM PS3.5 7.1 (elements), 7.5 (sequences, of stated and of undefined length), PS3.3 C.7.6.16 (functional groups).
 """
@@ -19,6 +19,12 @@ _WANTED: dict[int, tuple[str, str]] = {
     0x00089124: ("DerivationImageSequence", "SQ"),
     0x00082112: ("SourceImageSequence", "SQ"),
     0x00081155: ("ReferencedSOPInstanceUID", "UI"),
+    0x00289145: ("PixelValueTransformationSequence", "SQ"),
+    0x00289132: ("FrameVOILUTSequence", "SQ"),
+    0x00281052: ("RescaleIntercept", "DS"),
+    0x00281053: ("RescaleSlope", "DS"),
+    0x00281050: ("WindowCenter", "DS"),
+    0x00281051: ("WindowWidth", "DS"),
     0x00280030: ("PixelSpacing", "DS"),
     0x00180050: ("SliceThickness", "DS"),
     0x00180088: ("SpacingBetweenSlices", "DS"),

@@ -20,6 +20,7 @@ from octfm.data.readers.dicom_codecs import (
     find_decoders,
     without_file_header,
 )
+from octfm.data.readers.dicom_gray import Gray, unsigned
 from octfm.data.volume import Shape3
 from octfm.errors import ReadError
 
@@ -55,6 +56,8 @@ class Pixels:
     """Bytes of the value, without the sequence delimiter."""
     frames: tuple[Frame, ...] | None
     """Where each compressed frame lies, None when not encapsulated."""
+    gray: Gray | None = None
+    """Of signed values, which say nothing by themselves about black and white; None where they are unsigned."""
 
     @property
     def bytes_expected(self) -> int:
@@ -63,7 +66,7 @@ class Pixels:
 
     @property
     def frame_format(self) -> FrameFormat:
-        return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.bits_stored)
+        return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.bits_stored, self.gray is not None)
 
 
 def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -155,6 +158,8 @@ def check_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> None:
 
 def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
     """Whether all voxels are equal. A few bytes tell for nearly every file; only suspicious ones are read or decoded."""
+    if pixels.gray is not None:  # rare, and whether it can be read at all may be for its values to say
+        return bool(np.ptp(decode(stream, pixels, uri)) == 0)
     if pixels.frames is None:
         middle = pixels.offset + pixels.bytes_expected // 2
         probe = np.frombuffer(_bytes_at(stream, middle, min(4096, pixels.bytes_expected // 2)), np.uint8)
@@ -170,9 +175,12 @@ def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
 def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
     """Voxels [D, H, W], uint8 or uint16, white at full scale whatever BitsStored and PhotometricInterpretation say.
 
-    Raises ReadError: unsupported_transfer_syntax, decode_failed. The transfer syntax in the header is believed or refused, never changed.
+    Raises ReadError: unsupported_transfer_syntax, unsupported_pixels, decode_failed. The transfer syntax in the header is believed or
+    refused, never changed.
     """
     stored = _decode_native(stream, pixels) if pixels.frames is None else _decode_encapsulated(stream, pixels, uri)
+    if pixels.gray is not None:
+        return unsigned(stored, pixels.bits_stored, pixels.gray, pixels.inverted, uri)
     unused = pixels.bits_allocated - pixels.bits_stored
     # In place: a second volume would not fit into a worker's memory.
     if pixels.inverted:

@@ -1,0 +1,90 @@
+"""Signed pixels to gray values: which number is black and which is white is said by the Modality LUT and the window, never guessed.
+
+Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2.9 and .10 (their functional groups). OCT images are
+unsigned by PS3.3 C.8.17.7, and unsigned ones are read as they are; signed ones come from conversion software.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import ReadError
+
+
+@dataclass(frozen=True)
+class Gray:
+    """What a header says about the meaning of stored values."""
+
+    slope: float = 1.0
+    intercept: float = 0.0
+    """Modality value = slope x stored value + intercept."""
+    window: tuple[float, float] | None = None
+    """Centre and width of the modality values that a display shows from black to white."""
+
+
+def read_gray(dataset: Any, uri: str) -> Gray:
+    """From the top level, shared or per-frame functional groups; all frames must mean the same. Raises ReadError unsupported_pixels."""
+    rescale = _stated(dataset, "PixelValueTransformationSequence", ("RescaleSlope", "RescaleIntercept"), uri)
+    window = _stated(dataset, "FrameVOILUTSequence", ("WindowCenter", "WindowWidth"), uri)
+    if rescale is not None and rescale[0] == 0:
+        raise ReadError("unsupported_pixels", f"{uri}: RescaleSlope is 0, which makes every pixel the same; export it again")
+    slope, intercept = rescale or (1.0, 0.0)
+    return Gray(slope, intercept, window if window is not None and window[1] > 1 else None)
+
+
+def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, uri: str) -> np.ndarray:
+    """The gray values of two's complement `stored` [D, H, W] in unsigned numbers of the same width, white at full scale.
+
+    Black is modality value 0 where no stored value can lie below it, or where none does; else the window says what is black and white.
+    `inverted` is MONOCHROME1. Raises ReadError unsupported_pixels where black would be a guess.
+    """
+    unused = 8 * stored.dtype.itemsize - bits_stored
+    values = (stored << np.array(unused, stored.dtype)).view(f"i{stored.dtype.itemsize}") >> unused
+    ends = sorted(gray.slope * end + gray.intercept for end in (-(2 ** (bits_stored - 1)), 2 ** (bits_stored - 1) - 1))
+    black, white = 0.0, ends[1]
+    if ends[0] < 0 and gray.window is not None:
+        centre, width = gray.window
+        black, white = centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2
+    elif ends[0] < 0:
+        lowest = gray.slope * int(values.min() if gray.slope > 0 else values.max()) + gray.intercept
+        if lowest < 0 or white <= 0:
+            raise ReadError(
+                "unsupported_pixels",
+                f"{uri}: signed pixels with values down to {lowest:g}, and neither a rescale nor a window says which value is black; "
+                "export it as unsigned grayscale",
+            )
+    full, scale = np.iinfo(stored.dtype).max, np.iinfo(stored.dtype).max / (white - black)
+    gray_values = np.empty_like(stored)
+    for number, frame in enumerate(values):  # one B-scan at a time: float64 is four times the volume
+        gray_values[number] = np.rint(((gray.slope * frame + gray.intercept - black) * scale).clip(0, full))
+    return ~gray_values if inverted else gray_values
+
+
+def _stated(dataset: Any, sequence: str, keywords: tuple[str, str], uri: str) -> tuple[float, float] | None:
+    """The two numbers, wherever they are; None where they are nowhere."""
+    groups = [
+        item
+        for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
+        for group in dataset.get(name) or []
+        for item in group.get(sequence) or []
+    ]
+    found = {pair for place in (dataset, *groups) if (pair := _pair(place, keywords)) is not None}
+    if len(found) > 1 or not all(map(isfinite, next(iter(found), ()))):
+        raise ReadError(
+            "unsupported_pixels", f"{uri}: {' and '.join(keywords)} differ from B-scan to B-scan or are no numbers; export it again"
+        )
+    return next(iter(found), None)
+
+
+def _pair(place: Any, keywords: tuple[str, str]) -> tuple[float, float] | None:
+    values = []
+    for keyword in keywords:
+        value = place.get(keyword)
+        several = value is not None and not isinstance(value, str) and hasattr(value, "__iter__")
+        first = next(iter(value), None) if several else value  # of several windows the first
+        if first is None or first == "":
+            return None
+        values.append(float(first))
+    return values[0], values[1]
