@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Arrays, Store, checksum
-from octfm.data.store_writer import StoreWriter
+from octfm.data.store_writer import StoreWriter, _encode_by_zarr, encode
 from octfm.data.transform import Transform
 from octfm.errors import StoreError
 from store_samples import SMALL, prepared, write_store
@@ -81,6 +81,16 @@ def test_a_shard_is_one_volume(store):
 def test_uncompressed_voxels_lie_in_the_shard_as_they_are(tmp_path):
     store = write_store(tmp_path / "s", 1)
     assert prepared(0).voxels.tobytes() in (store.path / "voxels" / "c.0.0.0.0").read_bytes()
+
+
+@pytest.mark.parametrize("size", [(1, 8, 8), (4, 32, 16), (34, 8, 8), (64, 16, 16)])
+def test_uncompressed_shards_are_what_zarr_writes(size):
+    """They are put together without it, from an index that all volumes of a size have in common."""
+    volume = prepared(3, size)
+    for name in ("voxels", "band", "valid"):
+        array = getattr(volume, name)
+        assert encode(name, array, size, "none") == _encode_by_zarr(name, array, size, "none")
+        assert encode(name, np.zeros_like(array), size, "none") == _encode_by_zarr(name, np.zeros_like(array), size, "none")
 
 
 def test_given_memory_is_filled(store):

@@ -19,7 +19,11 @@ def register_bscans(coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, floa
     # A retina is smooth over 0.15 mm: fewer, calmer A-scans give the same answer sooner.
     width = coarse_DWH.shape[1]
     group = min(max(1, round(0.15 / spacing_mm[2])), width)
-    calm = coarse_DWH[used, : width // group * group].reshape(len(used), width // group, group, -1).mean(axis=2)
+    alike = coarse_DWH if len(used) == len(coarse_DWH) else coarse_DWH[used]
+    calm = alike[:, : width // group * group : group].copy()
+    for column in range(1, group):
+        calm += alike[:, column : width // group * group : group]
+    calm /= np.float32(group)
     path = np.concatenate([[0.0], np.cumsum(_neighbour_shifts(calm, reach=max(2, round(reach_mm / spacing_mm[1]))))])
     motion = path - _robust_quadratic(used.astype(float), path)
     displacement[:] = np.interp(np.arange(len(displacement)), used, motion)
@@ -31,7 +35,7 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
     height = planes_DWH.shape[2]
     reach = max(1, min(reach, height // 2))
     # Zero padding keeps the circular correlation from wrapping a retina at the bottom onto the top.
-    length = 1 << int(np.ceil(np.log2(height + reach)))
+    length = -(-(height + reach) // 64) * 64  # a product of small primes for every size that occurs
     contrast = planes_DWH - planes_DWH.mean(axis=2, keepdims=True)
     spectra = np.fft.rfft(contrast, length, axis=2)
     correlation = np.fft.irfft((np.conj(spectra[:-1]) * spectra[1:]).sum(axis=1), length, axis=1)

@@ -67,20 +67,21 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
             continue
         # What is linear along one axis commutes with the others: across B-scans first, along them once for all.
         filtered = {n: rows for n, rows in filtered.items() if n >= users[0][0]}
-        total.fill(0)
-        for native, share in users:
+        for place, (native, share) in enumerate(users):
             if native not in filtered:
                 filtered[native] = axially(native, voxels[native][:, ::step][:, columns])
                 if not shown[native, columns].all():
                     filtered[native] *= shown[native, columns]
-            total += np.multiply(filtered[native], share, out=share_of)
+            np.multiply(filtered[native], share, out=share_of if place else total)
+            if place:
+                total += share_of
         for to, of, matrix in bands:
             np.matmul(total[:, of], matrix, out=plane[:, to])
         weight, edges = (sum(s * of[..., n, :] for n, s in users) for of in (weight_of, edges_of))
         scale = np.where(weight > 0.5, 1 / np.maximum(weight, 1e-6), 0)
         plane *= scale.astype(np.float32)
         plane += np.float32(0.5)
-        out[d] = np.minimum(plane, 255, out=plane).astype(np.uint8)
+        out[d] = plane.clip(0, 255, out=plane).astype(np.uint8)
         first, past = np.rint(edges * scale).clip(0, out_h).astype(np.int16)
         valid[:, d] = np.where(past > first, (first, past), 0)
         rows = np.arange(out_h)[:, None]

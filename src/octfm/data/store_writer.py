@@ -1,5 +1,6 @@
 """Writing a store so that it is whole at every moment: a volume becomes visible by its row, after its shards are on the disk."""
 
+import functools
 import json
 import os
 import shutil
@@ -228,12 +229,26 @@ def array_metadata(name: str, volumes: int, image_size: Sequence[int], compressi
 
 def encode(name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression) -> bytes:
     """The bytes of one shard, as zarr writes them. They do not depend on the row, so the row may be decided later."""
+    if array.dtype != ARRAYS[name] or array.shape != shapes(image_size)[name]:
+        raise ValueError(f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, got {array.dtype} {array.shape}")
+    if compression == "none":
+        return _index(name, tuple(image_size)) + array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    return _encode_by_zarr(name, array, image_size, compression)
+
+
+@functools.cache
+def _index(name: str, image_size: tuple[int, ...]) -> bytes:
+    """What stands before the values of an uncompressed shard: where its chunks lie, the same for all volumes of a size."""
+    blank = np.zeros(shapes(image_size)[name], ARRAYS[name])
+    shard = _encode_by_zarr(name, blank, image_size, "none")
+    return shard[: len(shard) - blank.nbytes]
+
+
+def _encode_by_zarr(name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression) -> bytes:
     import zarr
     from zarr.core.buffer import cpu
     from zarr.storage import MemoryStore
 
-    if array.dtype != ARRAYS[name] or array.shape != shapes(image_size)[name]:
-        raise ValueError(f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, got {array.dtype} {array.shape}")
     metadata = json.dumps(array_metadata(name, 1, image_size, compression)).encode()
     memory: Any = {"zarr.json": cpu.Buffer.from_bytes(metadata)}
     # Otherwise a shard of zeros would not be written, and could not be told from one that was lost.

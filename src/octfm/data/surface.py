@@ -6,35 +6,51 @@ import numpy as np
 def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
     """Rows [D, W] of the path with the largest summed score per B-scan, moving at most `jump` rows per A-scan at `penalty` each."""
     depth, width, height = score_DWH.shape
+    # A border of -inf as wide as a jump: nothing that is reached from a row lies outside, and no path goes there.
     best = np.full((width, depth, height + 2 * jump), -np.inf, np.float32)
-    best[:, :, jump : jump + height] = score_DWH.transpose(1, 0, 2)
+    inner = slice(jump, jump + height)
+    best[:, :, inner] = score_DWH.transpose(1, 0, 2)
+    wide, lower = np.empty((depth, height), np.float32), np.full(best.shape[1:], -np.inf, np.float32)
     for x in range(1, width):
-        best[x] += _dilate(best[x - 1], jump, penalty)
-    rows = np.empty((depth, width), np.int64)
-    rows[:, -1] = best[-1].argmax(axis=1)
+        best[x, :, inner] += _dilate(best[x - 1, :, inner], jump, penalty, wide, lower)
     steps = np.arange(-jump, jump + 1)
     cost = (penalty * np.abs(steps)).astype(np.float32)
-    bscan = np.arange(depth)
+    start = np.arange(depth)[:, None] * best.shape[2] + steps
+    rows = np.empty((width, depth), np.int64)
+    rows[-1] = best[-1].argmax(axis=1)
     for x in range(width - 1, 0, -1):
-        reachable = rows[:, x, None] + steps
-        # The border beyond `jump` is -inf, so clipping never selects it.
-        reachable = np.clip(reachable, 0, height + 2 * jump - 1)
-        rows[:, x - 1] = reachable[bscan, (best[x - 1][bscan[:, None], reachable] - cost).argmax(axis=1)]
-    return (rows - jump).astype(np.float32)
+        before = best[x - 1].reshape(-1)[start + rows[x][:, None]]
+        before -= cost
+        np.add(rows[x], before.argmax(axis=1) - jump, out=rows[x - 1])
+    return (rows.T - jump).astype(np.float32)
 
 
-def _dilate(values: np.ndarray, reach: int, penalty: float) -> np.ndarray:
-    """Largest value within ± `reach` rows less `penalty` per row, [D, H]; the window doubles instead of being walked."""
-    lower = np.empty_like(values)
+def _dilate(values: np.ndarray, reach: int, penalty: float, wide: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    """Largest value within ± `reach` rows less `penalty` per row, written to `wide` [D, H]; the window doubles instead of being walked.
+    `lower` [D, H + 2 reach] is memory to work in, with a border of -inf."""
+    height = values.shape[1]
     done = 0
     while done < reach:
         step = min(done + 1, reach - done)
-        np.subtract(values, np.float32(penalty * step), out=lower)
-        values = values.copy()
-        np.maximum(values[:, step:], lower[:, :-step], out=values[:, step:])
-        np.maximum(values[:, :-step], lower[:, step:], out=values[:, :-step])
+        np.subtract(values, np.float32(penalty * step), out=lower[:, reach : reach + height])
+        np.maximum(values, lower[:, reach - step : reach - step + height], out=wide)
+        values = np.maximum(wide, lower[:, reach + step : reach + step + height], out=wide)
         done += step
     return values
+
+
+def running_sum(array_DWH: np.ndarray) -> np.ndarray:
+    """float32 [D, W, H]: sums along the last axis, as of np.cumsum, each of whose additions has to wait for the one before."""
+    depth, width, height = array_DWH.shape
+    blocks = -(-height // len(_UP_TO))
+    padded = np.zeros((depth, width, blocks * len(_UP_TO)), np.float32)
+    padded[:, :, :height] = array_DWH
+    sums = (padded.reshape(-1, len(_UP_TO)) @ _UP_TO).reshape(depth, width, blocks, -1)
+    sums[:, :, 1:] += np.cumsum(sums[:, :, :-1, -1], axis=2)[..., None]
+    return sums.reshape(depth, width, -1)[:, :, :height]
+
+
+_UP_TO = np.triu(np.ones((32, 32), np.float32))
 
 
 def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
@@ -74,16 +90,16 @@ def smooth(surface: np.ndarray, spacing_mm: tuple[float, float], reach_mm: float
     for axis, mm in enumerate(spacing_mm):
         reach = int(reach_mm / mm)
         if reach:
-            surface = _window_sum(surface, reach, axis) / _window_sum(np.ones_like(surface), reach, axis)
+            surface = _sum_within(surface, reach, axis) / _sum_within(np.ones_like(surface), reach, axis)
     return surface
 
 
 def near(mask: np.ndarray, reach: int, axis: int) -> np.ndarray:
     """True within ± `reach` of a True along one axis."""
-    return _window_sum(mask.astype(np.float64), reach, axis) > 0.5
+    return _sum_within(mask.astype(np.float64), reach, axis) > 0.5
 
 
-def _window_sum(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
+def _sum_within(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
     n = array.shape[axis]
     total = np.cumsum(array, axis=axis, dtype=np.float64)
     total = np.concatenate([np.zeros_like(total.take([0], axis)), total], axis)
@@ -104,3 +120,18 @@ def refine(rows_DW: np.ndarray, block: tuple[int, int], width: int) -> np.ndarra
     middle = (np.arange(rows_DW.shape[1]) + 0.5) * block[1] - 0.5
     position = np.arange(width)
     return np.stack([np.interp(position, middle, (row + 0.5) * block[0] - 0.5) for row in rows_DW]).astype(np.float32)
+
+
+def window_sum(values: np.ndarray, rows: int) -> np.ndarray:
+    """Sum of each `rows` successive values: sums of 1, 2, 4, ... of them, as `rows` is written in binary."""
+    count, total, at, size = len(values) - rows + 1, None, 0, 1
+    while True:
+        if rows & size:
+            part = values[at : at + count]
+            total = part.copy() if total is None else np.add(total, part, out=total)
+            at += size
+        if 2 * size > rows:
+            assert total is not None  # the highest bit of `rows` is set
+            return total
+        values = values[size:] + values[:-size]
+        size *= 2

@@ -8,7 +8,7 @@ import numpy as np
 
 from octfm.data.planes import Planes, memory_order
 from octfm.data.registration import register_bscans
-from octfm.data.surface import at_rows, best_path, between_bscans, envelope, median_of_bscans, near, refine, smooth
+from octfm.data.surface import at_rows, best_path, between_bscans, envelope, median_of_bscans, near, refine, running_sum, smooth, window_sum
 from octfm.data.volume import Spacing3
 
 MARGIN_MM = 0.05
@@ -68,7 +68,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     coarse, block = _block_means(voxels_DHW, spacing_mm)
     dy, dx = spacing_mm[1] * block[0], spacing_mm[2] * block[1]
     displacement = register_bscans(coarse, (spacing_mm[0], dy, dx))
-    blank = coarse.max(axis=2) == coarse.min(axis=2)
+    blank = _blank(coarse)
     low, contrast, contrast_to_noise = _levels(coarse, blank)
     pad = int(np.ceil(np.abs(displacement).max() + 0.3 / dy))
     searched = _searched(len(coarse), spacing_mm[0])
@@ -83,9 +83,11 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     rim = envelope(ilm, (dz, dx), -1)
     top = int(np.clip(np.floor((rim + 0.1 / dy).min()), 0, signal.shape[2] - 1))
     rpe_score = _by_bscan(partial(_rpe_score, dy=dy, top=top), signal, seen, rim, rows=signal.shape[2] - top)
-    rpe_score /= max(float(np.median(rpe_score.max(axis=2))), 1e-6)
-    # Out of the frame nothing speaks for or against, so a tilted RPE may leave it.
-    rpe_score[~seen[:, :, top:]] = 0.25
+    scale = np.float32(1 / max(float(np.median(rpe_score.max(axis=2))), 1e-6))
+    for score, shown in zip(rpe_score, seen[:, :, top:], strict=True):
+        score *= scale
+        # Out of the frame, where it is 0, nothing speaks for or against, so a tilted RPE may leave it.
+        score += np.float32(0.25) * ~shown
     rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.06), dz) + np.float32(top)
     bm = envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
     ilm = _bridge_holes(ilm, (bm - ilm < THINNEST_MM / dy) | (ilm - rim > DEEPEST_PIT_MM / dy), round(0.25 / dx))
@@ -93,7 +95,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     confidence = {
         "contrast": contrast / 255,
         "contrast_to_noise": contrast_to_noise,
-        "unsaturated": 1 - min(1.0, float((coarse[searched] >= 254).sum() / max((bm - ilm).sum(), 1))),
+        "unsaturated": 1 - min(1.0, float(np.count_nonzero(coarse[searched] >= 254) / max((bm - ilm).sum(), 1))),
         **_support(signal, seen, at_rows(rpe_score, rpe - top), ilm, rpe, bm, (dz, dy, dx)),
     }
     width = voxels_DHW.shape[2]
@@ -116,17 +118,26 @@ def _block_means(voxels: np.ndarray | Planes, spacing_mm: Spacing3) -> tuple[np.
     columns = min(max(1, round(COARSE_MM[1] / spacing_mm[2])), width)
     h, w = height // rows, width // columns
     means = np.empty((depth, w, h), np.float32)
+    exact = np.uint16 if rows * columns * 255 < 2**16 else np.uint32
     for bscan, mean in zip(voxels, means, strict=True):
         step = memory_order(bscan)
         bscan = bscan[: h * rows, : w * columns][:, ::step]
-        total = bscan[::rows].astype(np.uint16)
+        total = bscan[::rows].astype(exact)
         for row in range(1, rows):
             total += bscan[row::rows]
-        sums = total[:, ::columns].astype(np.float32)
-        for column in range(1, columns):
-            sums += total[:, column::columns]
+        # All rows as one: sums that reach into the next row are not among those that are taken.
+        sums = window_sum(total.reshape(-1), columns)[::columns].reshape(h, w)
         np.divide(sums.T[::step], np.float32(rows * columns), out=mean)
     return means, (rows, columns)
+
+
+def _blank(coarse: np.ndarray) -> np.ndarray:
+    """bool [D, W]: A-scans of one value. Two rows tell nearly every other one."""
+    height = coarse.shape[2]
+    blank = coarse[:, :, height // 2] == coarse[:, :, height // 3]
+    doubtful = coarse[blank]
+    blank[blank] = doubtful.max(axis=1) == doubtful.min(axis=1) if len(doubtful) else True
+    return blank
 
 
 def _levels(coarse: np.ndarray, blank: np.ndarray) -> tuple[float, float, float]:
@@ -175,7 +186,7 @@ def _align(
             total[:, at][:, -1] += share[:, -1]
             count[:, at] += shown[:, None]
         np.greater(count, 0, out=where)
-        np.divide(total, count, out=total, where=where)
+        total /= count.clip(1, np.inf)
     return out, seen
 
 
@@ -190,8 +201,10 @@ def _normalise(means: np.ndarray, seen: np.ndarray, low: float, contrast: float)
         signal *= shown
         signal /= np.float32(contrast or 1)
         # Shadows, vignetting and fading dim whole A-scans: bring the brightest layer near 1 on each, but do not raise noise.
-        peak = _moving_mean(_moving_mean(signal, 1, 2).max(axis=2, keepdims=True), 6, 1)
-        signal /= np.maximum(peak, np.float32(0.35))
+        three_rows = signal[:, :, :-2] + signal[:, :, 1:-1]
+        three_rows += signal[:, :, 2:]
+        peak = _moving_mean(three_rows.max(axis=2, keepdims=True) / np.float32(3), 6, 1)
+        signal /= peak.clip(np.float32(0.35), np.inf)
 
 
 def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray, rows: int | None = None) -> np.ndarray:
@@ -210,9 +223,10 @@ def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.
     """Mean over ± `reach` along an axis, the border repeated, at every `step`-th place."""
     padded = np.concatenate([array.take([0] * reach, axis), array, array.take([-1] * reach, axis)], axis)
     n = array.shape[axis]
-    total = np.zeros_like(array[:, ::step] if axis == 1 else array[:, :, ::step])
-    for i in range(2 * reach + 1):
-        total += padded[:, i : i + n : step] if axis == 1 else padded[:, :, i : i + n : step]
+    shifted = [padded[:, i : i + n : step] if axis == 1 else padded[:, :, i : i + n : step] for i in range(2 * reach + 1)]
+    total = shifted[0] + shifted[1]
+    for values in shifted[2:]:
+        total += values
     total /= np.float32(2 * reach + 1)
     return total
 
@@ -224,36 +238,44 @@ def _ilm_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     gain -= np.float32(THRESHOLD)
     gain *= seen
     np.maximum(gain, np.float32(0.15) * gain, out=gain)
-    np.minimum(gain, np.float32(0.5), out=gain)
+    gain = gain.clip(-np.inf, np.float32(0.5), out=gain)
     # What is below a row is what there is in all, the same for every row of an A-scan, less what is above it.
-    gain -= np.cumsum(gain, axis=2)
+    gain -= running_sum(gain)
     return gain
 
 
 def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
     """Morphological opening along A-scans: bright runs shorter than `rows` disappear, every other edge stays where it is."""
-    low = _over_window(np.minimum, signal, rows)
-    wide = np.full((*signal.shape[:2], signal.shape[2] + rows - 1), -1, np.float32)
-    wide[:, :, rows - 1 : signal.shape[2]] = low
-    return _over_window(np.maximum, wide, rows)
+    # All A-scans as one: windows that reach into the next one begin in the last rows, which are then set below all others.
+    wide = np.full(signal.size + rows - 1, -1, np.float32)
+    low = wide[rows - 1 :]
+    low[: signal.size - rows + 1] = _over_window(np.minimum, signal.reshape(-1), rows)
+    low.reshape(signal.shape)[:, :, signal.shape[2] - rows + 1 :] = -1
+    return _over_window(np.maximum, wide, rows).reshape(signal.shape)
 
 
-def _over_window(function: np.ufunc, array: np.ndarray, rows: int) -> np.ndarray:
-    """Smallest or largest of each `rows` successive values along the last axis; the window doubles instead of being walked."""
+def _over_window(function: np.ufunc, values: np.ndarray, rows: int) -> np.ndarray:
+    """Smallest or largest of each `rows` successive values; the window doubles instead of being walked."""
     done = 1
     while done < rows:
         step = min(done, rows - done)
-        array = function(array[:, :, step:], array[:, :, :-step])
+        values = function(values[step:], values[:-step])
         done += step
-    return array
+    return values
 
 
 def _rpe_score(signal: np.ndarray, seen: np.ndarray, rim: np.ndarray, dy: float, top: int) -> np.ndarray:
     """Score of placing the RPE at each row from `top` on; the nerve fibre layer can be as bright, so nothing near the ILM counts."""
-    bright = np.maximum(signal, 0)
-    score = _attenuation(bright[:, :, top:], seen[:, :, top:], dy)
-    score *= _brighter_than_above(bright, dy, top)
-    score *= (np.arange(top, signal.shape[2]) >= rim[:, :, None] + np.float32(0.1 / dy)) & seen[:, :, top:]
+    past = round(0.15 / dy) + 1
+    bright = signal[:, :, max(0, top - past) :].clip(0, np.inf)
+    if top < past:
+        bright = np.concatenate([np.zeros((*bright.shape[:2], past - top), np.float32), bright], axis=2)
+    here = bright[:, :, past:]
+    score = _attenuation(here, seen[:, :, top:], dy)
+    score *= _brighter_than_above(bright, here, round(0.05 / dy), past)
+    lowest = rim[:, :, None] + np.float32(0.1 / dy)
+    upper = np.arange(top, min(max(int(lowest.max()) + 1, top), signal.shape[2]))
+    score[:, :, : len(upper)] *= upper >= lowest
     return score
 
 
@@ -261,7 +283,7 @@ def _attenuation(bright: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     """How strongly each voxel attenuates, 0 to 1: bright, with little energy left below it, as in Vermeer et al., Biomed. Opt.
     Express 5:322, 2014. The nerve fibre layer may be as bright as the RPE but has the whole retina below."""
     energy = np.square(bright)
-    above_and_here = np.cumsum(energy, axis=2)
+    above_and_here = running_sum(energy)
     # The choroid goes on below the frame; without a guess of it the last row would look like the end of all tissue.
     last = bright.shape[2] - 1 - seen[:, :, ::-1].argmax(axis=2)
     few = max(1, round(0.05 / dy))
@@ -274,19 +296,16 @@ def _attenuation(bright: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     return np.divide(energy, rest, out=rest)
 
 
-def _brighter_than_above(bright: np.ndarray, dy: float, top: int) -> np.ndarray:
-    """Brightness from row `top` on less that of 0.05-0.15 mm above, 0 to 1: outer retina or fluid over the RPE, but choroid over the
-    bottom of the choroid."""
-    first, past = round(0.05 / dy), round(0.15 / dy) + 1
-    here = bright[:, :, top:]
-    context = bright[:, :, max(0, top - past) : bright.shape[2] - first]
-    total = np.zeros((*here.shape[:2], here.shape[2] + past - first), np.float32)
-    np.cumsum(context, axis=2, out=total[:, :, -context.shape[2] :])
-    window = past - first
-    above = total[:, :, window:] - total[:, :, :-window]
-    above *= np.float32(-1 / window)
-    above += here
-    return np.clip(above, 0, 1, out=above)
+def _brighter_than_above(bright: np.ndarray, here: np.ndarray, first: int, past: int) -> np.ndarray:
+    """`here`, which begins at row `past` of `bright`, less the mean of `first` to `past` - 1 rows (0.05 to 0.15 mm) above,
+    0 to 1: outer retina or fluid over the RPE, but choroid over the bottom of the choroid."""
+    window, rows = past - first, here.shape[2]
+    # All A-scans as one: what reaches into the next one is dropped.
+    sums = np.empty(bright.shape, np.float32)
+    sums.reshape(-1)[: bright.size - window + 1] = window_sum(bright.reshape(-1), window)
+    difference = sums[:, :, 1 : rows + 1] * np.float32(-1 / window)
+    difference += here
+    return difference.clip(0, 1, out=difference)
 
 
 def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
