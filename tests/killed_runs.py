@@ -12,7 +12,7 @@ import sys
 import time
 
 from octfm.data.store import Store
-from octfm.training import checkpoint
+from octfm.training import checkpoint, shards
 from octfm.training.pretrain import pretrain
 from octfm.training.settings import PretrainConfig
 from test_pretrain import TINY
@@ -57,7 +57,7 @@ SETTINGS = {"steps": 30, "ckpt_every_steps": 3, "validate_every_steps": 10, "mod
 
 
 def die_while_saving(operation: int) -> None:
-    """SIGKILL at the n-th write, flush to disk or directory scan of saving, counted over this process."""
+    """SIGKILL at the n-th write, flush to disk, hash or renaming of saving, sharded or not, counted over this process and its threads."""
     left = [operation]
 
     def fatal(function):
@@ -69,7 +69,11 @@ def die_while_saving(operation: int) -> None:
 
         return counted
 
+    from torch.distributed.checkpoint import filesystem
+
     checkpoint._Sink.write = fatal(checkpoint._Sink.write)
+    filesystem._write_item = fatal(filesystem._write_item)
+    shards._sha256, shards.shutil.rmtree = fatal(shards._sha256), fatal(shards.shutil.rmtree)
     checkpoint.os.fsync = fatal(os.fsync)
 
 

@@ -29,7 +29,12 @@ class Ranks:
         self._server.wait()
 
     def __call__(self, world: int, store: Path, out: Path, settings: dict[str, Any], **plan: Any) -> list["Ended"]:
-        """How each rank ended. `plan` names a fault: `at` a step, `on` a rank; see `misbehave`."""
+        """How each rank ended. `plan` names a fault: `at` a step, `on` a rank; see `misbehave`.
+
+        `to` is the address of a run in a bucket, `out` then names the notes that ranks leave on the disk; `environment` is that of all
+        ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a SIGKILL, whatever they are at.
+        `preflight` and `override` are as for pretrain.
+        """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")
         job = {"world": world, "store": str(store), "out": str(out), "settings": settings, "plan": plan, "said": str(said)}
         assert self._server.stdin is not None and self._server.stdout is not None
@@ -62,7 +67,12 @@ def serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         port = _free_port()
+        patience, killed = job["plan"].pop("kill_after", None), job["plan"].pop("killed", [])
         children = [_fork(job, rank, port) for rank in range(job["world"])]
+        if patience is not None:
+            time.sleep(patience)
+            for rank in killed:
+                os.kill(children[rank], signal.SIGKILL)  # one that has ended already is a zombie until it is waited for
         ended = [os.wait4(pid, 0) for pid in children]
         print(json.dumps([(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) for _, status, used in ended]), flush=True)
 
@@ -79,6 +89,8 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         os.dup2(said, 2)
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world"], "LOCAL_WORLD_SIZE": job["world"]}
+        own = job["plan"].pop("environment", {})
+        os.environ.update(own[rank] if isinstance(own, list) else own)
         if job["world"] > 1:
             os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         code = _train(job, rank)
@@ -98,9 +110,11 @@ def _train(job: dict[str, Any], rank: int) -> int:
 
     if not job["plan"].pop("preflight", False):
         loop.preflight.checks = lambda *_, **__: []  # what the doctor says of these runs is tested elsewhere
+    override, to = job["plan"].pop("override", False), job["plan"].pop("to", job["out"])
     misbehave(rank, Path(job["out"]), **job["plan"])
+    settings, store = PretrainConfig.model_validate(job["settings"]), Store.open(job["store"])
     try:
-        loop.pretrain(PretrainConfig.model_validate(job["settings"]), Store.open(job["store"]), job["out"], "cpu", echo=print)
+        loop.pretrain(settings, store, to, "cpu", echo=print, override=override)
     except Preempted as error:
         print(error)
         return 75
@@ -110,8 +124,13 @@ def _train(job: dict[str, Any], rank: int) -> int:
     return 0
 
 
-def misbehave(rank: int, out: Path, fault: str | None = None, at: int = 0, on: int = 0, until: int | None = None, nap: float = 600) -> None:
-    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, memory, drift, wrong-rank or other-store."""
+def misbehave(
+    rank: int, out: Path, fault: str | None = None, at: int = 0, on: int = 0, until: int | None = None, nap: float = 600, most: int = 1
+) -> None:
+    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank or other-store.
+
+    memory: from that step on, there is some for `most` volumes at a time. kill-saving: at the operation number `at` of saving.
+    """
     from octfm.data.loader import Loader
     from octfm.training import pretrain as loop
     from octfm.training import step as passes
@@ -137,7 +156,7 @@ def misbehave(rank: int, out: Path, fault: str | None = None, at: int = 0, on: i
 
     def short(config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = make_inputs(config, preprocessing, runtime, batch, *args, **kwargs)
-        if fault == "memory" and rank == on and len(batch) > 1:
+        if fault == "memory" and rank == on and len(batch) > most and int(batch.position[0]) >= at * config.data.global_batch_size:
             raise MemoryError("no more memory on this rank")
         if (
             fault == "nan"
@@ -150,6 +169,10 @@ def misbehave(rank: int, out: Path, fault: str | None = None, at: int = 0, on: i
         return inputs
 
     loop.accumulate, passes.make_inputs = faulty, short
+    if fault == "kill-saving" and rank == on:
+        from killed_runs import die_while_saving
+
+        die_while_saving(at)
     if fault == "wrong-rank":
         Loader.positions = lambda self, step: positions(self, step) % (self.global_batch_size // self.world) + step * self.global_batch_size
     if fault == "other-store" and rank == on:

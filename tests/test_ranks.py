@@ -257,11 +257,30 @@ def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(ranks, s
     assert_same_curves(tmp_path / "one", tmp_path / "run")
 
 
-def test_with_shards_memory_that_runs_out_is_told_instead_of_hanging(ranks, store, tmp_path):
-    settings = SMALL | SHARDED | {"data": {"global_batch_size": 4, "per_device_batch_size": 2}}
-    ended = ranks(2, store.path, tmp_path / "run", settings, fault="memory", on=1)
-    assert codes(ended) == [1, 1] and "memory ran out on rank 1" in ended[1].said and "lower data.per_device_batch_size" in ended[1].said
+def test_F7_with_shards_the_next_start_goes_on_with_half_the_micro_batch(ranks, store, tmp_path):
+    """A step cannot be computed again by ranks that wait for each other's shards: the job ends, and nobody need change a setting."""
+    out, settings = tmp_path / "run", SMALL | SHARDED | {"data": {"global_batch_size": 4, "per_device_batch_size": 2}}
+    ended = ranks(2, store.path, out, settings, fault="memory", on=1, at=4)
+    assert codes(ended) == [1, 1] and "memory ran out on rank 1 with 2 volumes at a time" in ended[1].said
+    assert "goes on from the last checkpoint with 1 at a time" in ended[1].said
     assert "rank 0 of 2: another rank has gone" in ended[0].said, ended[0]
+    ended = ranks(2, store.path, out, settings, fault="memory", on=1, at=4)
+    assert codes(ended) == [0, 0] and "resuming" in ended[0].said
+    (incident,) = rows(out, "incident")
+    assert incident["step"] == 3 and "1 instead of 2 volumes at a time, the same global batch of 4" in incident["sentence"]
+    assert codes(ranks(1, store.path, tmp_path / "one", settings | {"runtime": {}})) == [0]
+    assert_same_curves(tmp_path / "one", out)
+    assert codes(ranks(2, store.path, out, settings)) == [0, 0] and len(rows(out, "incident")) == 1, "told once"
+
+
+def test_F7_what_memory_allowed_fits_another_number_of_ranks(ranks, store, tmp_path):
+    """Six at a time on one rank; of a share of three on each of four, three."""
+    out, settings = tmp_path / "run", SMALL | {"steps": 1, "data": {"global_batch_size": 12, "per_device_batch_size": 12}}
+    ended = ranks(1, store.path, out, settings, fault="memory", most=6)
+    assert codes(ended) == [0] and final(out)["state"]["micro_batch"] == 6, ended
+    fewer = settings | {"steps": 2, "data": {"global_batch_size": 12, "per_device_batch_size": 3}}
+    ended = ranks(4, store.path, out, fewer, override=True)
+    assert codes(ended) == [0] * 4 and final(out)["step"] == 2, ended
 
 
 def test_a_hung_rank_ends_the_job_within_the_timeout_and_is_named(ranks, store, tmp_path):

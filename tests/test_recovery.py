@@ -72,6 +72,15 @@ def test_every_planted_fault_is_named_within_20_steps(store, tmp_path, fault, ob
         assert error is not None and NAMES[fault] in str(error) and "the code or its settings are wrong" in str(error)
 
 
+@pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, objective, precision):
+    """As large models train: a norm over the batch then looks like one over tokens. At steps 0 and 10 nothing is said."""
+    alone = {"data": {"global_batch_size": 2, "per_device_batch_size": 1}, "precision": precision}
+    said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, **alone)
+    assert named(said, 0)[0] == (20, "batch statistics") and error is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
 def test_F1_a_learning_rate_times_100_at_step_300_is_named_at_once(store, tmp_path, objective):

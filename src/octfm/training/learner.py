@@ -49,8 +49,12 @@ class Learner:
 
     @property
     def micro_batch(self) -> int:
-        """Volumes per forward pass."""
-        return self.state.micro_batch or self.config.data.per_device_batch_size
+        """Volumes per forward pass: what memory has allowed, on this number of ranks or another, in a size that divides a rank's share."""
+        data = self.config.data
+        if not self.state.micro_batch:
+            return data.per_device_batch_size
+        most, share = min(self.state.micro_batch, data.per_device_batch_size), data.global_batch_size // self.runtime.world
+        return max(size for size in range(1, most + 1) if share % size == 0)
 
     def set_rates(self, lr: float, weight_decay: float, ema: float) -> None:
         """What the next update uses: set anew for every one, so that no scheduler can forget it (F2)."""

@@ -44,7 +44,7 @@ def step_findings(config: PretrainConfig, state: RunState, told: Told, index: np
     return (
         non_finite(told.masked_loss_B + told.context_loss_B, grad_norm, index)
         or context(told.leak)
-        or batch_statistics(told.company, config.precision)
+        or batch_statistics(told.company)
         or spike(config.health, state, told.loss, grad_norm)
     )
 
@@ -133,10 +133,10 @@ def context(leak: float | None) -> Finding | None:
     return None
 
 
-def batch_statistics(change: float | None, precision: str) -> Finding | None:
+def batch_statistics(change: float | None) -> Finding | None:
     """The loss of a volume must not depend on which others are in its batch: a norm over the batch leaks between volumes."""
-    if change is not None and change > (2e-2 if precision == "bf16" else 1e-3):
-        told = f"the loss of a volume changes by {change:.1%} with the others in its batch: something is normalised over the batch"
+    if change is not None and change > 1e-3:
+        told = f"the loss of a volume changes by {change:.1%} with its company in a batch: something is normalised over the batch"
         return Finding("batch statistics", told, "code")
     return None
 

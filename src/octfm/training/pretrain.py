@@ -22,7 +22,7 @@ from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
 from octfm.training.measure import Before, Window, train_row, validate
 from octfm.training.online_probe import Cases, find_cases, online_probe
-from octfm.training.preflight.ranks import require_disjoint, require_same_data
+from octfm.training.preflight.ranks import require_disjoint, require_same_data, require_same_folder
 from octfm.training.resume import resume
 from octfm.training.run_folder import RunFolder, claim_together
 from octfm.training.runtime import Runtime, environment, join
@@ -30,7 +30,7 @@ from octfm.training.sample_picture import sample_picture
 from octfm.training.schedule import Schedule, ramp
 from octfm.training.session import Session, open_metrics, open_writer, second_destination
 from octfm.training.settings import PretrainConfig, in_steps
-from octfm.training.step import accumulate, tell
+from octfm.training.step import OutOfMemory, accumulate, tell
 from octfm.training.tracking import Listener, Metrics, read_metrics
 from octfm.training.waiting import Waiting
 
@@ -75,6 +75,7 @@ def pretrain(
             require_same_data(runtime, identity)
             claimed = claim_together(runtime, folder, config, store.fingerprint, identity, override=override, echo=echo)
             with claimed as run, Interruption() as interruption:
+                require_same_folder(runtime, run)
                 _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, aloud, listeners, remote)
     finally:
         if remote is not None and runtime.leads:
@@ -117,6 +118,7 @@ def _train(
         writer.follow(remote)
     session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, learner.step, aloud)
     session.exclude()
+    session.recall_memory()
     check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
     waiting = Waiting(config.tracking.step_deadline_s, session.tell_waiting)
     waiting.start()
@@ -156,7 +158,7 @@ def _train(
                 learner.state = learner.state.accept(told.loss, grad_norm, config.health.window)
             if before is not None:
                 row = train_row(learner, done, before, ema, [store.rows[i].scanner for i in rows])
-                row |= {"lr": lr, "weight_decay": weight_decay, "ema": ema, "grad_norm": grad_norm}
+                row |= {"lr": rate, "weight_decay": weight_decay, "ema": ema, "grad_norm": grad_norm}
                 row |= {"context_weight": context_weight, "epoch": at * size / len(train_rows)}
                 finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
                 learner.state = learner.state.look(row["effective_rank"])
@@ -186,6 +188,9 @@ def _train(
                 session.finish()
                 raise Preempted(f"{told.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
         session.finish()
+    except OutOfMemory as error:
+        run.note_memory(error.micro_batch)
+        raise
     finally:
         waiting.close()
         loader.close()

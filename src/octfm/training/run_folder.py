@@ -25,7 +25,7 @@ LOCK = "run.lock"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock."""
+    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json where memory ran out between checkpoints."""
 
     path: Path
 
@@ -68,6 +68,21 @@ class RunFolder:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(known | facts, indent=2))
         partial.replace(path)
+
+    def note_memory(self, micro_batch: int) -> None:
+        """For the next start: memory suffices for so many volumes at a time. The one file that is not rank 0's alone to write."""
+        partial = self.path / f"memory.{os.getpid()}.partial"
+        partial.write_text(json.dumps({"micro_batch": micro_batch}))
+        partial.replace(self.path / "memory.json")
+
+    def noted_memory(self) -> int | None:
+        """What `note_memory` was told last; None where memory never ran out so."""
+        try:
+            return int(json.loads((self.path / "memory.json").read_text())["micro_batch"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{self.path / 'memory.json'}: damaged ({error}); delete it") from None
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Every rank has one and all act alike; only rank 0's writes and speaks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -101,10 +101,21 @@ class Session:
     def tell_memory(self, step: int, before: int) -> None:
         """Memory ran out and the step was computed again in smaller parts."""
         size = self.learner.micro_batch
-        sentence = (
-            f"memory ran out; the step was computed again with {size} instead of {before} volumes at a time, the same global batch of "
-            f"{self.learner.config.data.global_batch_size} and the same images (F7)"
+        self._tell_memory(step, f"memory ran out; the step was computed again with {size} instead of {before} volumes at a time")
+
+    def recall_memory(self) -> None:
+        """Go on with the micro-batch that memory allows, if it ran out since the last checkpoint where that stopped the job."""
+        learner = self.learner
+        noted = learner.runtime.first(self.run.noted_memory)
+        if noted is None or noted >= (before := learner.micro_batch):
+            return
+        learner.state = replace(learner.state, micro_batch=noted)
+        self._tell_memory(
+            learner.step, f"memory ran out before; it goes on with {learner.micro_batch} instead of {before} volumes at a time"
         )
+
+    def _tell_memory(self, step: int, what: str) -> None:
+        sentence = f"{what}, the same global batch of {self.learner.config.data.global_batch_size} and the same images (F7)"
         self.metrics.write("incident", step, what="memory", verdict="watch", action="smaller micro-batch", sentence=sentence, volumes=[])
         self.echo(f"step {step}: {sentence}")
 

@@ -32,7 +32,7 @@ class MicroStep:
     leak: float | None
     """Gradient of the loss w.r.t. target voxels on the context path; None if it was not looked at."""
     company: float | None
-    """Relative change of a volume's loss with the others in its micro-batch; None if it was not looked at."""
+    """Relative change of a volume's loss with the company it has; None if it was not looked at."""
 
 
 def _keep(
@@ -87,11 +87,20 @@ def tell(learner: Learner, done: Sequence[MicroStep], asked: str | None = None) 
     return Told(masked, context, leak if leak >= 0 else None, company if company >= 0 else None, found)
 
 
+class OutOfMemory(TrainingError):
+    """Memory ran out in a step that this process cannot compute again; another start can, with `micro_batch` volumes at a time."""
+
+    def __init__(self, message: str, micro_batch: int):
+        super().__init__(message)
+        self.micro_batch = micro_batch
+
+
 def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everything: bool) -> list[MicroStep]:
     """Gradients of the mean loss of this rank's share of the batch, computed in micro-batches.
 
     When memory runs out the step begins again with micro-batches of half the size, so more of them: the same global batch, images
-    and maths (F7). The learner's state keeps the size. With `everything`, the first micro-batch is examined for leaks.
+    and maths (F7). The learner's state keeps the size. With shards that is for the next start of the job to do: OutOfMemory. With
+    `everything`, the first micro-batch is examined for leaks.
     """
     while True:
         learner.optimizer.zero_grad(set_to_none=True)
@@ -102,12 +111,6 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
             if not ran_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            if learner.runtime.sharded:
-                # In the middle of gathering shards the other ranks wait for exactly what this one was about to send.
-                raise TrainingError(
-                    f"step {learner.step}: memory ran out on rank {learner.runtime.rank} ({reason}); with runtime.parallel=fsdp a step "
-                    "cannot be computed again: lower data.per_device_batch_size and run again, the global batch stays"
-                ) from error
         # Outside the handler, where the failed pass's tensors are not held any more.
         learner.optimizer.zero_grad(set_to_none=True)
         learner.runtime.release()
@@ -117,6 +120,14 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
             raise TrainingError(
                 f"step {learner.step}: memory ran out with one volume at a time ({reason}); lower masks.budget or model.width, or use a "
                 "device with more memory"
+            )
+        if learner.runtime.sharded:
+            # In the middle of gathering shards the other ranks wait for exactly what this one was about to send.
+            raise OutOfMemory(
+                f"step {learner.step}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time ({reason}); ranks with "
+                f"shards cannot compute a step again: run the same command again (torchrun --max-restarts does), and it goes on from the "
+                f"last checkpoint with {smaller} at a time, the same global batch and images (F7)",
+                smaller,
             )
         learner.state = replace(learner.state, micro_batch=smaller)
 
@@ -132,7 +143,7 @@ def _passes(learner: Learner, batch: Batch, context_weight: float, everything: b
         with learner.runtime.autocast():
             output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
         (output.loss / micro_steps).backward()
-        company = _company(learner, inputs, output, context_weight) if examined else None
+        company = _company(learner, inputs, context_weight) if examined else None
         done.append(_keep(inputs, output, part, everything=everything, leak=_leak(inputs) if examined else None, company=company))
     return done
 
@@ -146,11 +157,15 @@ def _leak(inputs: Inputs) -> float:
 
 
 @torch.no_grad()
-def _company(learner: Learner, inputs: Inputs, output: ObjectiveOutput, context_weight: float) -> float | None:
-    """By what share the loss of a volume changes when it is alone; None if it is."""
-    if len(inputs.patches) == 1:
-        return None
-    index = TokenIndex(inputs.index.kept[:1], inputs.index.context[:1], inputs.index.target[:1])
-    with learner.runtime.autocast():
-        alone = learner.model(inputs.patches[:1], inputs.target_patches[:1], index, context_weight)
-    return float(abs(alone.masked_loss_B[0] - output.masked_loss_B[0]) / output.masked_loss_B[0].abs().clamp_min(1e-12))
+def _company(learner: Learner, inputs: Inputs, context_weight: float) -> float:
+    """By what share the loss of a volume changes when it is not alone: beside another one, or where there is none, its own negative.
+
+    In float32 whatever the run's precision, in which a leak of a percent would hide behind rounding.
+    """
+    # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
+    pair, target_pair = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in (inputs.patches, inputs.target_patches))
+    index = TokenIndex(*(x[:2].expand(2, -1) for x in (inputs.index.kept, inputs.index.context, inputs.index.target)))
+    first = TokenIndex(index.kept[:1], index.context[:1], index.target[:1])
+    together = learner.model(pair, target_pair, index, context_weight).masked_loss_B[0]
+    alone = learner.model(pair[:1], target_pair[:1], first, context_weight).masked_loss_B[0]
+    return float(abs(alone - together) / together.abs().clamp_min(1e-12))

@@ -1,10 +1,16 @@
 """What ranks can only know of each other by asking: that they train on the same store, and that no volume is trained on twice (F10)."""
 
+import time
+
 import numpy as np
 
 from octfm.data.loader import Loader
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import CheckpointError, ConfigError, TrainingError
+from octfm.training.run_folder import RunFolder
 from octfm.training.runtime import Runtime
+
+PATIENCE_S = 20.0
+"""Network file systems may show a new file that late."""
 
 
 def require_same_data(runtime: Runtime, identity: str) -> None:
@@ -17,6 +23,29 @@ def require_same_data(runtime: Runtime, identity: str) -> None:
             f"rank {other[0]} has opened other training volumes than rank 0: data.store names different stores on their hosts; copy the "
             "prepared store of rank 0 there, or put it where all hosts read it"
         )
+
+
+def require_same_folder(runtime: Runtime, run: RunFolder) -> None:
+    """Ranks with shards all write into the run folder: they must all see rank 0's."""
+    if not runtime.sharded:
+        return
+    key = runtime.first(lambda: run.key)
+    deadline = time.monotonic() + min(PATIENCE_S, runtime.timeout_s / 3)
+    while not (seen := _has_key(run, key)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = np.flatnonzero(runtime.exchange(np.array([float(seen)]))[:, 0] == 0)
+    if len(blind):
+        raise ConfigError(
+            f"rank {blind[0]} does not see the folder that rank 0 trains into ({run.path}); with runtime.parallel=fsdp every rank writes "
+            "its shards there: put --out, or for a run in a bucket $OCTFM_CACHE, on a disk that all hosts share"
+        )
+
+
+def _has_key(run: RunFolder, key: str) -> bool:
+    try:
+        return run.key == key
+    except CheckpointError:
+        return False
 
 
 def require_disjoint(runtime: Runtime, loader: Loader, step: int) -> None:
