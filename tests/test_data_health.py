@@ -8,11 +8,12 @@ import pytest
 
 from browser import assert_renders, needs_chromium
 from dicom_files import write_oct_dicom
-from octfm.data.acquisition import FLAGS
+from octfm.data.acquisition import FLAGS, Acquisition
 from octfm.data.catalog import Catalog, CatalogError, scan
 from octfm.data.phantom import write_phantom
 from octfm.data.readers import REASONS
 from octfm.report.data_health import outliers, write_data_health
+from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
 from test_cli import octfm_command
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -59,7 +60,8 @@ def test_page_is_self_contained_and_names_no_file_folder_or_person(catalog, page
     html = page.read_text()
     assert not re.search(r"<script|<link rel=.stylesheet|@import|(src|href)=\"(?!data:|#)|url\((?!#)", html)
     assert "default-src 'none'" in html and len(html) < 10_000_000
-    assert html.count("<img ") == 2 * len(outliers(catalog.acquisitions)) > 0
+    shown = len(outliers(catalog.acquisitions)) + len(laterality_doubts(catalog.acquisitions)[:SHOWN])
+    assert html.count("<img ") == 2 * shown > 0
     for secret in {catalog.root, Path(catalog.root).name, *(a.participant for a in catalog.acquisitions)}:
         assert secret not in html
     for a in catalog.acquisitions:
@@ -83,7 +85,45 @@ def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
     without = write_data_health(catalog, tmp_path / "b.html", images=False).read_text()
     assert "<img" not in without and "Row 3" in without
     flagged = write_clinic(tmp_path / "flagged", count=12, laterality=None)
-    assert [(o.row, o.why) for o in outliers(flagged.acquisitions)] == [(3, FLAGS["laterality_unknown"])]
+    assert outliers(flagged.acquisitions) == [] and [d.row for d in laterality_doubts(flagged.acquisitions)] == [3]
+
+
+def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]], count: int = 30) -> list[Acquisition]:
+    """Rows of two scanners; `flags` gives some another side and flags."""
+    rows = []
+    for i in range(count):
+        side, own = flags.get(i, ("RL"[i % 2], ()))
+        scanner = ("heidelberg_spectralis", "zeiss_cirrus")[i % 2]
+        rows.append(Acquisition(f"/{i}.dcm", f"P{i}", side, scanner, "macula", (4, 32, 36), SPACING_MM, "shared", f"1.2.{i}", flags=own))
+    return rows
+
+
+def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
+    """The gravest first, whatever else the page shows; what is stated beside what anatomy says."""
+    rows = flagged_clinic({
+        2: (None, ("laterality_unknown", "disc_on_the_left")), 5: ("R", ("laterality_contradicts_anatomy",)),
+        7: ("L", ("nominal_spacing", "laterality_contradicts_anatomy")), 8: (None, ("laterality_conflict", "disc_on_the_right")),
+        9: (None, ("laterality_unknown",)),
+    })  # fmt: skip
+    found = [(d.row, d.stated, d.anatomy) for d in laterality_doubts(rows)]
+    assert found == [
+        (5, "right", "left"),
+        (7, "left", "right"),
+        (8, "two eyes", "right"),
+        (2, "nothing", "left"),
+        (9, "nothing", "not told"),
+    ]
+    assert by_scanner(rows) == [("heidelberg_spectralis", 13, 0, 2), ("zeiss_cirrus", 14, 2, 1)]
+    assert [(o.row, o.why) for o in outliers(rows)] == [(7, FLAGS["nominal_spacing"])], "the others are in the table"
+    catalog = Catalog(str(tmp_path), tuple(rows), ())
+    looked = text_of(write_data_health(catalog, tmp_path / "a.html", images=False, looked=True))
+    assert "5 zeiss_cirrus right left Its optic disc lies on the side of the other eye" in looked
+    assert "zeiss_cirrus 14 2 1" in looked and "Pixels were not looked at" not in looked
+    plain = Catalog(str(tmp_path), tuple(flagged_clinic({})), ())
+    text = text_of(write_data_health(plain, tmp_path / "b.html", images=False))
+    assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "zeiss_cirrus 15 – 0" in text
+    many = Catalog(str(tmp_path), tuple(flagged_clinic(dict.fromkeys(range(SHOWN + 3), ("R", ("laterality_contradicts_anatomy",))))), ())
+    assert "3 more are flagged in catalog.parquet" in text_of(write_data_health(many, tmp_path / "c.html", images=False, looked=True))
 
 
 def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):

@@ -16,6 +16,7 @@ from octfm.data.prepare import prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.tissue import find_tissue
 from octfm.data.volume import Volume
+from octfm.report.data_health import write_data_health
 from store_samples import SMALL, acquisition, catalog, read_sample
 
 SIZE = (20, 192, 128)
@@ -171,6 +172,15 @@ def test_a_scan_that_looks_at_pixels_finds_copies_and_wrong_sides_and_changes_no
     splits = {}
     for row in looked.acquisitions:
         assert splits.setdefault(row.participant, row.split) == row.split
+
+
+def test_the_audit_shows_the_eye_on_the_wrong_side(clinic, tmp_path):
+    catalog = scan(clinic, pixels=True, workers=0)
+    html = write_data_health(catalog, tmp_path / "health.html", looked=True).read_text()
+    table = html[html.index('id="laterality"') : html.index('id="geometry"')]
+    rows = [part.split("</tr>")[0] for part in table.split("<tr>") if "data:image" in part]
+    assert len(rows) == 2 and "<td>left</td><td>right</td>" in rows[0] and "<td>nothing</td><td>right</td>" in rows[1]
+    assert all(row.count("<img ") == 2 for row in rows)
 
 
 def test_prepare_finds_the_same_in_the_pixels_it_reads_anyway(clinic, tmp_path):

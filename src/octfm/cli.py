@@ -160,7 +160,8 @@ def scan(
         catalog = pseudonyms.pseudonymise(catalog, key)
         locations = pseudonyms.locate(catalog, root, key)
     catalog.save(out)
-    page = write_data_health(catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations)
+    options = {"images": images, "max_reject": max_reject, "locations": locations, "looked": pixels}
+    page = write_data_health(catalog, out / "data_health.html", **options)
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     _print_counts(f"{out}: {counts}", catalog.summary())
     typer.echo(str(page))

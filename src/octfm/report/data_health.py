@@ -21,6 +21,7 @@ from octfm.data.volume import Spacing3
 from octfm.errors import ReadError
 from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
 from octfm.report.images import Picture, native_pictures
+from octfm.report.laterality import AUDITED, SHOWN, Doubt, by_scanner, laterality_doubts
 from octfm.report.page import render, write_page
 
 AXES = ("B-scan distance", "axial spacing", "lateral spacing")
@@ -47,11 +48,14 @@ def write_data_health(
     images: bool = True,
     max_reject: float | None = None,
     locations: Mapping[str, str] | None = None,
+    looked: bool = False,
 ) -> Location:
-    """Counts, distributions, reasons and, with `images`, the volumes least like their kind. Outliers are decoded, nothing else is.
+    """Counts, distributions, reasons, the laterality audit and the volumes least like their kind, of which `images` are shown: those are
+    decoded, nothing else is.
 
-    `locations`: where the files lie, for a catalog whose uris are pseudonyms.
+    `locations`: where the files lie, for a catalog whose uris are pseudonyms. `looked`: the scan has looked at pixels.
     """
+    doubts = laterality_doubts(catalog.acquisitions)
     facts = {
         "summary": catalog.summary(),
         "rejected_share": catalog.reject_share,
@@ -64,6 +68,10 @@ def write_data_health(
         "skipped": _reasons(catalog.skipped),
         "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
         "charts": distribution_charts(catalog.acquisitions),
+        "sides": by_scanner(catalog.acquisitions),
+        "doubtful_sides": _sides(doubts[:SHOWN], images, locations or {}),
+        "more_sides": max(0, len(doubts) - SHOWN),
+        "looked": looked,
         "outliers": _shown(outliers(catalog.acquisitions), images, locations or {}),
         "images": images,
     }
@@ -88,8 +96,8 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
                 found[row] = Outlier(row, acquisitions[row], why, float(unlike[worst]))
     rare = Counter(flag for a in acquisitions for flag in a.flags)
     for row, a in enumerate(acquisitions):
-        # A flag that most rows share says something about the archive, not about this volume.
-        doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10]
+        # A flag that most rows share says something about the archive, not about this volume; doubtful sides have a table of their own.
+        doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in AUDITED]
         if doubts and row not in found:
             found[row] = Outlier(row, a, "; ".join(FLAGS[flag] for flag in doubts), 0.0)
     return sorted(found.values(), key=lambda outlier: (-outlier.distance, outlier.row))[:count]
@@ -205,11 +213,24 @@ def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:
 
 
 def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
-    files = [(locations.get(o.acquisition.uri, o.acquisition.uri), o.acquisition.spacing_mm) for o in found] if images else []
-    # The scan has looked at their headers, and nobody at their pixels.
-    seconds = [Limits().deadline(math.prod(outlier.acquisition.shape), outlier.acquisition.uri) for outlier in found]
-    pictures = list(spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1))
-    return [_described(outlier, pictures[i] if images else []) for i, outlier in enumerate(found)]
+    pictures = _pictures_of([o.acquisition for o in found], locations) if images else [[]] * len(found)
+    return [_described(outlier, own) for outlier, own in zip(found, pictures, strict=True)]
+
+
+def _sides(doubts: Sequence[Doubt], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
+    pictures = _pictures_of([d.acquisition for d in doubts], locations) if images else [[]] * len(doubts)
+    rows = []
+    for doubt, own in zip(doubts, pictures, strict=True):
+        note = f"It could not be decoded: {REASONS[own].meaning}." if isinstance(own, str) else ""
+        rows.append({"doubt": doubt, "pictures": [] if isinstance(own, str) else own, "note": note})
+    return rows
+
+
+def _pictures_of(acquisitions: Sequence[Acquisition], locations: Mapping[str, str]) -> list[list[Picture] | str]:
+    files = [(locations.get(a.uri, a.uri), a.spacing_mm) for a in acquisitions]
+    # The scan has looked at their headers, and perhaps nobody at their pixels.
+    seconds = [Limits().deadline(math.prod(a.shape), a.uri) for a in acquisitions]
+    return list(spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1))
 
 
 def _pictures(file: tuple[str, Spacing3]) -> list[Picture] | str:

@@ -1,0 +1,54 @@
+"""The laterality audit of a catalog: what is stated about the side of each doubtful eye, and what its anatomy says."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octfm.data.acquisition import FLAGS, Acquisition
+
+AUDITED = ("laterality_contradicts_anatomy", "laterality_conflict", "disc_on_the_right", "disc_on_the_left", "laterality_unknown")
+"""Flags of the audit, the gravest first."""
+SHOWN = 24
+"""Rows of the table."""
+EYES = {"R": "right", "L": "left"}
+
+
+@dataclass(frozen=True)
+class Doubt:
+    row: int
+    """Of catalog.parquet, from 0."""
+    acquisition: Acquisition
+    flag: str
+    stated: str
+    anatomy: str
+
+    @property
+    def meaning(self) -> str:
+        return FLAGS[self.flag]
+
+
+def laterality_doubts(acquisitions: Sequence[Acquisition]) -> list[Doubt]:
+    """Every volume whose side is doubtful, the gravest first; an unknown side that pixels do not tell either comes last."""
+    found = []
+    for row, a in enumerate(acquisitions):
+        flag = next((flag for flag in AUDITED if flag in a.flags), None)
+        if flag is not None:
+            stated = "two eyes" if "laterality_conflict" in a.flags else EYES.get(a.laterality or "", "nothing")
+            found.append(Doubt(row, a, flag, stated, _anatomy(a)))
+    return sorted(found, key=lambda doubt: (AUDITED.index(doubt.flag), doubt.row))
+
+
+def _anatomy(a: Acquisition) -> str:
+    if "laterality_contradicts_anatomy" in a.flags:
+        return {"R": "left", "L": "right"}.get(a.laterality or "", "not told")
+    if "disc_on_the_right" in a.flags:
+        return "right"
+    return "left" if "disc_on_the_left" in a.flags else "not told"
+
+
+def by_scanner(acquisitions: Sequence[Acquisition]) -> list[tuple[str, int, int, int]]:
+    """(scanner, volumes with a stated side, of which anatomy contradicts, volumes without one): a wrong export is wrong for a scanner."""
+    stated = Counter(a.scanner for a in acquisitions if a.laterality)
+    wrong = Counter(a.scanner for a in acquisitions if "laterality_contradicts_anatomy" in a.flags)
+    unknown = Counter(a.scanner for a in acquisitions if not a.laterality)
+    return [(s, stated[s], wrong[s], unknown[s]) for s in sorted(stated.keys() | unknown.keys())]
