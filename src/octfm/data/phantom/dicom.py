@@ -1,12 +1,16 @@
 """A phantom volume as Ophthalmic Tomography DICOM, with geometry where AI-READI files have it: in the functional groups."""
 
+import struct
 from io import BytesIO
 
 import numpy as np
+from pydicom.charset import convert_encodings
+from pydicom.dataelem import RawDataElement
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels.encoders.base import JPEGLSLosslessEncoder, RLELosslessEncoder
 from pydicom.sequence import Sequence
+from pydicom.tag import Tag
 from pydicom.uid import ExplicitVRLittleEndian, JPEGLSLossless, RLELossless, generate_uid
 
 from octfm.data.phantom.cohort import Participant
@@ -65,7 +69,7 @@ def to_dataset(volume: Volume, scanner: Scanner, person: Participant, version: s
     ds.LossyImageCompression = "00"
     ds.PresentationLUTShape = "IDENTITY"
     ds.SharedFunctionalGroupsSequence = Sequence([_shared(volume)])
-    ds.PerFrameFunctionalGroupsSequence = Sequence([_frame(volume, i) for i in range(frames)])
+    _add_frames(ds, volume)
     if rle is None:
         compress(ds, volume.voxels, scanner.compression)
     else:
@@ -130,34 +134,57 @@ def _shared(volume: Volume) -> Dataset:
     return shared
 
 
-def _frame(volume: Volume, index: int) -> Dataset:
+def _add_frames(ds: Dataset, volume: Volume) -> None:
+    """PerFrameFunctionalGroupsSequence as the bytes it is written as: a dozen objects for each of hundreds of B-scans took as long to make
+    and write as the image. Whoever looks at the sequence gets it parsed."""
     frames, _, columns = volume.shape
     dz, _, dx = volume.spacing_mm
-    superior = ((frames - 1) / 2 - index) * dz * (1 if volume.superior_first else -1)
-    position = Dataset()
-    position.ImagePositionPatient = [_ds(-(columns - 1) / 2 * dx), 0, _ds(superior)]
-    content = Dataset()
-    content.StackID = "1"
-    content.InStackPositionNumber = index + 1
-    content.DimensionIndexValues = [1, index + 1]
-    frame = Dataset()
-    frame.FrameContentSequence = Sequence([content])
-    frame.PlanePositionSequence = Sequence([position])
-    frame.OphthalmicFrameLocationSequence = Sequence([_location(volume, superior)])
-    return frame
+    left, fundus = _ds(-(columns - 1) / 2 * dx), uid("fundus", volume.acquisition)
+    items = []
+    for index in range(frames):
+        superior = ((frames - 1) / 2 - index) * dz * (1 if volume.superior_first else -1)
+        content = (
+            _text(0x00209056, "SH", "1") + _numbers(0x00209057, "UL", "<I", index + 1) + _numbers(0x00209157, "UL", "<2I", 1, index + 1)
+        )
+        position = _text(0x00200032, "DS", f"{left}\\0.0\\{_ds(superior)}")
+        location = _location(superior, volume.extent_mm[2], fundus)
+        items.append(_sequence(0x00209111, content) + _sequence(0x00209113, position) + _sequence(0x00220031, location))
+    tag = Tag("PerFrameFunctionalGroupsSequence")
+    value = b"".join(map(_item, items))
+    ds[tag] = RawDataElement(tag, "SQ", len(value), value, 0, is_implicit_VR=False, is_little_endian=True)
+    ds.set_original_encoding(False, True, convert_encodings(ds.SpecificCharacterSet))  # as it is written: nothing has to be converted
 
 
-def _location(volume: Volume, superior_mm: float) -> Dataset:
+def _location(superior_mm: float, width_mm: float, fundus: str) -> bytes:
     """Where the B-scan lies on a 768 x 768 fundus image of 9 mm, rows counted from superior: [row, column] of its first and last A-scan."""
     pixel_mm = 9 / 768
     row = 384.5 - superior_mm / pixel_mm
-    reach = volume.extent_mm[2] / 2 / pixel_mm
-    location = Dataset()
-    location.ReferencedSOPClassUID = "1.2.840.10008.5.1.4.1.1.77.1.5.1"
-    location.ReferencedSOPInstanceUID = uid("fundus", volume.acquisition)
-    location.ReferenceCoordinates = [row, 384.5 - reach, row, 384.5 + reach]
-    location.OphthalmicImageOrientation = "LINEAR"
-    return location
+    reach = width_mm / 2 / pixel_mm
+    return (
+        _text(0x00081150, "UI", "1.2.840.10008.5.1.4.1.1.77.1.5.1")
+        + _text(0x00081155, "UI", fundus)
+        + _numbers(0x00220032, "FL", "<4f", row, 384.5 - reach, row, 384.5 + reach)
+        + _text(0x00220039, "CS", "LINEAR")
+    )
+
+
+def _text(tag: int, vr: str, text: str) -> bytes:
+    """An explicit little-endian element (DICOM PS3.5 7.1.2) with a value of even length."""
+    value = text.encode() + (b"\0" if vr == "UI" else b" ") * (len(text) % 2)
+    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), len(value)) + value
+
+
+def _numbers(tag: int, vr: str, form: str, *numbers: float) -> bytes:
+    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), struct.calcsize(form)) + struct.pack(form, *numbers)
+
+
+def _sequence(tag: int, item: bytes) -> bytes:
+    """A sequence of one item."""
+    return struct.pack("<HH2sHI", tag >> 16, tag & 0xFFFF, b"SQ", 0, len(item) + 8) + _item(item)
+
+
+def _item(content: bytes) -> bytes:
+    return struct.pack("<HHI", 0xFFFE, 0xE000, len(content)) + content
 
 
 def _ds(value: float) -> str:

@@ -158,7 +158,10 @@ class _Steps:
         self.steps[d, row + 1, w] += step * fraction
 
     def total(self) -> np.ndarray:
-        return np.cumsum(self.steps[:, : self.height], axis=1)
+        # Row by row, all A-scans at once: np.cumsum would walk down one A-scan after the other.
+        for row in range(1, self.height):
+            self.steps[:, row] += self.steps[:, row - 1]
+        return self.steps[:, : self.height]
 
 
 def _layers(
@@ -223,29 +226,33 @@ def _add_below_bruch(
     phase = np.stack([kx * x_mm + ky * y_mm + p - k * dy_mm * bm for (kx, ky), p, k in waves], axis=1)
     along = np.concatenate([np.cos(np.outer(z, kz)), -np.sin(np.outer(z, kz))], axis=1)
     across = np.concatenate([np.cos(phase), np.sin(phase)], axis=1)
-    tissue = (np.round(along * 256) / 256).astype(np.float32) @ (np.round(across * 256) / 256).astype(np.float32)
-    tissue *= np.float32(0.42 * np.sqrt(2 / len(kz)))
-    tissue += np.float32(0.62)
-    np.clip(tissue, 0.18, 1.1, out=tissue)
-    tissue *= np.float32(_db(CHOROID_DB))
-    # The choroid's texture gives way to an even bright sheet below Bruch's membrane and to the sclera behind.
-    for edge, level, sense in ((bm + 0.02 / dy_mm, CHORIOCAPILLARIS_DB, -1), (csi, SCLERA_DB, 1)):
-        share = _share_below(edge, rows)
-        if sense < 0:
-            share = 1 - share
-        tissue += share * (np.float32(_db(level)) - tissue)
-    tissue *= _share_below(bm, rows)
+    along, across = ((np.round(factor * 256) / 256).astype(np.float32) for factor in (along, across))
     # exp(-(z - bm) / decay) as a product of a row and an en-face factor, both small enough for float32.
     middle = float(bm.mean()) * dy_mm
-    tissue *= np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm).astype(np.float32)[None, :, None]
+    fading = np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm).astype(np.float32)[:, None]
     window = _db(HYPERTRANSMISSION_DB * atrophy(eye.lesions, x_mm, y_mm))
-    tissue *= (shade * window * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)[:, None, :]
-    power[:, first:] += tissue
+    light = (shade * window * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)
+    for d, below in enumerate(power[:, first:]):  # B-scan by B-scan: one stays in the processor's cache
+        tissue = along @ across[d]
+        tissue *= np.float32(0.42 * np.sqrt(2 / len(kz)))
+        tissue += np.float32(0.62)
+        np.clip(tissue, 0.18, 1.1, out=tissue)
+        tissue *= np.float32(_db(CHOROID_DB))
+        # The choroid's texture gives way to an even bright sheet below Bruch's membrane and to the sclera behind.
+        for edge, level, sense in ((bm[d] + 0.02 / dy_mm, CHORIOCAPILLARIS_DB, -1), (csi[d], SCLERA_DB, 1)):
+            share = _share_below(edge, rows)
+            if sense < 0:
+                share = 1 - share
+            tissue += share * (np.float32(_db(level)) - tissue)
+        tissue *= _share_below(bm[d], rows)
+        tissue *= fading
+        tissue *= light[d]
+        below += tissue
 
 
 def _share_below(edge: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[D, len(rows), W]: share of each pixel that lies below `edge`."""
-    share = (rows + 1).astype(np.float32)[None, :, None] - edge.astype(np.float32)[:, None, :]
+    """[len(rows), W]: share of each pixel of a B-scan that lies below `edge`."""
+    share = (rows + 1).astype(np.float32)[:, None] - edge.astype(np.float32)
     return np.clip(share, 0, 1, out=share)
 
 
