@@ -9,15 +9,16 @@ import matplotlib.image
 import numpy as np
 from matplotlib.figure import Figure
 
+from octfm.evaluation.scene import load_scenes
 from octfm.report.images import example_pictures, pca_pictures
 
 
 def main(run: Path, out: Path) -> None:
     """One row for each scanner: B-scan, tissue band, one training mask, PCA of tokens."""
-    examples, pca = (dict(np.load(run / "figures" / f"{name}.npz")) for name in ("examples", "pca"))
+    scenes = load_scenes(run / "figures" / "scenes.npz")
     rows = [
         [*shown.pictures[:2], shown.pictures[3], seen.pictures[1]]
-        for shown, seen in zip(example_pictures(examples, 1), pca_pictures(pca, 1), strict=True)
+        for shown, seen in zip(example_pictures(scenes, 1), pca_pictures(scenes, 1), strict=True)
     ]
     images = [[_decode(picture.src) for picture in row] for row in rows]
     figure = Figure(figsize=(16, 2.5 * len(rows)), dpi=75, layout="constrained")

@@ -9,6 +9,7 @@ from octfm.data.catalog import Acquisition, Catalog, Reject
 from octfm.data.prepare import prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.volume import Volume
+from octfm.evaluation.scene import NONE, Overlay, Placement, Scene, save_scenes
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
 SIZE, PATCH, SPACING = (16, 96, 96), (4, 8, 8), (0.375, 0.0208, 0.0625)
@@ -24,9 +25,7 @@ def write_run(folder: Path, *, probe: bool = True, figures: bool = True, steps: 
     if probe:
         (run / "probe.json").write_text(json.dumps(probe_result()))
     if figures:
-        (run / "figures").mkdir()
-        np.savez_compressed(run / "figures" / "examples.npz", **_examples())
-        np.savez_compressed(run / "figures" / "pca.npz", **_pca())
+        save_scenes(example_scenes(), run / "figures" / "scenes.npz")
     return run
 
 
@@ -167,24 +166,33 @@ def _bscan(rows: int, columns: int, seed: int, z: float, thickness: float) -> np
     return np.clip(bright * rng.gamma(6, 1 / 6, (rows, columns)), 0, 255).astype(np.uint8)
 
 
-def _examples() -> dict[str, np.ndarray]:
+def example_scenes() -> list[Scene]:
+    """Two volumes of one scanner, a right and a left eye, and one of another, with every overlay that stands on tokens."""
     D, H, W = SIZE
-    grid = tuple(n // p for n, p in zip(SIZE, PATCH, strict=True))
-    voxels = np.stack([[_bscan(H, W, i, z / D, 20) for z in range(D)] for i in range(3)])
-    band = np.empty((3, 2, D, W), np.float32)
-    band[:, 0], band[:, 1] = H * 0.35 - 3, H * 0.35 + 23
-    tokens = np.ones((3, *grid), np.uint8)
-    tokens[:, :, 3:8] = 2
-    mask = np.random.default_rng(0).integers(0, 3, tokens.shape).astype(np.uint8)
-    return {
-        "voxels": voxels, "band": band, "tokens": tokens, "mask": mask, "scanner": np.array([SCANNERS[0], SCANNERS[0], SCANNERS[1]]),
-        "laterality": np.array(["R", "L", "unknown"]), "patch_size": np.array(PATCH), "spacing_mm": np.array(SPACING),
-    }  # fmt: skip
-
-
-def _pca() -> dict[str, np.ndarray]:
-    examples = _examples()
-    d, h, w = examples["tokens"].shape[1:]
+    d, h, w = (n // p for n, p in zip(SIZE, PATCH, strict=True))
+    rng = np.random.default_rng(0)
     z, y, x = np.meshgrid(np.linspace(0, 1, d), np.linspace(0, 1, h), np.linspace(0, 1, w), indexing="ij")
-    pca = np.stack([np.stack([y, x, z], axis=-1)] * 3).astype(np.float32)
-    return {"pca": pca, "voxels": examples["voxels"], "scanner": examples["scanner"], "spacing_mm": examples["spacing_mm"]}
+    band = np.stack([np.full((D, W), H * 0.35 - 3), np.full((D, W), H * 0.35 + 23)]).astype(np.float32)
+    tissue = np.full((d, h, w), NONE, np.uint8)
+    tissue[:, 3:8] = 0
+    rgba = np.stack([255 * y, 255 * x, 255 * z, np.where(tissue == 0, 255, 0)], axis=-1).astype(np.uint8)
+    scalar = np.where(tissue == 0, x, np.nan).astype(np.float32)
+    scenes = []
+    for i, (scanner, laterality) in enumerate(((SCANNERS[0], "R"), (SCANNERS[0], "L"), (SCANNERS[1], None))):
+        mask = rng.integers(0, 3, (d, h, w)).astype(np.uint8)
+        mask[mask == 2] = NONE
+        overlays = (
+            Overlay("band", "Tissue band", "lines", band, (("upper", (240, 228, 66)), ("lower", (240, 228, 66))), "What counts as tissue."),
+            Overlay("tokens", "Tissue tokens", "classes", tissue, (("tissue", (0, 158, 115)),)),
+            Overlay("mask", "One training mask", "classes", mask, (("context", (86, 180, 233)), ("target", (230, 159, 0)))),
+            Overlay("pca", "PCA of tokens", "colours", rgba),
+            Overlay("occlusion", "Occlusion", "scalar", scalar, unit="of it"),
+        )
+        voxels = np.stack([_bscan(H, W, i, k / D, 20) for k in range(D)])
+        scenes.append(
+            Scene(
+                f"{scanner}, volume {i}", voxels, SPACING, laterality, laterality == "L", True, True, scanner, overlays,
+                Placement.whole(SIZE), rng.integers(-90, 90, (d, h, w, 8)).astype(np.int8), "Similarities of eight directions.",
+            )
+        )  # fmt: skip
+    return scenes

@@ -11,7 +11,6 @@ from octfm.data.volume import Volume
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.evaluation.embed import embed_all, embed_store, embedding_files
 from octfm.evaluation.encoder import load_encoder, seen_by
-from octfm.evaluation.maps import save_examples, save_pca
 from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
 from small_store import SIZE, small_preprocessing, small_store
@@ -128,14 +127,6 @@ def test_embeddings_follow_splits_that_changed(run, store, tmp_path):
 def test_whom_the_encoder_has_seen(run):
     seen = seen_by(run)
     assert seen("P000") and not seen("P011") and not seen("nobody")
-
-
-def test_pictures_for_the_report(run, store, tmp_path):
-    encoder = load_encoder(run)
-    examples = np.load(save_examples(encoder, store, tmp_path))
-    assert set(np.unique(examples["mask"])) == {0, 1, 2} and examples["voxels"].shape == (4, *SIZE)
-    pca = np.load(save_pca(encoder, store, tmp_path))["pca"]
-    assert pca.min() >= 0 and pca.max() <= 1 and pca.shape == (4, 4, 8, 4, 3)
 
 
 def test_no_checkpoint_is_one_clear_error(tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octfm.cli_evaluation import register as register_evaluation
+from octfm.cli_report import parse_spacing
 from octfm.cli_report import register as register_report
 from octfm.cli_use import register as register_use
 from octfm.errors import OctfmError, Preempted
@@ -143,7 +144,7 @@ def scan(
             participants=participants,
             columns=mapped,
             extract=extract,
-            nominal_spacing_mm=_spacing(nominal_spacing) if nominal_spacing else None,
+            nominal_spacing_mm=parse_spacing(nominal_spacing, "--nominal-spacing") if nominal_spacing else None,
             pixels=pixels,
             workers=workers,
             limits=limits,
@@ -329,16 +330,6 @@ def _size(text: str) -> tuple[int, int, int]:
     except ValueError:
         raise ConfigError(f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}") from None
     return d, h, w
-
-
-def _spacing(text: str) -> tuple[float, float, float]:
-    from octfm.errors import ConfigError
-
-    try:
-        z, y, x = (float(mm) for mm in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--nominal-spacing: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {text!r}") from None
-    return z, y, x
 
 
 def _print_counts(title: str, counts: dict) -> None:

@@ -1,4 +1,4 @@
-"""The verbs that show: report, card; imports happen inside the verbs."""
+"""The verbs that show: report, view, card; imports happen inside the verbs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ StoreOption = Annotated[Path | None, typer.Option("--store", help="Prepared stor
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
-    for verb in (report, card):
+    for verb in (report, view, card):
         app.command()(verb)
 
 
@@ -27,6 +27,47 @@ def report(
     from octfm.report.html import write_report
 
     typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
+
+
+def view(
+    file: Annotated[str, typer.Argument(help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="HTML file; default: the file's name with .html, in the current folder.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Run of octfm pretrain or finetune, checkpoint or export: adds what its encoder, and head, make of it."),
+    ] = None,
+    segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: adds its layers and areas.")] = None,
+    spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm for a file that states none.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+) -> None:
+    """Any OCT file as one page to scrub through, offline; under 25 MB. It shows the patient's scan: treat it like the file."""
+    from octfm.data.readers import read_surfaces, read_volume
+    from octfm.errors import ConfigError, ReadError
+    from octfm.evaluation.view import scene_of
+    from octfm.report.viewer import view_facts, write_view
+
+    page = out or Path(f"{Path(file.rstrip('/')).stem or 'view'}.html")
+    if page.is_dir():
+        raise ConfigError(f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}")
+    volume = read_volume(file, spacing_mm=parse_spacing(spacing, "--spacing") if spacing else None, raster_only=False)
+    try:
+        surfaces = read_surfaces(file)
+    except ReadError as error:
+        surfaces = None
+        typer.echo(f"without its layers: {error}", err=True)
+    encoder = head = segmenter = None
+    if run is not None:
+        from octfm.evaluation.trained_head import load_with_head
+
+        encoder, head = load_with_head(run, device)
+    if segment is not None:
+        from octfm.evaluation.segment import load_segmenter
+
+        segmenter = load_segmenter(segment, device)
+    scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter)
+    typer.echo(str(write_view(scene, page, view_facts(volume), detail="As it lies in its file.")))
 
 
 def card(
@@ -47,3 +88,14 @@ def card(
     said = Statements(licence, data_agreement, dataset, contact)
     typer.echo(str(write_model_card(run, folder / "model_card.md", catalog=catalog, store=store, statements=said)))
     typer.echo(str(write_paper(run, folder / "paper.md", catalog=catalog, store=store)))
+
+
+def parse_spacing(text: str, option: str) -> tuple[float, float, float]:
+    """`dz,dy,dx` in millimetres."""
+    from octfm.errors import ConfigError
+
+    try:
+        z, y, x = (float(mm) for mm in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {text!r}") from None
+    return z, y, x

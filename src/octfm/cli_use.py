@@ -17,11 +17,14 @@ def embed(
     store: Annotated[Path, typer.Option(help="Prepared store to embed.")] = Path("prepared"),
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the parquet files; default: RUN/embeddings.")] = None,
     baselines: Annotated[bool, typer.Option(help="Also random initialisation and intensity histogram.")] = True,
+    head: Annotated[
+        Path | None, typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report.")
+    ] = None,
 ) -> None:
     """One vector per acquisition, with the baselines that any result must be compared with."""
     from octfm.evaluation.embed import embed_all
 
-    for path in embed_all(run, store, out, baselines=baselines, echo=typer.echo):
+    for path in embed_all(run, store, out, baselines=baselines, head=head, echo=typer.echo):
         typer.echo(str(path))
 
 

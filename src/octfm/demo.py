@@ -45,6 +45,7 @@ def run_demo(
     from octfm.evaluation.encoder import seen_by
     from octfm.evaluation.probe import probe, write_probe
     from octfm.report.html import summary_lines, write_report
+    from octfm.report.model_card import write_model_card
     from octfm.training.pretrain import pretrain
     from octfm.training.settings import load_config
 
@@ -84,10 +85,12 @@ def run_demo(
     clock.start("report")
     report = out / "report.html"
     write_report(run, report, catalog=out / "catalog", store_path=store.path)
+    card = write_model_card(run, out / "model_card.md", catalog=out / "catalog", store=store.path)
     clock.stop()
     echo(f"took {clock.total:.0f} s: {clock.shares()}")
     for line in summary_lines(run, catalog=out / "catalog", store_path=store.path):
         echo(line)
+    echo(f"model card: {card.resolve()}")
     echo(f"report: {report.resolve()}")
     return report
 

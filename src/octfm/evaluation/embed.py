@@ -10,7 +10,8 @@ import numpy as np
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.encoder import Encoder, load_encoder
-from octfm.evaluation.maps import save_examples, save_pca
+from octfm.evaluation.maps import save_pictures
+from octfm.evaluation.trained_head import load_head
 
 BATCH = 16
 HISTOGRAM_BINS = 64
@@ -21,11 +22,18 @@ NAMES = ("pretrained", "random_init", "histogram")
 
 
 def embed_all(
-    run: str | Path, store: str | Path, out: Path | None = None, *, baselines: bool = True, echo: Callable[[str], None] = print
+    run: str | Path,
+    store: str | Path,
+    out: Path | None = None,
+    *,
+    baselines: bool = True,
+    head: str | Path | None = None,
+    echo: Callable[[str], None] = print,
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
 
-    Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report).
+    Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report); with `head`, a run
+    of octfm finetune on this encoder, also what its answers depend on.
     """
     run = Path(run)
     encoder, opened = load_encoder(run), Store.open(store)
@@ -37,8 +45,8 @@ def embed_all(
     if baselines:
         written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))
         written.append(histogram_baseline(opened, folder))
-    save_examples(encoder, opened, folder.parent / "figures")
-    save_pca(encoder, opened, folder.parent / "figures")
+    trained = load_head(head, encoder) if head is not None else None
+    save_pictures(encoder, opened, folder.parent / "figures", trained)
     return written
 
 

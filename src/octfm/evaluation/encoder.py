@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octfm.config import load
 from octfm.data.location import Location, location
-from octfm.data.preprocessing import Preprocessing
+from octfm.data.preprocessing import Prepared, Preprocessing
 from octfm.data.store import Arrays
 from octfm.data.volume import Volume
 from octfm.errors import CheckpointError, EvaluationError
@@ -89,6 +89,11 @@ class Encoder:
         return chosen, tissue | ~tissue.any(1, keepdims=True)
 
     @torch.inference_mode()
+    def some_tokens(self, voxels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """float32 [B, M, width] of the tokens at these flat grid indices [B, M]; the encoder sees no other."""
+        return self._encode(voxels, self.runtime.tensor(chosen)).cpu().numpy()
+
+    @torch.inference_mode()
     def encode_grid(self, voxels: np.ndarray) -> np.ndarray:
         """float32 [B, d, h, w, width] of prepared voxels uint8 [B, D, H, W]: the full grid."""
         grid = self.network.grid
@@ -107,10 +112,14 @@ class Encoder:
 
     def prepare(self, volume: Volume) -> Arrays:
         """One acquisition in any native geometry as a batch of one prepared volume."""
+        prepared = self.preprocess(volume)
+        return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+
+    def preprocess(self, volume: Volume) -> Prepared:
+        """One acquisition as the weights expect it, with the way back to its native frame."""
         if self.preprocessing.fingerprint() != self.fingerprint:
             raise EvaluationError(f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)")
-        prepared = self.preprocessing(volume)
-        return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+        return self.preprocessing(volume)
 
 
 def load_encoder(run: str | Location, *, random_init: bool = False, device: str | None = None) -> Encoder:

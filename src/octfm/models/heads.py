@@ -38,6 +38,12 @@ class CrossAttentionPool(nn.Module):
         pooled_BH1K = F.scaled_dot_product_attention(query_BH1K, k, v, attn_mask=counts_BM[:, None, None, :])
         return self.norm(pooled_BH1K.transpose(1, 2).flatten(1))
 
+    def attention(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
+        """[B, H, M]: what `forward` weighs values by; 0 on tokens that do not count."""
+        k_BHMK = self.key(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        scores_BHM = (k_BHMK @ self.query.to(k_BHMK.dtype).transpose(-2, -1)).squeeze(-1) * k_BHMK.shape[-1] ** -0.5
+        return scores_BHM.masked_fill(~counts_BM[:, None], float("-inf")).softmax(-1)
+
 
 class TaskHead(nn.Module):
     """Standardise tokens, pool them, answer. Token statistics are set once from training volumes and saved with the weights."""

@@ -122,6 +122,37 @@ def training_charts(sources: Sources) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
+COMPARED = {
+    "masked_over_baseline": (
+        "Masked loss over baseline",
+        "The error of predicting hidden tissue over that of never looking. Not comparable between objectives, and it chooses no encoder.",
+    ),
+    "effective_rank": (
+        "Effective rank",
+        "How many independent directions the features use on tissue tokens. A fall towards 1 is collapse.",
+    ),
+    "grad_norm": ("Gradient norm", "Before clipping, logarithmic."),
+    "lr": ("Learning rate", "What the schedule gave."),
+    "volumes_per_s": ("Throughput", "Volumes per second, all devices together; machines may differ."),
+}
+
+
+def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
+    """One chart per question with a line for every run, by name."""
+    charts = []
+    for key, (title, caption) in COMPARED.items():
+        lines = [Line(plain(name), *series(s.train, key)) for name, s in runs.items()]
+        charts.append(_chart(title, caption, lines, log=key == "grad_norm"))
+    held_out = [Line(plain(name), *series(s.validation, "masked_over_baseline"), points=True) for name, s in runs.items()]
+    charts.insert(1, _chart("Held-out masked loss over baseline", "The same on validation participants.", held_out, 1))
+    for target, metric in dict.fromkeys((r["target"], r["metric"]) for s in runs.values() for r in s.online):
+        own = {n: [r for r in s.online if (r["target"], r["metric"]) == (target, metric)] for n, s in runs.items()}
+        lines = [Line(plain(name), *series(rows, "score"), points=True) for name, rows in own.items()]
+        caption = "What frozen features told about validation participants, while the runs went on."
+        charts.append(_chart(f"Online probe: {plain(target)}, {metric.replace('_', ' ')}", caption, lines))
+    return [chart for chart in charts if chart is not None]
+
+
 def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Chart | None:
     """Estimate and interval of every encoder on every target that has this metric; the dashed line is chance."""
     rows = [r for r in results if r["metric"] == metric and r["estimate"] is not None]
@@ -207,7 +238,13 @@ def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> l
 
 
 def _chart(
-    title: str, caption: str, lines: list[Line], reference: float | None = None, *, log: bool = False, floor: float | None = None
+    title: str,
+    caption: str,
+    lines: list[Line],
+    reference: float | None = None,
+    *,
+    log: bool = False,
+    floor: float | None = None,
 ) -> Chart | None:
     lines = [line for line in lines if len(line.steps)]
     if not lines:
@@ -273,7 +310,9 @@ def _draw(axes: Axes, line: Line, i: int) -> None:
     color = SERIES[i % len(SERIES)]
     # One value makes no line: it is shown as a point.
     marker = MARKERS[i % len(MARKERS)] if line.points or len(steps) == 1 else None
-    axes.plot(steps, values, color=color, linestyle=DASHES[i % len(DASHES)], marker=marker, markersize=4, label=line.label)
+    axes.plot(
+        steps, values, color=color, linestyle=DASHES[(i + i // len(SERIES)) % len(DASHES)], marker=marker, markersize=4, label=line.label
+    )
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

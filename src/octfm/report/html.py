@@ -1,4 +1,4 @@
-"""report.html: one self-contained page (no network, no script) that says what was run and what came out."""
+"""report.html: one self-contained page (no network) that says what was run and what came out, with a viewer of some volumes."""
 
 import shlex
 from collections import Counter
@@ -8,8 +8,10 @@ from typing import Any
 from octfm.data.location import Location, location
 from octfm.errors import EvaluationError
 from octfm.report import figures, images, words
+from octfm.report.overview import two_minutes
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.sources import Sources, gather
+from octfm.report.viewer import Viewer, viewer
 
 
 def write_report(
@@ -18,7 +20,7 @@ def write_report(
     """Render the report of a run folder and return its path.
 
     `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before the probe, sentences say what is missing.
-    The page stays under 10 MB: pictures are left out, from two per scanner to none, until it does. Written whole or not at all.
+    The page stays under 25 MB: pictures are coded coarser, then left out. Written whole or not at all.
     """
     run, out = Path(run), location(out)
     if isinstance(out, Path) and out.is_dir():
@@ -29,7 +31,9 @@ def write_report(
     facts = _facts(sources, shlex.join(command))
     page = ""
     for per_scanner in (2, 1, 0) if images else (0,):
-        page = render("report.html.jinja", facts | _pictures(sources, per_scanner))
+        pictures = _pictures(sources, per_scanner)
+        plain = len(render("report.html.jinja", facts | pictures | {"viewer": None}).encode())
+        page = render("report.html.jinja", facts | pictures | {"viewer": _viewer(sources, MAX_BYTES - plain) if images else None})
         if len(page.encode()) < MAX_BYTES:
             break
     else:
@@ -49,6 +53,7 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
         "subtitle": words.subtitle(sources),
         "tone": tone,
         "key": key,
+        "minutes": two_minutes(sources),
         "five": words.five_lines(sources),
         "data": _data(sources),
         "charts": figures.training_charts(sources),
@@ -62,9 +67,21 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
 
 def _pictures(sources: Sources, per_scanner: int) -> dict[str, Any]:
     return {
-        "examples": images.example_pictures(sources.examples, per_scanner) if sources.examples and per_scanner else [],
-        "pca": images.pca_pictures(sources.pca, per_scanner) if sources.pca and per_scanner else [],
+        "examples": images.example_pictures(sources.scenes, per_scanner) if per_scanner else [],
+        "pca": images.pca_pictures(sources.scenes, per_scanner) if per_scanner else [],
     }
+
+
+def _viewer(sources: Sources, room: int) -> Viewer | None:
+    """Of as many volumes as fit, those of other scanners first; None where not even one does."""
+    order = sorted(range(len(sources.scenes)), key=lambda i: sum(s.scanner == sources.scenes[i].scanner for s in sources.scenes[:i]))
+    scenes = [sources.scenes[i] for i in order]
+    while scenes:
+        try:
+            return viewer(scenes, room - 20_000)
+        except EvaluationError:
+            scenes = scenes[: len(scenes) // 2]
+    return None
 
 
 def _data(sources: Sources) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from octfm.data.volume import Volume
+from octfm.evaluation.scene import Scene
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
@@ -35,62 +37,69 @@ class Example:
     pictures: list[Picture]
 
 
-def example_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) -> list[Example]:
+def example_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> list[Example]:
     """Prepared B-scan, plain, with its tissue band, tokens and one training mask, and the en-face view, per scanner."""
     examples = []
-    for i in _some_of_each(arrays["scanner"], per_scanner):
-        voxels, band = arrays["voxels"][i], arrays["band"][i]
-        spacing, k = _spacing(arrays["spacing_mm"], i), len(arrays["voxels"][i]) // 2
-        token_slice = min(k // int(arrays["patch_size"][0]), arrays["tokens"].shape[1] - 1)
-        tokens, mask = arrays["tokens"][i][token_slice], arrays["mask"][i][token_slice]
-        scanner, laterality = str(arrays["scanner"][i]), str(arrays["laterality"][i])
-        pictures = [
-            _bscan(voxels[k], spacing, "Prepared B-scan", f"Middle B-scan of a {scanner} volume, without overlays"),
-            _bscan(voxels[k], spacing, "Tissue band", "The same B-scan between the two surfaces of its tissue band", band=band[:, k]),
-            _bscan(
-                voxels[k],
-                spacing,
-                "Tokens: tissue",
-                f"The same B-scan, tissue tokens tinted green, {np.mean(tokens == 2):.0%} of this slice",
-                tint=_tint(tokens, {2: TISSUE}),
-            ),
-            _bscan(
-                voxels[k],
-                spacing,
-                "Mask: context, target",
-                "The same B-scan under one training mask: context blue, target orange, unused dark",
-                tint=_tint(mask, {1: CONTEXT, 2: TARGET}, dark=True),
-            ),
-            _enface(_tissue_mean(voxels, band), spacing, laterality, "En face", f"Tissue brightness seen from the front, {scanner}"),
-        ]
-        examples.append(Example(scanner, _eye(laterality), pictures))
+    for scene in _some_of_each(scenes, per_scanner):
+        voxels, spacing, k, scanner = scene.as_seen().voxels, scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
+        band, tokens, mask = scene.as_seen().overlay("band"), _token_slice(scene, "tokens", k), _token_slice(scene, "mask", k)
+        pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", f"Middle B-scan of a {scanner} volume, without overlays")]
+        if band is not None:
+            alt = "The same B-scan between the two surfaces of its tissue band"
+            pictures.append(_bscan(voxels[k], spacing, "Tissue band", alt, band=band[:, k]))
+        if tokens is not None:
+            alt = f"The same B-scan, tissue tokens tinted green, {np.mean(tokens == 0):.0%} of this slice"
+            pictures.append(_bscan(voxels[k], spacing, "Tokens: tissue", alt, tint=_tint(tokens, {0: TISSUE})))
+        if mask is not None:
+            alt = "The same B-scan under one training mask: context blue, target orange, unused dark"
+            tint = _tint(mask, {0: CONTEXT, 1: TARGET}, dark=True)
+            pictures.append(_bscan(voxels[k], spacing, "Mask: context, target", alt, tint=tint))
+        alt = f"Tissue brightness seen from the front, {scanner}"
+        pictures.append(_enface(front(scene.as_seen()), spacing, scene.laterality, "En face", alt))
+        examples.append(Example(scanner, _eye(scene), pictures))
     return examples
 
 
-def pca_pictures(arrays: dict[str, np.ndarray], per_scanner: int = PER_SCANNER) -> list[Example]:
+def pca_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> list[Example]:
     """The first three principal components of tokens as red, green and blue, over a B-scan and en face."""
     examples = []
-    for i in _some_of_each(arrays["scanner"], per_scanner):
-        voxels, pca = arrays["voxels"][i], np.clip(arrays["pca"][i], 0, 1)
-        spacing, k, scanner = _spacing(arrays["spacing_mm"], i), len(arrays["voxels"][i]) // 2, str(arrays["scanner"][i])
-        laterality = str(arrays["laterality"][i]) if "laterality" in arrays else "unknown"
-        token_slice = min(k * len(pca) // len(voxels), len(pca) - 1)
-        weight = _token_brightness(voxels, pca.shape[:3])
+    for scene in _some_of_each(scenes, per_scanner):
+        seen, spacing, k, scanner = scene.as_seen(), scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
+        pca = _tokens(scene, "pca")
+        if pca is None:
+            continue
+        pca = pca[..., :3] / 255 * (pca[..., 3:] > 0)
+        token_slice = min(k * len(pca) // len(seen.voxels), len(pca) - 1)
+        weight = _token_brightness(seen.voxels, pca.shape[:3])
         enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
         pictures = [
-            _bscan(voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
-            _bscan(pca[token_slice], spacing, "PCA of its tokens", "Colours of the tokens of the same B-scan", size=voxels[k].shape),
+            _bscan(seen.voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
+            _bscan(pca[token_slice], spacing, "PCA of its tokens", "Colours of the tokens of the same B-scan", size=seen.voxels[k].shape),
             _enface(
                 enface,
                 spacing,
-                laterality,
+                scene.laterality,
                 "PCA en face",
                 f"Token colours averaged over depth, seen from the front, {scanner}",
-                size=(voxels.shape[0], voxels.shape[2]),
+                size=(seen.voxels.shape[0], seen.voxels.shape[2]),
             ),
         ]
-        examples.append(Example(scanner, _eye(laterality) if "laterality" in arrays else "", pictures))
+        examples.append(Example(scanner, _eye(scene), pictures))
     return examples
+
+
+def front(scene: Scene) -> np.ndarray:
+    """uint8 [D, W]: brightness seen from the front, of the tissue band where there is one; stretched, for vessels' shadows to show."""
+    voxels, band = scene.voxels, scene.overlay("band")
+    mean = np.zeros((voxels.shape[0], voxels.shape[2]), np.float32)
+    rows = np.arange(voxels.shape[1])[:, None]
+    for d, bscan in enumerate(voxels):
+        inside = np.ones(bscan.shape, bool) if band is None else (rows >= band[0, d]) & (rows < band[1, d])
+        inside |= ~inside.any(0)
+        mean[d] = np.where(inside, bscan, 0).sum(0, dtype=np.float32) / inside.sum(0)
+    # Padding is black and would decide the range.
+    low, high = np.percentile(mean[mean > 0], (1, 99)) if (mean > 0).any() else (0.0, 1.0)
+    return np.clip(255 * (mean - low) / max(float(high - low), 1e-6), 0, 255).astype(np.uint8)
 
 
 def native_pictures(volume: Volume) -> list[Picture]:
@@ -111,14 +120,22 @@ def native_pictures(volume: Volume) -> list[Picture]:
     ]
 
 
-def _some_of_each(scanner: np.ndarray, count: int) -> list[int]:
-    names = list(dict.fromkeys(scanner.tolist()))
-    return [int(i) for name in names for i in np.flatnonzero(scanner == name)[:count]]
+def _some_of_each(scenes: Sequence[Scene], count: int) -> list[Scene]:
+    of: dict[str, list[Scene]] = {}
+    for scene in scenes:
+        of.setdefault(scene.scanner, []).append(scene)
+    return [scene for own in of.values() for scene in own[:count]]
 
 
-def _spacing(spacing_mm: np.ndarray, i: int) -> tuple[float, float, float]:
-    z, y, x = (float(mm) for mm in (spacing_mm[i] if spacing_mm.ndim == 2 else spacing_mm))
-    return z, y, x
+def _tokens(scene: Scene, key: str) -> np.ndarray | None:
+    """Values on the token grid as they are seen."""
+    values = scene.overlay(key)
+    return values if values is None or not scene.mirrored else values[:, :, ::-1]
+
+
+def _token_slice(scene: Scene, key: str, bscan: int) -> np.ndarray | None:
+    values = _tokens(scene, key)
+    return None if values is None else values[min(bscan * len(values) // len(scene.voxels), len(values) - 1)]
 
 
 def _bscan(
@@ -165,7 +182,8 @@ def _enface(
     _scale_bar(axes, height, width)
     sides = [(vertical[0], 0.5, 0.955), (vertical[1], 0.5, 0.045)] if vertical else []
     if laterality in ("R", "L"):
-        sides += [("T", 0.04, 0.5), ("N", 0.96, 0.5)]
+        left, right = ("T", "N") if laterality == "R" else ("N", "T")
+        sides += [(left, 0.04, 0.5), (right, 0.96, 0.5)]
     for word, x, y in sides:
         axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=12, ha="center", va="center", path_effects=RIM)
     return Picture(_png(figure), alt, caption, wide=False)
@@ -205,17 +223,6 @@ def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, da
     return rgba
 
 
-def _tissue_mean(voxels: np.ndarray, band: np.ndarray) -> np.ndarray:
-    """[D, W]: mean brightness between the two surfaces; the whole A-scan where they hold nothing."""
-    rows = np.arange(voxels.shape[1])[None, :, None]
-    inside = (rows >= band[0][:, None]) & (rows < band[1][:, None])
-    inside |= ~inside.any(1, keepdims=True)
-    mean = (voxels * inside).sum(1) / inside.sum(1)
-    # Averages are dim: stretched so that vessels' shadows are visible. Padding is black and would decide the range.
-    low, high = np.percentile(mean[mean > 0], (1, 99)) if (mean > 0).any() else (0, 1)
-    return np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
-
-
 def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     """[d, h, w]: squared mean brightness of each token: tissue outweighs vitreous and choroid en face."""
     d, h, w = grid
@@ -224,8 +231,8 @@ def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     return blocks.mean((1, 3, 5)) ** 2 + 1e-3
 
 
-def _eye(laterality: str) -> str:
-    return {"R": "right eye", "L": "left eye, shown mirrored"}.get(laterality, "laterality unknown, not mirrored")
+def _eye(scene: Scene) -> str:
+    return {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
 
 
 def _png(figure: Figure) -> str:

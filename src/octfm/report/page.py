@@ -1,4 +1,4 @@
-"""Self-contained pages: one template, one style sheet, no script and no network; written whole or not at all."""
+"""Self-contained pages: one template, one style sheet, no network; written whole or not at all."""
 
 from importlib import resources
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from octfm.data.location import BucketPath, write_whole
 
-MAX_BYTES = 10_000_000
+MAX_BYTES = 25_000_000
+"""Of a page: what most mail servers let through."""
 Place = TypeVar("Place", bound=Path | BucketPath)
 
 

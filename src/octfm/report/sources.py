@@ -1,7 +1,6 @@
 """Everything a report is made of, read from a run folder, its catalog and its store; what is not there is None, never a failure."""
 
 import json
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from octfm.data.catalog import Catalog
 from octfm.data.location import Location
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
+from octfm.evaluation.scene import Scene, load_scenes
 from octfm.training.tracking import read_metrics
 
 
@@ -30,8 +30,8 @@ class Sources:
     probe: dict[str, Any] | None
     catalog: Catalog | None
     store: Store | None
-    examples: dict[str, np.ndarray] | None
-    pca: dict[str, np.ndarray] | None
+    scenes: tuple[Scene, ...]
+    """A few volumes of each scanner with what the encoder makes of them."""
 
 
 def gather(run: Path, catalog: Location | None, store: Location | None) -> Sources:
@@ -52,8 +52,7 @@ def gather(run: Path, catalog: Location | None, store: Location | None) -> Sourc
         probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
         catalog=Catalog.load(catalog) if catalog is not None else None,
         store=Store.open(store) if store is not None else None,
-        examples=_arrays(run / "figures" / "examples.npz"),
-        pca=_arrays(run / "figures" / "pca.npz"),
+        scenes=load_scenes(run / "figures" / "scenes.npz") if (run / "figures" / "scenes.npz").is_file() else (),
     )
 
 
@@ -82,13 +81,3 @@ def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     if not isinstance(values, dict) or any(key not in values for key in keys):
         raise EvaluationError(f"{path}: expected an object{' with ' + ' and '.join(keys) if keys else ''}; make the file again")
     return values
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray] | None:
-    if not path.is_file():
-        return None
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())[:100]}); delete it, the report does without it") from None

@@ -1,0 +1,212 @@
+"""The viewer: scenes as one self-contained HTML that scrubs through B-scans offline, within a given size."""
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from octfm.data.location import Location
+from octfm.data.volume import Volume
+from octfm.errors import EvaluationError
+from octfm.evaluation.scene import Overlay, Scene
+from octfm.report.images import front
+from octfm.report.page import MAX_BYTES, render, write_page
+
+LINE_STEPS, NO_LINE = 16, -32768
+"""Lines are int16 in sixteenths of a row; must be those of viewer.js."""
+LINE_COLUMNS = 512
+CODINGS = ((88, 4_000_000, 1), (75, 4_000_000, 1), (75, 400_000, 1), (75, 250_000, 1), (70, 150_000, 1), (60, 100_000, 1),
+           (60, 100_000, 2), (60, 100_000, 3), (60, 80_000, 4), (60, 80_000, 6), (50, 60_000, 8), (50, 60_000, 16), (40, 40_000, 32),
+           (40, 20_000, 64))  # fmt: skip
+"""(JPEG quality, most pixels of a B-scan, one in how many B-scans), the finest first: pixels are given up before B-scans."""
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """Parts of a page; `policy` is what its Content-Security-Policy must allow: this script and no other."""
+
+    body: str
+    style: str
+    policy: str
+
+
+def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alone: bool = False) -> Viewer:
+    """One viewer for all scenes, of at most `budget` bytes; `alone` on its page it takes the focus at once.
+
+    Raises EvaluationError where not even few and coarse B-scans fit.
+    """
+    folder = resources.files("octfm.report")
+    script = "\n" + (folder / "viewer.js").read_text(encoding="utf-8")
+    facts = {"colourMaps": _colour_maps(), "volumes": []}
+    room = (budget - len(script) - 20_000) // max(1, len(scenes))
+    for scene in scenes:
+        facts["volumes"].append(_volume(scene.as_seen(), room))
+    # "<" would end the element that holds the data.
+    data = json.dumps(facts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    body = render("viewer.html.jinja", {"viewer": {"data": data, "script": script, "alone": alone}})
+    if len(body.encode()) > budget:
+        raise EvaluationError(f"the viewer takes {len(body.encode()):,} bytes, expected at most {budget:,}; show fewer volumes")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Viewer(body, (folder / "viewer.css").read_text(encoding="utf-8"), f"sha256-{digest}")
+
+
+def write_view(scene: Scene, out: Location, facts: Sequence[tuple[str, str]] = (), detail: str = "") -> Location:
+    """A page of its own for one volume, under 25 MB. Written whole or not at all."""
+    shown = viewer([scene], alone=True)
+    page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts}
+    return write_page(render("view.html.jinja", page), out)
+
+
+def view_facts(volume: Volume) -> list[tuple[str, str]]:
+    """What a file says about its volume, without whose it is."""
+    order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
+    facts = [
+        ("Scanner", volume.scanner.replace("_", " ")),
+        ("Protocol", volume.protocol.replace("_", " ")),
+        ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
+        ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in volume.shape)),
+        ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in volume.spacing_mm)),
+    ]
+    if volume.layout != "raster":
+        return [*facts, ("Layout", f"{volume.layout}; the distance between B-scans means nothing")]
+    field = " × ".join(f"{mm:.2f}" for mm in volume.extent_mm)
+    told = None if volume.superior_first is None else order[volume.superior_first]
+    return [*facts, ("Field", f"{field} mm"), ("Order of B-scans", told or "the file does not tell which is superior")]
+
+
+def eye_of(scene: Scene) -> str:
+    return {"R": "Right eye.", "L": "Left eye, shown as it is."}.get(scene.laterality or "", "Which eye is not known.")
+
+
+def _volume(scene: Scene, room: int) -> dict[str, Any]:
+    """What viewer.js needs of one scene, in at most about `room` characters."""
+    depth, height, width = scene.voxels.shape
+    dz, dy, dx = scene.spacing_mm
+    facts: dict[str, Any] = {
+        "title": scene.title,
+        "eye": eye_of(scene),
+        "shape": [depth, height, width],
+        "mm": [dz, dy, dx],
+        "hasMm": True,
+        # A wrong spacing would make a picture of a hundred metres: proportions are kept within what a page can show.
+        "shownMm": [
+            float(np.clip(depth * dz, width * dx / 8, width * dx * 4)) / depth,
+            float(np.clip(height * dy, width * dx / 8, width * dx * 2)) / height,
+            dx,
+        ],
+        "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or ""),
+        "vertical": ["S", "I"] if scene.superior_first else None,
+        "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,
+    }
+    if scene.placement is not None:
+        grid = next((o.values.shape[:3] for o in scene.overlays if o.on_tokens), None)
+        if scene.features is not None:
+            grid = scene.features.shape[:3]
+        facts["grid"] = [int(n) for n in grid] if grid else None
+        rows = [[round(edge, 3) for edge in pair] for pair in scene.placement.rows]
+        facts["placement"] = {"bscans": scene.placement.bscans, "columns": scene.placement.columns, "rows": rows}
+    if scene.features is not None:
+        facts |= {"features": _base64(scene.features), "directions": scene.features.shape[-1], "aboutFeatures": scene.about_features}
+        tissue = scene.overlay("tokens")
+        if tissue is not None:
+            facts["tissue"] = _base64((tissue != 255).astype(np.uint8))
+    room -= len(json.dumps(facts)) + 3 * sum(o.values.nbytes for o in scene.overlays if o.on_tokens)
+    for quality, most, skip in CODINGS:
+        kept = list(range(0, depth, skip))
+        few = kept[:: max(1, len(kept) // 4)]  # tell whether it is worth coding all
+        if 0.8 * sum(len(_jpeg(scene.voxels[k], quality, most)) for k in few) / len(few) * len(kept) > room:
+            continue
+        coded = [_jpeg(scene.voxels[k], quality, most) for k in kept]
+        overlays = [_overlay(o, kept) for o in scene.overlays]
+        if sum(map(len, coded)) + sum(len(json.dumps(o)) for o in overlays if o["kind"] in ("lines", "voxels")) <= room:
+            break
+    else:
+        raise EvaluationError(f"{scene.title}: {depth} B-scans of {height} x {width} do not fit into {room:,} bytes; show fewer volumes")
+    note = []
+    if skip > 1:
+        note.append(f"To keep this page small, one in {skip} B-scans is shown, {len(kept)} of {depth}. The view from the front has all.")
+    if (size := _size(scene.voxels[0], most)) != (width, height):
+        note.append(f"B-scans are shown at {size[0]} × {size[1]} of {width} × {height} pixels; distances are those of the file.")
+    if not scene.is_raster:
+        note.append("These B-scans do not lie side by side, so there is no view from the front and no distance between them.")
+    return facts | {"kept": kept, "bscans": coded, "overlays": overlays, "note": " ".join(note)}
+
+
+def _overlay(overlay: Overlay, kept: list[int]) -> dict[str, Any]:
+    facts: dict[str, Any] = {n: getattr(overlay, n) for n in ("key", "name", "kind", "about", "unit")}
+    facts["legend"] = [{"name": name, "colour": colour} for name, colour in overlay.legend]
+    values = overlay.values
+    if overlay.kind == "lines":
+        columns = np.unique(np.linspace(0, values.shape[2] - 1, min(values.shape[2], LINE_COLUMNS)).round().astype(int))
+        rows = values[:, kept][:, :, columns] * LINE_STEPS
+        inside = np.isfinite(rows) & (np.abs(rows) < 32000)
+        return facts | {"data": _base64(np.where(inside, np.nan_to_num(rows).round(), NO_LINE).astype("<i2")), "columns": len(columns)}
+    if overlay.kind == "voxels":
+        return facts | {"data": [_area(values[k], overlay) for k in kept]}
+    if overlay.kind == "scalar":
+        known = values[np.isfinite(values)]
+        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        if low < 0:  # a diverging map is grey at 0
+            high = max(high, -low)
+            low = -high
+        return facts | {"data": _base64(values.astype("<f4")), "low": min(low, 0.0), "high": high}
+    return facts | {"data": _base64(values)}
+
+
+def _jpeg(bscan: np.ndarray, quality: int, most: int) -> str:
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(bscan))
+    if (size := _size(bscan, most)) != image.size:
+        image = image.resize(size, Image.Resampling.BOX)
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=quality)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _size(bscan: np.ndarray, most: int) -> tuple[int, int]:
+    """(width, height) of at most about so many pixels."""
+    height, width = bscan.shape
+    share = min(1.0, (most / (height * width)) ** 0.5)
+    return max(1, round(width * share)), max(1, round(height * share))
+
+
+def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
+    """The mask of one B-scan as a transparent PNG in the colours of its legend; None where it is empty."""
+    from PIL import Image
+
+    if not bscan.any():
+        return None
+    image = Image.fromarray(np.ascontiguousarray(bscan))
+    image.putpalette([0, 0, 0, *(channel for _, colour in overlay.legend for channel in colour)])
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", transparency=0, optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _png(image: np.ndarray) -> str:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _base64(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _colour_maps() -> dict[str, list[list[int]]]:
+    """64 steps each: inferno for what begins at 0, and one that is grey at 0 (blue below, orange above) for what has two sides."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap
+
+    two_sided = LinearSegmentedColormap.from_list("two_sided", ["#1b6ca8", "#8fc1e3", "#808080", "#f2b36b", "#d55e00"])
+    maps = {"sequential": colormaps["inferno"], "diverging": two_sided}
+    return {name: [[round(255 * c) for c in cmap(i / 63)[:3]] for i in range(64)] for name, cmap in maps.items()}

@@ -1,0 +1,156 @@
+"""Maps of an encoder: on the right tokens, in common directions, equal to what they claim, for the encoder that they belong to."""
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.config import load
+from octfm.data.store import Arrays
+from octfm.errors import EvaluationError
+from octfm.evaluation import maps
+from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.finetune import finetune
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.scene import NONE, load_scenes
+from octfm.evaluation.trained_head import load_head, load_with_head
+from octfm.evaluation.view import scene_of
+from octfm.masks import TISSUE
+from octfm.models.heads import CrossAttentionPool
+from octfm.training.pretrain import pretrain
+from small_store import small_store
+from test_finetune import GRADES, darkened
+from test_pretrain import config, quiet
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    return pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+@pytest.fixture(scope="module")
+def attentive(run, store, tmp_path_factory):
+    """A pooling probe with attention on the frozen encoder."""
+    folder = tmp_path_factory.mktemp("heads")
+    labels = folder / "labels.tsv"
+    labels.write_text("participant_id\tgrade\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\n" for i in range(12)))
+    base = {
+        "encoder": str(run), "store": str(store.path), "labels": str(labels), "target": "grade", "order": list(GRADES), "epochs": 2,
+        "head_epochs": 1, "batch_size": 4, "per_device_batch_size": 4, "lr_head": 1e-2, "lr_encoder": 0, "pool": "attention",
+        "tokens_per_volume": 32,
+    }  # fmt: skip
+    return finetune(load(FinetuneConfig, base), folder / "head", echo=quiet)
+
+
+@pytest.fixture(scope="module")
+def seen(run, store):
+    """Encoder, one volume, its tokens, their kinds and a basis."""
+    encoder = load_encoder(run)
+    arrays = store.read([0, 1])
+    tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
+    one = Arrays(arrays.voxels[:1], arrays.band[:1], arrays.valid[:1])
+    return encoder, one, tokens, kinds, maps.fit_basis(tokens, kinds)
+
+
+def test_attention_is_what_the_pool_weighs_by():
+    torch.manual_seed(0)
+    pool = CrossAttentionPool(12, 2)
+    tokens, counts = torch.randn(3, 7, 12), torch.rand(3, 7) > 0.3
+    weights_BHM = pool.attention(tokens, counts)
+    torch.testing.assert_close(weights_BHM.sum(-1), torch.ones(3, 2))
+    assert (weights_BHM.masked_select(~counts[:, None].expand(-1, 2, -1)) == 0).all()
+    values = pool.value(tokens).unflatten(-1, (2, -1))
+    by_hand = torch.einsum("bhm,bmhk->bhk", weights_BHM, values).flatten(1)
+    torch.testing.assert_close(pool.norm(by_hand), pool(tokens, counts))
+
+
+def test_reduced_features_keep_similarities_as_far_as_they_say(seen):
+    _, _, tokens, kinds, basis = seen
+    tissue = tokens[kinds == TISSUE]
+    np.testing.assert_allclose(basis.axes @ basis.axes.T, np.eye(len(basis.axes)), atol=1e-4)
+    full = maps.fit_basis(tokens, kinds, directions=tokens.shape[-1])
+    assert full.explained == pytest.approx(1) and maps.similarity_error(tissue, full)[1] < 0.05  # rounding alone
+    few = maps.fit_basis(tokens, kinds, directions=2)
+    assert few.explained < basis.explained and maps.similarity_error(tissue, few)[0] > maps.similarity_error(tissue, basis)[0]
+
+
+def test_occlusion_is_what_leaving_out_a_block_changes(seen, run, attentive):
+    encoder, one, _, _, basis = seen
+    head = load_head(attentive, encoder)
+    chosen, counts = (part[0] for part in encoder.select(one))
+    for with_head in (None, head):
+        values = maps.occlusion(encoder, one, basis, with_head, blocks=10).values.reshape(-1)
+        assert set(np.flatnonzero(np.isfinite(values))) == set(chosen[counts])
+        place = np.stack(np.unravel_index(chosen, encoder.network.grid.shape), 1)
+        sizes = maps.block_sizes(place[counts], 10)
+        assert len(np.unique(place[counts] // sizes, axis=0)) <= 10
+        hidden = counts & (place // sizes == place[counts][0] // sizes).all(1)
+        rest = encoder.some_tokens(one.voxels, chosen[~hidden][None])
+        whole = encoder.some_tokens(one.voxels, chosen[None])
+        if with_head is None:
+            vectors = [t[0][c].mean(0) for t, c in ((whole, counts), (rest, counts[~hidden]))]
+            expected = np.linalg.norm(vectors[0] - vectors[1]) / basis.spread
+        else:
+            before, after = (head.answer(t, c[None])[0] for t, c in ((whole, counts), (rest, counts[~hidden])))
+            p, q = np.exp(before.max()), np.exp(after[before.argmax()])
+            expected = np.log(p / (1 - p)) - np.log(q / (1 - q))
+        np.testing.assert_allclose(values[chosen[hidden]], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_attention_lies_on_tissue_and_is_one_on_average(seen, run, attentive):
+    encoder, one, *_ = seen
+    values = maps.attention(encoder, one, load_head(attentive, encoder))
+    assert values is not None
+    chosen, counts = (part[0] for part in encoder.select(one))
+    assert set(np.flatnonzero(np.isfinite(values.reshape(-1)))) == set(chosen[counts])
+    assert np.nanmean(values) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_head_of_another_encoder_is_refused_and_a_run_brings_its_own(attentive, run):
+    with pytest.raises(EvaluationError, match="its head was trained on"):
+        load_head(attentive, load_encoder(run, random_init=True))
+    encoder, head = load_with_head(attentive)
+    assert head is not None and head.target == "grade" and encoder.key == load_encoder(run).key
+    assert load_with_head(run)[1] is None
+
+
+def test_pictures_show_both_eyes_of_every_scanner_in_common_colours(run, store, attentive, tmp_path):
+    encoder = load_encoder(run)
+    scenes = load_scenes(maps.save_pictures(encoder, store, tmp_path, load_head(attentive, encoder)))
+    assert sorted((s.scanner, s.laterality) for s in scenes) == sorted((n, e) for n in {r.scanner for r in store.rows} for e in "RL")
+    for scene in scenes:
+        assert scene.mirrored == (scene.laterality == "L")
+        keys = [o.key for o in scene.overlays]
+        assert {"band", "tokens", "mask", "pca", "attention"} <= set(keys)
+        tissue = scene.overlay("tokens") != NONE
+        assert ((scene.overlay("pca")[..., 3] > 0) == tissue).all() and (np.isfinite(scene.overlay("attention")) <= tissue).all()
+        assert scene.features.shape[:3] == tissue.shape and "% of their variance" in scene.about_features
+    assert sum("occlusion" in [o.key for o in s.overlays] for s in scenes) == 2
+    # One basis: tokens of equal features have equal colours, in whichever volume.
+    features = np.concatenate([s.features[s.overlay("tokens") != NONE] for s in scenes])
+    colours = np.concatenate([s.overlay("pca")[s.overlay("tokens") != NONE] for s in scenes])
+    order = np.lexsort((features[:, 0],))
+    inner = (colours[:, 0] > 5) & (colours[:, 0] < 250)
+    assert (np.diff(colours[order][inner[order]][:, 0].astype(int)) >= -6).all()
+
+
+@pytest.mark.parametrize("laterality", ["R", "L"])
+def test_band_of_a_file_lies_around_its_retina(run, laterality):
+    from octfm.data.phantom import phantom_volume
+
+    volume, truth = phantom_volume(5, size=(16, 128, 96), laterality=laterality)
+    made = scene_of(volume, encoder=load_encoder(run))
+    shown = [truth.surface(name)[:: -1 if volume.superior_first is False else 1] for name in ("ilm", "bm")]
+    upper, lower = made.overlay("band")
+    known = np.isfinite(upper) & np.isfinite(lower)
+    assert known.mean() > 0.3
+    assert (upper < shown[0])[known].mean() > 0.9 and (shown[1] < lower)[known].mean() > 0.9
+    assert made.placement is not None and (made.placement.columns[0] > made.placement.columns[1]) == (laterality == "L")
+    with pytest.raises(EvaluationError, match="radial scan"):
+        from dataclasses import replace
+
+        scene_of(replace(volume, layout="radial"), encoder=load_encoder(run))

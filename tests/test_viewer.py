@@ -1,0 +1,345 @@
+"""The viewer: what lies where is true on the screen, with keys and mouse, for both eyes, offline and within its size."""
+
+import base64
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from browser import Browser, needs_chromium
+from octfm.data.transform import Transform
+from octfm.data.volume import Surfaces, Volume
+from octfm.errors import EvaluationError
+from octfm.evaluation.scene import NONE, Overlay, Placement, Scene, load_scenes, save_scenes
+from octfm.evaluation.view import scene_of
+from octfm.report.viewer import viewer, write_view
+
+D, H, W = 12, 48, 64
+GRID = (3, 6, 8)
+SPACING = (0.5, 0.02, 0.1)
+ROOT, BSCAN, FRONT = "[data-viewer]", '[data-part="bscan"]', '[data-part="enface"]'
+
+
+def truth() -> np.ndarray:
+    """Brighter from B-scan to B-scan, dark above, and a bright corner below on the left: every flip and every mirror would show."""
+    voxels = np.zeros((D, H, W), np.uint8)
+    voxels[:] = (40 + 12 * np.arange(D))[:, None, None]
+    voxels[:, : H // 3] = 8
+    voxels[:, -H // 3 :, : W // 4] = 250
+    return voxels
+
+
+def features() -> np.ndarray:
+    """Two kinds of tokens: left and right half."""
+    found = np.zeros((*GRID, 4), np.int8)
+    found[..., : GRID[2] // 2, 0], found[..., GRID[2] // 2 :, 1] = 100, 100
+    return found
+
+
+def scene(title: str = "one", **changes) -> Scene:
+    classes = np.full(GRID, NONE, np.uint8)
+    classes[:, 3:, :2] = 0  # tokens under the bright corner
+    colours = np.zeros((*GRID, 4), np.uint8)
+    colours[0, 0, -1] = (255, 0, 0, 255)  # one token: first B-scans, top, right
+    scalar = np.full(GRID, np.nan, np.float32)
+    scalar[:, 5] = np.arange(GRID[2]) / 10
+    lines = np.stack([np.full((D, W), 10.0), np.full((D, W), 40.0)]).astype(np.float32)
+    lines[:, :, :4] = np.nan
+    area = np.zeros((D, H, W), np.uint8)
+    area[3, 20:28, 40:50] = 1
+    made = Scene(
+        title, truth(), SPACING, "R", superior_first=True, placement=Placement.whole((D, H, W)), features=features(),
+        about_features="about similarity",
+        overlays=(
+            Overlay("mask", "Mask", "classes", classes, (("context", (86, 180, 233)),)),
+            Overlay("pca", "PCA", "colours", colours),
+            Overlay("occlusion", "Occlusion", "scalar", scalar, unit="of it"),
+            Overlay("band", "Band", "lines", lines, (("upper", (240, 228, 66)), ("lower", (240, 228, 66)))),
+            Overlay("lesions", "Fluid", "voxels", area, (("fluid", (213, 94, 0)),)),
+        ),
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser, tmp_path_factory):
+    """A page with a right eye, the same eye as the encoder sees a left one, and one moved by another frame."""
+    folder = tmp_path_factory.mktemp("viewer")
+    left = scene("left", laterality="L", mirrored=True)
+    browser.complaints.clear()
+    browser.asked.clear()
+    browser.open(write_page([scene("right </script><b>bold"), left], folder / "page.html"))
+    settled(browser)
+    return browser
+
+
+def write_page(scenes, path):
+    made = viewer(scenes)
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{made.policy}'"
+    path.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<link rel="icon" href="data:,"><title>t</title><style>{made.style}</style>{made.body}'
+    )
+    return path
+
+
+def settled(browser) -> dict:
+    here = f"document.querySelector({json.dumps(ROOT)})"
+    browser.wait(f"((r) => r && r.dataset.started && r.dataset.drawn === r.dataset.bscan && r.dataset.front)({here})")
+    return browser.js(f"({{...{here}.dataset}})")
+
+
+def pixel(browser, selector: str, x: float, y: float) -> list[int]:
+    """RGB of a canvas at shares of its width and height."""
+    return browser.js(
+        f"((c) => [...c.getContext('2d').getImageData(Math.floor({x} * c.width), Math.floor({y} * c.height), 1, 1).data].slice(0, 3))"
+        f"(document.querySelector({json.dumps(selector)}))"
+    )
+
+
+def gray(browser, selector: str, x: float, y: float) -> float:
+    return float(np.mean(pixel(browser, selector, x, y)))
+
+
+def focus(browser) -> None:
+    browser.js(f"document.querySelector({json.dumps(ROOT)}).focus()")
+
+
+@needs_chromium
+def test_keys_scrub_and_the_picture_follows(page):
+    focus(page)
+    plan = [(["Home"], 0), (["ArrowDown"] * 3, 3), (["ArrowUp"], 2), (["PageDown"], 4), (["End"], D - 1), (["ArrowDown"], D - 1)]
+    for keys, expected in [*plan, (["PageUp"], D - 3)]:
+        for key in keys:
+            page.key(key)
+        assert int(settled(page)["bscan"]) == expected
+        # Away from cursor, corner and bars: the brightness of this B-scan and no other.
+        assert gray(page, BSCAN, 0.8, 0.45) == pytest.approx(40 + 12 * expected, abs=4)
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_F13_vitreous_stays_on_top_superior_first_and_left_eyes_are_left_eyes(page):
+    focus(page)
+    page.key("c")  # without the cursor
+    page.key("Home")
+    settled(page)
+    assert gray(page, BSCAN, 0.6, 0.1) < 20 < gray(page, BSCAN, 0.6, 0.7)
+    assert gray(page, BSCAN, 0.15, 0.75) > 200 > gray(page, BSCAN, 0.85, 0.75)
+    assert gray(page, FRONT, 0.6, 0.3) < gray(page, FRONT, 0.6, 0.7)
+    assert gray(page, FRONT, 0.15, 0.3) > gray(page, FRONT, 0.85, 0.3)
+    assert "Right eye" in page.js("document.querySelector('[data-part=\"eye\"]').textContent")
+    page.key("v")
+    settled(page)
+    assert gray(page, BSCAN, 0.6, 0.1) < 20
+    assert gray(page, BSCAN, 0.15, 0.75) < 200 < gray(page, BSCAN, 0.85, 0.75)
+    assert gray(page, FRONT, 0.15, 0.3) < gray(page, FRONT, 0.85, 0.3)
+    assert "Left eye" in page.js("document.querySelector('[data-part=\"eye\"]').textContent")
+    page.key("1")  # tokens go with the voxels that they are of
+    red, _, blue = pixel(page, BSCAN, 0.9, 0.8)
+    assert blue > red + 40 and len(set(pixel(page, BSCAN, 0.1, 0.8))) == 1
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_mouse_goes_where_it_points(page):
+    page.mouse(FRONT, 0.255, 0.04)
+    assert (settled(page)["bscan"], settled(page)["column"]) == ("0", "16")
+    page.mouse(FRONT, 0.5, 0.5, to=(0.755, 0.96))
+    assert (settled(page)["bscan"], settled(page)["column"]) == (str(D - 1), "48")
+    page.mouse(BSCAN, 0.505, 0.51)
+    assert (settled(page)["row"], settled(page)["column"]) == ("24", "32")
+    page.mouse(BSCAN, 0.5, 0.5, wheel=-120)
+    page.wait(f"document.querySelector({json.dumps(ROOT)}).dataset.bscan === '{D - 4}'")
+    page.js('((s) => { s.value = 5; s.dispatchEvent(new Event("input")); })(document.querySelector(\'[data-part="slider"]\'))')
+    assert settled(page)["bscan"] == "5"
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_overlays_lie_on_their_tokens_and_come_and_go(page):
+    focus(page)
+    page.key("c")
+    page.key("Home")
+    settled(page)
+    before = pixel(page, BSCAN, 15.5 / 16, 0.08)
+    page.key("2")
+    red = pixel(page, BSCAN, 15.5 / 16, 0.08)
+    assert red[0] > before[0] + 80 and red[1] < 40  # the one red token, top right, in the first B-scans
+    assert pixel(page, BSCAN, 13 / 16, 0.08) == pytest.approx(before, abs=6)
+    assert pixel(page, FRONT, 15.5 / 16, 0.1)[0] > pixel(page, FRONT, 15.5 / 16, 0.1)[1] + 60
+    page.key("End")
+    settled(page)
+    assert len(set(pixel(page, BSCAN, 15.5 / 16, 0.08))) == 1
+    page.key("2")
+    page.key("4")  # lines: rows 10 and 40, none on the left
+    rows = [pixel(page, BSCAN, 0.5, (row + 0.5) / H) for row in (10, 25, 40)]
+    assert rows[0][0] > 150 > rows[0][2] + 20 and rows[2][0] > 150 and len(set(rows[1])) == 1
+    assert len(set(pixel(page, BSCAN, 0.02, 10.5 / H))) == 1
+    page.key("0")
+    page.key("5")
+    page.key("Home")
+    for _ in range(3):
+        page.key("ArrowDown")
+    settled(page)
+    page.wait("document.querySelector('[data-viewer]').dataset.overlays === 'lesions'")
+    orange = pixel(page, BSCAN, 45 / W, 24 / H)
+    assert orange[0] > orange[2] + 30
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_values_and_distances_are_told_in_words(page):
+    focus(page)
+    page.key("3")
+    page.mouse(BSCAN, (3.5 / 8), 0.99)
+    text = page.js("document.querySelector('[data-part=\"readout\"]').textContent")
+    assert "Occlusion: 0.300 of it" in text and "row 48" in text
+    page.key("Home")
+    page.key("a")
+    for _ in range(4):
+        page.key("ArrowDown")
+    for _ in range(3):
+        page.key("ArrowRight", shift=True)
+    text = page.js("document.querySelector('[data-part=\"readout\"]').textContent")
+    along, across = 30 * SPACING[2], 4 * SPACING[0]
+    assert f"from the anchor: {np.hypot(along, across):.2f} mm ({along:.2f} mm along, 0.00 mm deep, {across:.2f} mm across B-scans)" in text
+    assert page.js('document.querySelector(\'[data-part="slider"]\').getAttribute("aria-valuetext")') == f"B-scan 5 of {D}"
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_similarity_follows_the_clicked_token_into_another_volume(page):
+    focus(page)
+    similarity = "document.querySelector('[data-part=\"readout\"]').textContent.match(/Similarity to a clicked token: (-?[\\d.]+)/)?.[1]"
+    page.key("6")
+    page.mouse(BSCAN, 0.2, 0.5)
+    assert float(page.js(similarity)) == pytest.approx(1, abs=1e-3)
+    for _ in range(4):
+        page.key("ArrowRight", shift=True)
+    assert float(page.js(similarity)) == pytest.approx(0, abs=1e-3)
+    page.key("v")  # the left eye: what was left lies on the right
+    settled(page)
+    assert float(page.js(similarity)) == pytest.approx(1, abs=1e-3)
+    assert "compared with a token of right" in page.js("document.querySelector('[data-part=\"readout\"]').textContent")
+    for _ in range(4):
+        page.key("ArrowLeft", shift=True)
+    assert float(page.js(similarity)) == pytest.approx(0, abs=1e-3)
+    page.key("j")
+    assert float(page.js(similarity)) == pytest.approx(1, abs=1e-3)
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_words_of_a_header_stay_words_and_every_control_has_a_name(page):
+    assert page.js("document.querySelectorAll('b').length") == 0
+    assert "</script><b>bold" in page.js("document.querySelector('select').textContent")
+    unnamed = page.js(
+        "[...document.querySelectorAll('input, select, button')].filter((e) => !(e.labels?.length && e.labels[0].textContent.trim())"
+        " && !e.textContent.trim() && !e.ariaLabel).length"
+    )
+    assert unnamed == 0
+    page.assert_quiet()
+
+
+def volumes_of(made) -> list[dict]:
+    return json.loads(made.body.split('id="viewer-data">')[1].split("</script>")[0])["volumes"]
+
+
+def test_size_is_kept_by_giving_up_pixels_before_bscans_and_the_page_says_so():
+    rng = np.random.default_rng(0)
+    noisy = scene(voxels=rng.integers(0, 255, (48, 200, 200), dtype=np.uint8), overlays=(), features=None, placement=None)
+    sizes = []
+    for budget in (3_000_000, 900_000, 300_000):
+        made = viewer([noisy, noisy], budget)
+        assert len(made.body.encode()) <= budget
+        one = volumes_of(made)[0]
+        sizes.append((len(one["kept"]), len(one["bscans"][0])))
+        assert ("B-scans is shown" in one["note"]) == (len(one["kept"]) < 48)
+    assert sizes[0][0] == 48 and sizes[-1][0] < 48 and sizes[0][1] > sizes[1][1]
+    with pytest.raises(EvaluationError, match="show fewer volumes"):
+        viewer([noisy] * 20, 150_000)
+
+
+def test_page_of_a_file_is_self_contained_and_says_what_it_is(tmp_path):
+    page = write_view(scene("Spectralis <b>"), tmp_path / "view.html", [("Scanner", "a & b")], "detail").read_text()
+    assert "Spectralis &lt;b&gt;" in page and "a &amp; b" in page and "about similarity" in page and "not a medical device" in page
+    assert "http://" not in page and "https://" not in page
+
+
+def test_scenes_come_back_as_they_were_written(tmp_path):
+    made = [
+        scene(),
+        scene("left", laterality="L", mirrored=True, placement=Placement((1.0, 2.0), (9.0, 3.0), ((0.0, 1.0),) * D), features=None),
+    ]
+    back = load_scenes(save_scenes(made, tmp_path / "scenes.npz"))
+    for a, b in zip(made, back, strict=True):
+        assert (a.title, a.spacing_mm, a.laterality, a.mirrored, a.placement) == (
+            b.title,
+            b.spacing_mm,
+            b.laterality,
+            b.mirrored,
+            b.placement,
+        )
+        assert np.array_equal(a.voxels, b.voxels) and (a.features is None) == (b.features is None)
+        for x, y in zip(a.overlays, b.overlays, strict=True):
+            assert (x.key, x.kind, x.legend, x.unit) == (y.key, y.kind, y.legend, y.unit) and np.array_equal(
+                x.values, y.values, equal_nan=True
+            )
+    (tmp_path / "scenes.npz").write_bytes(b"junk")
+    with pytest.raises(EvaluationError, match=r"scenes\.npz: damaged"):
+        load_scenes(tmp_path / "scenes.npz")
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_tokens_are_placed_where_the_transform_says(mirrored, reverse):
+    rng = np.random.default_rng(3)
+    native, prepared, patch = (20, 90, 70), (16, 64, 32), (4, 8, 8)
+    transform = Transform(
+        native, (0.1, 0.01, 0.02), prepared, (1.3, -4.2, 5.1), (1.1, 1.3, 1.9), tuple(rng.normal(0, 3, 20)), reverse, mirrored
+    )
+    placed = Placement.native(transform)
+    shown = np.stack(
+        [rng.integers(0, n, 400) for n in native], 1
+    )  # B-scan, row, column as displayed: superior first, columns as in the file
+    file = shown.astype(float)
+    if reverse:
+        file[:, 0] = native[0] - 1 - file[:, 0]
+    expected = np.floor((transform.points_to_prepared(file) + 0.5) / patch)
+    edges = (placed.bscans, None, placed.columns)
+    found = np.empty_like(expected)
+    for axis in (0, 2):
+        low, high = edges[axis]
+        found[:, axis] = np.floor((shown[:, axis] + 0.5 - low) / (high - low) * (prepared[axis] // patch[axis]))
+    low, high = np.array(placed.rows)[shown[:, 0]].T
+    found[:, 1] = np.floor((shown[:, 1] + 0.5 - low) / (high - low) * (prepared[1] // patch[1]))
+    assert (found == expected).mean() > 0.99  # edges fall on rounding
+
+
+def test_a_file_is_shown_superior_first_with_its_layers():
+    voxels = truth()[::-1]
+    volume = Volume(voxels, SPACING, "L", "topcon_triton", superior_first=False)
+    heights = np.broadcast_to(np.arange(D, dtype=np.float32)[None, :, None], (1, D, W))
+    made = scene_of(volume, surfaces=Surfaces(("ILM",), heights, None))
+    assert np.array_equal(made.voxels, truth()) and made.superior_first and not made.mirrored
+    assert made.overlay("layers")[0, :, 0].tolist() == list(range(D))[::-1]
+    lines = scene_of(replace(volume, layout="radial"))
+    assert not lines.is_raster and volumes_of(viewer([lines]))[0]["front"] is None
+    sixteen = scene_of(replace(volume, voxels=voxels.astype(np.uint16) * 16))
+    assert sixteen.voxels.dtype == np.uint8 and sixteen.voxels.max() == 255
+
+
+def test_the_policy_allows_this_script_and_no_other():
+    import hashlib
+
+    made = viewer([scene()])
+    script = made.body.rsplit("<script>", 1)[1].split("</script>")[0]
+    assert made.policy == "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
