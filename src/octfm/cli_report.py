@@ -1,4 +1,4 @@
-"""The verbs that show: report, view, card; imports happen inside the verbs."""
+"""The verbs that show: report, compare, view, card; imports happen inside the verbs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ StoreOption = Annotated[Path | None, typer.Option("--store", help="Prepared stor
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
-    for verb in (report, view, card):
+    for verb in (report, compare, view, card):
         app.command()(verb)
 
 
@@ -27,6 +27,31 @@ def report(
     from octfm.report.html import write_report
 
     typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders; the first is the one that others are compared with.")],
+    labels: Annotated[Path | None, typer.Option(help="CSV or TSV of labels; default: those that the runs were probed with.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="HTML file.")] = Path("compare.html"),
+    pairs: Annotated[bool, typer.Option(help="Probe all runs again on identical participants and resamples, for paired intervals.")] = True,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that any run was pretrained on.")] = False,
+) -> None:
+    """Several runs on one page: what was set otherwise, curves, probes, and paired intervals where they can be computed."""
+    from octfm.errors import ConfigError, EvaluationError
+    from octfm.report.compare import labels_of, names_of, write_compare
+
+    if len(runs) < 2:
+        raise ConfigError("compare: expected two or more run folders; for one run there is octfm report")
+    named, result, reason = names_of(runs), None, "They were not asked for (--no-pairs)."
+    if pairs:
+        from octfm.evaluation.compare import probe_together
+
+        try:
+            result, reason = probe_together(named, labels or labels_of(named), allow_seen=allow_seen), ""
+        except EvaluationError as error:
+            reason = str(error)
+            typer.echo(f"without paired intervals: {reason}", err=True)
+    typer.echo(str(write_compare(named, out, result, reason)))
 
 
 def view(

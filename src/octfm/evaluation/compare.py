@@ -1,0 +1,29 @@
+"""Several pretraining runs probed together: identical participants, folds and resamples, so that their differences are paired."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from octfm.errors import EvaluationError
+from octfm.evaluation.embeddings import read_embeddings
+from octfm.evaluation.encoder import seen_by
+from octfm.evaluation.probe import RESAMPLES, probe
+
+
+def probe_together(
+    runs: Mapping[str, Path], labels: str | Path | None = None, *, allow_seen: bool = False, resamples: int = RESAMPLES
+) -> dict[str, Any]:
+    """What `octfm.evaluation.probe` finds for the pretrained encoder of every run, by name; the first is compared with each of the others.
+
+    Raises EvaluationError where a run has no embeddings, where they are not of the same acquisitions, or where any of the runs was
+    pretrained on a test participant (unless `allow_seen`): then a difference would mean nothing.
+    """
+    encoders = []
+    for name, run in runs.items():
+        path = run / "embeddings" / "pretrained.parquet"
+        if not path.is_file():
+            raise EvaluationError(f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, the same store for all runs")
+        encoders.append(replace(read_embeddings(path), name=name))
+    seen = [seen_by(run) for run in runs.values()]
+    return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), allow_seen=allow_seen, resamples=resamples)

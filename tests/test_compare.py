@@ -1,0 +1,88 @@
+"""Several runs on one page: what differs is shown, pairs are pairs, and where there are none the page says why."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from browser import assert_renders, needs_chromium
+from octfm.errors import EvaluationError
+from octfm.evaluation.compare import probe_together
+from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
+from octfm.report.sources import gather
+from run_folder import probe_result, write_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """The same run twice, but for a learning rate, its training volumes and a probe."""
+    made = {}
+    for name in ("a", "b"):
+        run = write_run(tmp_path_factory.mktemp(name), figures=False, probe=name == "a", steps=60)
+        base = {"model": {"width": 192, "depth": 6}, "steps": 400, "schedule": {"base_lr": 1e-3 if name == "a" else 2e-3}}
+        (run / "config.yaml").write_text(yaml.safe_dump(base))
+        record = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(record | {"data": f"hash-{name}", "fingerprint": "same"}))
+        made[name] = run
+    return made
+
+
+def words(page: Path) -> str:
+    return " ".join(re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", page.read_text(), flags=re.S).split())
+
+
+def together() -> dict:
+    """As if the runs had been probed together."""
+    result = probe_result()
+    names = {"pretrained": "a", "random_init": "b"}
+    result["results"] = [r | {"encoder": names[r["encoder"]]} for r in result["results"] if r["encoder"] in names]
+    kept = [c for c in result["comparisons"] if c["b"] in names]
+    result["comparisons"] = [c | {"a": names[c["a"]], "b": names[c["b"]], "p_holm": 0.2} for c in kept]
+    return result
+
+
+def test_only_settings_that_differ_are_listed(runs):
+    sources = {name: gather(run, None, None) for name, run in runs.items()}
+    assert settings_that_differ(sources) == [("schedule.base_lr", ["0.001", "0.002"])]
+
+
+def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
+    page = write_compare(runs, tmp_path / "c.html", together())
+    text = words(page)
+    assert "schedule.base_lr 0.001 0.002" in text and "model.width" not in text
+    assert "Training volumes (same letter: the same) A B" in text and "Preprocessing (same letter: the same) A A" in text
+    assert "hash-" not in text and "never-shown" not in text
+    assert "a against b: better for disease, cst um; inconclusive for diagnosis, study group." in text and "no clear winner" in text
+    assert "+0.11 (+0.06 to +0.16)" in text and "not after Holm" in text
+    assert page.read_text().count("<svg") >= 7 and "<img" not in page.read_text()
+
+
+def test_without_pairs_the_page_says_why_and_warns_of_overlaps(runs, tmp_path):
+    with pytest.raises(EvaluationError, match=r"no embeddings; make them with `octfm embed") as missing:
+        probe_together(runs)
+    text = words(write_compare(runs, tmp_path / "c.html", None, str(missing.value)))
+    assert "Which run is better was not tested" in text and "There are no paired intervals" in text and "no embeddings" in text
+    assert "two overlapping intervals settle nothing" in text and "0.91 (0.86 to 0.95)" in text
+
+
+def test_runs_are_named_by_what_tells_them_apart():
+    assert list(names_of([Path("x/a/run"), Path("x/b/run")])) == ["a/run", "b/run"]
+    assert list(names_of([Path("runs/a"), Path("runs/b")])) == ["a", "b"]
+    with pytest.raises(EvaluationError, match="name each once"):
+        names_of([Path("runs/a"), Path("runs/../runs/a")])
+
+
+def test_labels_are_those_of_the_probes(runs, tmp_path):
+    assert labels_of(runs) is None
+    table = tmp_path / "labels.tsv"
+    table.write_text("participant_id\n")
+    run = write_run(tmp_path / "c", figures=False)
+    (run / "probe.json").write_text(json.dumps(probe_result() | {"labels": str(table)}))
+    assert labels_of({"c": run, "b": runs["b"]}) == table
+
+
+@needs_chromium
+def test_page_renders(runs, tmp_path):
+    assert_renders(write_compare(runs, tmp_path / "c.html", together()), "Probed together", tmp_path)
