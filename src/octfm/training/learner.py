@@ -18,6 +18,7 @@ from octfm.training.inputs import build_objective, optimizer_groups
 from octfm.training.run_state import RunState
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
+from octfm.training.sharded_adamw import ShardedAdamW
 
 
 class Learner:
@@ -38,8 +39,11 @@ class Learner:
         if isinstance(self.model, JEPA) and self.model.whitening is not None:
             self.model.whitening.over_ranks = self.runtime.sum_
         self.decayed, self.free = optimizer_groups(self.model)
-        self.optimizer = torch.optim.AdamW(
-            [{"params": self.decayed}, {"params": self.free}], lr=self.lr, betas=self.config.betas, weight_decay=0.0, fused=True
+        groups: list[dict[str, Any]] = [{"params": self.decayed}, {"params": self.free}]
+        self.optimizer: torch.optim.AdamW = (
+            ShardedAdamW(groups, self.lr, self.config.betas, self.runtime.local)
+            if self.runtime.sharded
+            else torch.optim.AdamW(groups, lr=self.lr, betas=self.config.betas, weight_decay=0.0, fused=True)
         )
         self.step, self.state = 0, RunState()
 

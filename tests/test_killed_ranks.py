@@ -1,0 +1,77 @@
+"""Two ranks that are killed again and again, also in the middle of writing checkpoints that no rank holds alone, lose nothing."""
+
+import random
+import time
+
+import pytest
+
+from ranks import Ranks
+from small_store import small_store
+from test_pretrain import TINY, timeless
+from test_ranks import assert_same_weights, codes
+
+SMALL = TINY | {
+    "data": {"global_batch_size": 4, "per_device_batch_size": 1},
+    "model": {**TINY["model"], "width": 24},
+    "validate_every_steps": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    jobs = Ranks()
+    yield jobs
+    jobs.close()
+
+
+def kill_again_and_again(ranks, store, folder, parallel: str, steps: int, kills: int, saves: int, seed: int) -> tuple[int, int]:
+    """SIGKILL to one rank or both: `saves` times at a random operation of saving, else at a random time. The last attempt may finish.
+
+    Returns how many kills hit, and how many of them left a checkpoint half written. A rank that lives on alone must say what happened.
+    """
+    settings = SMALL | {"steps": steps, "runtime": {"parallel": parallel, "timeout_s": 60}}
+    out, whole, rng = folder / "run", folder / "whole", random.Random(seed)
+    begun = time.monotonic()
+    assert codes(ranks(2, store.path, whole, settings)) == [0, 0]
+    patience = 2.5 * (time.monotonic() - begun) / max(2, kills)
+    plan = ["save"] * saves + ["time"] * (kills - saves)
+    rng.shuffle(plan)
+    hit = half = 0
+    for kind in plan:
+        victims = rng.choice([[0], [1], [0, 1]])
+        if kind == "save":
+            # Without shards only rank 0 writes.
+            on = 0 if parallel == "ddp" else victims[0]
+            ended = ranks(2, store.path, out, settings, fault="kill-saving", on=on, at=rng.randrange(1, 250))
+        else:
+            ended = ranks(2, store.path, out, settings, kill_after=rng.uniform(0, 1.0 + patience), killed=victims)
+        killed = -9 in codes(ended)
+        hit += killed
+        half += killed and bool(list((out / "checkpoints").glob("*.partial")))
+        for rank in ended:
+            alone = rank.code == 1 and ("has gone" in rank.said or "did not find each other" in rank.said or "(elsewhere)" in rank.said)
+            assert rank.code in (0, -9) or alone, rank
+    assert codes(ranks(2, store.path, out, settings)) == [0, 0]
+    assert_same_weights(out, whole)
+    assert timeless(out) == timeless(whole), "and no metric is missing or told twice"
+    return hit, half
+
+
+def test_F18_a_rank_killed_in_a_sharded_save_changes_nothing(ranks, store, tmp_path):
+    hit, _ = kill_again_and_again(ranks, store, tmp_path, "fsdp", steps=12, kills=3, saves=2, seed=1)
+    assert hit >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_F18_fifty_kills_of_two_ranks_change_nothing(ranks, store, tmp_path, parallel):
+    """Twenty-five with whole checkpoints, twenty-five with shards."""
+    hit, half = kill_again_and_again(ranks, store, tmp_path, parallel, steps=150, kills=25, saves=13, seed=2)
+    print(f"{parallel}: {hit} of 25 kills hit, {half} left a checkpoint half written")
+    assert hit >= 20 and half >= 5
