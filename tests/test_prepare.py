@@ -232,7 +232,7 @@ def peak_of_prepare(task) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak of a process in /proc")
-@pytest.mark.parametrize("kind", ["8 bit", "16 bit", "12 bit, inverted, a left eye, inferior first"])
+@pytest.mark.parametrize("kind", ["8 bit", "16 bit", "12 bit, inverted, a left eye, inferior first", "signed"])
 def test_a_worker_needs_less_than_a_gigabyte_for_the_largest_volumes(tmp_path, kind):
     """512 x 1024 x 512: a quarter of a gigabyte of pixels at 8 bit, half at 16, so that no step may make a second volume of them."""
     retina = np.zeros((64, 1024, 512), np.float32)
@@ -241,6 +241,8 @@ def test_a_worker_needs_less_than_a_gigabyte_for_the_largest_volumes(tmp_path, k
     tile = (retina + np.random.default_rng(0).gamma(2, 12, retina.shape)).clip(0, 255)
     tile = tile.astype(np.uint8) if kind == "8 bit" else tile.astype(np.uint16) * (257 if kind == "16 bit" else 16)
     options = {}
+    if kind == "signed":
+        options = {"edit": lambda dataset: setattr(dataset, "PixelRepresentation", 1), "bits_stored": 13}
     if kind.startswith("12"):
         tile = 4095 - tile
         options = {"bits_stored": 12, "photometric": "MONOCHROME1", "laterality": "L", "superior_first": False}

@@ -35,13 +35,15 @@ def read_gray(dataset: Any, uri: str) -> Gray:
 
 
 def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, uri: str) -> np.ndarray:
-    """The gray values of two's complement `stored` [D, H, W] in unsigned numbers of the same width, white at full scale.
+    """The gray values of two's complement `stored` [D, H, W] in unsigned numbers of the same width, white at full scale. They take the
+    place of `stored`: a second volume would not fit into a worker's memory.
 
     Black is modality value 0 where no stored value can lie below it, or where none does; else the window says what is black and white.
     `inverted` is MONOCHROME1. Raises ReadError unsupported_pixels where black would be a guess.
     """
     unused = 8 * stored.dtype.itemsize - bits_stored
-    values = (stored << np.array(unused, stored.dtype)).view(f"i{stored.dtype.itemsize}") >> unused
+    values = np.left_shift(stored, np.array(unused, stored.dtype), out=stored).view(f"i{stored.dtype.itemsize}")
+    np.right_shift(values, np.array(unused, values.dtype), out=values)
     ends = sorted(gray.slope * end + gray.intercept for end in (-(2 ** (bits_stored - 1)), 2 ** (bits_stored - 1) - 1))
     black, white = 0.0, ends[1]
     if ends[0] < 0 and gray.window is not None:
@@ -56,10 +58,9 @@ def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, u
                 "export it as unsigned grayscale",
             )
     full, scale = np.iinfo(stored.dtype).max, np.iinfo(stored.dtype).max / (white - black)
-    gray_values = np.empty_like(stored)
     for number, frame in enumerate(values):  # one B-scan at a time: float64 is four times the volume
-        gray_values[number] = np.rint(((gray.slope * frame + gray.intercept - black) * scale).clip(0, full))
-    return ~gray_values if inverted else gray_values
+        stored[number] = np.rint(((gray.slope * frame + gray.intercept - black) * scale).clip(0, full))
+    return np.invert(stored, out=stored) if inverted else stored
 
 
 def _stated(dataset: Any, sequence: str, keywords: tuple[str, str], uri: str) -> tuple[float, float] | None:
