@@ -1,20 +1,25 @@
 """Runs in a bucket: nothing is lost, another machine goes on, and a bucket that is away never stops training."""
 
+import json
 import os
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from bucket_servers import ENDPOINT, SECRET, FaultyProxy
+from octfm.cli import app
 from octfm.data import bucket
-from octfm.errors import BucketError, CheckpointError, ConfigError
+from octfm.errors import BucketError, CheckpointError, ConfigError, EvaluationError
 from octfm.evaluation.encoder import load_encoder
+from octfm.report.watch import Follower
 from octfm.training import bucket_run, checkpoint
 from octfm.training.bucket_run import local_run, mirror_of, read_pointer
 from octfm.training.pretrain import pretrain
 from octfm.training.tracking import read_metrics
 from small_store import small_store
 from test_pretrain import config
+from test_probe import Cohort
 
 SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
@@ -71,6 +76,34 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     assert steps == list(range(8)), "no step is told twice and none is missing"
     here, there = (load_encoder(run, device="cpu") for run in (on_disk, str(place / "run")))
     assert all(torch.equal(a, b) for a, b in zip(here.network.parameters(), there.network.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
+def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, store, tmp_path, monkeypatch):
+    """What is added to the run later counts, too: nothing is looked up in an old copy."""
+    run = str(place / "run")
+    pretrain(config(steps=2), store, run, "cpu", echo=lambda _: None)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    cohort, seen = Cohort(), []
+    for signal in (0.0, 6.0):
+        file = cohort.embeddings(tmp_path / "pretrained.parquet", signal=signal)
+        bucket.write(f"{run}/embeddings/pretrained.parquet", file.read_bytes())
+        labels = str(cohort.labels(tmp_path / "labels.tsv"))
+        told = CliRunner().invoke(app, ["probe", run, "--labels", labels, "--target", "diagnosis", "--allow-seen"])
+        assert told.exit_code == 0 and told.output.splitlines()[-1] == f"{run}/probe.json", told
+        results = json.loads(bucket.read(f"{run}/probe.json"))["results"]
+        seen.append(next(row["estimate"] for row in results if row["metric"] == "auroc"))
+    assert seen[1] > 0.9 > seen[0]
+
+    follower = Follower(place / "run" / "metrics.jsonl")
+    assert [row["step"] for row in follower.update() if row["kind"] == "train"] == [0, 1]
+    before = bucket.read(f"{run}/metrics.jsonl")
+    bucket.write(f"{run}/metrics.jsonl", before + b'{"kind": "train", "step": 2}\n')
+    assert [row["step"] for row in follower.update() if row["kind"] == "train"] == [0, 1, 2]
+    told = CliRunner().invoke(app, ["watch", run, "--once"])
+    assert told.exit_code == 0 and "step 3 of 2" in told.output and told.output.startswith("run "), told
+    told = CliRunner().invoke(app, ["watch", f"{place}/nowhere", "--once"])
+    assert isinstance(told.exception, EvaluationError) and "expected a run folder" in str(told.exception)
 
 
 @pytest.mark.slow

@@ -297,7 +297,7 @@ def bench(
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run folder, of a run that is going on or done.")],
+    run: Annotated[Place, typer.Argument(parser=_place, metavar="RUN", help="Run folder or address, of a run that is going on or done.")],
     once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and return, for scripts.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
 ) -> None:

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def probe(
-    run: Annotated[Path, typer.Argument(help="Run folder with embeddings (see `octfm embed`).")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or address of a run, with embeddings (see `octfm embed`).")],
     labels: Annotated[Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")
@@ -28,6 +28,7 @@ def probe(
     label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
 ) -> None:
     """Frozen probes with participant-level intervals."""
+    from octfm.data.location import location
     from octfm.evaluation.efficiency import curve_lines
     from octfm.evaluation.efficiency import label_efficiency as curve
     from octfm.evaluation.embed import embedding_files
@@ -35,9 +36,10 @@ def probe(
     from octfm.evaluation.probe import probe as run_probe
     from octfm.evaluation.probe import summary_lines, write_probe
     from octfm.evaluation.readouts import choose_readout
+    from octfm.training.bucket_run import local_run
 
     command = "octfm " + " ".join(sys.argv[1:])
-    chosen, files = choose_readout(readout), embedding_files(run)
+    chosen, files = choose_readout(readout), embedding_files(local_run(run))
     common = {"targets": target, "orders": _orders(order), "readout": chosen, "seen": seen_by(run), "allow_seen": allow_seen}
     result = run_probe(files, labels, seeds=seeds, commands=[command], **common)
     for line in summary_lines(result):
@@ -46,7 +48,7 @@ def probe(
         result["label_efficiency"] = curve(files, labels, seeds=max(3, seeds), **common)
         for line in curve_lines(result["label_efficiency"]):
             typer.echo(line)
-    typer.echo(str(write_probe(run / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
+    typer.echo(str(write_probe(location(run) / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
 
 
 def finetune(

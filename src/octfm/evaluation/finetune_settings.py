@@ -14,7 +14,7 @@ class FinetuneConfig(Config):
     """One run."""
 
     encoder: str | None = None
-    """Run folder or checkpoint of pretraining."""
+    """Run folder or checkpoint of pretraining, or the address of a run in a bucket."""
     from_scratch: bool = False
     """Begin at the encoder's random initialisation: the supervised baseline."""
     store: str | None = None

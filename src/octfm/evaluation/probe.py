@@ -1,7 +1,6 @@
 """Frozen probe: simple models on the embeddings of several encoders side by side, same participants, folds and resamples."""
 
 import json
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from octfm.data.labels import read_labels
+from octfm.data.location import Location, location, write_whole
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
 from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
@@ -110,14 +110,12 @@ def probe(
     }
 
 
-def write_probe(path: str | Path, result: dict[str, Any]) -> Path:
+def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
     """Write the result as JSON, whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    partial_file.replace(path)
-    return path
+    where = location(path)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(where, f"{json.dumps(result, indent=1, allow_nan=False)}\n".encode())
+    return where
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:

@@ -2,13 +2,15 @@
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octfm.data import bucket_cache
+from octfm.data.location import BucketPath, Location, location
 from octfm.errors import EvaluationError
 from octfm.report.sources import number, series
 from octfm.report.words import checkpoint_advice, latest_health
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
+BUCKET_S = 10.0
 CURVES = (
     ("train", "masked_over_baseline", "masked loss / baseline", "{:.3f}"),
     ("validation", "masked_over_baseline", "the same, held out", "{:.3f}"),
@@ -35,21 +38,24 @@ COLOURS = {"ok": "green", "watch": "yellow", "bad": "bold red"}
 class Follower:
     """Rows of a growing metrics.jsonl; a line that is still being written waits, and a file that was cut back is read again."""
 
-    path: Path
+    where: Location
     rows: list[dict[str, Any]] = field(default_factory=list)
     _read: int = 0
-    _file: int = -1
+    _file: tuple[int, int] = (-1, -1)
 
     def update(self) -> list[dict[str, Any]]:
         """All rows by now."""
-        if not self.path.is_file():
+        try:
+            # In a bucket every version of a file is another one, of which the new bytes cannot be told.
+            with bucket_cache.local_copy(str(self.where)) if isinstance(self.where, BucketPath) else nullcontext(self.where) as path:
+                state = path.stat()
+                if (state.st_dev, state.st_ino) != self._file or state.st_size < self._read:
+                    self.rows, self._read, self._file = [], 0, (state.st_dev, state.st_ino)
+                with path.open("rb") as file:
+                    file.seek(self._read)
+                    data = file.read()
+        except FileNotFoundError:
             return self.rows
-        state = self.path.stat()
-        if state.st_ino != self._file or state.st_size < self._read:
-            self.rows, self._read, self._file = [], 0, state.st_ino
-        with self.path.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
@@ -62,28 +68,32 @@ class Follower:
         return self.rows
 
 
-def watch(run: Path, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
-    """Show the dashboard of a run folder until it is finished or interrupted; `once` prints it and returns."""
+def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
+    """Show the dashboard of a run until it is finished or interrupted; `once` prints it and returns.
+
+    A run in a bucket is as far as its last checkpoint there, and is asked for no more often than every BUCKET_S.
+    """
     from rich.console import Console
     from rich.live import Live
 
-    run = Path(run)
+    run = location(run)
     if not (run / "run.json").is_file():
         raise EvaluationError(f"{run}: expected a run folder with a run.json; start one with octfm pretrain")
     console, follower, steps = console or Console(), Follower(run / "metrics.jsonl"), planned_steps(run)
+    name, every_s = (run.name, max(every_s, BUCKET_S)) if isinstance(run, BucketPath) else (run.resolve().name, every_s)
     if once:
-        console.print(dashboard(run.resolve().name, follower.update(), steps))
+        console.print(dashboard(name, follower.update(), steps))
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
             rows = follower.update()
-            live.update(dashboard(run.resolve().name, rows, steps), refresh=True)
+            live.update(dashboard(name, rows, steps), refresh=True)
             if last_step(rows) + 1 >= steps:
                 return
             time.sleep(every_s)
 
 
-def planned_steps(run: Path) -> int:
+def planned_steps(run: Location) -> int:
     """Length of the run, from its config.yaml."""
     import yaml
 

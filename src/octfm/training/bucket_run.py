@@ -20,10 +20,10 @@ from typing import Any
 
 from octfm.data import bucket, bucket_cache
 from octfm.data.lease import Lease
-from octfm.data.location import BucketPath, location
+from octfm.data.location import BucketPath, location, write_whole
 from octfm.errors import BucketError, CheckpointError
 
-POINTER, MARK = "checkpoints.json", ".bucket.json"
+POINTER, MARK, VERSIONS = "checkpoints.json", ".bucket.json", ".versions.json"
 FORMAT, VERSION = "octfm-bucket-run", 1
 FETCHED = 2
 """Checkpoints that another machine fetches: the newest, and one to go back to."""
@@ -251,7 +251,8 @@ def mirror_of(where: BucketPath) -> Path:
 
 
 def local_run(run: str | Path | BucketPath) -> Path:
-    """A folder to read a run from: itself, or its copy fetched from the bucket, with its newest checkpoints. Raises CheckpointError."""
+    """A folder to read a run from: itself, or its copy fetched from the bucket, with its newest checkpoints and all other files as they
+    are there now. Raises CheckpointError."""
     where = location(run)
     if isinstance(where, Path):
         return where
@@ -259,7 +260,9 @@ def local_run(run: str | Path | BucketPath) -> Path:
     if pointer is None:
         raise CheckpointError(f"{where}: no run here ({POINTER} is missing), or none that has saved a checkpoint yet")
     copy = mirror_of(where / "copies" / pointer["token"]).parent / where.name
-    if not (copy / MARK).is_file():
+    if (copy / MARK).is_file():
+        _fetch_files(where, copy)
+    else:
         _fetch(where, pointer, copy)
     return copy
 
@@ -281,12 +284,7 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "checkpoints").mkdir(parents=True)
-    root = f"{where}/"
-    for uri, found in bucket.find(str(where)).items():
-        inside = Path(uri.removeprefix(root))
-        if not _stays_here(inside) and inside.name not in (POINTER, "run.lease"):
-            (partial / inside).parent.mkdir(parents=True, exist_ok=True)
-            bucket.download(uri, partial / inside, found.size)
+    _fetch_files(where, partial)
     whole = 0
     for name in sorted(pointer["checkpoints"], reverse=True):
         if whole == FETCHED:
@@ -297,6 +295,25 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
     _mark(partial, [pointer["token"]])
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def _fetch_files(where: BucketPath, folder: Path) -> None:
+    """Everything but checkpoints that is not here yet or has changed since."""
+    try:
+        known = json.loads((folder / VERSIONS).read_text())
+    except (OSError, ValueError):
+        known = {}
+    for uri, found in bucket.find(str(where)).items():
+        inside = Path(uri.removeprefix(f"{where}/"))
+        version = bucket_cache.key(uri, found)
+        if _stays_here(inside) or inside.name in (POINTER, "run.lease") or known.get(str(inside)) == version:
+            continue
+        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        partial = (folder / inside).with_name(f".{inside.name}.{os.getpid()}.partial")
+        bucket.download(uri, partial, found.size)
+        partial.replace(folder / inside)
+        known[str(inside)] = version
+    write_whole(folder / VERSIONS, json.dumps(known).encode())
 
 
 def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: Path) -> bool:
@@ -316,6 +333,8 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
         return True
     for file in files:
         file.unlink(missing_ok=True)
+    for shards in {file.parent for file in files} - {folder / "checkpoints"}:
+        shutil.rmtree(shards)
     return False
 
 
@@ -329,7 +348,7 @@ def _mark(folder: Path, tokens: list[str]) -> None:
 def _stays_here(inside: Path) -> bool:
     """Checkpoints go by the pointer; locks, half-written files and our own notes go nowhere."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
-    return of_checkpoint or inside.parts[0] == ".outbox" or inside.name in (MARK, "run.lock") or inside.suffix == ".partial"
+    return of_checkpoint or inside.parts[0] == ".outbox" or inside.name in (MARK, VERSIONS, "run.lock") or inside.suffix == ".partial"
 
 
 def _step(name: str) -> int:
