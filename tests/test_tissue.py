@@ -307,3 +307,38 @@ def test_overexposed_scans_are_not_trusted():
     volume, ilm, bm = phantom("heidelberg_spectralis", "dme", 0.7, seed=2)
     white = replace(volume, voxels=np.minimum(volume.voxels * 1.6 + 40, 255).astype(np.uint8))
     assert contained(find_tissue(white.voxels, white.spacing_mm), white, ilm, bm) >= 0.99
+
+
+@pytest.mark.parametrize("size", [(1, 3, 1), (2, 8, 5), (3, 40, 9), (5, 1, 4)])
+@pytest.mark.parametrize("spacing_mm", [(0.1, 0.002, 0.01), (0.02, 0.1, 0.1), (3.0, 0.5, 2.0)])
+def test_volumes_of_any_size_and_spacing_are_searched(size, spacing_mm):
+    """Nothing sensible can be found in them, and nothing breaks."""
+    voxels = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
+    tissue = find_tissue(voxels, spacing_mm)
+    assert tissue.ilm.shape == tissue.bm.shape == (size[0], size[2]) and np.isfinite([tissue.ilm, tissue.bm]).all()
+    backwards = find_tissue(voxels[:, :, ::-1], spacing_mm)
+    assert backwards.ilm.shape == tissue.ilm.shape
+
+
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_a_mirrored_view_and_its_copy_give_the_same_band(scanner):
+    """The view is read as it lies in memory, which must make no difference; also where the last block of A-scans is not full."""
+    voxels = phantom(scanner)[0].voxels[:, :, :-5]
+    spacing_mm = phantom(scanner)[0].spacing_mm
+    view, copy = (find_tissue(v, spacing_mm) for v in (voxels[:, :, ::-1], np.ascontiguousarray(voxels[:, :, ::-1])))
+    np.testing.assert_array_equal(view.ilm, copy.ilm)
+    np.testing.assert_array_equal(view.bm, copy.bm)
+
+
+@pytest.mark.parametrize("dz", [0.03, 0.05])
+def test_close_bscans_are_searched_in_steps_and_keep_their_own_displacement(dz):
+    """B-scans nearer than 0.11 mm share a search; each is still moved back by its own eye motion, to the row."""
+    volume = phantom("topcon_triton")[0]
+    dense = np.repeat(volume.voxels, round(volume.spacing_mm[0] / dz), axis=0)
+    shift = np.random.default_rng(3).integers(-8, 9, len(dense))
+    moved = np.stack([np.roll(plane, s, axis=0) for plane, s in zip(dense, shift, strict=True)])
+    spacing_mm = (dz, *volume.spacing_mm[1:])
+    still, jumping = find_tissue(dense, spacing_mm), find_tissue(moved, spacing_mm)
+    assert len(still.ilm) == len(dense) and still.confident and jumping.confident
+    row_mm = volume.spacing_mm[1]
+    assert np.median(np.abs(jumping.bm - shift[:, None] - still.bm)) * row_mm < 0.01

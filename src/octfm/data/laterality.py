@@ -50,7 +50,7 @@ def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tis
     away = np.arange(FROM_FOVEA_MM[0], min(FROM_FOVEA_MM[1], reach), max(dx, 0.05)) / dx
     # Both neighbours of every position that is compared; the rest of the A-scans need not be looked at.
     left = np.floor(np.concatenate([fovea[1] - away, fovea[1] + away])).astype(int)
-    columns = np.clip(np.union1d(left, left + 1), 0, width - 1)
+    columns = np.unique(np.clip(np.concatenate([left, left + 1]), 0, width - 1))
     ilm, thickness_um = tissue.ilm[near][:, columns], (tissue.bm - tissue.ilm)[near][:, columns] * dy * 1000
     layers = _means_below(voxels_DHW, near, columns, ilm, (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM), dy)
     contrast = (layers[0] - layers[1]) / max(float(layers[2].mean()), 1e-6)

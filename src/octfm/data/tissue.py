@@ -234,7 +234,7 @@ def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.
 def _ilm_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
     """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
     the retina in two; what is bright over less than 0.04 mm is not retina but a hyaloid or a floater, and counts as dark."""
-    gain = _opened(signal, round(0.04 / dy))
+    gain = _opened(signal, max(1, round(0.04 / dy)))
     gain -= np.float32(THRESHOLD)
     gain *= seen
     np.maximum(gain, np.float32(0.15) * gain, out=gain)
