@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,15 @@ import yaml
 from browser import assert_renders, needs_chromium
 from octfm.errors import EvaluationError
 from octfm.evaluation.compare import probe_together
+from octfm.evaluation.embed import embed_store
+from octfm.evaluation.encoder import load_encoder
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
+from octfm.training.pretrain import pretrain
 from run_folder import probe_result, write_run
+from small_store import small_store
+from test_finetune import darkened
+from test_pretrain import config, quiet
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +93,24 @@ def test_labels_are_those_of_the_probes(runs, tmp_path):
 @needs_chromium
 def test_page_renders(runs, tmp_path):
     assert_renders(write_compare(runs, tmp_path / "c.html", together()), "Probed together", tmp_path)
+
+
+def test_runs_are_probed_on_the_same_participants_and_a_twin_differs_by_nothing(tmp_path):
+    store = small_store(tmp_path / "prepared", darkened, ("train",) * 6 + ("val",) * 2 + ("test",) * 12)
+    labels = tmp_path / "labels.tsv"
+    labels.write_text("participant_id\tbrightness\n" + "".join(f"P{i:03d}\t{(1.0, 0.7, 0.4)[i % 3] + i / 1000}\n" for i in range(20)))
+    run = pretrain(config(steps=2), store, tmp_path / "a", echo=quiet)
+    embed_store(load_encoder(run), store, run / "embeddings", echo=quiet)
+    twin = Path(shutil.copytree(run, tmp_path / "b"))
+    result = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=200)
+    scores = {(r["encoder"], r["metric"]): r for r in result["results"] if r["target"] == "brightness"}
+    assert {name for name, _ in scores} == {"a", "b"} and scores["a", "r2"]["n_test_participants"] == 12
+    assert scores["a", "r2"]["estimate"] == scores["b", "r2"]["estimate"]
+    pairs = [c for c in result["comparisons"] if c["target"] == "brightness"]
+    assert pairs and all(c["difference"] == 0 and c["verdict"] == "inconclusive" for c in pairs)
+    # One of the runs has seen who is tested.
+    lenient = small_store(tmp_path / "other", darkened, ("train",) * 16 + ("val",) * 2 + ("test",) * 2)
+    seen = pretrain(config(steps=1), lenient, tmp_path / "c", echo=quiet)
+    shutil.copytree(run / "embeddings", seen / "embeddings")
+    with pytest.raises(EvaluationError, match="seen"):
+        probe_together({"a": run, "c": seen}, labels, targets=["brightness"], resamples=200)

@@ -32,6 +32,7 @@ def report(
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Two or more run folders; the first is the one that others are compared with.")],
     labels: Annotated[Path | None, typer.Option(help="CSV or TSV of labels; default: those that the runs were probed with.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones.")] = None,
     out: Annotated[Path, typer.Option("--out", help="HTML file.")] = Path("compare.html"),
     pairs: Annotated[bool, typer.Option(help="Probe all runs again on identical participants and resamples, for paired intervals.")] = True,
     allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that any run was pretrained on.")] = False,
@@ -47,10 +48,11 @@ def compare(
         from octfm.evaluation.compare import probe_together
 
         try:
-            result, reason = probe_together(named, labels or labels_of(named), allow_seen=allow_seen), ""
+            result, reason = probe_together(named, labels or labels_of(named), targets=target, allow_seen=allow_seen), ""
         except EvaluationError as error:
-            reason = str(error)
-            typer.echo(f"without paired intervals: {reason}", err=True)
+            # The error names paths and acquisitions, which have no place in a page that is passed around.
+            reason = "The runs could not be probed together; octfm compare said why when it made this page."
+            typer.echo(f"without paired intervals: {error}", err=True)
     typer.echo(str(write_compare(named, out, result, reason)))
 
 

@@ -1,6 +1,6 @@
 """Several pretraining runs probed together: identical participants, folds and resamples, so that their differences are paired."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,12 @@ from octfm.evaluation.probe import RESAMPLES, probe
 
 
 def probe_together(
-    runs: Mapping[str, Path], labels: str | Path | None = None, *, allow_seen: bool = False, resamples: int = RESAMPLES
+    runs: Mapping[str, Path],
+    labels: str | Path | None = None,
+    *,
+    targets: Sequence[str] | None = None,
+    allow_seen: bool = False,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
     """What `octfm.evaluation.probe` finds for the pretrained encoder of every run, by name; the first is compared with each of the others.
 
@@ -26,4 +31,5 @@ def probe_together(
             raise EvaluationError(f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, the same store for all runs")
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]
-    return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), allow_seen=allow_seen, resamples=resamples)
+    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples}
+    return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), **options)

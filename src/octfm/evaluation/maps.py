@@ -52,7 +52,7 @@ def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead |
     for i, index in enumerate(chosen):
         row = store.rows[index]
         one = Arrays(arrays.voxels[i : i + 1], arrays.band[i : i + 1], arrays.valid[i : i + 1])
-        overlays = [band(one.band[0]), *masks_of(encoder, maps[i], i)]
+        overlays = [band(one.band[0], encoder.preprocessing.margin_mm), *masks_of(encoder, maps[i], i)]
         overlays += token_overlays(encoder, one, tokens[i], maps[i], basis, head, occlude=row.scanner not in occluded)
         occluded.add(row.scanner)
         scenes.append(
@@ -205,11 +205,9 @@ def block_sizes(place: np.ndarray, blocks: int) -> np.ndarray:
     return sizes
 
 
-def band(surfaces: np.ndarray) -> Overlay:
+def band(surfaces: np.ndarray, margin_mm: float) -> Overlay:
     """`surfaces` float [2, D, W] in rows of the scene."""
-    about = (
-        "Between the two lines lies what counts as tissue: from 50 µm above the inner limiting membrane to 50 µm below Bruch's membrane."
-    )
+    about = f"What counts as tissue: from {1000 * margin_mm:g} µm above the inner limiting membrane to as much below Bruch's membrane."
     return Overlay("band", "Tissue band", "lines", drawn(surfaces), (("upper", YELLOW), ("lower", YELLOW)), about)
 
 

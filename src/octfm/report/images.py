@@ -91,6 +91,8 @@ def pca_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> lis
 def front(scene: Scene) -> np.ndarray:
     """uint8 [D, W]: brightness seen from the front, of the tissue band where there is one; stretched, for vessels' shadows to show."""
     voxels, band = scene.voxels, scene.overlay("band")
+    if band is not None and (~np.isfinite(band[0]) & voxels.any(1)).mean() > 0.01:
+        band = None  # known in a part of the field only, whose edge would look like a finding
     mean = np.zeros((voxels.shape[0], voxels.shape[2]), np.float32)
     rows = np.arange(voxels.shape[1])[:, None]
     for d, bscan in enumerate(voxels):
