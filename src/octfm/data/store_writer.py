@@ -117,9 +117,11 @@ class StoreWriter:
             before = header["preprocessing"]
             keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
             differing = [f"{key} {before.get(key)} there, {settings.get(key)} here" for key in keys]
+            what = "; ".join(differing) or "by another version of the algorithm"
+            remedy = "use the settings in its store.json" if differing else "go on with the octfm that made it"
             raise StoreError(
-                f"{self.path}: this store was prepared differently ({'; '.join(differing) or 'by another version of the algorithm'}), "
-                "and volumes of one store must be alike; prepare into a new folder, or use the settings in its store.json"
+                f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "
+                f"prepare into a new folder, or {remedy}"
             )
         if self._asked not in (None, header["compression"]):
             raise StoreError(
