@@ -210,7 +210,9 @@ def test_values_and_distances_are_told_in_words(page):
         page.key("ArrowRight", shift=True)
     text = page.js("document.querySelector('[data-part=\"readout\"]').textContent")
     along, across = 30 * SPACING[2], 4 * SPACING[0]
-    assert f"from the anchor: {np.hypot(along, across):.2f} mm ({along:.2f} mm along, 0.00 mm deep, {across:.2f} mm across B-scans)" in text
+    assert (
+        f"from the anchor: {np.hypot(along, across):.3f} mm ({along:.3f} mm along, 0.000 mm deep, {across:.3f} mm across B-scans)" in text
+    )
     assert page.js('document.querySelector(\'[data-part="slider"]\').getAttribute("aria-valuetext")') == f"B-scan 5 of {D}"
     page.assert_quiet()
 
@@ -332,7 +334,8 @@ def test_a_file_is_shown_superior_first_with_its_layers():
     assert np.array_equal(made.voxels, truth()) and made.superior_first and not made.mirrored
     assert made.overlay("layers")[0, :, 0].tolist() == list(range(D))[::-1]
     lines = scene_of(replace(volume, layout="radial"))
-    assert not lines.is_raster and volumes_of(viewer([lines]))[0]["front"] is None
+    shown = volumes_of(viewer([lines]))[0]
+    assert not lines.is_raster and shown["front"] is None and shown["sides"] is None
     sixteen = scene_of(replace(volume, voxels=voxels.astype(np.uint16) * 16))
     assert sixteen.voxels.dtype == np.uint8 and sixteen.voxels.max() == 255
 

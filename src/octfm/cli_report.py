@@ -44,11 +44,12 @@ def compare(
     if len(runs) < 2:
         raise ConfigError("compare: expected two or more run folders; for one run there is octfm report")
     named, result, reason = names_of(runs), None, "They were not asked for (--no-pairs)."
+    table = labels or labels_of(named)
     if pairs:
         from octfm.evaluation.compare import probe_together
 
         try:
-            result, reason = probe_together(named, labels or labels_of(named), targets=target, allow_seen=allow_seen), ""
+            result, reason = probe_together(named, table, targets=target, allow_seen=allow_seen), ""
         except EvaluationError as error:
             # The error names paths and acquisitions, which have no place in a page that is passed around.
             reason = "The runs could not be probed together; octfm compare said why when it made this page."
@@ -78,7 +79,13 @@ def view(
     page = out or Path(f"{Path(file.rstrip('/')).stem or 'view'}.html")
     if page.is_dir():
         raise ConfigError(f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}")
-    volume = read_volume(file, spacing_mm=parse_spacing(spacing, "--spacing") if spacing else None, raster_only=False)
+    stated = parse_spacing(spacing, "--spacing") if spacing else None
+    try:
+        volume = read_volume(file, spacing_mm=stated, raster_only=False)
+    except ReadError as error:
+        if error.code != "missing_spacing":
+            raise
+        raise ReadError(error.code, f"{error}; here with --spacing dz,dy,dx") from None
     try:
         surfaces = read_surfaces(file)
     except ReadError as error:

@@ -5,7 +5,7 @@
   const int16 = (text) => new Int16Array(bytes(text).buffer);
   const float32 = (text) => new Float32Array(bytes(text).buffer);
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
-  const mm = (value) => `${value.toFixed(2)} mm`;
+  const mm = (value) => `${value.toFixed(3)} mm`;
   const EMPTY = -32768, NONE = 255, LINE_STEPS = 16;
 
   // ---- tokens: what lies where ----

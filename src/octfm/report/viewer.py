@@ -100,7 +100,8 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
             float(np.clip(height * dy, width * dx / 8, width * dx * 2)) / height,
             dx,
         ],
-        "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or ""),
+        # A circle begins and ends at the same side, and a star has one for every B-scan.
+        "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or "") if scene.is_raster else None,
         "vertical": ["S", "I"] if scene.superior_first else None,
         "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,
     }
