@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint wheel clean
+.PHONY: demo test test-all lint docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
@@ -24,6 +24,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/pyright
 
+# Fails on a broken link or anchor. The pages in site/ need no network.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation
 
@@ -36,4 +40,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) demo dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo dist site .pytest_cache .ruff_cache .hypothesis

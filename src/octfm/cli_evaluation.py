@@ -24,6 +24,10 @@ def probe(
     allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
     readout: Annotated[str, typer.Option(help="linear (logistic, ridge) or knn (nearest neighbours).")] = "linear",
     order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    embeddings: Annotated[
+        str | None, typer.Option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for probe.json; default: --embeddings, else the run.")] = None,
     seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
     label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
 ) -> None:
@@ -39,7 +43,8 @@ def probe(
     from octfm.training.bucket_run import local_run
 
     command = "octfm " + " ".join(sys.argv[1:])
-    chosen, files = choose_readout(readout), embedding_files(local_run(run))
+    chosen = choose_readout(readout)
+    files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
     common = {"targets": target, "orders": _orders(order), "readout": chosen, "seen": seen_by(run), "allow_seen": allow_seen}
     result = run_probe(files, labels, seeds=seeds, commands=[command], **common)
     for line in summary_lines(result):
@@ -48,7 +53,8 @@ def probe(
         result["label_efficiency"] = curve(files, labels, seeds=max(3, seeds), **common)
         for line in curve_lines(result["label_efficiency"]):
             typer.echo(line)
-    typer.echo(str(write_probe(location(run) / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
+    folder = location(out or embeddings or run)
+    typer.echo(str(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
 
 
 def finetune(

@@ -13,19 +13,61 @@ def register(app: typer.Typer) -> None:
 
 
 def embed(
-    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
-    store: Annotated[Path, typer.Option(help="Prepared store to embed.")] = Path("prepared"),
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the parquet files; default: RUN/embeddings.")] = None,
-    baselines: Annotated[bool, typer.Option(help="Also random initialisation and intensity histogram.")] = True,
+    run: Annotated[str, typer.Argument(help="Run folder, checkpoint, octfm finetune run or octfm export; also s3:// or gs://.")],
+    store: Annotated[Path | None, typer.Option(help="Prepared store to embed; default: prepared.")] = None,
+    files: Annotated[
+        str | None, typer.Option(help="Instead: folder, s3:// or gs:// of OCT files, read without a store; needs --out.")
+    ] = None,
+    catalog: Annotated[str | None, typer.Option(help="Instead: a catalog of files (octfm scan); needs --out.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings.")
+    ] = None,
+    baselines: Annotated[
+        bool | None, typer.Option(help="Also random initialisation and intensity histogram; default: of a store yes, of files no.")
+    ] = None,
     head: Annotated[
         Path | None, typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report.")
     ] = None,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16, of --files and --catalog.")] = "fp32",
+    retry: Annotated[bool, typer.Option("--retry", help="Try files again that could not be read, of --files and --catalog.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes that read files; default: all cores.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda, of --files and --catalog; default: what there is.")] = None,
+    file_seconds: Annotated[float, typer.Option(help="Give up a file that takes longer; large ones have more.", min=0.1)] = 10,
+    file_gb: Annotated[float, typer.Option(help="Give up a file that needs more memory (GB).", min=0.3)] = 2,
 ) -> None:
-    """One vector per acquisition, with the baselines that any result must be compared with."""
-    from octfm.evaluation.embed import embed_all
+    """One vector per acquisition: of a store, or straight from thousands of files; the same command continues after any interruption."""
+    from octfm.errors import ConfigError
 
-    for path in embed_all(run, store, out, baselines=baselines, head=head, echo=typer.echo):
-        typer.echo(str(path))
+    given = [name for name, value in (("--store", store), ("--files", files), ("--catalog", catalog)) if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one of them")
+    if files is None and catalog is None:
+        from octfm.evaluation.embed import embed_all
+
+        folder = Path(out) if out is not None else None
+        for path in embed_all(run, store or Path("prepared"), folder, baselines=baselines is not False, head=head, echo=typer.echo):
+            typer.echo(str(path))
+        return
+    from octfm.data.catalog import Catalog
+    from octfm.data.isolation import Limits
+    from octfm.evaluation.embed_files import embed_files
+
+    if out is None:
+        raise ConfigError(f"{given[0]}: say where to with --out")
+    if precision not in ("fp32", "bf16"):
+        raise ConfigError(f"--precision: expected fp32 or bf16, got {precision!r}")
+    source = files if catalog is None else Catalog.load(catalog)
+    assert source is not None
+    limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+    done = embed_files(
+        run, source, out, baselines=bool(baselines), workers=workers, limits=limits, retry=retry,
+        precision=precision, device=device, echo=typer.echo,
+    )  # fmt: skip
+    typer.echo(f"{out}: {done['embedded']:,} of {done['volumes']:,} volumes embedded, {done['skipped']:,} other files skipped on purpose")
+    for code, count in done["failures"].items():
+        typer.echo(f"  {code}: {count:,}")
+    if done["failures"]:
+        typer.echo("  which, why and what would mend it: failures.parquet; --retry tries them again")
 
 
 def export(

@@ -208,13 +208,13 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) 
                     f"{writer.path}: {row.uri} was prepared as laterality {row.laterality}, and the catalog now says "
                     f"{acquisition.laterality}; its voxels would be mirrored wrongly, prepare into a new folder"
                 )
-            row = replace(row, **_words(acquisition))
+            row = replace(row, **words(acquisition))
         rows.append(row)
     if rows != writer.rows:
         writer.rewrite(rows)
 
 
-def _words(acquisition: "Acquisition") -> dict[str, Any]:
+def words(acquisition: "Acquisition") -> dict[str, Any]:
     """What a row repeats from the catalog."""
     return {
         "acquisition": acquisition.sop_instance_uid,
@@ -239,12 +239,12 @@ def _prepare_one(
     acquisition = task.acquisition
     try:
         with tallied(journal):
-            prepared, pixels = _prepared(task, preprocessing, read)
+            prepared, pixels = prepare_acquisition(acquisition, task.location, preprocessing, read)
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:
         sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
-        return _unprepared(acquisition, _code(error), sentence or type(error).__name__)
+        return _unprepared(acquisition, code_of(error), sentence or type(error).__name__)
     digest = stage(prepared, staging, task.name, compression)
     row = row_of(acquisition, prepared, digest, pixels)
     return row if task.index is None else replace(row, index=task.index)
@@ -261,17 +261,22 @@ def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels
         pixels=pixels,
         # Left eyes are mirrored, so the disc of every eye belongs on the right.
         found=("laterality_contradicts_anatomy",) if acquisition.laterality and prepared.disc == "left" else (),
-        **_words(acquisition),
+        **words(acquisition),
     )
 
 
-def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) -> tuple["Prepared", str]:
-    acquisition = task.acquisition
+def prepare_acquisition(
+    acquisition: "Acquisition", where: str, preprocessing: "Preprocessing", read: Read | None = None
+) -> tuple["Prepared", str]:
+    """Read the file at `where`, which the catalog describes as `acquisition`, and prepare it; and the fingerprint of its native voxels.
+
+    Raises one of BAD_INPUT; `code_of` says what to call it.
+    """
     if read is None:
         from octfm.data.readers import read_volume
 
         read = functools.partial(read_volume, spacing_mm=acquisition.spacing_mm)
-    volume = read(task.location)
+    volume = read(where)
     if volume.shape != tuple(acquisition.shape):
         raise ReadError(
             "changed_since_scan", f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again"
@@ -290,7 +295,8 @@ def _prepared(task: _Task, preprocessing: "Preprocessing", read: Read | None) ->
     return preprocessing(known), fingerprint(volume.voxels)
 
 
-def _code(error: BaseException) -> str:
+def code_of(error: BaseException) -> str:
+    """The reason code of a file that could not be prepared."""
     if isinstance(error, ReadError):
         return error.code
     if isinstance(error, MemoryError):

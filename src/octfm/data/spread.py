@@ -1,6 +1,9 @@
 """A function over many files in parallel; results come in the order of the files, whichever process is faster."""
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from octfm.data.isolation import Limits, Lost, each
@@ -43,6 +46,40 @@ def spread(
             progress(done, len(items))
         for item, result in zip(part, results, strict=True):
             yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
+
+
+def stream(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    lost: Callable[[T, Lost], R],
+    *,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    deadline: Callable[[T], float] | None = None,
+) -> Iterator[R]:
+    """As `spread`, for results as large as volumes: no more than AHEAD of each worker wait for a slow consumer."""
+    if workers == 0:
+        yield from map(function, items)
+        return
+    limits, workers = limits or Limits(), workers or os.cpu_count() or 1
+    pool, window = ThreadPoolExecutor(workers), deque[tuple[T, Future]]()
+    pending = iter(items)
+
+    def take(future: Future, item: T) -> R:
+        result = future.result()[0]
+        return lost(item, result) if isinstance(result, Lost) else cast(R, result)
+
+    try:
+        for item in pending:
+            window.append((item, pool.submit(_isolated, function, [item], limits, deadline)))
+            if len(window) >= AHEAD * workers:
+                first, future = window.popleft()
+                yield take(future, first)
+        while window:
+            first, future = window.popleft()
+            yield take(future, first)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[list[Any]]:

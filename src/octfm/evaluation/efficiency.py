@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octfm.data.labels import read_labels
+from octfm.data.location import Location
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds
 from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
@@ -18,7 +19,7 @@ FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def label_efficiency(
-    embeddings: Sequence[str | Path | Embeddings],
+    embeddings: Sequence[str | Location | Embeddings],
     labels: str | Path | None = None,
     *,
     targets: Sequence[str] | None = None,

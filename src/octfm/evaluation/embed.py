@@ -1,28 +1,33 @@
 """One vector per acquisition of a store, written as parquet with the key of what made it; aligned by id, never by order."""
 
 import hashlib
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from octfm.data.store import Store
+from octfm.data.location import Location, location, write_whole
+from octfm.data.preprocessing import Preprocessing
+from octfm.data.store import Arrays, Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.encoder import Encoder, load_encoder
 from octfm.evaluation.maps import save_pictures
 from octfm.evaluation.trained_head import load_head
 
+L = TypeVar("L", bound=Location)
 BATCH = 16
 HISTOGRAM_BINS = 64
-
-
+WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
+"""Who and what a vector is of."""
 NAMES = ("pretrained", "random_init", "histogram")
 """Encoders that stand side by side in every result, the one of interest first."""
 
 
 def embed_all(
-    run: str | Path,
+    run: str | Location,
     store: str | Path,
     out: Path | None = None,
     *,
@@ -35,12 +40,13 @@ def embed_all(
     Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report); with `head`, a run
     of octfm finetune on this encoder, also what its answers depend on.
     """
-    run = Path(run)
     encoder, opened = load_encoder(run), Store.open(store)
     if len(opened) == 0:
         raise EvaluationError(f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl")
-    home = run if run.is_dir() else run.parent.parent
-    folder = out or home / "embeddings"
+    home = location(run)
+    if out is None and not isinstance(home, Path):
+        raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
+    folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))
@@ -50,12 +56,12 @@ def embed_all(
     return written
 
 
-def embedding_files(run: str | Path) -> list[Path]:
-    """The embeddings of a run, the encoder of interest first."""
-    folder = Path(run) / "embeddings"
-    found = [folder / f"{name}.parquet" for name in NAMES if (folder / f"{name}.parquet").is_file()]
+def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
+    """The embeddings of a run, in RUN/embeddings or in `folder` (also in a bucket), the encoder of interest first."""
+    where = location(folder) if folder is not None else location(run) / "embeddings"
+    found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
     if not found:
-        raise EvaluationError(f"{folder}: no embeddings; make them with `octfm embed {run} --store prepared`")
+        raise EvaluationError(f"{where}: no embeddings; make them with `octfm embed {run} --store prepared`")
     return found
 
 
@@ -75,28 +81,43 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     else:
         # Written again all the same: splits and labels may have changed since.
         echo(f"{target}: vectors of these weights and volumes are already there")
-    return _write(target, store, vectors, facts)
+    return write_vectors(target, _words(store), vectors, facts, store.preprocessing)
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
     """The plain descriptor that every result is compared with: a 64-bin intensity histogram of the voxels that hold image."""
 
-    def describe(arrays) -> np.ndarray:
-        rows = np.arange(arrays.voxels.shape[2])[:, None]
-        described = []
-        for voxels, valid in zip(arrays.voxels, arrays.valid, strict=True):
-            image = (rows >= valid[0][:, None, :]) & (rows < valid[1][:, None, :])
-            counts = np.bincount(voxels[image] // (256 // HISTOGRAM_BINS), minlength=HISTOGRAM_BINS)
-            described.append(counts / max(1, counts.sum()))
-        return np.array(described, np.float32)
+    vectors = _over(store, histogram, HISTOGRAM_BINS)
+    return write_vectors(Path(out) / "histogram.parquet", _words(store), vectors, histogram_facts(store.fingerprint), store.preprocessing)
 
-    vectors = _over(store, describe, HISTOGRAM_BINS)
-    facts = {
-        "key": f"histogram-{HISTOGRAM_BINS}-{store.fingerprint}",
-        "encoder": "intensity histogram",
-        "name": "histogram",
-    }
-    return _write(Path(out) / "histogram.parquet", store, vectors, facts | {"precision": "fp32"})
+
+def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
+    """Write <out>/<name>.parquet with an encoder of your own: a function of uint8 voxels [B, D, H, W] that returns vectors [B, width]."""
+    first = np.asarray(embed(store.read([0]).voxels), np.float32)
+    if first.ndim != 2 or len(first) != 1:
+        raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
+    vectors = _over(store, lambda arrays: embed(arrays.voxels), first.shape[1])
+    if not np.isfinite(vectors).all():
+        raise EvaluationError(f"{name}: returned NaN or infinity for some volume")
+    facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
+    return write_vectors(Path(out) / f"{name}.parquet", _words(store), vectors, facts, store.preprocessing)
+
+
+def histogram(arrays: Arrays) -> np.ndarray:
+    """float32 [B, 64]: how the voxels that hold image are distributed over grey values."""
+    rows = np.arange(arrays.voxels.shape[2])[:, None]
+    described = []
+    for voxels, valid in zip(arrays.voxels, arrays.valid, strict=True):
+        image = (rows >= valid[0][:, None, :]) & (rows < valid[1][:, None, :])
+        counts = np.bincount(voxels[image] // (256 // HISTOGRAM_BINS), minlength=HISTOGRAM_BINS)
+        described.append(counts / max(1, counts.sum()))
+    return np.array(described, np.float32)
+
+
+def histogram_facts(fingerprint: str) -> dict[str, str]:
+    """What an embeddings file says about them."""
+    key = f"histogram-{HISTOGRAM_BINS}-{fingerprint}"
+    return {"key": key, "encoder": "intensity histogram", "name": "histogram", "precision": "fp32"}
 
 
 def _voxels_of(store: Store) -> str:
@@ -129,21 +150,22 @@ def _over(store: Store, describe: Callable, width: int) -> np.ndarray:
     return vectors
 
 
-def _write(path: Path, store: Store, vectors: np.ndarray, facts: dict) -> Path:
+def _words(store: Store) -> list[dict[str, Any]]:
+    return [{name: getattr(row, name) for name in (*WORDS, "participant_labels")} for row in store.rows]
+
+
+def write_vectors(
+    path: L, rows: Sequence[Mapping[str, Any]], vectors: np.ndarray, facts: dict[str, Any], preprocessing: Preprocessing
+) -> L:
+    """One embeddings file, as `read_embeddings` reads it: who and what each row is, and its vector, float32 [N, width]."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = store.rows
-    columns = {
-        name: [getattr(row, name) for row in rows]
-        for name in ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
-    }
-    columns["participant_labels"] = [json.dumps(row.participant_labels) for row in rows]
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in WORDS}
+    columns["participant_labels"] = [json.dumps(row["participant_labels"]) for row in rows]
     columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]).cast(pa.list_(pa.float32()))
-    facts = facts | {"preprocessing": store.preprocessing.model_dump(mode="json"), "width": int(vectors.shape[1])}
-    table = pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    pq.write_table(table, partial)
-    partial.replace(path)
+    facts = facts | {"preprocessing": preprocessing.model_dump(mode="json"), "width": int(vectors.shape[1])}
+    content = io.BytesIO()
+    pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), content)
+    write_whole(path, content.getvalue())
     return path

@@ -2,11 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octfm.data.location import Location, location
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 
@@ -32,16 +32,16 @@ class Embeddings:
     """float64 [N, width]"""
 
 
-def read_embeddings(path: str | Path) -> Embeddings:
+def read_embeddings(path: str | Location) -> Embeddings:
     """Read one parquet file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions and non-finite vectors."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Path(path)
+    path = location(path)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such embeddings file; make it with octfm embed")
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
     except pa.ArrowException as error:
         raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
     if absent := [name for name in COLUMNS if name not in table.column_names]:
@@ -55,8 +55,8 @@ def read_embeddings(path: str | Path) -> Embeddings:
     repeated = acquisition[1:][acquisition[1:] == acquisition[:-1]]
     if repeated.size:
         raise EvaluationError(f"{path}: acquisition {repeated[0]} occurs more than once; embed again into a new file")
-    vectors = np.array(table.column("vector").to_pylist(), dtype=np.float64)
-    if vectors.ndim != 2 or not np.isfinite(vectors).all():
+    vectors = _rectangle(table.column("vector"))
+    if vectors is None or not np.isfinite(vectors).all():
         raise EvaluationError(f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged")
     return Embeddings(
         name=str(metadata.get("name", path.stem)),
@@ -71,6 +71,15 @@ def read_embeddings(path: str | Path) -> Embeddings:
         participant_labels=tuple(json.loads(text) if text else {} for text in column["participant_labels"]),
         vectors=vectors,
     )
+
+
+def _rectangle(column: Any) -> np.ndarray | None:
+    """float64 [N, width] of a column of lists; None where they are not equally long."""
+    lists = column.combine_chunks()
+    flat, width = lists.flatten().to_numpy(zero_copy_only=False), len(lists[0])
+    if lists.null_count or any(np.diff(lists.offsets.to_numpy()) != width) or width == 0:
+        return None
+    return flat.astype(np.float64).reshape(len(lists), width)
 
 
 def of_store(store: Store) -> Embeddings:

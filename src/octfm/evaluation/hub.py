@@ -55,6 +55,11 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         """Channels of the features."""
         return self.run.model.width
 
+    @property
+    def patch_size(self) -> tuple[int, int, int]:
+        """Voxels of one feature vector, (B-scan, axial, lateral): the factors that lead back to voxels."""
+        return self.run.model.patch_size
+
     def forward(self, voxels: Tensor) -> Tensor:
         """float32 [B, width, d, h, w] of prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255: the full token grid, channels first."""
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels

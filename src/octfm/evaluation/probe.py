@@ -29,7 +29,7 @@ level, 60 participants) of cohorts instead of 5 %. A jackknife that refits the p
 
 
 def probe(
-    embeddings: Sequence[str | Path | Embeddings],
+    embeddings: Sequence[str | Location | Embeddings],
     labels: str | Path | None = None,
     *,
     targets: Sequence[str] | None = None,

@@ -1,0 +1,246 @@
+"""The guide says what the code does: links, verbs, options, settings, public names; examples run, pages build and stay offline."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import octfm
+from octfm.config import find_config, known_keys
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.segment_settings import SegmentConfig
+from octfm.training.settings import PretrainConfig
+from small_store import small_store
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("guide/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+names = [str(page.relative_to(ROOT)) for page in PAGES]
+GUIDE = [page for page in PAGES if page.parent.name == "guide"] + [ROOT / "README.md"]
+
+
+def commands(text: str) -> list[str]:
+    """Commands of octfm in code blocks (continued lines joined, comments dropped) and in single backticks that begin with one."""
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.S | re.M)
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    found = [line.removeprefix("$ ").split(" #")[0].strip() for line in lines]
+    # Text in code blocks is no inline code.
+    inline = re.findall(r"`(octfm [^`|]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
+    return [line for line in [*found, *inline] if line.startswith("octfm ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{target}: no such file"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{target}: no such section"
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.name)
+def test_every_verb_option_and_setting_exists(page):
+    import typer.main
+
+    from octfm.cli import app
+
+    verbs = typer.main.get_command(app).commands
+    keys = {key for cls in (PretrainConfig, FinetuneConfig, SegmentConfig) for key in known_keys(cls)}
+    keys |= set(known_keys(octfm.Preprocessing))
+    for command in commands(page.read_text()):
+        words = command.split()
+        if words[1] in ("--help", "…"):
+            continue
+        assert words[1] in verbs, f"{command}: no such verb"
+        options = {option for parameter in verbs[words[1]].params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for word in words[2:]:
+            if word.startswith("--"):
+                assert word.split("=")[0] in options | {"--help"}, f"{command}: {words[1]} has no {word}"
+            elif match := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)*)=.*", word):
+                assert match[1] in keys or words[words.index(word) - 1].startswith("--"), f"{command}: no setting {match[1]}"
+    # Settings in running text, `section.key` or `section.key=value`.
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):
+        if key.split(".")[0] in sections and not key.endswith((".py", ".md", ".json", ".html", ".parquet", ".jsonl", ".yaml")):
+            assert key in keys, f"{key}: no such setting"
+
+
+def test_every_verb_is_told_of_and_every_config_named_is_there():
+    import typer.main
+
+    from octfm.cli import app
+
+    told = " ".join(command for page in PAGES for command in commands(page.read_text())) + (ROOT / "README.md").read_text()
+    assert not [verb for verb in typer.main.get_command(app).commands if not re.search(rf"\b{verb}\b", told)]
+    for page in GUIDE:
+        for command in commands(page.read_text()):
+            words = command.split()
+            if words[1] in ("pretrain", "doctor", "bench", "finetune") and len(words) > 2 and re.fullmatch(r"[a-z_]+", words[2]):
+                find_config(words[2])
+
+
+def test_the_reference_has_every_public_name_and_no_other():
+    named = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
+    for name in named:
+        module, _, last = name.rpartition(".")
+        assert getattr(importlib.import_module(module), last).__doc__, f"{name} has no docstring"
+    homes = {f"{home}.{name}" for name, home in octfm._HOME.items()}
+    assert homes <= set(named), homes - set(named)
+
+
+def test_the_thresholds_in_the_questions_are_those_of_the_code():
+    from octfm.training.health import HealthConfig, verdicts
+
+    page = (DOCS / "guide" / "faq.md").read_text()
+    health = HealthConfig()
+    row = {
+        "step": 10_000, "warmup_steps": 10, "effective_rank": 50.0, "teacher_step": 1.0, "teacher_asked": 1.0, "grad_norm": 1.0,
+        "dead_targets": 0.0, "data_wait_share": 0.0,
+    }  # fmt: skip
+
+    def masked(ratio, **changes):
+        return verdicts({**row, "masked_over_baseline": ratio, **changes}, 100)[0].verdict
+
+    assert [masked(r) for r in (0.019, 0.021, 0.969, 0.971)] == ["bad", "ok", "ok", "watch"] and "between 0.02 and 0.97" in page
+    assert masked(1.0, step=3 * 10 + 49) == "ok" and "three warm-ups and 50 steps" in page
+    assert f"within {health.window} steps" in page and "less than half" in page and health.drop == 0.5
+    assert f"one step {health.loss_factor:g} times" in page and f"{health.lasting_factor:g} times in two of three" in page
+    assert (health.max_skips, health.skip_window) == (4, 50) and "four doubtful steps within 50" in page
+    ranks = [verdicts({**row, "masked_over_baseline": 0.5, "effective_rank": r}, 100)[1].verdict for r in (1.9, 2.1, 3.9, 4.1)]
+    assert ranks == ["bad", "watch", "watch", "ok"] and "Below 4 % of the width" in page and "below 1 % of the width, plus 1" in page
+    waiting = [len(verdicts({**row, "masked_over_baseline": 0.5, "data_wait_share": share}, 100)) for share in (0.19, 0.21)]
+    assert waiting[1] == waiting[0] + 1 and "More than 20 % waiting" in page
+
+
+def blocks(page: str) -> dict[str, str]:
+    """Python blocks of a page that are named as files."""
+    text = (DOCS / "guide" / page).read_text()
+    return dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', text, re.S | re.M))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder as the examples expect it: runs/a, prepared, exported, scan.dcm and a RETFound file of random weights."""
+    from dicom_files import write_oct_dicom
+    from octfm.data.phantom import phantom_volume
+    from octfm.evaluation.export import export
+    from octfm.training.pretrain import pretrain
+    from test_pretrain import config, quiet
+    from test_retfound import random_file
+
+    folder = tmp_path_factory.mktemp("workplace")
+    store = small_store(folder / "prepared")
+    pretrain(config(steps=2), store, folder / "runs" / "a", echo=quiet)
+    export(folder / "runs" / "a", folder / "exported", echo=quiet)
+    volume, _ = phantom_volume(5, size=(6, 64, 48))
+    write_oct_dicom(folder / "scan.dcm", volume.voxels, volume.spacing_mm)
+    random_file(folder / "RETFound_oct_weights.pth")
+    return folder
+
+
+def run_block(code: str, folder: Path) -> str:
+    (folder / "example.py").write_text(code)
+    done = subprocess.run([sys.executable, "-W", "ignore", "example.py"], cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_torch_example_runs_and_is_short(workplace):
+    code = blocks("export.md")["plain_torch.py"]
+    run_block(code + "\nassert torch.isfinite(loss) and backbone.network.norm.weight.grad.abs().sum() > 0\n", workplace)
+    assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) <= 10
+
+
+def test_the_monai_example_runs_and_is_short(workplace):
+    pytest.importorskip("monai", reason="MONAI is optional; pip install 'octfm[bench]'")
+    code = blocks("export.md")["monai_backbone.py"]
+    shapes = "\nassert model(voxels).shape == (1, 2, *voxels.shape[2:]) and backbone.network.norm.weight.grad.abs().sum() > 0\n"
+    run_block(code + shapes, workplace)
+    assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) <= 10
+
+
+def test_the_retfound_example_runs(workplace):
+    found = blocks("coming-from.md")
+    (workplace / "my_retfound.py").write_text(found["my_retfound.py"])
+    run_block(found["compare.py"], workplace)
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(workplace / "runs" / "a" / "embeddings" / "retfound.parquet")
+    vectors = np.array(table["vector"].to_pylist())
+    assert vectors.shape == (24, 128) and vectors.std(0).min() > 0
+
+
+@pytest.mark.slow
+def test_the_onnx_example_runs(workplace):
+    pytest.importorskip("onnxruntime")
+    from octfm.evaluation.export import export
+
+    shutil.rmtree(workplace / "exported")
+    export(workplace / "runs" / "a", workplace / "exported", onnx=True)
+    run_block(blocks("export.md")["with_onnx.py"], workplace)
+
+
+@pytest.mark.slow
+def test_the_tour_prints_what_it_says(tmp_path):
+    """Every command of the page, run again; numbers may differ between machines, words and files may not."""
+    sys.path.insert(0, str(DOCS))
+    from execute import execute, shape
+
+    page = (DOCS / "guide" / "tour.md").read_text()
+    assert shape(execute(page, tmp_path)) == shape(page), "run: python docs/execute.py docs/guide/tour.md"
+
+
+class Fetched(HTMLParser):
+    """What a browser would fetch by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video") and values.get("src"):
+            self.found.append(values["src"])
+        if tag == "link" and values.get("rel") not in ("canonical", "prev", "next", "alternate"):
+            self.found.append(values.get("href") or "")
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning_and_fetch_nothing(tmp_path):
+    """As `make docs` builds them, with the network out of reach."""
+    pytest.importorskip("mkdocs", reason="the pages need octfm[docs]")
+    site = tmp_path / "site"
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) >= len(yaml.safe_load(re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text()))["nav"])
+    for page in pages:
+        fetched = Fetched()
+        fetched.feed(page.read_text())
+        for target in fetched.found:
+            assert not re.match(r"(https?:)?//", target), f"{page.name} fetches {target}"
+            local = target.partition("?")[0].partition("#")[0]
+            if local and not local.startswith("data:"):
+                assert (page.parent / local).exists(), f"{page.name}: {target} is not there"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?https?:|@import ['\"]?https?:", style.read_text()), style
+    reference = (site / "api.html").read_text()
+    assert "load_encoder" in reference and "mean over tissue tokens" in reference

@@ -1,0 +1,257 @@
+"""Thousands of files become vectors without a store: the same ones, once each, whatever happens on the way."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from pydicom import uid
+from typer.testing import CliRunner
+
+from bucket_servers import BUCKET, s3_server
+from dicom_files import write_oct_dicom
+from octfm.cli import app
+from octfm.data.catalog import Catalog, scan
+from octfm.data.location import location
+from octfm.data.prepare import prepare
+from octfm.errors import BucketError, EvaluationError
+from octfm.evaluation import embed_files as module
+from octfm.evaluation.embed import embed_all, embedding_files
+from octfm.evaluation.embed_files import embed_files
+from octfm.evaluation.embeddings import read_embeddings
+from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.probe import probe
+from octfm.training.pretrain import pretrain
+from small_store import small_preprocessing, small_store
+from test_pretrain import config, quiet
+from test_transfer_syntaxes import _imagecodecs, picture
+
+COUNT = 11
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    store = small_store(tmp_path_factory.mktemp("store") / "prepared")
+    return pretrain(config(steps=2), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def write_eye(path: Path, seed: int, participant: str) -> Path:
+    from octfm.data.phantom import phantom_volume
+
+    volume, _ = phantom_volume(seed, size=(6, 64, 48))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_oct_dicom(path, volume.voxels, volume.spacing_mm, participant=participant, sop_instance_uid=f"1.2.3.{seed + 1}")
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory) -> Path:
+    """Eleven eyes of eleven people; one file has lost its end, one is no image at all, one has
+    pixels that its header does not allow, which only decoding tells."""
+    root = tmp_path_factory.mktemp("clinic")
+    for seed in range(COUNT):
+        write_eye(root / f"p{seed:02d}" / "eye.dcm", seed, f"Q{seed:02d}")
+    broken = root / "p03" / "eye.dcm"
+    broken.write_bytes(broken.read_bytes()[:-3000])
+    (root / "p05" / "scan.dcm").write_bytes(b"no image")
+    (root / "p99").mkdir()
+    write_oct_dicom(
+        root / "p99" / "eye.dcm", np.stack([np.roll(picture(16), k, axis=0) for k in range(6)]), (0.9, 0.03, 0.1),
+        participant="Q99", sop_instance_uid="1.2.9", transfer_syntax=uid.HTJ2KLossless, bits_stored=12,
+        encode=_imagecodecs("htj2k", reversible=True),
+    )  # fmt: skip
+    return root
+
+
+def vectors(out) -> dict[str, np.ndarray]:
+    read = read_embeddings(location(str(out)) / "pretrained.parquet")
+    return dict(zip(read.acquisition.tolist(), read.vectors, strict=True))
+
+
+def same(a, b) -> bool:
+    a, b = vectors(a), vectors(b)
+    return list(a) == list(b) and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_the_vectors_are_those_of_a_store_and_failures_are_rows(run, clinic, tmp_path):
+    done = embed_files(run, clinic, tmp_path / "out", baselines=True, workers=0, echo=quiet)
+    assert done["embedded"] == COUNT - 1 and done["volumes"] == COUNT
+    failures = {row["uri"].split("/")[-2]: row for row in pq.read_table(tmp_path / "out" / "failures.parquet").to_pylist()}
+    assert {name: row["code"] for name, row in failures.items()} == {
+        "p03": "truncated_pixel_data", "p05": "not_dicom", "p99": "decode_failed",
+    }  # fmt: skip
+    assert all(row["sentence"] and row["fix"] for row in failures.values())
+    store = prepare(scan(clinic, workers=0), tmp_path / "store", small_preprocessing(), workers=0, progress=False)
+    from_store = {
+        read_embeddings(path).name: read_embeddings(path) for path in embed_all(run, store.path, tmp_path / "of_store", echo=quiet)
+    }
+    for path in embedding_files(run, tmp_path / "out"):
+        ours, theirs = read_embeddings(path), from_store[read_embeddings(path).name]
+        assert ours.acquisition.tolist() == theirs.acquisition.tolist() and ours.participant.tolist() == theirs.participant.tolist()
+        assert ours.split == theirs.split
+        np.testing.assert_allclose(ours.vectors, theirs.vectors, atol=1e-5)  # batches of 8 and of 16 add up in another order
+
+
+def test_a_second_call_reads_nothing_a_changed_file_alone_is_read_again(run, clinic, tmp_path, monkeypatch):
+    root, out, decoded = shutil.copytree(clinic, tmp_path / "clinic"), tmp_path / "out", []
+    real = module.prepare_acquisition
+
+    def counted(acquisition, *rest):
+        decoded.append(acquisition.participant)
+        return real(acquisition, *rest)
+
+    monkeypatch.setattr(module, "prepare_acquisition", counted)
+    embed_files(run, root, out, workers=0, echo=quiet)
+    assert len(decoded) == COUNT
+    before = vectors(out)
+    monkeypatch.setattr(module, "scan", lambda *_, **__: pytest.fail("scanned again"))
+    decoded.clear()
+    embed_files(run, root, out, workers=0, echo=quiet)
+    assert decoded == []
+    embed_files(run, root, out, workers=0, retry=True, echo=quiet)
+    assert decoded == ["Q99"], "only what failed"
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "prepare_acquisition", counted)
+    decoded.clear()
+    write_eye(root / "p01" / "eye.dcm", 77, "Q01")
+    write_eye(root / "new" / "eye.dcm", 78, "Q78")
+    embed_files(run, root, out, workers=0, echo=quiet)
+    assert sorted(decoded) == ["Q01", "Q78"]
+    after = vectors(out)
+    assert "1.2.3.2" not in after and {"1.2.3.78", "1.2.3.79"} <= set(after)
+    assert all(np.array_equal(after[name], before[name]) for name in set(before) & set(after))
+
+
+def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
+    out = tmp_path / "out"
+    embed_files(run, clinic, out, workers=0, echo=quiet)
+    with pytest.raises(EvaluationError, match="begun with other vectors"):
+        embed_files(run, clinic, out, precision="bf16", workers=0, echo=quiet)
+    with pytest.raises(EvaluationError, match="begun with other vectors"):
+        embed_files(run, clinic, out, baselines=True, workers=0, echo=quiet)
+    with pytest.raises(EvaluationError, match="lies among the files"):
+        embed_files(run, clinic, clinic / "out", workers=0, echo=quiet)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(EvaluationError, match="holds other things"):
+        embed_files(run, clinic, tmp_path / "mine", workers=0, echo=quiet)
+    with pytest.raises(EvaluationError, match="not one of 1 volumes could be embedded, 1 with decode_failed"):
+        one = scan(clinic, workers=0)
+        one = replace(one, acquisitions=tuple(a for a in one.acquisitions if a.participant == "Q99"))
+        embed_files(run, one, tmp_path / "none", workers=0, echo=quiet)
+
+
+KILLED = """
+import os, signal, sys
+from octfm.evaluation import embed_files as module
+module.SHARD = module.BATCH = 2
+real, left = module.write_whole, [int(sys.argv[4])]
+def counted(where, data):
+    if "parts" in str(where):
+        left[0] -= 1
+        if left[0] < 0:
+            where.parent.mkdir(exist_ok=True)
+            where.with_name("." + where.name + ".partial").write_bytes(data[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+    real(where, data)
+module.write_whole = counted
+decoded = module.prepare_acquisition
+def told(acquisition, *rest):
+    with open(sys.argv[3] + ".decoded", "a") as file: file.write(acquisition.participant + "\\n")
+    return decoded(acquisition, *rest)
+module.prepare_acquisition = told
+module.embed_files(sys.argv[1], sys.argv[2], sys.argv[3], workers=0, echo=print)
+"""
+
+
+def test_killed_at_every_shard_nothing_is_lost_and_one_shard_computed_twice(run, clinic, tmp_path, monkeypatch):
+    """SIGKILL while a shard is written, with half of it on the disk; each attempt finishes one more shard."""
+    out = tmp_path / "out"
+    attempts = []
+    for _ in range(8):
+        arguments = [sys.executable, "-c", KILLED, str(run), str(clinic), str(out), "2"]
+        attempts.append(subprocess.run(arguments, capture_output=True, text=True, timeout=250))
+        if attempts[-1].returncode == 0:
+            break
+        assert attempts[-1].returncode == -signal.SIGKILL, attempts[-1].stderr
+        assert not (out / "pretrained.parquet").exists()
+    assert attempts[-1].returncode == 0 and len(attempts) == 3
+    decoded = Path(f"{out}.decoded").read_text().split()
+    assert len(decoded) == COUNT + 2 * 2, "two kills, two volumes each"
+    monkeypatch.setattr(module, "SHARD", 2)
+    monkeypatch.setattr(module, "BATCH", 2)
+    embed_files(run, clinic, tmp_path / "whole", workers=0, echo=quiet)
+    assert same(out, tmp_path / "whole")
+
+
+def test_two_jobs_do_not_write_into_one_folder(run, clinic, tmp_path):
+    with module._alone(tmp_path / "out"), pytest.raises(EvaluationError, match="another process is embedding"):
+        embed_files(run, clinic, tmp_path / "out", workers=0, echo=quiet)
+
+
+def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(run, clinic, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    with s3_server() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for file in sorted(path for path in clinic.rglob("*") if path.is_file()):
+            (location(f"s3://{BUCKET}/raw") / str(file.relative_to(clinic))).write_bytes(file.read_bytes())
+        place = f"s3://{BUCKET}/vectors"
+        done = embed_files(run, f"s3://{BUCKET}/raw", place, workers=1, echo=quiet)
+        assert done["embedded"] == COUNT - 1 and done["bucket"]["requests"] > 0 and done["bucket"]["failures"] == 0
+        embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
+        assert same(place, tmp_path / "here")
+        labels = tmp_path / "labels.tsv"
+        labels.write_text("participant_id\tsick\n" + "".join(f"Q{i:02d}\t{('yes', 'no')[i % 2]}\n" for i in range(COUNT)))
+        result = probe(embedding_files(run, place), labels, targets=["sick"], design="k-fold", folds=2, resamples=200)
+        assert result["results"][0]["n_test_acquisitions"] == COUNT - 1
+        from octfm.data import bucket
+
+        monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(attempts=2, first_s=0.01))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        with pytest.raises(BucketError):
+            embed_files(run, f"s3://{BUCKET}/raw", tmp_path / "gone", workers=0, echo=quiet)
+
+
+def test_the_verb_and_a_catalog(run, clinic, tmp_path):
+    def octfm(*words):
+        return CliRunner().invoke(app, ["embed", str(run), *map(str, words)])
+
+    scan(clinic, workers=0).save(tmp_path / "catalog")
+    result = octfm("--catalog", tmp_path / "catalog", "--out", tmp_path / "out", "--workers", 0)
+    assert result.exit_code == 0, result.output
+    assert "10 of 11 volumes embedded" in result.output and "decode_failed: 1" in result.output
+    assert len(Catalog.load(tmp_path / "catalog").acquisitions) == len(vectors(tmp_path / "out")) + 1
+    assert json.loads((tmp_path / "out" / "job.json").read_text())["vectors"]["pretrained"] == load_encoder(run).key
+    for words, message in (
+        (("--files", clinic), "--out"),
+        (("--files", clinic, "--store", "prepared"), "give one of them"),
+        (("--files", clinic, "--out", tmp_path / "x", "--precision", "fp8"), "expected fp32 or bf16"),
+    ):
+        assert message in str(octfm(*words).exception)
+
+
+def test_decoding_waits_for_the_encoder(run, clinic, tmp_path, monkeypatch):
+    """A slow encoder must not let decoded volumes pile up in memory."""
+    from octfm.data import spread
+
+    begun, taken = [], 0
+
+    def slow(item):
+        begun.append(item)
+        return item
+
+    monkeypatch.setattr(spread, "_isolated", lambda function, items, *_: [function(items[0])])
+    for result in spread.stream(slow, list(range(50)), lambda item, _: item, workers=2):
+        assert result == taken
+        taken += 1
+        time.sleep(0.002)
+        assert len(begun) <= taken + spread.AHEAD * 2
+    assert taken == 50 and os.getpid()
