@@ -223,12 +223,13 @@ def doctor(
     out: OutPlace = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="For a job of so many ranks, each with a device like this one.")] = 1,
 ) -> None:
     """Everything that can be known to be wrong before step 0: PASS, WARN or FAIL, what was measured and what to do."""
     from octfm.training.preflight import examine
     from octfm.training.settings import load_config
 
-    found = examine(load_config(config, overrides or []), out, device, plot)
+    found = examine(load_config(config, overrides or []), out, device, plot, ranks)
     width = max(len(check.name) for check in found)
     for check in found:
         typer.echo(f"{check.status}  {check.name:<{width}}  {check.measured}")

@@ -1,6 +1,7 @@
 """Everything that can be known to be wrong before step 0: each check says what was measured and what to do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +67,11 @@ def checks(
     return found
 
 
-def examine(config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None) -> list[Check]:
-    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks."""
+def examine(config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1) -> list[Check]:
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks.
+
+    With `ranks` of more than one, what each of so many would meet on a device of its own that is like this one.
+    """
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
     store = Store.open(config.data.store)
@@ -77,7 +81,8 @@ def examine(config: PretrainConfig, out: Location, device: str | None = None, pl
         measured, _, advice = str(error).partition("; ")
         return [fail("splits", measured, f"{advice} (F16)")]
     config = in_steps(config, len(train_rows))
-    found = checks(config, store, start(config.precision, device), train_rows, validation_rows, out)
+    runtime = replace(start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp")
+    found = checks(config, store, runtime, train_rows, validation_rows, out)
     if plot is not None and all(check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")):
         from octfm.training.preflight.plot import draw_plot
 

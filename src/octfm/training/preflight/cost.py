@@ -3,6 +3,7 @@
 import functools
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -28,9 +29,9 @@ class Cost:
     """Of one optimizer step with its micro-batches."""
 
     weights_bytes: int
-    """Weights, gradients, AdamW's two moments and the target encoder: there whatever the batch is."""
+    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them: there whatever the batch is."""
     peak_bytes: int
-    """At the highest moment of a step, weights_bytes included."""
+    """At the highest moment of a step or of the start, weights_bytes included; on the rank that needs most."""
     flops: float
     """Of matrix products and attention, over all micro-batches."""
     moved_bytes: float
@@ -39,17 +40,20 @@ class Cost:
     """Launched, over all micro-batches."""
 
 
-def step_cost(config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int) -> Cost:
-    """Forward, backward and the logged extras of one micro-batch, on fake tensors: a second for ViT-S, no memory, no arithmetic.
+def step_cost(
+    config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int, ranks: int = 1, sharded: bool = False
+) -> Cost:
+    """Forward, backward and the logged extras of one rank's micro-batch, on fake tensors: a second for ViT-S, no memory, no arithmetic.
 
-    Live tensors are counted to a percent; what the allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On
-    CPU the estimate is within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
+    `sharded`: every rank holds a share of weights, gradients and moments (fsdp). Live tensors are counted to a percent; what the
+    allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is within 20 % of what a real
+    run's process grows by (`tests/test_preflight_resources.py`).
     """
-    return _step_cost(config.model_dump_json(), preprocessing.model_dump_json(), micro_batch, micro_steps)
+    return _step_cost(config.model_dump_json(), preprocessing.model_dump_json(), micro_batch, micro_steps, ranks, sharded and ranks > 1)
 
 
 @functools.lru_cache(maxsize=32)
-def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int) -> Cost:
+def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int, ranks: int, sharded: bool) -> Cost:
     config, preprocessing = PretrainConfig.model_validate_json(config_json), Preprocessing.model_validate_json(preprocessing_json)
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,11 +65,17 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     torch.set_rng_state(state)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     teacher = count_parameters(model.target_encoder)
+    shares = ranks if sharded else 1
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     kept, num_context, num_target = config.masks.counts(grid)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
-        ledger, counter = _Ledger(), FlopCounterMode(display=False)
+        if sharded and micro_steps == 1:
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.register_post_accumulate_grad_hook(_give_away)
+        # Views of weights are no memory of their own. For one process they are counted all the same: its estimate agrees with its runs so,
+        # which says that something of that size is missing there (docs/LOG.md).
+        ledger, counter = _Ledger(model.parameters() if sharded else ()), FlopCounterMode(display=False)
         with ledger, counter:
             inputs = _inputs(config, preprocessing, micro_batch, kept, num_context, num_target)
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
@@ -75,21 +85,37 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     # A logged step keeps goals and tissue features of every micro-batch until its end; the ledger has seen those of one.
     logged = 4 * micro_batch * config.model.width * ((num_context + num_target) * levels + kept)
     kept_bytes = (micro_steps - 1) * logged
-    weights = 4 * (3 * trained + count_parameters(model))
-    # The ledger holds gradients as soon as they exist. With accumulation they are there from the second forward pass on.
-    forward = ledger.peak + (4 * trained if micro_steps > 1 else 0)
-    activations = 4 * (2 * trained + count_parameters(model)) + int(ALLOCATOR * (forward + kept_bytes))
-    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32.
-    telling = weights + 4 * teacher + 3 * micro_steps * logged
+    weights = 4 * (3 * trained + count_parameters(model)) // shares
+    # The ledger holds gradients as soon as they exist. With accumulation they are there, whole, from the second forward pass on.
+    forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
+    gathered = _gathered(model) if sharded else 0
+    activations = 4 * (2 * trained + count_parameters(model)) // shares + int(ALLOCATOR * (forward + kept_bytes + gathered))
+    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects those of all ranks.
+    copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
+    telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
     held_out = config.validation_volumes * 4 * config.model.width * (num_context + num_target) * levels
-    validating = weights + 2 * held_out
+    validating = weights + 2 * held_out + gathered
+    # Every rank makes the same whole networks before it keeps its share of them.
+    starting = 4 * count_parameters(model) if sharded else 0
     return Cost(
         weights_bytes=weights,
-        peak_bytes=max(activations, telling, validating),
+        peak_bytes=max(activations, telling, validating, starting),
         flops=float(counter.get_total_flops()) * micro_steps,
-        moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained,
+        moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained / shares,
         kernels=ledger.kernels * micro_steps,
     )
+
+
+def _give_away(parameter: torch.Tensor) -> None:
+    """A gradient that goes to the ranks that hold its shares as soon as it is known."""
+    parameter.grad = None
+
+
+def _gathered(model: torch.nn.Module) -> int:
+    """Bytes that one rank holds whole for a while (fsdp): what is outside blocks, and of two blocks at a time weights and gradients, each
+    with the buffer that it travels in."""
+    blocks = [count_parameters(block) for part in model.modules() if isinstance(part, torch.nn.ModuleList) for block in part]
+    return 4 * (2 * (count_parameters(model) - sum(blocks)) + 4 * max(blocks, default=0))
 
 
 def _inputs(config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int):
@@ -107,10 +133,11 @@ def _inputs(config: PretrainConfig, preprocessing: Preprocessing, batch: int, ke
 class _Ledger(TorchDispatchMode):
     """Counts live bytes: a storage is entered when an operator returns it first, and struck out when its last tensor dies."""
 
-    def __init__(self):
+    def __init__(self, elsewhere: Iterable[torch.Tensor] = ()):
+        """`elsewhere`: tensors that are counted by others."""
         super().__init__()
         self.live = self.peak = self.total = self.kernels = 0
-        self._known: set[int] = set()
+        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in elsewhere}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from octfm.models.vit3d import count_parameters
 from octfm.training.bucket_run import mirror_of
 from octfm.training.inputs import build_objective
 from octfm.training.preflight.check import Check, fail, passed, warn
-from octfm.training.preflight.cost import GB, measure_speed, step_cost
+from octfm.training.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.training.preflight.data import Sample
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
@@ -41,15 +41,21 @@ def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
     chosen = config.data.per_device_batch_size
     other = 1 if chosen > 1 else 2
 
+    def cost(micro_batch: int) -> Cost:
+        return step_cost(config, store.preprocessing, micro_batch, max(1, per_rank // micro_batch), runtime.world, runtime.sharded)
+
     def peak(micro_batch: int) -> int:
-        return step_cost(config, store.preprocessing, micro_batch, max(1, per_rank // micro_batch)).peak_bytes
+        return cost(micro_batch).peak_bytes
 
     needed, compared, free = peak(chosen), peak(other), runtime.free_memory_gb() * GB
     slope = max(1.0, (needed - compared) / (chosen - other))
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and needed + slope * (n - chosen) <= (1 - ACCURACY) * free]
     fitting = f"per_device_batch_size {max(sizes)} would fit" if sizes else "not even one volume at a time would fit"
-    weights = step_cost(config, store.preprocessing, chosen, 1).weights_bytes
-    measured = f"{needed / GB:.2f} GB estimated ({weights / GB:.2f} of it weights and optimizer), {free / GB:.1f} GB free; {fitting}"
+    held = "a share of weights and optimizer" if runtime.sharded else "weights and optimizer"
+    each = " on each rank" if runtime.world > 1 else ""
+    measured = (
+        f"{needed / GB:.2f} GB estimated{each} ({cost(chosen).weights_bytes / GB:.2f} of it {held}), {free / GB:.1f} GB free; {fitting}"
+    )
     smaller = f"data.per_device_batch_size={max(sizes)}" if sizes else "a smaller model or masks.budget"
     advice = f"choose {smaller}; the global batch stays (F7)"
     if needed > (1 + ACCURACY) * free:
@@ -63,7 +69,7 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     """How long a step and the run will take, and whether the store can feed it (F8)."""
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
-    cost = step_cost(config, store.preprocessing, data.per_device_batch_size, micro_steps)
+    cost = step_cost(config, store.preprocessing, data.per_device_batch_size, micro_steps, runtime.world, runtime.sharded)
     tokens = config.masks.counts(sample.tokens.shape[1:])[0] * data.per_device_batch_size
     step_s = measure_speed(runtime, config.model.width, tokens).seconds(cost)
     needs = data.global_batch_size / step_s
