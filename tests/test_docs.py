@@ -79,6 +79,12 @@ def test_every_verb_option_and_setting_exists(page):
             assert key in keys, f"{key}: no such setting"
 
 
+def test_every_page_is_in_the_navigation():
+    """`make docs` fails otherwise, and that takes longer to find out."""
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert listed - {"readme.md", "changelog.md"} == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
 def test_every_verb_is_told_of_and_every_config_named_is_there():
     import typer.main
 
