@@ -11,7 +11,7 @@ Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
-    for verb in (probe, finetune, leaderboard, segment):
+    for verb in (probe, finetune, leaderboard, trust, segment):
         app.command()(verb)
 
 
@@ -102,6 +102,65 @@ def leaderboard(
     (out / "leaderboard.csv").write_text(board.to_csv(result))
     (out / "leaderboard.md").write_text(text)
     typer.echo(str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html")))
+
+
+def trust(
+    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint of pretraining.")],
+    store: Annotated[list[Path], typer.Option(help="Prepared store of RUN; repeat it for runs with another Preprocessing.")],
+    labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Label column; repeat for several. Default: all known ones that are there.")
+    ] = None,
+    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    other: Annotated[
+        list[Path] | None, typer.Option(help="Another run, such as one pretrained on a single scanner; compared by pairs.")
+    ] = None,
+    external: Annotated[
+        list[str] | None,
+        typer.Option(help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code runs (docs/guide/evaluate.md)."),
+    ] = None,
+    group: Annotated[
+        list[str] | None, typer.Option(help="Column to look for gaps in, besides site, age, eye and scanner; repeat for several.")
+    ] = None,
+    age_bands: Annotated[str, typer.Option(help="Where one age band ends and the next begins, in years.")] = "50,60,70,80",
+    from_scratch_epochs: Annotated[
+        float, typer.Option(help="Epochs of the supervised baseline, for every target; 0 leaves it out.", min=0)
+    ] = 60,
+    images: Annotated[bool, typer.Option(help="Show B-scans on the page.")] = True,
+    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")] = False,
+    out: Out = Path("trust"),
+) -> None:
+    """What an encoder is worth, on whom, on which scanner, how surely: trust.html and trust.json, with every baseline."""
+    from octfm.data.store import Store
+    from octfm.errors import ConfigError
+    from octfm.evaluation.probe import write_probe
+    from octfm.evaluation.trust.report import trust as judge
+    from octfm.report.trust import summary_lines, write_trust
+
+    try:
+        bands = [float(year) for year in age_bands.split(",")]
+    except ValueError:
+        raise ConfigError(f"--age-bands: expected rising years such as 50,60,70, got {age_bands!r}") from None
+    result = judge(
+        run,
+        store,
+        out,
+        labels=labels,
+        targets=target,
+        orders=_orders(order),
+        others=other or (),
+        external=external or (),
+        groups=group or (),
+        age_bands=bands,
+        from_scratch_epochs=from_scratch_epochs,
+        allow_seen=allow_seen,
+        commands=["octfm " + " ".join(sys.argv[1:])],
+        echo=typer.echo,
+    )
+    write_probe(out / "trust.json", result)
+    for line in summary_lines(result):
+        typer.echo(line)
+    typer.echo(str(write_trust(result, Store.open(store[0]), out / "trust.html", images=images)))
 
 
 def segment(

@@ -97,8 +97,8 @@ def leaderboard(
         scored[t.name] = score(cases, t.name, runs, facts | {"what": t.what}, resamples, seed)
     for e in baselines:
         scored[e.name] = score(cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "baseline"}, resamples, seed)
-    names = [_name(path) for path in frozen] + [t.name for t in tuned]
-    first = next(name for name in (_name(paths[0]), *names) if name in scored)
+    names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
+    first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
     comparisons = [
         compare_scored(a, b, leakage=False)
         for name, others in scored.items()
@@ -197,14 +197,14 @@ def _difference(result: dict[str, Any], entry: str, metric: str) -> dict[str, An
     return next((c for c in result["comparisons"] if (c["b"], c["metric"]) == (entry, metric)), {})
 
 
-def _name(path: Path) -> str:
+def entry_name(path: Path) -> str:
     """A run by its folder's name; one of its checkpoints with the step."""
     return f"{path.parent.parent.name}:{path.stem}" if path.is_file() else path.resolve().name
 
 
 def _embed(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Callable[[str], None]) -> list[Embeddings]:
     """The vectors of every checkpoint, then those of the first one's random initialisation."""
-    names = [_name(path) for path in paths]
+    names = [entry_name(path) for path in paths]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
     found = []

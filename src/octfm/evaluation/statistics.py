@@ -40,12 +40,16 @@ class Comparison:
     verdict: Verdict
 
 
-def bootstrap(metric: Metric, participants: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> Bootstrap:
+def bootstrap(
+    metric: Metric, participants: np.ndarray, *, resamples: int = 2000, seed: int = 0, among: np.ndarray | None = None
+) -> Bootstrap:
     """Resample participants with replacement; a participant brings all their cases along. `participants` [n], one id per case.
 
-    The resamples depend only on (seed, set of participants), so two metrics or two encoders are compared on the same ones.
+    The resamples depend only on (seed, set of participants), so two metrics or two encoders are compared on the same ones. `among`:
+    ids to draw from where they are more than those of the cases at hand.
     """
-    names, member = np.unique(participants, return_inverse=True)
+    names = np.unique(participants if among is None else among)
+    member = np.searchsorted(names, participants)
     rng = np.random.default_rng(seed)
     step = max(1, MAX_WEIGHTS // len(member))
     resampled = []
@@ -84,16 +88,8 @@ def bootstrap_together(parts: Sequence[tuple[Metric, np.ndarray]], *, resamples:
 
     Groups that share participants (right and left eyes, scanners) are paired by that, and groups that share none stay independent.
     """
-    everyone = np.concatenate([participants for _, participants in parts])
-    ends = np.cumsum([0, *(len(participants) for _, participants in parts)])
-
-    def own(metric: Metric, first: int, last: int) -> Metric:
-        return lambda weights: metric(weights[:, first:last])
-
-    return [
-        bootstrap(own(metric, int(first), int(last)), everyone, resamples=resamples, seed=seed)
-        for (metric, _), first, last in zip(parts, ends[:-1], ends[1:], strict=True)
-    ]
+    everyone = np.unique(np.concatenate([participants for _, participants in parts]))
+    return [bootstrap(metric, participants, resamples=resamples, seed=seed, among=everyone) for metric, participants in parts]
 
 
 def mean_of(results: Sequence[Bootstrap]) -> Bootstrap:

@@ -122,6 +122,11 @@ def native_pictures(volume: Volume) -> list[Picture]:
     ]
 
 
+def prepared_picture(voxels: np.ndarray, spacing: tuple[float, float, float], what: str) -> Picture:
+    """Middle B-scan of a prepared volume [D, H, W]; `what` it is, in words."""
+    return _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of {what}")
+
+
 def _some_of_each(scenes: Sequence[Scene], count: int) -> list[Scene]:
     of: dict[str, list[Scene]] = {}
     for scene in scenes:
