@@ -34,6 +34,7 @@ class SliceViT(nn.Module):
 
     def __init__(self, width: int, depth: int, hidden: int, patch: int, tokens: int):
         super().__init__()
+        self.side = round(tokens**0.5) * patch
         self.cls_token, self.pos_embed = nn.Parameter(torch.empty(1, 1, width)), nn.Parameter(torch.empty(1, 1 + tokens, width))
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
         self.blocks = nn.ModuleList(SliceBlock(width, hidden) for _ in range(depth))
@@ -69,7 +70,7 @@ def load_retfound(path: str | Path, *, slices: int = 16, device: str = "cpu") ->
     if slices < 1:
         raise CheckpointError(f"slices: expected 1 or more B-scans of each volume, got {slices}")
     network = read_retfound(Path(path)).to(device).eval().requires_grad_(False)
-    side = round((network.pos_embed.shape[1] - 1) ** 0.5) * network.patch_embed["proj"].stride[0]
+    side = network.side
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
 
     @torch.inference_mode()

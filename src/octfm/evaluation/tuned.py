@@ -44,7 +44,8 @@ class Answer:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Answer":
-        return Answer(**values | {"classes": tuple(values["classes"]), "log_prior": tuple(values["log_prior"])})
+        fields: dict[str, Any] = {**values, "classes": tuple(values["classes"]), "log_prior": tuple(values["log_prior"])}
+        return Answer(**fields)
 
 
 @dataclass(frozen=True, eq=False)
