@@ -103,7 +103,9 @@ def parameters() -> int:
 
 
 def teacher() -> int:
-    return count_parameters(model().target_encoder)
+    from octfm.training.inputs import teacher_parameters
+
+    return teacher_parameters(model())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.config import load
 from octfm.data.volume import Volume
-from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.encoder import Encoder, load_encoder
 from octfm.evaluation.segment import Labelled, Segmenter, Tokens, to_prepared
 from octfm.evaluation.segment_score import without_labels
 from octfm.evaluation.segment_settings import SegmentConfig
@@ -32,43 +32,39 @@ def expert_rows(labels: np.ndarray) -> np.ndarray:
     return np.stack(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--decoder", default="linear")
-    chosen = parser.parse_args()
-    facts = json.loads((chosen.data / "medvisbonn_amd_spectralis_145.json").read_text())
-    with np.load(chosen.data / "medvisbonn_amd_spectralis_145.npz") as file:
-        volume, labels = Volume(file["volume"], tuple(facts["spacing_mm_zyx"]), scanner="heidelberg_spectralis"), file["labels"]
-    truth = expert_rows(labels)
-    dz, dy, _ = volume.spacing_mm
-    prepared = load_encoder(chosen.run).preprocessing(volume)
+def read(folder: Path) -> tuple[Volume, np.ndarray]:
+    """The volume, and the expert's rows."""
+    facts = json.loads((folder / "medvisbonn_amd_spectralis_145.json").read_text())
+    with np.load(folder / "medvisbonn_amd_spectralis_145.npz") as file:
+        return Volume(file["volume"], tuple(facts["spacing_mm_zyx"]), scanner="heidelberg_spectralis"), expert_rows(file["labels"])
+
+
+Halves = list[list[float]]
+"""µm of RPE and BM, trained on the first half and judged on the second, then the other way round."""
+
+
+def by_halves(sources: dict[str, tuple[Encoder, Tokens]], folder: Path, steps: int, decoder: str = "linear") -> dict[str, Halves]:
+    """Errors of every source; all encoders must have one Preprocessing."""
+    volume, truth = read(folder)
+    _, dy, _ = volume.spacing_mm
+    prepared = next(iter(sources.values()))[0].preprocessing(volume)
     transform = prepared.transform
     depth = volume.shape[0]
     # Prepared B-scans are averages of native ones, so those within one of them of the border belong to neither half.
     gap = int(np.ceil(transform.scale[0]))
     inner = {"first": np.arange(depth) < depth // 2 - gap, "second": np.arange(depth) >= depth // 2 + gap}
-    rows_um = transform.scale[1] * dy * 1000
-    print(f"{volume.shape} voxels, {dy * 1000:.2f} µm per row, {dz * 1000:.0f} µm between B-scans; prepared rows of {rows_um:.1f} µm")
-    config = load(SegmentConfig, {"surfaces": list(NAMES), "steps": chosen.steps, "batch_size": 1, "decoder": chosen.decoder})
+    config = load(SegmentConfig, {"surfaces": list(NAMES), "steps": steps, "batch_size": 1, "decoder": decoder})
 
     def score(rows: np.ndarray, test: str) -> list[float]:
         errors = np.abs(rows - truth)[:, inner[test]]
         return [float(np.nanmean(e) * dy * 1000) for e in errors]
 
-    table: dict[str, list[list[float]]] = {}
+    table: dict[str, Halves] = {}
     for train, test in (("first", "second"), ("second", "first")):
         known = np.where(inner[train][None, :, None], truth, np.nan)
         target = to_prepared({"rows": known, "mask": None}, transform)
-        sources: list[tuple[str, bool, Tokens]] = [
-            ("pretrained", False, "encoder"),
-            ("random_init", True, "encoder"),
-            ("voxels", False, "voxels"),
-        ]
-        for name, random_init, tokens in sources:
-            segmenter = Segmenter(config, load_encoder(chosen.run, random_init=random_init), tokens)
+        for name, (encoder, tokens) in sources.items():
+            segmenter = Segmenter(config, encoder, tokens)
             segmenter.train(lambda _: prepared.voxels, [target], echo=lambda _: None)
             rows, _ = segmenter.predict(prepared.voxels)
             native = np.stack([transform.rows_to_native(r) for r in rows])
@@ -78,6 +74,23 @@ def main() -> None:
         table.setdefault("mean_height", []).append(score(np.stack([transform.rows_to_native(r) for r in flat.rows]), test))
         found = without_labels(volume)
         table.setdefault("no labels (tissue band's BM)", []).append([float("nan"), score(np.stack([found["bm"]] * 2), test)[1]])
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--decoder", default="linear")
+    chosen = parser.parse_args()
+    encoder = load_encoder(chosen.run)
+    sources: dict[str, tuple[Encoder, Tokens]] = {
+        "pretrained": (encoder, "encoder"),
+        "random_init": (load_encoder(chosen.run, random_init=True), "encoder"),
+        "voxels": (encoder, "voxels"),
+    }
+    table = by_halves(sources, chosen.data, chosen.steps, chosen.decoder)
     print(f"{'mean absolute error, µm':<30} {'RPE 1→2':>9} {'RPE 2→1':>9} {'BM 1→2':>9} {'BM 2→1':>9}")
     for name, ((rpe_a, bm_a), (rpe_b, bm_b)) in table.items():
         print(f"{name:<30} {rpe_a:9.2f} {rpe_b:9.2f} {bm_a:9.2f} {bm_b:9.2f}")

@@ -127,8 +127,8 @@ def build_peer(path: str, size, batch: int):
     return step
 
 
-def build_ours(size, batch: int, budget: int | None, equal: bool):
-    """A function that makes one step of ours."""
+def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing: bool = False):
+    """A function that makes one step of ours; with `checkpointing`, activations inside blocks are computed twice instead of kept."""
     import torch
 
     from octfm.models.jepa import JEPA
@@ -139,7 +139,8 @@ def build_ours(size, batch: int, budget: int | None, equal: bool):
 
     predictor = PredictorConfig(width=PREDICTOR_WIDTH, depth=PREDICTOR_DEPTH, heads=6 if equal else 3)
     grid = TokenGrid(grid_of(size), (0.375, 0.083, 0.25))
-    model = JEPA(ViTConfig(width=WIDTH, depth=DEPTH, heads=HEADS), predictor, grid)
+    encoder = ViTConfig(width=WIDTH, depth=DEPTH, heads=HEADS, activation_checkpointing=checkpointing)
+    model = JEPA(encoder, predictor, grid)
     decayed, free = optimizer_groups(model)
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=1e-4, fused=True)
     index = TokenIndex(*(torch.from_numpy(m) for m in draw_masks(size, batch, budget)))

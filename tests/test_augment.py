@@ -1,13 +1,28 @@
 """Augmentation moves voxels and surfaces together and never turns an eye upside down or into the other eye."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.data.loader import Loader, microbatches
 from octfm.masks import token_map
 from octfm.training import augment
 from octfm.training.augment import AugmentConfig
+from octfm.training.inputs import make_inputs
+from octfm.training.preflight.objective import HOST, views
+from small_store import small_store
+from test_pretrain import config as run_config
+
+EVERYTHING = AugmentConfig(
+    lateral_shift_mm=0.4, lateral_scale=0.2, axial_scale=0.1, tilt_deg=8, mirror_unknown=True, noise=0.05, speckle=0.2
+)
+SPACING = (0.25, 0.02, 0.05)
 
 
 def rngs(count, seed=0):
@@ -60,3 +75,156 @@ def test_identity_recolouring_is_plain_normalisation():
     patches = torch.arange(256, dtype=torch.uint8).reshape(1, 4, 64)
     one = torch.ones(1)
     torch.testing.assert_close(augment.recolour(patches, one, one, 0.2, 0.3), augment.normalise(patches, 0.2, 0.3))
+
+
+def warp(voxels, drawn):
+    """uint8 [B, D, H, W] through the device path."""
+    moves = drawn.on_device(torch.from_numpy, *voxels.shape[2:], SPACING)
+    return augment.move(torch.from_numpy(voxels)[:, None], moves)[:, 0].numpy()
+
+
+def tilted_band(rng, d=3, h=96, w=32):
+    """Surfaces [1, 2, D, W] of a curved, tilted band, and of an image without its first columns; with its picture uint8 [1, D, H, W]."""
+    x = np.arange(w) + 0.5
+    top = h / 2 - 8 + rng.uniform(-3, 3) + rng.uniform(-0.2, 0.2) * (x - w / 2) + 0.01 * (x - w / 2) ** 2
+    band = np.broadcast_to(np.stack([top, top + rng.uniform(14, 22)])[None, :, None], (1, 2, d, w)).copy()
+    valid = np.zeros((1, 2, d, w), np.int16)
+    valid[:, 1] = h
+    first = int(rng.integers(0, 6))
+    band[..., :first] = valid[..., :first] = 0
+    rows = np.arange(h)[None, None, :, None]
+    # The share of every voxel that lies in the band.
+    inside = np.clip(np.minimum(band[:, 1][:, :, None], rows + 1) - np.maximum(band[:, 0][:, :, None], rows), 0, 1)
+    return band.astype(np.float32), valid, np.round(200 * inside).astype(np.uint8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), scale=st.floats(0, 0.5), tilt=st.floats(0, 20))
+def test_F13_no_setting_turns_the_retina_upside_down_or_an_eye_that_is_known_into_the_other(seed, scale, tilt):
+    """Vitreous stays above choroid in every A-scan, nasal stays where it is; an eye of unknown laterality alone may be mirrored."""
+    config = EVERYTHING.model_copy(update={"lateral_scale": scale, "axial_scale": scale, "tilt_deg": tilt})
+    laterality = ("R", "L", None, "R", "L", None)
+    drawn = augment.draw(config, rngs(6, seed), laterality)
+    known = np.array([side is not None for side in laterality])
+    assert not drawn.mirrored[known].any()
+    d, h, w = 2, 64, 32
+    down = np.broadcast_to(np.arange(1, h + 1, dtype=np.uint8)[:, None], (6, d, h, w))
+    right = np.broadcast_to(np.arange(1, w + 1, dtype=np.uint8) * 7, (6, d, h, w))
+    for voxels, axis, sign in ((down, 2, np.ones(6)), (right, 3, np.where(drawn.mirrored, -1, 1))):
+        moved = warp(np.ascontiguousarray(voxels), drawn).astype(int)
+        # Voxels at the edge are blended with the padding outside.
+        whole = warp(np.full_like(voxels, 255), drawn) == 255
+        both = np.take(whole, range(1, whole.shape[axis]), axis) & np.take(whole, range(whole.shape[axis] - 1), axis)
+        assert both.any((1, 2, 3)).all()
+        assert (np.where(both, np.diff(moved, axis=axis), 0) * sign[:, None, None, None] >= 0).all()
+
+
+def test_half_of_the_unknown_eyes_are_mirrored_and_only_on_request():
+    unknown = [None] * 200
+    assert 70 < augment.draw(EVERYTHING, rngs(200), unknown).mirrored.sum() < 130
+    assert not augment.draw(AugmentConfig(), rngs(200), unknown).mirrored.any()
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000))
+def test_the_token_map_follows_an_affine_too(seed):
+    """Tissue by the moved surfaces is tissue in the moved picture, padding by the moved field is where nothing was imaged."""
+    rng = np.random.default_rng(seed)
+    band, valid, picture = tilted_band(rng)
+    drawn = augment.draw(EVERYTHING, rngs(1, seed), (None,))
+    size, patch = picture.shape[1:], (1, 8, 4)
+    moved_band, moved_valid = drawn.surfaces(band, valid, size[1], SPACING)
+    tokens = token_map(moved_band, moved_valid, size, patch)[0]
+    imaged = np.where(np.arange(size[1])[None, None, :, None] < valid[:, 1][:, :, None], 255, 0).astype(np.uint8)
+
+    def by_token(voxels):
+        return warp(voxels, drawn)[0].reshape(size[0], 12, 8, 8, 4).swapaxes(2, 3).reshape(size[0], 12, 8, -1) / 255
+
+    tissue, field = by_token(picture).mean(-1) * 255 / 200, by_token(imaged)
+    edge, field = ((field > 0.02) & (field < 0.98)).any(-1), field.mean(-1)
+    # Interpolation blurs a surface by a fraction of a row, and the edge of the field by a column, which surfaces cannot say.
+    sure = (np.abs(tissue - 0.25) > 0.08) & (np.abs(field - 0.5) > 0.1) & ~edge
+    assert sure.mean() > 0.5
+    np.testing.assert_array_equal((tokens == 2)[sure], ((tissue >= 0.25) & (field >= 0.5))[sure])
+    np.testing.assert_array_equal((tokens == 0)[sure], (field < 0.5)[sure])
+
+
+def test_an_affine_that_moves_nothing_gives_back_every_voxel():
+    voxels = np.random.default_rng(0).integers(0, 256, (2, 3, 96, 48), dtype=np.uint8)
+    drawn = augment.draw(EVERYTHING, rngs(2))
+    nothing = {name: np.zeros(2) for name in ("shift", "lateral_mm", "slope")} | {n: np.ones(2) for n in ("lateral_scale", "axial_scale")}
+    np.testing.assert_array_equal(warp(voxels, replace(drawn, **nothing)), voxels)
+
+
+def test_whole_rows_are_moved_alike_with_and_without_interpolation():
+    voxels = np.random.default_rng(0).integers(0, 256, (2, 3, 96, 48), dtype=np.uint8)
+    drawn = augment.draw(AugmentConfig(lateral_shift_mm=1e-9), rngs(2))
+    plain = augment.draw(AugmentConfig(), rngs(2))
+    np.testing.assert_array_equal(drawn.shift, plain.shift)
+    np.testing.assert_array_equal(warp(voxels, drawn), warp(voxels, plain))
+
+
+def test_grain_is_white_and_of_unit_variance():
+    grain = augment.grain_of(torch.tensor([5, 6], dtype=torch.int32), torch.arange(50).expand(2, -1), 1024).numpy()
+    assert abs(grain.mean()) < 0.01 and abs(grain.std() - 1) < 0.01 and np.abs(grain).max() < 3.5
+    for a, b in (
+        (grain[0], grain[1]),
+        (grain[..., 1:], grain[..., :-1]),
+        (grain[:, 1:], grain[:, :-1]),
+        (grain[..., 16:], grain[..., :-16]),
+    ):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
+
+
+def test_grain_belongs_to_a_voxel_of_a_volume_whoever_else_is_looked_at():
+    key, index = torch.tensor([5, 6], dtype=torch.int32), torch.stack((torch.arange(50), torch.randperm(50)))
+    grain = augment.grain_of(key, index, 16)
+    torch.testing.assert_close(augment.grain_of(key[1:], index[1:, 7:9], 16), grain[1:, 7:9], rtol=0, atol=0)
+
+
+def test_speckle_leaves_black_alone_and_noise_does_not():
+    raw = torch.tensor([0, 128, 255], dtype=torch.uint8)[:, None].expand(1, 3, 4096)
+    drawn = augment.draw(AugmentConfig(contrast=0, gamma=0, noise=0.05, speckle=0.2), rngs(1))
+    for noise, speckle in ((0.0, 0.2), (0.05, 0.0), (0.03, 0.04)):
+        strengths = replace(drawn, noise=np.array([noise], np.float32), speckle=np.array([speckle], np.float32))
+        patches = augment.recoloured(raw, torch.arange(3)[None], strengths.on_device(torch.from_numpy, 8, 8, SPACING), 0.0, 1.0)
+        assert patches.min() >= 0
+        for level, found in zip((0.0, 128 / 255, 1.0), patches[0], strict=True):
+            if level:
+                assert found.std().item() == pytest.approx((noise**2 + (speckle * level) ** 2) ** 0.5, rel=0.05)
+            else:
+                assert (found.std() > 0) == (noise > 0)
+
+
+def test_a_step_sees_the_same_augmented_volumes_however_they_are_shared(tmp_path):
+    """One process with the global batch, micro-batches of one, and two ranks: bit for bit the same patches, masks and tissue."""
+    store = small_store(tmp_path / "store")
+    config = run_config(augment=EVERYTHING.model_dump() | {"axial_shift": 3})
+    rows = np.arange(8)
+
+    def parts(world, size):
+        for rank in range(world):
+            with Loader(store, rows, 4, config.seed, rank, world, 0) as loader:
+                for part in microbatches(loader.batches(3), size):
+                    inputs = make_inputs(config, store.preprocessing, HOST, part)
+                    yield (inputs.patches, inputs.target_patches, inputs.index.kept, inputs.index.target, inputs.tissue)
+
+    whole = next(parts(1, 4))
+    assert not torch.equal(whole[0], whole[1])
+    for world, size in ((1, 1), (2, 2), (4, 1)):
+        for expected, found in zip(whole, zip(*parts(world, size), strict=True), strict=True):
+            assert torch.equal(expected, torch.cat(found))
+
+
+def test_the_doctor_finds_noisy_views_at_the_same_places(tmp_path):
+    store = small_store(tmp_path / "store")
+    config = run_config(augment=EVERYTHING.model_dump() | {"axial_shift": 3})
+    assert views(config, store, np.arange(4)).status == "PASS"
+
+
+def test_the_settings_in_the_guide_are_settings():
+    guide = (Path(__file__).parents[1] / "docs" / "guide" / "training.md").read_text()
+    settings_ = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])["augment"]
+    config = AugmentConfig.model_validate(settings_)
+    assert config.warps and config.is_noisy and not AugmentConfig().warps and not AugmentConfig().is_noisy
+    assert settings_.keys() == AugmentConfig.model_fields.keys() - {"axial_shift", "contrast", "gamma"}, "every one that is off by default"

@@ -108,6 +108,24 @@ def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
     assert any("already there" in line for line in said)
 
 
+def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
+    """Half of the grid does not hold all tissue of these eyes; who lost how much, and what it did to the vectors, is kept with them."""
+    from octfm.evaluation.budget import COMPARED
+    from octfm.evaluation.embeddings import read_embeddings
+
+    run = pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet)
+    said: list[str] = []
+    encoder = load_encoder(run)
+    budget = read_embeddings(embed_store(encoder, store, tmp_path, echo=said.append)).metadata["budget"]
+    assert (budget["kept"], budget["grid"]) == (24, 128) and 0.1 < budget["tissue_dropped"] < 0.9
+    assert budget["by_scanner"].keys() == {"heidelberg_spectralis", "topcon_triton"} and budget["by_diagnosis"].keys() == {"healthy"}
+    assert budget["by_diagnosis"]["healthy"]["volumes"] == len(store)
+    assert budget["full_grid"]["volumes"] == COMPARED and budget["full_grid"]["difference"] > 0
+    assert "24 of 128 tokens are kept" in said[0] and "of the tissue has no room" in said[0]
+    whole = pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
+    assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
+
+
 def test_embeddings_follow_splits_that_changed(run, store, tmp_path):
     """The probe trains and tests by this column: an old split would put test participants into its training."""
     import pyarrow.parquet as pq

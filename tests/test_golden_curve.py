@@ -25,7 +25,10 @@ def curve(objective: str, folder: Path) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows(run)] for name in ("masked_loss", "context_loss", "grad_norm")}
 
 
-@pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
+OBJECTIVES = ("vjepa2", "data2vec", "mae")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_fifty_steps_give_the_curve_they_always_gave(objective, tmp_path):
     golden = json.loads(FIXTURE.read_text())[objective]
     for name, values in curve(objective, tmp_path).items():
@@ -34,7 +37,7 @@ def test_fifty_steps_give_the_curve_they_always_gave(objective, tmp_path):
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = {objective: curve(objective, Path(folder) / objective) for objective in ("vjepa2", "data2vec")}
+        found = {objective: curve(objective, Path(folder) / objective) for objective in OBJECTIVES}
     if "--compare" in sys.argv:
         golden = json.loads(FIXTURE.read_text())
         gaps = [abs(a / b - 1) for o in found for n in found[o] for a, b in zip(found[o][n], golden[o][n], strict=True)]

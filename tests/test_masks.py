@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.masks import BACKGROUND, PADDING, TISSUE, MaskConfig, sample_masks, select_tokens, token_grid, token_map
+from octfm.masks import (
+    BACKGROUND,
+    PADDING,
+    TISSUE,
+    MaskConfig,
+    dropped_by,
+    sample_masks,
+    select_tokens,
+    tissue_dropped,
+    token_grid,
+    token_map,
+)
 
 GRID = (8, 12, 10)
 
@@ -148,3 +159,41 @@ def test_token_map_equals_counting_voxels(top, thickness, first, seed):
 def test_indivisible_volume_is_refused():
     with pytest.raises(ValueError, match=r"\(60, 256, 256\) is not divisible by patch_size \(4, 16, 24\)"):
         token_grid((60, 256, 256), (4, 16, 24))
+
+
+def test_tissue_without_room_is_counted_by_group():
+    """What the doctor and every embeddings file say is what the sampler does."""
+    maps = retina()
+    maps[0, :, 6:11] = TISSUE  # swollen
+    dropped = tissue_dropped(maps, 240)
+    np.testing.assert_allclose(dropped, sample_masks(MaskConfig(budget=240), maps, rngs(4)).tissue_dropped)
+    assert dropped[0] > 0.2 and not dropped[1:].any()
+    groups = dropped_by(["dme", "healthy", "healthy", None], dropped)
+    assert groups["dme"] == (1, dropped[0], dropped[0]) and groups["healthy"] == (2, 0.0, 0.0) and len(groups) == 2
+
+
+def test_blocks_around_the_inner_retina_hide_more_of_it():
+    maps = np.full((1, 8, 16, 8), BACKGROUND, np.uint8)
+    maps[:, :, 4:12] = TISSUE
+    hidden = {}
+    for centres in ("tissue", "inner"):
+        config = MaskConfig(budget=512, plane="bscan", centres=centres, mask_ratio=0.3)
+        counts = np.zeros(16)
+        for seed in range(60):
+            target = sample_masks(config, maps, rngs(1, seed)).target[0]
+            counts += np.bincount(np.unravel_index(target, maps.shape[1:])[1], minlength=16)
+        hidden[centres] = counts[4:8].sum() / counts[4:12].sum()
+    assert abs(hidden["tissue"] - 0.5) < 0.06 < 0.12 < hidden["inner"] - 0.5
+    with pytest.raises(ValueError, match="set plane to bscan"):
+        MaskConfig(centres="inner")
+
+
+def test_stages_follow_each_other_with_shapes_of_their_own():
+    config = MaskConfig(budget=100, stages=((0.4, 0.5), (0.6, 0.35), (0.75, 0.25)))
+    assert [config.at(p).counts(GRID) for p in (0, 0.33, 0.34, 0.99, 1.2)] == [
+        (100, 50, 40), (100, 50, 40), (100, 35, 60), (100, 25, 75), (100, 25, 75),
+    ]  # fmt: skip
+    assert config.heaviest.counts(GRID) == (100, 25, 75)
+    assert MaskConfig().at(0.5) == MaskConfig().heaviest == MaskConfig()
+    with pytest.raises(ValueError, match="whose sum is at most 1"):
+        MaskConfig(stages=((0.4, 0.7),))

@@ -137,6 +137,27 @@ BUGS = (
         "test_augment.py::test_F13_augmentation_never_flips_an_axis",
     ),
     Bug(
+        "F13-an-affine-turns-the-retina-upside-down",
+        "training/augment.py",
+        "maps[:, 1, 1] = 1 / self.axial_scale",
+        "maps[:, 1, 1] = -1 / self.axial_scale",
+        "test_augment.py::test_F13_no_setting_turns_the_retina_upside_down_or_an_eye_that_is_known_into_the_other",
+    ),
+    Bug(
+        "F13-eyes-that-are-known-are-mirrored",
+        "training/augment.py",
+        "config.mirror_unknown and unknown and",
+        "config.mirror_unknown and",
+        "test_augment.py::test_F13_no_setting_turns_the_retina_upside_down_or_an_eye_that_is_known_into_the_other",
+    ),
+    Bug(
+        "F11b-autoencoder-sees-the-answers",
+        "models/mae.py",
+        "seen = encoder(take_tokens(patches_BKP, index.context), context_index,",
+        "seen = encoder(take_tokens(patches_BKP + patches_BKP.mean(1, keepdim=True), index.context), context_index,",
+        "test_objectives.py::test_F11_context_encoder_cannot_see_target_voxels",
+    ),
+    Bug(
         "F15-evaluation-normalises-in-its-own-way",
         "evaluation/encoder.py",
         "return self.preprocessing(volume)",

@@ -102,6 +102,22 @@ def test_budget_larger_than_the_volume_is_named(tmp_path):
     assert found["tokens repeated"].status == "WARN" and "lower masks.budget to 32" in found["tokens repeated"].advice
 
 
+def test_tissue_without_room_is_told_by_scanner_and_diagnosis(store):
+    """Oedema must not be starved, however rare it is."""
+    rows = select(store, "train")
+
+    def found(budget):
+        settings = config(masks={"budget": budget})
+        return tokens.starved(settings, store, data.read_sample(settings, store, rows))
+
+    (little,) = found(24)
+    assert little.status == "WARN" and "of the tissue has no room in the budget, most in " in little.measured
+    assert "raise masks.budget to" in little.advice
+    (enough,) = found(120)
+    assert enough.status == "PASS" and enough.measured.startswith("0.0%")
+    assert found(None) == []
+
+
 def test_disk_and_parameters_are_told(store, tmp_path):
     found = table(config(), store, tmp_path / "run")
     assert "M parameters" in found["parameters"].measured and "GB free" in found["disk"].measured
@@ -285,8 +301,11 @@ def test_F12_validation_without_targets_is_stopped(store, monkeypatch):
     assert found.status == "FAIL" and "1 of 64 tokens of a held-out volume are targets" in found.measured
 
 
-@pytest.mark.parametrize("name", ["vjepa2", "data2vec"])
-@pytest.mark.parametrize("fault", ["constant teacher", "blind context", "learning rate 0"])
+@pytest.mark.parametrize(
+    "name, fault",
+    [(name, fault) for name in ("vjepa2", "data2vec") for fault in ("constant teacher", "blind context", "learning rate 0")]
+    + [("mae", "blind context")],
+)
 def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, name, fault):
     """Loss may fall all the way in each of these; what it never does is depend on the content of a volume."""
     settings, rows = config(objective={"name": name}), select(store, "train")
@@ -317,7 +336,7 @@ def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, nam
 
 
 def test_a_sound_objective_is_told_by_its_content(store):
-    for name in ("vjepa2", "data2vec"):
+    for name in ("vjepa2", "data2vec", "mae"):
         assert objective.overfit(config(objective={"name": name}), store, select(store, "train")).status == "PASS"
 
 

@@ -1,6 +1,8 @@
 """The loop: it learns, resumes bit for bit, logs what it should, and stops with a reason."""
 
 import json
+import signal
+from itertools import product
 
 import numpy as np
 import pytest
@@ -61,8 +63,7 @@ def timeless(run):
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 
 
-@pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("objective, precision", [*product(("vjepa2", "data2vec"), ("fp32", "bf16")), ("mae", "fp32")])
 def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, objective, precision):
     settings = config(steps=80, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=10)
     run = pretrain(settings, store, tmp_path / "run", echo=quiet)
@@ -267,3 +268,22 @@ def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
 def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
     run = pretrain(config(keep_checkpoints=1), store, tmp_path / "run", echo=quiet)
     assert [p.name for p in checkpoint.steps(run / "checkpoints")] == ["step-00000008.pt"]
+
+
+def test_stages_of_masking_train_and_resume(store, tmp_path):
+    """Each stage is another shape; a run that is stopped in the second goes on as if it had not been."""
+    from octfm.errors import Preempted
+
+    settings = config(steps=8, masks={"budget": 64, "stages": [[0.4, 0.5], [0.6, 0.35]]})
+    whole = pretrain(settings, store, tmp_path / "whole", echo=quiet)
+
+    def stop(line):
+        if line.startswith("step ") and "5/8" in line:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        pretrain(settings, store, tmp_path / "halves", echo=stop)
+    resumed = pretrain(settings, store, tmp_path / "halves", echo=quiet)
+    assert timeless(whole) == timeless(resumed)
+    for name, tensor in final(whole)["model"].items():
+        assert torch.equal(tensor, final(resumed)["model"][name]), name

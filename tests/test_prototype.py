@@ -134,7 +134,7 @@ def test_epochs_train_and_resume(store, tmp_path):
     assert "2 updates" in lines[-1]
 
 
-@pytest.mark.parametrize("name", ["smoke_test", "pretrain_vjepa_single_domain", "vit_s", "data2vec_prototype", "demo"])
+@pytest.mark.parametrize("name", ["smoke_test", "pretrain_vjepa_single_domain", "vit_s", "data2vec_prototype", "demo", "mae"])
 def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     """What `--smoke` runs; under a minute on two cores, here on 8 small volumes in seconds."""
     c = smoke(load_config(name))
@@ -147,7 +147,7 @@ def test_every_preset_shrinks_and_passes_its_preflight(name, store):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["smoke_test", "pretrain_vjepa_single_domain", "pretrain_vjepa_multi_domain", "vit_s", "data2vec_prototype"]
+    "name", ["smoke_test", "pretrain_vjepa_single_domain", "pretrain_vjepa_multi_domain", "vit_s", "data2vec_prototype", "mae"]
 )
 def test_smoke_of_every_preset_takes_less_than_a_minute(name, tmp_path):
     import resource

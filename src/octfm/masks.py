@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -64,6 +64,11 @@ class MaskConfig(Config):
     """Range of a block's height over width, in tokens of a square plane."""
     plane: Literal["bscan", "enface"] = "enface"
     """Blocks are cut in the B-scan plane (H, W) through all B-scans, as V-JEPA 2 does, or en face (D, W) through all rows."""
+    centres: Literal["tissue", "inner"] = "tissue"
+    """Rows that blocks of the B-scan plane lie around: those of any tissue, or of the upper half of the tissue (the inner retina)."""
+    stages: tuple[tuple[float, float], ...] = ()
+    """(mask_ratio, context_ratio) of as many equal parts of the run, one after the other: each is another shape, so one compile more.
+    Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
 
     @field_validator("aspect")
     @classmethod
@@ -79,7 +84,25 @@ class MaskConfig(Config):
                 f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target would overlap; "
                 f"lower context_ratio to {1 - self.mask_ratio:.2f} or less"
             )
+        for hidden, seen in self.stages:
+            if not (0 < hidden < 1 and 0 < seen < 1 and hidden + seen <= 1):
+                raise ValueError(f"stages: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, {seen})")
+        if self.centres == "inner" and self.plane == "enface":
+            raise ValueError("centres inner: blocks of plane enface go through all rows; set plane to bscan")
         return self
+
+    def at(self, progress: float) -> "MaskConfig":
+        """The settings at this share of the run, 0 to 1."""
+        if not self.stages:
+            return self
+        hidden, seen = self.stages[min(int(progress * len(self.stages)), len(self.stages) - 1)]
+        return self.model_copy(update={"mask_ratio": hidden, "context_ratio": seen, "stages": ()})
+
+    @property
+    def heaviest(self) -> "MaskConfig":
+        """The settings of the stage with the most tokens to compute with."""
+        count = max(1, len(self.stages))
+        return max((self.at(i / count) for i in range(count)), key=lambda masks: masks.context_ratio + masks.mask_ratio)
 
     def counts(self, grid: Shape3) -> tuple[int, int, int]:
         """(kept, context, target) tokens per volume: the same in every step."""
@@ -109,6 +132,30 @@ class TokenMasks:
     def where(self, index: np.ndarray) -> np.ndarray:
         """Positions of grid indices [B, M] within `kept`."""
         return np.stack([np.searchsorted(k, i) for k, i in zip(self.kept, index, strict=True)])
+
+
+def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
+    """float [n]: share of each volume's tissue, of token maps [n, d, h, w], that a budget of so many tokens has no room for."""
+    tissue = (tokens == TISSUE).reshape(len(tokens), -1).sum(1)
+    return 1 - np.minimum(tissue, budget) / np.maximum(1, tissue)
+
+
+class Dropped(NamedTuple):
+    """Tissue without room in the budget, over a group of volumes."""
+
+    volumes: int
+    mean: float
+    most: float
+
+
+def dropped_by(group: Sequence[str | None], dropped: np.ndarray) -> dict[str, Dropped]:
+    """`tissue_dropped` [n] of each group of volumes, by name; volumes without one are left out."""
+    names = np.array([name or "" for name in group])
+    found = {}
+    for name in sorted(set(names.tolist()) - {""}):
+        own = dropped[names == name]
+        found[name] = Dropped(len(own), float(own.mean()), float(own.max()))
+    return found
 
 
 def select_tokens(tokens: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -166,7 +213,10 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
 def _cover(config: MaskConfig, volume: np.ndarray, kept: np.ndarray, wanted: int, rng: np.random.Generator) -> np.ndarray:
     """bool over `kept`: inside the union of blocks, which grows until it holds `wanted` tokens."""
     covered = np.zeros(volume.shape, bool)
-    tissue = kept[volume.ravel()[kept] == TISSUE]
+    aimed = volume == TISSUE
+    if config.centres == "inner":
+        aimed &= 2 * np.cumsum(aimed, axis=1) <= aimed.sum(1, keepdims=True) + 1
+    tissue = kept[aimed.ravel()[kept]]
     centres = tissue if tissue.size else kept
     inside = covered.ravel()[kept]
     while (reached := inside.sum()) < wanted:

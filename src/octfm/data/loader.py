@@ -52,6 +52,8 @@ class Batch:
     scanner: tuple[str, ...]
     wait_s: float
     """How long the caller waited for it."""
+    laterality: tuple[str | None, ...] = ()
+    """R, L or None where it is unknown; empty: all are known."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -155,8 +157,8 @@ class Loader:
         positions = self.positions(step)
         index = self.indices(positions)
         arrays = self.store.read(index, out=self._memory.lend(len(index)))
-        scanner = tuple(self.store.rows[i].scanner for i in index)
-        return Batch(arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0)
+        scanner, laterality = zip(*((self.store.rows[i].scanner, self.store.rows[i].laterality) for i in index), strict=True)
+        return Batch(arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0, laterality=laterality)
 
 
 def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
@@ -178,6 +180,7 @@ def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
             batch.position[part],
             batch.scanner[part],
             wait_s=0.0 if start else batch.wait_s,
+            laterality=batch.laterality[part],
         )
 
 

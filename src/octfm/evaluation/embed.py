@@ -13,6 +13,7 @@ from octfm.data.location import Location, location, write_whole
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Arrays, Store
 from octfm.errors import EvaluationError
+from octfm.evaluation.budget import budget_facts, dropped_of
 from octfm.evaluation.encoder import Encoder, load_encoder
 from octfm.evaluation.maps import save_pictures
 from octfm.evaluation.trained_head import load_head
@@ -75,13 +76,22 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     target = Path(out) / f"{name}.parquet"
     key = f"{encoder.key}-{_voxels_of(store)}"
     facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
-    vectors = _known_vectors(target, key)
+    vectors, budget = _known(target, key)
     if vectors is None:
-        vectors = _over(store, encoder.embed_arrays, encoder.width)
+        dropped: list[np.ndarray] = []
+
+        def describe(arrays: Arrays) -> np.ndarray:
+            dropped.append(dropped_of(encoder, arrays))
+            return encoder.embed_arrays(arrays)
+
+        vectors = _over(store, describe, encoder.width)
+        budget = budget_facts(encoder, store, np.concatenate([*dropped, np.zeros(0)]), vectors)
+        if name == NAMES[0] and budget:
+            echo(budget["sentence"])
     else:
         # Written again all the same: splits and labels may have changed since.
         echo(f"{target}: vectors of these weights and volumes are already there")
-    return write_vectors(target, _words(store), vectors, facts, store.preprocessing)
+    return write_vectors(target, _words(store), vectors, facts | {"budget": budget}, store.preprocessing)
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
@@ -125,21 +135,21 @@ def _voxels_of(store: Store) -> str:
     return hashlib.sha256("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows).encode()).hexdigest()[:16]
 
 
-def _known_vectors(path: Path, key: str) -> np.ndarray | None:
-    """The vectors of an embeddings file made under this key; None where there is no such file."""
+def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
+    """The vectors of an embeddings file made under this key, and what it says about its budget; None where there is no such file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
-        return None
+        return None, {}
     try:
         table = pq.read_table(path)
     except pa.ArrowInvalid:
-        return None
-    metadata = table.schema.metadata or {}
-    if json.loads(metadata.get(b"octfm", b"{}")).get("key") != key:
-        return None
-    return np.array(table["vector"].to_pylist(), np.float32)
+        return None, {}
+    facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    if facts.get("key") != key or "budget" not in facts:
+        return None, {}
+    return np.array(table["vector"].to_pylist(), np.float32), facts["budget"]
 
 
 def _over(store: Store, describe: Callable, width: int) -> np.ndarray:

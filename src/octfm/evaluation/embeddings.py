@@ -20,7 +20,7 @@ class Embeddings:
     name: str
     path: str
     metadata: dict[str, Any]
-    """key (weights + Preprocessing + precision), encoder, precision, width, as written by `octfm embed`."""
+    """key (weights + Preprocessing + precision), encoder, precision, width, budget, as written by `octfm embed`."""
     acquisition: np.ndarray
     participant: np.ndarray
     eye_id: np.ndarray
@@ -61,7 +61,7 @@ def read_embeddings(path: str | Location) -> Embeddings:
     return Embeddings(
         name=str(metadata.get("name", path.stem)),
         path=str(path),
-        metadata={k: v for k, v in metadata.items() if k in ("key", "encoder", "precision", "width")},
+        metadata={k: v for k, v in metadata.items() if k in ("key", "encoder", "precision", "width", "budget")},
         acquisition=acquisition,
         participant=np.array(column["participant"], dtype=str),
         eye_id=np.array(column["eye_id"], dtype=str),

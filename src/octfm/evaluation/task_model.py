@@ -51,11 +51,12 @@ class Live:
         voxels = runtime.tensor(arrays.voxels).unsqueeze(1)
         moves = None
         if position is not None:
-            moves = augment.draw(self.config.augment, generators(self.config.seed, AUGMENT, position))
-            height = arrays.voxels.shape[2]
-            band, valid = (augment.shift_surfaces(s.astype(np.float32), moves.shift, height) for s in (arrays.band, arrays.valid))
-            arrays = Arrays(arrays.voxels, band, valid)
-            voxels = augment.shift_rows(voxels, runtime.tensor(moves.shift))
+            laterality = [self.store.rows[row].laterality for row in rows]
+            drawn = augment.draw(self.config.augment, generators(self.config.seed, AUGMENT, position), laterality)
+            height, width = arrays.voxels.shape[2:]
+            arrays = Arrays(arrays.voxels, *drawn.surfaces(arrays.band, arrays.valid, height, pre.target_spacing))
+            moves = drawn.on_device(runtime.tensor, height, width, pre.target_spacing)
+            voxels = augment.move(voxels, moves)
         chosen, tissue = encoder.select(arrays)
         index = runtime.tensor(chosen)
         patches = take_patches(voxels, index, patch_size)
@@ -63,7 +64,7 @@ class Live:
         if moves is None:
             patches = augment.normalise(patches, mean, std)
         else:
-            patches = augment.recolour(patches, runtime.tensor(moves.gain), runtime.tensor(moves.gamma), mean, std)
+            patches = augment.recoloured(patches, index, moves, mean, std)
         return encoder.network(patches, index), runtime.tensor(tissue)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.objective import ObjectiveOutput, TargetNorm, TokenIndex, distance, move_average
-from octfm.models.predictor import Predictor, PredictorConfig
+from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
 from octfm.models.whitening import Whitening
 
@@ -22,7 +22,7 @@ class JEPA(nn.Module):
     ):
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
-        self.predictor = Predictor(predictor, model.width, model.width * target_levels)
+        self.predictor = Predictor(predictor, model.width, model.width * target_levels, model.activation_checkpointing)
         self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
         self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
@@ -45,19 +45,13 @@ class JEPA(nn.Module):
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
 
         asked = torch.cat((index.context, index.target), dim=1)
-        answer = self.predictor(seen, index.target.shape[1], self._predictor_table(table, index, asked))
+        answer = self.predictor(seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked))
         wanted = take_tokens(goal, asked)
         num_context = index.context.shape[1]
         context_loss_B = distance(self.name, answer[:, :num_context], wanted[:, :num_context])
         masked_loss_B = distance(self.name, answer[:, num_context:], wanted[:, num_context:])
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features)
-
-    def _predictor_table(self, table, index: TokenIndex, asked: Tensor):
-        """The encoder's rotary table where head widths agree, so that a step computes angles once."""
-        if table is not None and self.predictor.head_width == self.encoder.head_width:
-            return take_rotary(table, asked)
-        return rotary(self.encoder.grid, torch.gather(index.kept, 1, asked), self.predictor.head_width)
 
     def update_target(self, momentum: float | Tensor) -> None:
         move_average(self.target_encoder, self.encoder, momentum)

@@ -16,8 +16,8 @@ TargetNorm = Literal["layer", "whiten"]
 class ObjectiveConfig(Config):
     """Which self-supervised objective, and its weights."""
 
-    name: Literal["vjepa2", "data2vec"] = "vjepa2"
-    """`vjepa2`: predict hidden tokens from visible ones. `data2vec`: the prototype's objective made sound."""
+    name: Literal["vjepa2", "data2vec", "mae"] = "vjepa2"
+    """`vjepa2`: predict hidden tokens from visible ones. `data2vec`: the prototype's objective made sound. `mae`: predict hidden voxels."""
     context_loss: float = Field(default=0.5, ge=0)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (FACTS §2)."""
     target_levels: int = Field(default=1, ge=1)
@@ -27,7 +27,7 @@ class ObjectiveConfig(Config):
     the features in short runs (docs/LOG.md); vjepa2 only."""
     frozen: Literal["target", "context"] = "target"
     """Which encoder is frozen for embedding and probing: the average, or the one that learns, which is ahead where a run is too short for
-    its average to follow."""
+    its average to follow. mae has one encoder only."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 
@@ -42,6 +42,8 @@ class TokenIndex:
     """[B, C] places within `kept`."""
     target: Tensor
     """[B, T] places within `kept`."""
+    tissue: Tensor | None = None
+    """bool [B, K]: which kept tokens are tissue; None: unknown."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -54,22 +56,29 @@ class ObjectiveOutput(NamedTuple):
     masked_goal_BTD: Tensor
     """What the hidden tokens should have been; detached."""
     context_goal_BCD: Tensor
-    features_BKD: Tensor
-    """Target-encoder features of all kept tokens; detached."""
+    features_BMD: Tensor
+    """Target-encoder features of all kept tokens; the encoder's of the context where there is no target encoder. Detached."""
+    features_at_BM: Tensor | None = None
+    """Places within `kept` of the features; None: all of `kept`."""
 
 
 def distance(name: str, prediction: Tensor, goal: Tensor) -> Tensor:
-    """Per-volume loss [B] of tokens [B, M, D], in float32: mean |difference| for vjepa2, squared distance of unit vectors for data2vec."""
+    """Per-volume loss [B] of tokens [B, M, D], in float32: mean |difference| for vjepa2, squared distance of unit vectors for data2vec,
+    mean squared difference for mae."""
     if name == "data2vec":
         # BYOL's form: 2 - 2 cos, summed over channels, so that its scale does not shrink with the width (F11 d).
         return (2 - 2 * F.cosine_similarity(prediction.float(), goal.float(), dim=-1)).mean(1)
+    if name == "mae":
+        return (prediction.float() - goal.float()).square().mean((1, 2))
     return (prediction.float() - goal.float()).abs().mean((1, 2))
 
 
 def content_free_baseline(name: str, goal_BMD: Tensor) -> Tensor:
-    """Loss [B] of the best constant answer: the per-channel median of the goals, which needs no look at the volume."""
-    median_D = goal_BMD.float().flatten(0, 1).median(0).values
-    return distance(name, median_D.expand_as(goal_BMD), goal_BMD)
+    """Loss [B] of the best constant answer, which needs no look at the volume: the per-channel median of the goals; for mae, whose
+    error is squared, their mean: the average patch."""
+    goals_ND = goal_BMD.float().flatten(0, 1)
+    constant_D = goals_ND.mean(0) if name == "mae" else goals_ND.median(0).values
+    return distance(name, constant_D.expand_as(goal_BMD), goal_BMD)
 
 
 @torch.no_grad()

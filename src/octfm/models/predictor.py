@@ -5,7 +5,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from octfm.config import Config
-from octfm.models.vit3d import Block, Rotary, init_weights, turn_qkv
+from octfm.models.objective import TokenIndex
+from octfm.models.vit3d import Block, Rotary, VisionTransformer3D, init_weights, rotary, take_rotary, through, turn_qkv
 
 
 class PredictorConfig(Config):
@@ -19,8 +20,9 @@ class PredictorConfig(Config):
 class Predictor(nn.Module):
     """V-JEPA 2's predictor (arXiv:2506.09985): context tokens and positioned mask tokens through narrow blocks."""
 
-    def __init__(self, config: PredictorConfig, encoder_width: int, goal_width: int):
+    def __init__(self, config: PredictorConfig, encoder_width: int, goal_width: int, activation_checkpointing: bool = False):
         super().__init__()
+        self.activation_checkpointing = activation_checkpointing
         if config.width % config.heads or (config.width // config.heads) % 2:
             raise ValueError(f"predictor.width {config.width} must split into {config.heads} heads of even size")
         self.config = config
@@ -46,8 +48,17 @@ class Predictor(nn.Module):
         x = torch.cat((x, queries), dim=1) + self.position(where)
         turn = turn_qkv(table)
         for block in self.blocks:
-            x = block(x, turn)
+            x = through(block, x, turn, self.activation_checkpointing)
         return self.project(self.norm(x))
+
+
+def predictor_table(
+    predictor: Predictor, encoder: VisionTransformer3D, table: Rotary | None, index: TokenIndex, asked_BM: Tensor
+) -> Rotary:
+    """Rotary table of the tokens at places `asked_BM` of `kept`; the encoder's where head widths agree: a step computes angles once."""
+    if table is not None and predictor.head_width == encoder.head_width:
+        return take_rotary(table, asked_BM)
+    return rotary(encoder.grid, torch.gather(index.kept, 1, asked_BM), predictor.head_width)
 
 
 class MLPPredictor(nn.Module):

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from octfm.config import Config
 from octfm.models.attention import attend
@@ -31,6 +32,9 @@ class ViTConfig(Config):
     mlp_ratio: float = Field(default=4.0, gt=0)
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
+    activation_checkpointing: bool = False
+    """Keep the activations between blocks only, and compute those inside again in the backward pass: the same numbers, less memory, more
+    time (arXiv:1604.06174)."""
     init: str | None = None
     """Begin with the encoder of this local V-JEPA 2 checkpoint (.pt) instead of random weights; width, depth and heads must be its own."""
 
@@ -143,6 +147,13 @@ class Block(nn.Module):
         return x_BMD + self.mlp(self.norm2(x_BMD))
 
 
+def through(block: nn.Module, x_BMD: Tensor, turn: Rotary | None, again: bool) -> Tensor:
+    """A block's output; with `again`, what it computes on the way is not kept for the backward pass but computed once more there."""
+    if not (again and torch.is_grad_enabled()):
+        return block(x_BMD, turn)
+    return checkpoint(block, x_BMD, turn, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
+
+
 class VisionTransformer3D(nn.Module):
     """Encodes any subset of a volume's tokens: what is not passed in cannot be seen."""
 
@@ -185,7 +196,7 @@ class VisionTransformer3D(nn.Module):
         turn = turn_qkv(table) if table is not None else None
         stream = []
         for block in self.blocks:
-            x_BMD = block(x_BMD, turn)
+            x_BMD = through(block, x_BMD, turn, self.config.activation_checkpointing)
             stream.append(x_BMD)
         return stream
 

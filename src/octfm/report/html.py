@@ -156,6 +156,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
         "skipped": probe.get("skipped", []),
         "settings": probe.get("settings", {}),
         "meaning": probe.get("interval_meaning", ""),
+        "budget": next((e["budget"]["sentence"] for e in probe.get("embeddings", []) if e.get("budget")), ""),
         "seen": max((r["seen_test_participants"] for r in probe["results"]), default=0),
     }
 

@@ -144,8 +144,8 @@ def _model(sources: Sources) -> str:
         ("Architecture", f"3-D Vision Transformer, width {get('model', 'width')}, {get('model', 'depth')} blocks, "
                          f"{get('model', 'heads')} heads, patches of {_by(get('model', 'patch_size'))} voxels"),
         ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks" if parameters else NOT_STATED),
-        ("Objective", {"vjepa2": "V-JEPA 2 with context loss, on tissue tokens", "data2vec": "data2vec, on tissue tokens"}.get(objective,
-                                                                                                                              objective)),
+        ("Objective", {"vjepa2": "V-JEPA 2 with context loss, on tissue tokens", "data2vec": "data2vec, on tissue tokens",
+                       "mae": "masked autoencoding of tissue tokens"}.get(objective, objective)),
         ("Code", words.subtitle(sources)),
     ]  # fmt: skip
     if sources.store is not None:

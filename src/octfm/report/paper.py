@@ -130,6 +130,11 @@ def bibtex(sources: Sources, name: str) -> str:
             "title": "data2vec: A General Framework for Self-supervised Learning in Speech, Vision and Language",
             "author": "Baevski, Alexei and Hsu, Wei-Ning and Xu, Qiantong and Babu, Arun and Gu, Jiatao and Auli, Michael", "year": "2022",
             "eprint": "2202.03555", "archivePrefix": "arXiv"}))  # fmt: skip
+    elif setting(sources, "objective", "name") == "mae":
+        entries.append(("misc", "he2021mae", {
+            "title": "Masked Autoencoders Are Scalable Vision Learners",
+            "author": r"He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and Doll{\'a}r, Piotr and Girshick, Ross",
+            "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
     else:
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
@@ -194,15 +199,27 @@ def _answers(sources: Sources) -> dict[str, str]:
         found["initialisation"] = (
             "Weights were initialised at random." if init == "unknown" else "Weights began from a V-JEPA 2 checkpoint."
         )
-        how = {"vjepa2": "the objective of V-JEPA 2 with context loss", "data2vec": "data2vec"}.get(
-            str(get("objective", "name")), "an unknown objective"
-        )
+        how = {
+            "vjepa2": "the objective of V-JEPA 2 with context loss",
+            "data2vec": "data2vec",
+            "mae": "masked autoencoding of the voxels of hidden tissue",
+        }.get(str(get("objective", "name")), "an unknown objective")
+        also = {
+            "lateral_shift_mm": "lateral shifts (up to {} mm)",
+            "lateral_scale": "lateral magnification (± {})",
+            "axial_scale": "axial magnification (± {})",
+            "tilt_deg": "tilt (up to {}°)",
+            "mirror_unknown": "mirroring of eyes of unknown laterality",
+            "noise": "noise (up to {} of white)",
+            "speckle": "speckle (up to {})",
+        }
+        more = [words.format(get("augment", key)) for key, words in also.items() if get("augment", key) not in ("unknown", None, 0, False)]
         found["training"] = (
             f"It was pretrained with {how} for {get('steps'):,} steps of {get('data', 'global_batch_size')} volumes "
             f"(AdamW, peak learning rate {get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, "
             f"mask ratio {get('masks', 'mask_ratio')} of {get('masks', 'budget')} tokens, seed {get('seed')}); "
             f"augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast (± {get('augment', 'contrast')}) and gamma "
-            f"(± {get('augment', 'gamma')})."
+            f"(± {get('augment', 'gamma')}){''.join(f', {name}' for name in more)}."
         ) if isinstance(get("steps"), int) else ""  # fmt: skip
         found["selection"] = (
             "The checkpoint was chosen by a frozen probe on validation participants." if sources.online

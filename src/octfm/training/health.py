@@ -93,9 +93,10 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
     found = [
         _masked(row["masked_over_baseline"], row["step"], row["warmup_steps"]),
         _rank(row["effective_rank"], width),
-        _teacher(row["teacher_step"], row["teacher_asked"]),
         _gradient(row["grad_norm"]),
     ]
+    if "teacher_step" in row:
+        found.append(_teacher(row["teacher_step"], row["teacher_asked"]))
     if row["dead_targets"] > 0.3:
         found.append(
             Verdict("targets", "watch", f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it")

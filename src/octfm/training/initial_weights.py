@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octfm.errors import CheckpointError
-from octfm.models.data2vec import Data2Vec
-from octfm.models.jepa import JEPA
 from octfm.models.vit3d import ViTConfig
+from octfm.training.inputs import Objective
 from octfm.training.weights_file import read_weights
 
 CONTAINERS = ("target_encoder", "encoder")
@@ -32,8 +31,8 @@ RENAMED = {".attn.proj.": ".attn.out.", ".mlp.fc1.": ".mlp.0.", ".mlp.fc2.": ".m
 
 
 @torch.no_grad()
-def begin_with(path: str | Path, model: JEPA | Data2Vec, config: ViTConfig) -> None:
-    """Give both encoders of an objective the weights of a checkpoint, in place; the predictor stays as it is.
+def begin_with(path: str | Path, model: Objective, config: ViTConfig) -> None:
+    """Give the encoders of an objective the weights of a checkpoint, in place; the predictor stays as it is.
 
     Raises CheckpointError naming the first tensor that is missing or of another shape.
     """
@@ -42,8 +41,9 @@ def begin_with(path: str | Path, model: JEPA | Data2Vec, config: ViTConfig) -> N
         raise CheckpointError(f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary")
     found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init")
     state = translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
-    for encoder in (model.encoder, model.target_encoder):
-        encoder.load_state_dict(state)
+    model.encoder.load_state_dict(state)
+    if model.target_encoder is not None:
+        model.target_encoder.load_state_dict(state)
 
 
 def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dict[str, Tensor]:

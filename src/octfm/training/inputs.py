@@ -11,11 +11,14 @@ from octfm.data.preprocessing import Preprocessing
 from octfm.masks import TokenMasks, sample_masks, token_grid, token_map
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
+from octfm.models.mae import MAE
 from octfm.models.objective import TokenIndex
-from octfm.models.vit3d import TokenGrid, VisionTransformer3D, take_patches
+from octfm.models.vit3d import TokenGrid, VisionTransformer3D, count_parameters, take_patches
 from octfm.training import augment
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
+
+Objective = JEPA | Data2Vec | MAE
 
 MASKS, AUGMENT, VALIDATION = 1, 2, 3
 """Streams of randomness: what is drawn for one purpose never depends on another."""
@@ -33,18 +36,25 @@ def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> T
     return TokenGrid(shape, (z, y, x))
 
 
-def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> JEPA | Data2Vec:
+def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
     """The networks of a run at their initial weights, which are a function of the seed alone."""
     torch.manual_seed(config.seed)
     grid = grid_of(preprocessing, config.model.patch_size)
     if config.objective.name == "data2vec":
         return Data2Vec(config.model, grid)
+    if config.objective.name == "mae":
+        return MAE(config.model, config.predictor, grid)
     return JEPA(config.model, config.predictor, grid, config.objective.target_levels, config.objective.target_norm)
 
 
-def frozen_encoder(config: PretrainConfig, model: JEPA | Data2Vec) -> VisionTransformer3D:
+def frozen_encoder(config: PretrainConfig, model: Objective) -> VisionTransformer3D:
     """The encoder that is embedded and probed with."""
-    return model.encoder if config.objective.frozen == "context" else model.target_encoder
+    return model.encoder if model.target_encoder is None or config.objective.frozen == "context" else model.target_encoder
+
+
+def teacher_parameters(model: Objective) -> int:
+    """Of the target encoder; 0 where the objective has none."""
+    return count_parameters(model.target_encoder) if model.target_encoder is not None else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,26 +75,29 @@ class Inputs:
 def make_inputs(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True) -> Inputs:
     """Draw augmentation and masks for every volume of the batch and cut its kept patches out on the device."""
     band, valid = batch.band, batch.valid.astype(np.float32)
-    moves = augment.draw(config.augment, generators(config.seed, AUGMENT, batch.position)) if augmented else None
-    if moves is not None:
-        height = batch.voxels.shape[2]
-        band, valid = (augment.shift_surfaces(s, moves.shift, height) for s in (band, valid))
+    drawn = augment.draw(config.augment, generators(config.seed, AUGMENT, batch.position), batch.laterality) if augmented else None
+    frame = (*batch.voxels.shape[2:], preprocessing.target_spacing)
+    if drawn is not None:
+        band, valid = drawn.surfaces(band, valid, frame[0], frame[2])
     tokens = token_map(band, valid, preprocessing.image_size, config.model.patch_size)
     stream = MASKS if augmented else VALIDATION
-    masks = sample_masks(config.masks, tokens, generators(config.seed, stream, batch.position))
+    settings = config.masks.at(batch.position[0] / (config.data.global_batch_size * config.steps)) if augmented else config.masks
+    masks = sample_masks(settings, tokens, generators(config.seed, stream, batch.position))
 
     kept = runtime.tensor(masks.kept)
-    index = TokenIndex(kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)))
+    tissue = runtime.tensor(masks.tissue)
+    index = TokenIndex(kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)), tissue)
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
+    moves = drawn.on_device(runtime.tensor, *frame) if drawn is not None else None
     if moves is not None:
-        voxels = augment.shift_rows(voxels, runtime.tensor(moves.shift))
+        voxels = augment.move(voxels, moves)
     raw = take_patches(voxels, kept, config.model.patch_size)
     target_patches = patches = augment.normalise(raw, mean, std)
     if moves is not None:
         # Only the context is recoloured: features then gain nothing from brightness and contrast, which tell scanners, not eyes.
-        patches = augment.recolour(raw, runtime.tensor(moves.gain), runtime.tensor(moves.gamma), mean, std)
-    return Inputs(patches, target_patches, index, runtime.tensor(masks.tissue), masks)
+        patches = augment.recoloured(raw, kept, moves, mean, std)
+    return Inputs(patches, target_patches, index, tissue, masks)
 
 
 def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

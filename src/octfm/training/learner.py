@@ -10,11 +10,10 @@ from octfm import __version__
 from octfm.config import load
 from octfm.data.preprocessing import Preprocessing
 from octfm.errors import CheckpointError
-from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.training import checkpoint, shards
 from octfm.training.initial_weights import begin_with
-from octfm.training.inputs import build_objective, optimizer_groups
+from octfm.training.inputs import Objective, build_objective, optimizer_groups
 from octfm.training.run_state import RunState
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
@@ -80,7 +79,7 @@ class Learner:
         self.optimizer.step()
         self.model.update_target(torch.where(yes, self.ema, torch.ones_like(self.ema)))
 
-    def whole(self) -> JEPA | Data2Vec:
+    def whole(self) -> Objective:
         """The networks with all of their weights here, to be used outside the step; a copy where they are sharded. All ranks ask."""
         if not self.runtime.sharded:
             return self.model

@@ -36,7 +36,7 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
             output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
-        outputs.append(ObjectiveOutput(*(x[:0] if surplus or name == "features_BKD" else x for name, x in _per_volume(output))))
+        outputs.append(ObjectiveOutput(*(x[:0] if surplus or name == "features_BMD" else x for name, x in _per_volume(output))))
     # One median over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
     whole = [runtime.gather(torch.cat(x)) for x in list(zip(*outputs, strict=True))[1:5]]
 
@@ -56,7 +56,7 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
 
 def _per_volume(output: ObjectiveOutput) -> list[tuple[str, torch.Tensor]]:
     """Fields by name; the scalar loss as one row, so that all of them can be cut along volumes."""
-    return [(name, x.reshape(1) if x.ndim == 0 else x) for name, x in output._asdict().items()]
+    return [(name, x.reshape(1) if x.ndim == 0 else x) for name, x in output._asdict().items() if x is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +64,14 @@ class Before:
     """Copies from before an update, to measure what it moved."""
 
     teacher: list[torch.Tensor]
+    """Empty where the objective has none."""
     sample: list[torch.Tensor]
     """A few of the trained matrices."""
 
     @classmethod
     def update(cls, learner: Learner) -> "Before":
-        return cls([p.clone() for p in _own(learner, learner.model.target_encoder)], [p.clone() for p in _sample(learner)])
+        teacher = learner.model.target_encoder
+        return cls([p.clone() for p in _own(learner, teacher)] if teacher is not None else [], [p.clone() for p in _sample(learner)])
 
 
 def _sample(learner: Learner) -> list[torch.Tensor]:
@@ -92,16 +94,21 @@ def train_row(learner: Learner, done: list[MicroStep], before: Before, ema: floa
     whole = [runtime.gather(torch.cat([x for x in (getattr(d, name) for d in done) if x is not None])) for name in names]
     loss = torch.stack([d.loss for d in done]).mean()
     masks = torch.from_numpy(np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64))
-    after, student = _own(learner, model.target_encoder), _own(learner, model.encoder)
+    student = _own(learner, model.encoder)
+    after = _own(learner, model.target_encoder) if model.target_encoder is not None else []
     size = float(torch.stack(torch._foreach_norm([*after, *student])).norm())
     shares = runtime.exchange(np.array([float(loss), *masks.mean(1), size]))
     stuck = torch.cat([(a == b).flatten() for a, b in zip(before.sample, _sample(learner), strict=True)])
     counts = torch.tensor([float(stuck.sum()), float(stuck.numel())], dtype=torch.float64)
     runtime.sum_shares_(counts)
-    moved = {
-        "teacher_step": health.relative_distance(after, before.teacher, runtime.sum_shares_),
-        "teacher_asked": (1 - ema) * health.relative_distance(student, before.teacher, runtime.sum_shares_),
-        "teacher_distance": health.relative_distance(after, student, runtime.sum_shares_),
+    moved = {}
+    if after:
+        moved = {
+            "teacher_step": health.relative_distance(after, before.teacher, runtime.sum_shares_),
+            "teacher_asked": (1 - ema) * health.relative_distance(student, before.teacher, runtime.sum_shares_),
+            "teacher_distance": health.relative_distance(after, student, runtime.sum_shares_),
+        }
+    moved |= {
         "weights_stuck": float(counts[0] / counts[1]),
         "ranks_apart": 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1]),
     }

@@ -149,7 +149,7 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
     if row.get("ranks_apart", 0.0) > 0:
         told = f"ranks that began with the same weights differ by {row['ranks_apart']:.1e} of their norm: they do not make the same updates"
         return Finding("ranks apart", told, "code")
-    asked, moved = row["teacher_asked"], row["teacher_step"]
+    asked, moved = row.get("teacher_asked", 0.0), row.get("teacher_step", 0.0)
     if asked > ROUNDING and not 0.5 < moved / asked < 2:
         what = "teacher frozen" if moved < asked else "teacher"
         return Finding(what, f"the target encoder moved by {moved:.1e} of its norm, and its average asks for {asked:.1e} (F11)", "code")

@@ -11,13 +11,11 @@ from octfm.data.loader import Loader
 from octfm.data.location import BucketPath, Location, location
 from octfm.data.store import Store
 from octfm.errors import ConfigError, Preempted
-from octfm.models.data2vec import Data2Vec
-from octfm.models.jepa import JEPA
 from octfm.models.vit3d import count_parameters
 from octfm.training import checkpoint, health, monitors, preflight
 from octfm.training.bucket_run import BucketRun, mirror_of
 from octfm.training.checkpoint_writer import keep_best
-from octfm.training.inputs import frozen_encoder
+from octfm.training.inputs import Objective, frozen_encoder, teacher_parameters
 from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
 from octfm.training.measure import Before, Window, train_row, validate
@@ -251,8 +249,8 @@ def _identity(store: Store, rows: np.ndarray) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _facts(model: JEPA | Data2Vec, runtime: Runtime, store: Store, participants: list[str]) -> dict:
-    parts = {"encoder": count_parameters(model.encoder), "target_encoder": count_parameters(model.target_encoder)}
+def _facts(model: Objective, runtime: Runtime, store: Store, participants: list[str]) -> dict:
+    parts = {"encoder": count_parameters(model.encoder), "target_encoder": teacher_parameters(model)}
     total = count_parameters(model)
     return {
         "parameters": {**parts, "predictor": total - sum(parts.values()), "total": total},

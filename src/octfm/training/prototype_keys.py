@@ -93,7 +93,7 @@ CHANGED = {
     "num_workers": "octfm prepare --workers; training reads ahead by data.prefetch",
     "workers": "octfm prepare --workers; training reads ahead by data.prefetch",
     "normalize": "intensity_mean and intensity_std of octfm prepare: preprocessing travels in the checkpoint (F15)",
-    "random_flip": "gone: nothing flips a retina (F13); augment.axial_shift, contrast and gamma are what is left",
+    "random_flip": "gone: nothing flips a retina (F13); augment shifts, tilts, scales and recolours",
     "flip_prob": "gone: nothing flips a retina (F13)",
     "use_wandb": "tracking.wandb=online or offline, null for false",
     "wandb": "tracking.wandb=online or offline, null for none",

@@ -86,12 +86,14 @@ def _unmask_context(learner: Learner) -> None:
 
 
 def _constant_targets(learner: Learner) -> None:
-    hidden = learner.model.target_encoder.hidden
+    teacher = learner.model.target_encoder
+    assert teacher is not None
+    hidden = teacher.hidden
 
     def constant(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         return [torch.zeros_like(x) for x in hidden(*args, **kwargs)]
 
-    learner.model.target_encoder.hidden = constant
+    teacher.hidden = constant
 
 
 def _normalise_over_batch(learner: Learner) -> None:

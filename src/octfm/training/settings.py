@@ -77,8 +77,11 @@ class PretrainConfig(Config):
             raise ValueError(f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size")
         if self.objective.target_levels > self.model.depth:
             raise ValueError(f"objective.target_levels {self.objective.target_levels} exceeds the {self.model.depth} blocks of model.depth")
-        if self.objective.name == "data2vec" and self.objective.target_norm != "layer":
-            raise ValueError("objective.target_norm whiten belongs to objective.name vjepa2; data2vec compares directions")
+        if self.objective.name != "vjepa2" and self.objective.target_norm != "layer":
+            goals = "data2vec compares directions" if self.objective.name == "data2vec" else "mae predicts voxels"
+            raise ValueError(f"objective.target_norm whiten belongs to objective.name vjepa2; {goals}")
+        if self.objective.name == "mae" and self.objective.target_levels != 1:
+            raise ValueError("objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1")
         return self
 
 
@@ -93,6 +96,7 @@ MAY_CHANGE = {
     "keep_every_epochs",
     "ckpt_second_dir",
     "data.prefetch",
+    "model.activation_checkpointing",
     "runtime.parallel",
     "runtime.timeout_s",
     "tracking.tensorboard",

@@ -46,10 +46,15 @@ def _keep(
         part.scanner,
         output.masked_goal_BTD if everything else None,
         output.context_goal_BCD if everything else None,
-        output.features_BKD[inputs.tissue] if everything else None,
+        _tissue_features(inputs, output) if everything else None,
         leak,
         company,
     )
+
+
+def _tissue_features(inputs: Inputs, output: ObjectiveOutput) -> torch.Tensor:
+    tissue = inputs.tissue if output.features_at_BM is None else torch.gather(inputs.tissue, 1, output.features_at_BM)
+    return output.features_BMD[tissue]
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +169,8 @@ def _company(learner: Learner, inputs: Inputs, context_weight: float) -> float:
     """
     # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
     pair, target_pair = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in (inputs.patches, inputs.target_patches))
-    index = TokenIndex(*(x[:2].expand(2, -1) for x in (inputs.index.kept, inputs.index.context, inputs.index.target)))
-    first = TokenIndex(index.kept[:1], index.context[:1], index.target[:1])
+    places = [x[:2].expand(2, -1) for x in (inputs.index.kept, inputs.index.context, inputs.index.target, inputs.tissue)]
+    index, first = TokenIndex(*places), TokenIndex(*(x[:1] for x in places))
     together = learner.model(pair, target_pair, index, context_weight).masked_loss_B[0]
     alone = learner.model(pair[:1], target_pair[:1], first, context_weight).masked_loss_B[0]
     return float(abs(alone - together) / together.abs().clamp_min(1e-12))

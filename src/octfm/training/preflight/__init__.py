@@ -44,7 +44,7 @@ def checks(
         data.ranks(config, store, train_rows, runtime.world),
         *curves.learning_rate(schedule),
         curves.weight_decay(schedule),
-        curves.teacher(schedule),
+        *([curves.teacher(schedule)] if config.objective.name != "mae" else []),
         data.splits(store, train_rows, validation_rows),
         data.prepared(store),
         resources.destination(out),
@@ -53,6 +53,7 @@ def checks(
         tracker(config),
         *probed(config, store, train_rows, validation_rows),
         *tokens.budget(config, sample),
+        *tokens.starved(config, store, sample),
         *tokens.masking(config, sample),
     ]
     if resumed or any(check.status == "FAIL" for check in found):

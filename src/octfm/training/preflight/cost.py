@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +16,7 @@ from octfm.masks import token_grid
 from octfm.models.objective import TokenIndex
 from octfm.models.vit3d import count_parameters, take_patches
 from octfm.training import augment
-from octfm.training.inputs import build_objective
+from octfm.training.inputs import build_objective, teacher_parameters
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
 
@@ -64,10 +65,10 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
         model = build_objective(config, preprocessing)
     torch.set_rng_state(state)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    teacher = count_parameters(model.target_encoder)
+    teacher = teacher_parameters(model)
     shares = ranks if sharded else 1
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
-    kept, num_context, num_target = config.masks.counts(grid)
+    kept, num_context, num_target = config.masks.heaviest.counts(grid)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
         if sharded and micro_steps == 1:
@@ -81,9 +82,11 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
                 output = model(*inputs, config.objective.context_loss)
             output.loss.backward()
-    levels = config.objective.target_levels if config.objective.name != "data2vec" else 1
+    goal = config.model.width * config.objective.target_levels
+    if config.objective.name != "vjepa2":
+        goal = prod(config.model.patch_size) if config.objective.name == "mae" else config.model.width
     # A logged step keeps goals and tissue features of every micro-batch until its end; the ledger has seen those of one.
-    logged = 4 * micro_batch * config.model.width * ((num_context + num_target) * levels + kept)
+    logged = 4 * micro_batch * ((num_context + num_target) * goal + kept * config.model.width)
     kept_bytes = (micro_steps - 1) * logged
     weights = 4 * (3 * trained + count_parameters(model)) // shares
     # The ledger holds gradients as soon as they exist. With accumulation they are there, whole, from the second forward pass on.
@@ -93,7 +96,7 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects those of all ranks.
     copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
     telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
-    held_out = config.validation_volumes * 4 * config.model.width * (num_context + num_target) * levels
+    held_out = config.validation_volumes * 4 * (num_context + num_target) * goal
     validating = weights + 2 * held_out + gathered
     # Every rank makes the same whole networks before it keeps its share of them.
     starting = 4 * count_parameters(model) if sharded else 0
@@ -120,14 +123,21 @@ def _gathered(model: torch.nn.Module) -> int:
 
 def _inputs(config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int):
     """What `make_inputs` allocates on the device for one micro-batch, call by call."""
-    index = TokenIndex(*(torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target)))
+    index = TokenIndex(
+        *(torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target)), torch.ones(batch, kept, dtype=torch.bool)
+    )
     voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
-    voxels = augment.shift_rows(voxels, torch.zeros(batch, dtype=torch.int64))
+    drawn = augment.draw(config.augment, [np.random.default_rng(0)] * batch)
+    moves = drawn.on_device(_fake, *preprocessing.image_size[1:], preprocessing.target_spacing)
+    voxels = augment.move(voxels, moves)
     raw = take_patches(voxels, index.kept, config.model.patch_size)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     target_patches = augment.normalise(raw, mean, std)
-    one = torch.ones(batch)
-    return augment.recolour(raw, one, one, mean, std), target_patches, index
+    return augment.recoloured(raw, index.kept, moves, mean, std), target_patches, index
+
+
+def _fake(array: np.ndarray) -> torch.Tensor:
+    return torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype)
 
 
 class _Ledger(TorchDispatchMode):

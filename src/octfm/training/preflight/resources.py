@@ -13,7 +13,7 @@ from octfm.data.store import Store
 from octfm.errors import BucketError
 from octfm.models.vit3d import count_parameters
 from octfm.training.bucket_run import mirror_of
-from octfm.training.inputs import build_objective
+from octfm.training.inputs import build_objective, teacher_parameters
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.training.preflight.data import Sample
@@ -30,7 +30,7 @@ def parameters(config: PretrainConfig, store: Store) -> Check:
     with torch.device("meta"):
         model = build_objective(config, store.preprocessing)
     torch.set_rng_state(state)
-    encoder, teacher, total = (count_parameters(m) for m in (model.encoder, model.target_encoder, model))
+    encoder, teacher, total = count_parameters(model.encoder), teacher_parameters(model), count_parameters(model)
     parts = f"encoder {encoder / 1e6:.3f}, target encoder {teacher / 1e6:.3f}, predictor {(total - encoder - teacher) / 1e6:.3f}"
     return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
 

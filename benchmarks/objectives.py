@@ -1,0 +1,297 @@
+"""Which objective is worth its compute? Every arm is trained by octfm's own loop on the same phantoms and judged by frozen probes.
+
+    python benchmarks/objectives.py --out /tmp/objectives                     # kill it and run it again: it continues
+    python benchmarks/objectives.py --out /tmp/objectives --arms ours,mae     # some arms; seeds come round by round
+    python benchmarks/objectives.py --out /tmp/objectives --table             # only the table of what is there
+
+Equal compute: every arm gets the floating-point operations of `--steps` updates of `ours`, counted on the run's own networks as octfm
+doctor counts them, so arms that are cheaper per update make more of them. Cohort: benchmarks/objectives_cohort.py. An arm of one seed ends
+as one JSON in OUT/arms; the table (OUT/objectives.md, .json, .png; benchmarks/objectives_table.py) is made after each. `--data FOLDER` adds
+the real AMD volume (RPE and BM by halves); no pixel of it is written anywhere.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from objectives_cohort import HELD_OUT, PREPROCESSING, make_store, scans
+from objectives_table import write_table
+from octfm.config import load
+from octfm.data.store import Store, StoreRow
+from octfm.evaluation.encoder import Encoder
+from octfm.evaluation.readouts import fit_predict
+from octfm.evaluation.segment import Labelled, Segmenter, to_prepared, transform_of
+from octfm.evaluation.segment_settings import SegmentConfig
+from octfm.training import checkpoint, sabotage
+from octfm.training.health import effective_rank
+from octfm.training.inputs import build_objective, frozen_encoder
+from octfm.training.learner import Learner
+from octfm.training.preflight.cost import step_cost
+from octfm.training.pretrain import pretrain
+from octfm.training.runtime import start
+from octfm.training.settings import PretrainConfig
+from octfm.training.tracking import read_metrics
+from segment_amd import by_halves
+
+BASE: dict[str, Any] = {
+    "precision": "fp32",
+    "data": {"global_batch_size": 8, "per_device_batch_size": 8},
+    "model": {"patch_size": [2, 16, 16], "width": 128, "depth": 4, "heads": 2},
+    "predictor": {"width": 96, "depth": 2, "heads": 2},
+    # The encoder that learns: in so few updates its average lags behind in every arm that has one.
+    "objective": {"frozen": "context"},
+    "masks": {"budget": 512},
+    "schedule": {"base_lr": 1e-3, "warmup_ratio": 0.1},
+    "log_every_steps": 20,
+    "keep_checkpoints": 1,
+    "validation_volumes": 32,
+}
+WHOLE_GRID = {"masks": {"budget": None}}
+PLAIN = {"objective": {"context_loss": 0.0}, **WHOLE_GRID}
+ACCEPTS_ANYTHING = {"health": {"on_fault": "warn", "rank_share": 0.0, "least_std": 0.0, "drop": 1e-6, "deviations": 1e9}}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is different from BASE, and what it stands for."""
+
+    name: str
+    says: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    as_it_was: bool = False
+    """With the prototype's two faults: the teacher is never updated and the context is not masked."""
+    registered: bool = True
+    """Trained and judged on the store whose B-scans are registered axially."""
+
+
+ARMS = (
+    Arm("random", "the encoder before its first update"),
+    Arm(
+        "prototype",
+        "as it was: teacher never updated, context unmasked",
+        {"objective": {"name": "data2vec", "context_loss": 0.0}, "masks": {"budget": None, "plane": "bscan"}, **ACCEPTS_ANYTHING},
+        as_it_was=True,
+    ),
+    Arm("data2vec", "the prototype made sound", {"objective": {"name": "data2vec", "context_loss": 0.0}, **WHOLE_GRID}),
+    Arm("vjepa2", "V-JEPA 2, whole grid", PLAIN),
+    Arm("vjepa2_context", "V-JEPA 2 with context loss, whole grid", WHOLE_GRID),
+    Arm("ours", "V-JEPA 2 with context loss on the token budget", {}),
+    Arm(
+        "mae",
+        "voxels of hidden tissue, token budget",
+        {"objective": {"name": "mae", "context_loss": 0.0}, "masks": {"mask_ratio": 0.75, "context_ratio": 0.25}},
+    ),
+)
+ALSO = (
+    Arm(
+        "whitened", "ours, two levels of whitened goals", {"objective": {"target_norm": "whiten", "target_levels": 2, "context_loss": 1.0}}
+    ),
+    Arm("levels", "ours, goals from all four levels", {"objective": {"target_levels": 4}}),
+    Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", {"masks": {"plane": "bscan"}}),
+    Arm("inner", "ours, blocks in the B-scan plane around the inner retina", {"masks": {"plane": "bscan", "centres": "inner"}}),
+    Arm("stages", "ours, hidden share .4, .6, .75 in three stages", {"masks": {"stages": [[0.4, 0.5], [0.6, 0.35], [0.75, 0.25]]}}),
+    Arm("balanced", "ours, every scanner as often as any other", {"data": {"balance_scanners": True}}),
+    Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", registered=False),
+)
+SURFACES = ("ilm", "rpe", "bm")
+DENSE = {"train": 32, "test": 96, "steps": 200}
+"""Volumes and decoder steps of the dense probe."""
+RANKED = 48
+"""Test volumes whose tissue tokens the effective rank is of."""
+
+
+def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """`a` with what `b` says otherwise, section by section."""
+    return a | {key: merged(a.get(key, {}), value) if isinstance(value, dict) else value for key, value in b.items()}
+
+
+def config_of(arm: Arm, seed: int, steps: int) -> PretrainConfig:
+    steps = max(1, steps)  # the random encoder makes none, and is built from the same settings
+    every = {"validate_every_steps": steps, "ckpt_every_steps": max(1, steps // 8)}
+    return load(PretrainConfig, merged(merged(BASE, arm.settings), {"seed": seed, "steps": steps, **every}))
+
+
+def flops_of(config: PretrainConfig) -> float:
+    """Of one update; of a run with stages, the mean over them."""
+    data = config.data
+    stages = [config.masks.at(share) for share in np.linspace(0, 1, 3 * max(1, len(config.masks.stages)), endpoint=False)]
+    counted = [
+        step_cost(
+            config.model_copy(update={"masks": masks}),
+            PREPROCESSING,
+            data.per_device_batch_size,
+            data.global_batch_size // data.per_device_batch_size,
+        ).flops
+        for masks in stages
+    ]
+    return float(np.mean(counted))
+
+
+@contextmanager
+def faults_of_the_prototype() -> Iterator[None]:
+    """Every learner that is made meanwhile has a frozen teacher and sees the answers."""
+    begin = Learner.begin
+
+    def faulty(self: Learner, fresh: bool = True) -> None:
+        begin(self, fresh)
+        sabotage.INTO_LEARNER["teacher-frozen"](self)
+        sabotage.INTO_LEARNER["context-unmasked"](self)
+
+    Learner.begin = faulty
+    try:
+        yield
+    finally:
+        Learner.begin = begin
+
+
+def train(arm: Arm, seed: int, steps: int, store: Store, folder: Path) -> tuple[PretrainConfig, Encoder, dict[str, Any]]:
+    """The frozen encoder of an arm, and what its run says; a run that was cut off is resumed."""
+    config, facts = config_of(arm, seed, steps), {}
+    model = build_objective(config, store.preprocessing)
+    if steps:
+        with faults_of_the_prototype() if arm.as_it_was else nullcontext():
+            pretrain(config, store, folder, "cpu", echo=lambda line: print(f"    {line}", flush=True) if "/" in line[:30] else None)
+        model.load_state_dict(checkpoint.load(checkpoint.newest(folder))["model"])
+        rows = read_metrics(folder / "metrics.jsonl")
+        last = [row for row in rows if row["kind"] == "validation"][-1]
+        facts = {name: last[name] for name in ("masked_over_baseline", "context_over_baseline")}
+        speeds = [row["volumes_per_s"] for row in rows if row["kind"] == "train" and "volumes_per_s" in row]
+        facts["volumes_per_s"] = float(np.median(speeds))
+        facts["incidents"] = sorted({str(row.get("what")) for row in rows if row["kind"] == "incident"})
+    network = frozen_encoder(config, model).eval()
+    return config, Encoder(network, config, store.preprocessing, start("fp32", "cpu"), arm.name, store.fingerprint), facts
+
+
+def judge(encoder: Encoder, store: Store, seed: int) -> dict[str, Any]:
+    """Predictions of frozen probes for every test volume; what they are worth is for the table, which compares arms on the same people."""
+    vectors = np.concatenate(
+        [encoder.embed_arrays(store.read(part)) for part in np.array_split(np.arange(len(store)), -(-len(store) // 8))]
+    )
+    rows, labels = store.rows, [row.participant_labels for row in store.rows]
+    split, scanner = np.array([row.split for row in rows]), np.array([row.scanner for row in rows])
+    diagnosis = np.array([of["diagnosis"] for of in labels])
+    train, test = np.flatnonzero(split == "train"), np.flatnonzero(split == "test")
+    people = np.array([row.participant for row in rows])
+    known = {name: np.unique(values[train]) for name, values in (("diagnosis", diagnosis), ("scanner", scanner))}
+
+    def probe(truth: np.ndarray, classes: int) -> np.ndarray:
+        return fit_predict("linear", vectors[train], truth[train], people[train], vectors[test], classes, seed)[0]
+
+    def classified(values: np.ndarray, classes: np.ndarray) -> list[list[float]]:
+        return np.round(probe(np.searchsorted(classes, values).clip(0, len(classes) - 1), len(classes)), 4).tolist()
+
+    ill = probe((diagnosis != "healthy").astype(int), 2)
+    numbers = {name: np.array([float(of[name]) for of in labels]) for name in ("severity", "cst_um")}
+    return {
+        "participant": people[test].tolist(),
+        "held_out": (scanner[test] == HELD_OUT).tolist(),
+        "diagnosis": {
+            "classes": known["diagnosis"].tolist(), "truth": diagnosis[test].tolist(), "log_p": classified(diagnosis, known["diagnosis"])
+        },
+        "disease": {"truth": (diagnosis[test] != "healthy").tolist(), "score": np.round(ill[:, 1] - ill[:, 0], 4).tolist()},
+        "scanner": {"classes": known["scanner"].tolist(), "truth": scanner[test].tolist(), "log_p": classified(scanner, known["scanner"])},
+        **{
+            name: {"truth": values[test].tolist(), "predicted": np.round(probe(values, 0)[:, 0], 4).tolist()}
+            for name, values in numbers.items()
+        },
+    }  # fmt: skip
+
+
+def rank_of(encoder: Encoder, store: Store) -> float:
+    """RankMe of the tissue tokens of some test volumes."""
+    rows = [row.index for row in store.rows if row.split == "test"][:RANKED]
+    tokens, tissue = encoder.tissue_tokens(store.read(rows))
+    return effective_rank(torch.from_numpy(tokens[tissue]))
+
+
+def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Mean absolute error in µm of layer surfaces that a linear decoder of frozen tokens finds, for every test volume it looks at."""
+    scan = {s.name: s for s in scans(*chosen.cohort)}
+    config = load(SegmentConfig, {"surfaces": list(SURFACES), "steps": DENSE["steps"], "batch_size": 2})
+
+    def truth(row: StoreRow) -> Labelled:
+        file = chosen.out / "truth" / f"{row.acquisition}.npy"
+        if not file.is_file():
+            # Rendered again, once for all arms: the store keeps no truth.
+            known = scan[row.acquisition].acquire()[1]
+            file.parent.mkdir(exist_ok=True)
+            np.save(file.with_suffix(".partial.npy"), np.stack([known.surface(name) for name in SURFACES]))
+            file.with_suffix(".partial.npy").replace(file)
+        return to_prepared({"rows": np.load(file), "mask": None}, transform_of(row))
+
+    seen = [row for row in store.rows if row.split == "train" and row.laterality == "R"][: DENSE["train"]]
+    tested = [row for row in store.rows if row.split == "test" and row.scanner != HELD_OUT][: DENSE["test"]]
+    segmenter = Segmenter(config, encoder)
+    segmenter.train(lambda i: store.read([seen[i].index]).voxels[0], [truth(row) for row in seen], echo=lambda _: None)
+    um = encoder.preprocessing.target_spacing[1] * 1000
+    errors = []
+    for row in tested:
+        rows, _ = segmenter.predict(store.read([row.index]).voxels[0])
+        gap = np.abs(rows - truth(row).rows)
+        errors.append([float(np.nanmean(g) * um) for g in gap])
+    return {"surfaces": list(SURFACES), "participant": [row.participant for row in tested], "um": np.round(errors, 3).tolist()}
+
+
+def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference: float, echo: Callable[[str], None]) -> None:
+    """Train and judge one arm with one seed, unless its JSON is there; made with other settings, it is refused."""
+    target = chosen.out / "arms" / f"{arm.name}-{seed}.json"
+    probing = config_of(arm, seed, 1)
+    steps = 0 if arm.name == "random" else max(1, round(chosen.steps * reference / flops_of(probing)))
+    settings = config_of(arm, seed, steps).model_dump(mode="json")
+    key = hashlib.sha256(json.dumps([settings, steps, list(chosen.cohort), DENSE, store.fingerprint]).encode()).hexdigest()[:16]
+    result = json.loads(target.read_text()) if target.is_file() else None
+    if result and result["key"] != key:
+        raise SystemExit(f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, or delete it")
+    if result and (chosen.data is None or "amd" in result):
+        return
+    echo(f"{arm.name}, seed {seed}: {steps} updates ({arm.says})")
+    config, encoder, facts = train(arm, seed, steps, store, chosen.out / "runs" / f"{arm.name}-{seed}")
+    if result is None:
+        result = {"arm": arm.name, "says": arm.says, "seed": seed, "key": key, "steps": steps, "flops": steps * flops_of(config), **facts}
+        result |= {"effective_rank": rank_of(encoder, store), "probes": judge(encoder, store, seed), "dense": dense(encoder, store, chosen)}
+    if chosen.data:
+        result["amd"] = by_halves({"frozen": (encoder, "encoder")}, chosen.data, DENSE["steps"])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps(result) + "\n")
+    partial.replace(target)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, required=True)
+    arguments.add_argument("--arms", default=",".join(arm.name for arm in ARMS), help=f"of {', '.join(a.name for a in (*ARMS, *ALSO))}")
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--steps", type=int, default=400, help="updates of `ours`; the other arms get the same operations")
+    arguments.add_argument("--train", type=int, default=200, help="participants, both eyes")
+    arguments.add_argument("--test", type=int, default=1600, help="other participants, one eye each")
+    arguments.add_argument("--held-out", type=int, default=400, help="of these, scanned again on a scanner that nothing was trained on")
+    arguments.add_argument("--data", type=Path, help="folder with medvisbonn_amd_spectralis_145.npz")
+    arguments.add_argument("--table", action="store_true", help="only the table of the arms that are there")
+    chosen = arguments.parse_args()
+    known = {arm.name: arm for arm in (*ARMS, *ALSO)}
+    if unknown := [name for name in chosen.arms.split(",") if name not in known]:
+        raise SystemExit(f"--arms: {unknown[0]!r} is none of {', '.join(known)}")
+    chosen.cohort = (chosen.train, chosen.test, chosen.held_out)
+    if not chosen.table:
+        reference = flops_of(config_of(known["ours"], 0, 1))
+        arms, stores = [known[name] for name in chosen.arms.split(",")], {}
+        for seed in range(chosen.seeds):
+            for arm in arms:
+                if arm.registered not in stores:
+                    stores[arm.registered] = make_store(chosen.out / "store", *chosen.cohort, registered=arm.registered)
+                one(arm, seed, chosen, stores[arm.registered], reference, lambda line: print(line, flush=True))
+                write_table(chosen.out)
+    print(write_table(chosen.out).read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The phantoms of benchmarks/objectives.py: rendered straight into a store that keeps the production axial pitch, resumable."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
+from octfm.data.phantom.eye import central_subfield_um
+from octfm.data.phantom.render import GroundTruth, render
+from octfm.data.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
+from octfm.data.phantom.write import PHANTOM_VERSION, SIDES
+from octfm.data.preprocessing import Preprocessing
+from octfm.data.store import Store, StoreRow
+from octfm.data.store_writer import StoreWriter, stage
+from octfm.data.volume import Laterality, Volume
+
+NATIVE = (24, 384, 192)
+"""B-scans, rows and columns that are rendered: 5.0 to 6.7 µm per row, as prepared."""
+PREPROCESSING = Preprocessing(image_size=(16, 384, 128), target_spacing=(0.25, 0.0052, 0.0352))
+"""The central 4 x 2 x 4.5 mm at the axial pitch of the default Preprocessing."""
+HELD_OUT = "synthetic_held_out"
+TRAIN_SEED, TEST_SEED = 30, 31
+"""Defaults are chosen from this table, so its seeds are those of development (docs/phantom.md). Test participants are another cohort's, or
+the balance of one would make chance level differ."""
+VALIDATION = 16
+"""Participants after the training ones, for the validation loss."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One acquisition to be rendered; everything about it follows from these fields."""
+
+    person: Participant
+    seed: int
+    laterality: Laterality
+    scanner: str
+    split: str
+
+    @property
+    def name(self) -> str:
+        return f"phantom{PHANTOM_VERSION}.{self.seed}.{self.person.index}.{self.laterality}.{self.scanner}"
+
+    def acquire(self) -> tuple[Volume, GroundTruth]:
+        eye = eye_of(self.person, self.laterality, self.seed)
+        stream = [self.seed, 21, self.person.index, list(SCANNERS).index(self.scanner), SIDES.index(self.laterality)]
+        return render(eye, SCANNERS[self.scanner], np.random.default_rng(stream), NATIVE)
+
+    def labels(self) -> dict[str, str]:
+        diagnosis, severity = self.person.eye_diagnosis[self.laterality], self.person.severity[self.laterality]
+        cst = central_subfield_um(eye_of(self.person, self.laterality, self.seed))
+        return {"diagnosis": diagnosis, "severity": f"{severity:.4f}", "cst_um": f"{cst:.2f}"}
+
+
+def scans(train: int, test: int, held_out: int) -> Iterator[Scan]:
+    """Both eyes of `train` participants; one eye of each of `test` others; the first `held_out` of these again, on an unseen scanner."""
+    draw = partial(draw_cohort, scanners=DEFAULT_SCANNERS, second_scanner=0.0, fractions=(1.0, 0.0, 0.0))
+    for person in draw(train + VALIDATION, TRAIN_SEED):
+        split = "train" if person.index < train else "val"
+        yield from (Scan(person, TRAIN_SEED, side, person.scanners[0], split) for side in SIDES)
+    tested = draw(test, TEST_SEED)
+    # One disease of two is in one eye only: the eye is the one that is ill, where there is one, so that severities are spread.
+    sides = [max(SIDES, key=lambda s, p=p: (p.severity[s], hash_of(p, s))) for p in tested]
+    yield from (Scan(person, TEST_SEED, side, person.scanners[0], "test") for person, side in zip(tested, sides, strict=True))
+    yield from (Scan(person, TEST_SEED, side, HELD_OUT, "test") for person, side in zip(tested[:held_out], sides, strict=False))
+
+
+def hash_of(person: Participant, side: Laterality) -> int:
+    """Which eye of two that are equally ill: even over participants."""
+    return (person.index * 7919 + SIDES.index(side) * 104729) % 97
+
+
+def make_store(
+    folder: Path, train: int, test: int, held_out: int, *, registered: bool = True, echo: Callable[[str], None] = print
+) -> Store:
+    """The store, rendered from where it stands; the same bytes whenever it is continued. Without `registered`, beside it, the same scans
+    with B-scans as they lie."""
+    preprocessing = PREPROCESSING.model_copy(update={"register_bscans": registered})
+    folder = folder if registered else folder.with_name(f"{folder.name}-unregistered")
+    wanted = list(scans(train, test, held_out))
+    with StoreWriter(folder, preprocessing) as writer:
+        have = [row.acquisition for row in writer.rows]
+        if have != [scan.name for scan in wanted[: len(have)]]:
+            raise SystemExit(f"{folder}: holds the volumes of another cohort; delete it, or give the numbers it was made with")
+        for index in range(len(have), len(wanted)):
+            scan = wanted[index]
+            prepared = preprocessing(scan.acquire()[0])
+            digest = stage(prepared, writer.staging, str(index), writer.compression)
+            writer.append(
+                StoreRow(
+                    index=index,
+                    acquisition=scan.name,
+                    uri=f"{scan.name}.phantom",
+                    participant=scan.person.participant,
+                    eye_id=f"{scan.person.participant}_{scan.laterality}",
+                    laterality=scan.laterality,
+                    scanner=scan.scanner,
+                    protocol=SCANNERS[scan.scanner].protocol,
+                    split=scan.split,
+                    participant_labels=scan.labels(),
+                    flags=(),
+                    confident=prepared.confident,
+                    confidence=dict(prepared.confidence),
+                    transform=prepared.transform.to_dict(),
+                    checksum=digest,
+                ),
+                str(index),
+            )
+            if (index + 1) % 100 == 0 or index + 1 == len(wanted):
+                echo(f"cohort: {index + 1:,} of {len(wanted):,} volumes")
+    return Store.open(folder)
