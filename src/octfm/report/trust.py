@@ -84,7 +84,7 @@ def _compared(c: dict[str, Any]) -> dict[str, Any]:
     """A comparison as cells; a claim is shown only where it stands after Holm."""
     metric = words.NAMES.get(c["metric"], c["metric"])
     gap = words.number(c, digits=words.digits_of(c["metric"])) if c["difference"] is not None else "–"
-    p, adjusted = ("–" if c.get(k) is None else f"{c[k]:.3f}" for k in ("p", "p_holm"))
+    p, adjusted = ("–" if c.get(k) is None else "<0.001" if c[k] < 0.001 else f"{c[k]:.3f}" for k in ("p", "p_holm"))
     return {**c, "metric": metric, "gap": gap, "p": p, "holm": adjusted, "lost": c["verdict"] != c["claim"] and c.get("planned")}
 
 
