@@ -86,7 +86,7 @@ def f_interval(values: np.ndarray, form: Form, level: float = 0.95) -> FInterval
     if form in ("ICC(1,1)", "ICC(1,k)", "ICC(3,1)", "ICC(3,k)"):
         one_way = form.startswith("ICC(1")
         error, df = (within, n * (k - 1)) if one_way else (residual, (n - 1) * (k - 1))
-        low, high = between / error / F.ppf(tail, n - 1, df), between / error * F.ppf(tail, df, n - 1)
+        low, high = between / error / float(F.ppf(tail, n - 1, df)), between / error * float(F.ppf(tail, df, n - 1))
         if form.endswith("k)"):
             return FInterval(1 - 1 / low, 1 - 1 / high)
         return FInterval((low - 1) / (low + k - 1), (high - 1) / (high + k - 1))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,12 +39,12 @@ def load_external(spec: str) -> tuple[str, Embed]:
         there = ", ".join(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__) or "none"
         raise EvaluationError(f"--external {spec}: {where} has no function {function}; functions there: {there}")
     try:
-        embed = make()
+        embed: Any = make()
     except Exception as error:  # the user's own code: whatever it raises is the answer
         raise EvaluationError(f"--external {spec}: {function}() failed: {type(error).__name__}: {error}") from error
     if not callable(embed):
         raise EvaluationError(f"--external {spec}: {function}() must return a function of voxels [B, D, H, W], got {type(embed).__name__}")
-    return function, embed
+    return function, cast(Embed, embed)
 
 
 def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str, Embed] | None = None) -> Embeddings:

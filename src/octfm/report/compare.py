@@ -54,7 +54,8 @@ def names_of(runs: Sequence[Path]) -> dict[str, Path]:
 
 def labels_of(runs: Mapping[str, Path]) -> Path | None:
     """The label table that the runs were probed with, where it is one and still there."""
-    found = {s.probe.get("labels") for run in runs.values() if (s := gather(run, None, None)).probe is not None} - {None}
+    probed = [s.probe for run in runs.values() if (s := gather(run, None, None)).probe is not None]
+    found = {table for probe in probed if (table := probe.get("labels")) is not None}
     path = Path(found.pop()) if len(found) == 1 else None
     return path if path is not None and path.is_file() else None
 

@@ -116,7 +116,7 @@ def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
         rows = [r for r in probe["results"] if r["target"] == target and r["encoder"] == first and r["estimate"] is not None]
         metrics = []
         for r in rows:
-            label = words.METRICS.get(r["metric"], r["metric"])
+            label = str(words.METRICS.get(r["metric"], r["metric"]))
             if r["low"] is not None:
                 label += f", 95 % interval {r['low']:.3f} to {r['high']:.3f}"
             metrics.append({"type": r["metric"], "value": round(float(r["estimate"]), 4), "name": label})

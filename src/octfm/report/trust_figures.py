@@ -42,12 +42,12 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
         for b in rows:
             y, color = labels.index(b.label) * pitch + series.index(b.series), SERIES[b.series % len(SERIES)]
             low, high, middle = b.row.get("low"), b.row.get("high"), value(b)
-            if low is not None:
+            if low is not None and high is not None:
                 axes.plot([low, high], [y, y], color=color, linewidth=1.8, solid_capstyle="round")
             filled = color if low is not None else "none"
             marker = MARKERS[b.series % len(MARKERS)]
             shown = b.name if b.name and b is next(o for o in rows if o.series == b.series) else None
-            axes.plot([middle], [y], marker, color=color, markerfacecolor=filled, markersize=5.5, linestyle="none", label=shown)
+            axes.plot([middle or 0.0], [y], marker, color=color, markerfacecolor=filled, markersize=5.5, linestyle="none", label=shown)
         axes.set_yticks([i * pitch + (len(series) - 1) / 2 for i in range(len(labels))], [plain(label) for label in labels])
         axes.set_ylim(len(labels) * pitch - 0.4, -0.7)
         axes.grid(axis="y", visible=False)

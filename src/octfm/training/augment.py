@@ -178,11 +178,11 @@ def draw(config: AugmentConfig, rngs: Sequence[np.random.Generator], laterality:
             )
         )
     shift, gain, gamma, lateral, scale_x, scale_y, slope, mirrored, noise, speckle, key = (np.array(c) for c in zip(*rows, strict=True))
-    small = (array.astype(np.float32) for array in (gain, gamma))
     return Augmentation(
         config,
         shift.astype(np.int64),
-        *small,
+        gain.astype(np.float32),
+        gamma.astype(np.float32),
         lateral,
         scale_x,
         scale_y,

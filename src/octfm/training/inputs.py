@@ -76,9 +76,9 @@ def make_inputs(config: PretrainConfig, preprocessing: Preprocessing, runtime: R
     """Draw augmentation and masks for every volume of the batch and cut its kept patches out on the device."""
     band, valid = batch.band, batch.valid.astype(np.float32)
     drawn = augment.draw(config.augment, generators(config.seed, AUGMENT, batch.position), batch.laterality) if augmented else None
-    frame = (*batch.voxels.shape[2:], preprocessing.target_spacing)
+    height, width, spacing = *batch.voxels.shape[2:4], preprocessing.target_spacing
     if drawn is not None:
-        band, valid = drawn.surfaces(band, valid, frame[0], frame[2])
+        band, valid = drawn.surfaces(band, valid, height, spacing)
     tokens = token_map(band, valid, preprocessing.image_size, config.model.patch_size)
     stream = MASKS if augmented else VALIDATION
     settings = config.masks.at(batch.position[0] / (config.data.global_batch_size * config.steps)) if augmented else config.masks
@@ -89,7 +89,7 @@ def make_inputs(config: PretrainConfig, preprocessing: Preprocessing, runtime: R
     index = TokenIndex(kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)), tissue)
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
-    moves = drawn.on_device(runtime.tensor, *frame) if drawn is not None else None
+    moves = drawn.on_device(runtime.tensor, height, width, spacing) if drawn is not None else None
     if moves is not None:
         voxels = augment.move(voxels, moves)
     raw = take_patches(voxels, kept, config.model.patch_size)

@@ -4,9 +4,10 @@ Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2
 unsigned by PS3.3 C.8.17.7, and unsigned ones are read as they are; signed ones come from conversion software.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -82,9 +83,9 @@ def _stated(dataset: Any, sequence: str, keywords: tuple[str, str], uri: str) ->
 def _pair(place: Any, keywords: tuple[str, str]) -> tuple[float, float] | None:
     values = []
     for keyword in keywords:
-        value = place.get(keyword)
-        several = value is not None and not isinstance(value, str) and hasattr(value, "__iter__")
-        first = next(iter(value), None) if several else value  # of several windows the first
+        value: Any = place.get(keyword)
+        several = not isinstance(value, str | None) and hasattr(value, "__iter__")
+        first = next(iter(cast(Iterable[Any], value)), None) if several else value  # of several windows the first
         if first is None or first == "":
             return None
         values.append(float(first))

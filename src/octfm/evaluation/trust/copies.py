@@ -39,9 +39,10 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
                 continue  # where everybody is tested, a scan may be its own neighbour
             correlation = same_speckle(detail(i), detail(j))
             strongest = max(strongest, correlation)
-            pair = _pair(data, i, j) | {"correlation": round(correlation, 3)}
-            if correlation >= threshold and tuple(sorted(pair["acquisitions"])) not in seen:
-                seen.add(tuple(sorted(pair["acquisitions"])))
+            pair: dict[str, Any] = _pair(data, i, j) | {"correlation": round(correlation, 3)}
+            both = tuple(sorted(pair["acquisitions"]))
+            if correlation >= threshold and both not in seen:
+                seen.add(both)
                 near.append(pair)
     return {
         "fingerprints": sum(bool(row.pixels) for row in rows),
@@ -96,7 +97,7 @@ def _pair(data: Any, i: int, j: int) -> dict[str, Any]:
 
 def _detail(store: Store, row: StoreRow) -> np.ndarray:
     """float32 [3, H, W]: the middle B-scans without what is smooth, inside the tissue band only."""
-    from scipy.ndimage import uniform_filter
+    from scipy.ndimage import uniform_filter1d
 
     arrays = store.read([row.index])
     middle = arrays.voxels.shape[1] // 2
@@ -106,8 +107,8 @@ def _detail(store: Store, row: StoreRow) -> np.ndarray:
     band = arrays.band[0, :, chosen]
     inside = (height >= band[0][:, None]) & (height < band[1][:, None])
     # Layers are smooth along a B-scan and shadows along an A-scan, in every scan of an eye; speckle is neither.
-    rough = voxels - uniform_filter(voxels, (1, 1, 7))
-    rough -= uniform_filter(rough, (1, 7, 1))
+    rough = voxels - uniform_filter1d(voxels, 7, axis=2)
+    rough -= uniform_filter1d(rough, 7, axis=1)
     rough = np.where(inside, rough, 0)
     return rough / max(float(rough.std()), 1e-6)
 

@@ -102,7 +102,7 @@ def _examples(study: Study, labels: dict[str, np.ndarray]) -> list[dict[str, Any
     for at, i in enumerate(query):
         if kind[at] not in chosen and study.data.participant[i] not in people:
             chosen[kind[at]] = at
-            people.add(study.data.participant[i])
+            people.add(str(study.data.participant[i]))
     places = sorted(chosen.values(), key=lambda at: str(kind[at]))
     step = max(1, len(places) // EXAMPLES)
     return [_example(study, target, labels, int(query[at]), nearest[at].tolist()) for at in places[::step][:EXAMPLES]]

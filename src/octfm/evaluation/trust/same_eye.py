@@ -165,7 +165,10 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     rows = np.flatnonzero(tested & np.array([side is not None for side in data.laterality]))
     shelved = set(zip(data.eye_id[rows].tolist(), data.scanner[rows].tolist(), strict=True))
     queries = [
-        (i, scanner) for i in rows for scanner in study.scanners if scanner != data.scanner[i] and (str(data.eye_id[i]), scanner) in shelved
+        (i, scanner)
+        for i in rows.tolist()
+        for scanner in study.scanners
+        if scanner != data.scanner[i] and (str(data.eye_id[i]), scanner) in shelved
     ]
     people = np.array([data.participant[i] for i, _ in queries], dtype=str)
     if len(np.unique(people)) < MIN_PARTICIPANTS:

@@ -155,7 +155,7 @@ def _judged(
     flat = [p for runs in parts.values() for p in runs]
     boots = iter(bootstrap_together([(p.metric, p.participants) for p in flat], resamples=study.resamples, seed=study.seed))
     of = {key: over_seeds([next(boots) for _ in runs], seed=study.seed) for key, runs in parts.items()}
-    facts = {"target": task.name, "metric": task.metric, "encoder": encoder.name}
+    facts: dict[str, Any] = {"target": task.name, "metric": task.metric, "encoder": encoder.name}
     rows = []
     for (scanner, regime), runs in parts.items():
         boot = None if runs[0].rare else of[scanner, regime]

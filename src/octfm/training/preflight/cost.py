@@ -123,12 +123,12 @@ def _gathered(model: torch.nn.Module) -> int:
 
 def _inputs(config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int):
     """What `make_inputs` allocates on the device for one micro-batch, call by call."""
-    index = TokenIndex(
-        *(torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target)), torch.ones(batch, kept, dtype=torch.bool)
-    )
+    places = (torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target))
+    index = TokenIndex(*places, tissue=torch.ones(batch, kept, dtype=torch.bool))
     voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
     drawn = augment.draw(config.augment, [np.random.default_rng(0)] * batch)
-    moves = drawn.on_device(_fake, *preprocessing.image_size[1:], preprocessing.target_spacing)
+    _, height, width = preprocessing.image_size
+    moves = drawn.on_device(_fake, height, width, preprocessing.target_spacing)
     voxels = augment.move(voxels, moves)
     raw = take_patches(voxels, index.kept, config.model.patch_size)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
