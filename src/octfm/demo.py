@@ -89,9 +89,9 @@ def run_demo(
     card = write_model_card(run, out / "model_card.md", catalog=out / "catalog", store=store.path)
     clock.stop()
     echo(f"took {clock.total:.0f} s: {clock.shares()}")
+    echo(f"model card: {card.resolve()}")
     for line in summary_lines(run, catalog=out / "catalog", store_path=store.path):
         echo(line)
-    echo(f"model card: {card.resolve()}")
     echo(f"report: {report.resolve()}")
     return report
 
