@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 # Two workers with one thread each: with a thread per core in each worker they wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 STAMP := $(VENV)/.installed
+XLA := .venv-xla
 
-.PHONY: demo test test-all lint docs wheel clean
+.PHONY: demo test test-all test-xla lint docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
@@ -18,6 +19,14 @@ test: $(STAMP)
 
 test-all: $(STAMP) lint
 	$(PYTEST) -m "not gpu"
+
+# In an environment of its own (3 GB), since torch_xla needs torch 2.9: virtual devices of a CPU.
+test-xla: $(XLA)/.installed
+	OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest -q -p no:cacheprovider tests/xla
+
+$(XLA)/.installed: tests/xla/environment.sh tests/xla/empty_cuda.py
+	PYTHON=$(PYTHON) tests/xla/environment.sh $(XLA)
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
@@ -40,4 +49,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) demo dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) demo dist site .pytest_cache .ruff_cache .hypothesis

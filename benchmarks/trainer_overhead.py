@@ -19,10 +19,11 @@ from octfm.data.preprocessing import Preprocessing
 from octfm.training import monitors
 from octfm.training.checkpoint_writer import CheckpointWriter, Retention
 from octfm.training.learner import Learner
-from octfm.training.measure import Before, train_row
+from octfm.training.limits import limits
+from octfm.training.measure import train_row, update
 from octfm.training.runtime import start
 from octfm.training.settings import load_config
-from octfm.training.step import accumulate, tell
+from octfm.training.step import accumulate, judge, tell
 
 SIZE = (32, 192, 192)
 
@@ -48,16 +49,15 @@ def main() -> None:
     def step(look: bool = False) -> float:
         begun = time.perf_counter()
         done = accumulate(learner, batch, 0.5, everything=look)
-        told = tell(learner, done)
-        grad_norm = float(learner.runtime.clip(learner.trained, config.clip_grad_norm))
-        if look:
-            monitors.step_findings(config, learner.state, told, batch.index, grad_norm)
-        before = Before.update(learner) if look else None
+        norm = learner.runtime.clip(learner.trained, config.clip_grad_norm)
+        outcome = judge(learner, done, norm, limits(config.health, learner.state))
         learner.set_rates(1e-4, 0.05, 0.999)
-        learner.update(made=True)
-        learner.state = learner.state.accept(told.loss, grad_norm, config.health.window)
-        if before is not None:
-            row = train_row(learner, done, before, 0.999, batch.scanner)
+        moved = update(learner, outcome.made, look=look)
+        told = tell(learner, done, outcome)
+        learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
+        if look:
+            monitors.step_findings(config, learner.state, told, batch.index)
+            row = train_row(learner, done, moved, 0.999, batch.scanner)
             monitors.row_findings(config.health, learner.state, row, config.model.width)
         return time.perf_counter() - begun
 

@@ -5,7 +5,7 @@
 #   launch/tpu_pod.sh tail|stop|delete --name oct --zone us-central2-b
 #
 # --dry-run prints every command instead of running it. --project, --version (of the TPU software) and --setup (a command that makes .venv on
-# a worker) are optional. Tested with a fake gcloud only: nobody has run it on a TPU, and this version's runtime does not train there yet.
+# a worker) are optional. Tested with a fake gcloud only: nobody has run it on a TPU.
 set -euo pipefail
 
 usage() {

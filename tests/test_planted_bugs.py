@@ -97,7 +97,7 @@ BUGS = (
     Bug(
         "F11a-teacher-never-moves-is-stopped-by-the-loop",
         "training/learner.py",
-        "self.model.update_target(torch.where(yes, self.ema, torch.ones_like(self.ema)))",
+        "self.model.update_target(torch.where(made, self.ema, torch.ones_like(self.ema)))",
         "pass",
         "test_pretrain.py::test_F11_teacher_moves_in_every_update_and_context_cannot_see",
     ),

@@ -14,6 +14,7 @@ class Data2Vec(nn.Module):
     """data2vec-style masked prediction (arXiv:2202.03555) with a two-layer MLP and a normalised squared error (BYOL)."""
 
     name = "data2vec"
+    gathers = False
 
     def __init__(self, model: ViTConfig, grid: TokenGrid):
         super().__init__()
@@ -22,7 +23,9 @@ class Data2Vec(nn.Module):
         self.mask_token = nn.Parameter(torch.randn(model.width) * 0.02)
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
 
-    def forward(self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float) -> ObjectiveOutput:
+    def forward(
+        self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor
+    ) -> ObjectiveOutput:
         """Losses of normalised patches of the kept tokens; every token that is not context enters as the mask token."""
         encoder = self.encoder
         table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None

@@ -27,7 +27,9 @@ class JEPA(nn.Module):
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
         self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
 
-    def forward(self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float) -> ObjectiveOutput:
+    def forward(
+        self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor
+    ) -> ObjectiveOutput:
         """Losses of normalised patches of the kept tokens. The context encoder receives the context patches and nothing else.
 
         `target_patches_BKP` are the same voxels as the target encoder is to see them (without recolouring).
@@ -57,6 +59,11 @@ class JEPA(nn.Module):
         move_average(self.target_encoder, self.encoder, momentum)
         if self.whitening is not None:
             self.whitening.update()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a step leaves more behind than gradients."""
+        return self.whitening is not None
 
     def discard_step(self) -> None:
         """Forget what this step gathered: its update will not be made."""

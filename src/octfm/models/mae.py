@@ -21,6 +21,7 @@ class MAE(nn.Module):
     """
 
     name = "mae"
+    gathers = False
     target_encoder = None
     """Voxels are the goal, so there is no teacher."""
 
@@ -29,7 +30,9 @@ class MAE(nn.Module):
         self.encoder = VisionTransformer3D(model, grid)
         self.predictor = Predictor(predictor, model.width, prod(model.patch_size), model.activation_checkpointing)
 
-    def forward(self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float) -> ObjectiveOutput:
+    def forward(
+        self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor
+    ) -> ObjectiveOutput:
         """Losses of normalised patches of the kept tokens. The encoder receives the context patches and nothing else.
 
         `target_patches_BKP` are the same voxels as they are to be predicted (without recolouring and noise).

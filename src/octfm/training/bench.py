@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from octfm.config import load
 from octfm.data.loader import Batch, Loader, accumulation
@@ -173,7 +174,7 @@ def _trial(name: str, config: PretrainConfig, preprocessing: Preprocessing, batc
             float(loss)  # waits for the device
             passed = time.perf_counter()
             float(runtime.clip(learner.trained, config.clip_grad_norm))
-            learner.update(True)
+            learner.update(torch.ones((), dtype=torch.bool, device=runtime.device))
             float(learner.trained[0].detach().flatten()[0])
             passes.append(passed - begun)
             updates.append(time.perf_counter() - passed)

@@ -74,14 +74,14 @@ def feature_std(features_MD: Tensor) -> float:
 
 
 @torch.no_grad()
-def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None) -> float:
+def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None) -> Tensor:
     """|a - b| / |b| over lists of tensors. `sum_shares_` sums over ranks, in place, where each holds a share of every tensor."""
     norms = torch.stack([torch.stack(torch._foreach_norm(x)).norm() for x in (torch._foreach_sub(a, b), b)])
     if sum_shares_ is not None:
         norms = norms.square()
         sum_shares_(norms)
         norms = norms.sqrt()
-    return float(norms[0] / norms[1].clamp_min(1e-12))
+    return norms[0] / norms[1].clamp_min(1e-12)
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:

@@ -17,7 +17,9 @@ from octfm.training.inputs import Objective, build_objective, optimizer_groups
 from octfm.training.run_state import RunState
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig
-from octfm.training.sharded_adamw import ShardedAdamW
+
+ENGINE = ("fused", "foreach", "capturable")
+"""Settings of an optimizer that belong to the device it runs on, not to the run."""
 
 
 class Learner:
@@ -26,7 +28,7 @@ class Learner:
     def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, *, fresh: bool = True):
         """`fresh` is false where a checkpoint is about to be restored, so that `model.init` need not be there any more."""
         self.config, self.preprocessing, self.runtime = config, preprocessing, runtime
-        self.lr, self.weight_decay, self.ema, self.made = (runtime.scalar() for _ in range(4))
+        self.lr, self.weight_decay, self.ema = (runtime.scalar() for _ in range(3))
         self.begin(fresh)
 
     def begin(self, fresh: bool = True) -> None:
@@ -38,12 +40,7 @@ class Learner:
         if isinstance(self.model, JEPA) and self.model.whitening is not None:
             self.model.whitening.over_ranks = self.runtime.sum_
         self.decayed, self.free = optimizer_groups(self.model)
-        groups: list[dict[str, Any]] = [{"params": self.decayed}, {"params": self.free}]
-        self.optimizer: torch.optim.AdamW = (
-            ShardedAdamW(groups, self.lr, self.config.betas, self.runtime.local)
-            if self.runtime.sharded
-            else torch.optim.AdamW(groups, lr=self.lr, betas=self.config.betas, weight_decay=0.0, fused=True)
-        )
+        self.optimizer = self.runtime.adamw([{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas)
         self.step, self.state = 0, RunState()
 
     @property
@@ -52,32 +49,36 @@ class Learner:
 
     @property
     def micro_batch(self) -> int:
-        """Volumes per forward pass: what memory has allowed, on this number of ranks or another, in a size that divides a rank's share."""
-        data = self.config.data
+        """Volumes that this process gives to a forward pass: what memory has allowed, on this number of ranks or another, in a size that
+        divides its share."""
+        data, devices = self.config.data, self.runtime.devices
         if not self.state.micro_batch:
-            return data.per_device_batch_size
-        most, share = min(self.state.micro_batch, data.per_device_batch_size), data.global_batch_size // self.runtime.world
-        return max(size for size in range(1, most + 1) if share % size == 0)
+            return data.per_device_batch_size * devices
+        most = min(self.state.micro_batch, data.per_device_batch_size)
+        share = data.global_batch_size // self.runtime.replicas
+        return devices * max(size for size in range(1, most + 1) if share % size == 0)
 
     def set_rates(self, lr: float, weight_decay: float, ema: float) -> None:
         """What the next update uses: set anew for every one, so that no scheduler can forget it (F2)."""
         for tensor, value in ((self.lr, lr), (self.weight_decay, weight_decay), (self.ema, ema)):
-            tensor.fill_(value)
+            self.runtime.set(tensor, value)
         for group in self.optimizer.param_groups:
             # Decay is applied by `update`: the optimizer would take it as a constant.
             group.update(lr=self.lr, weight_decay=0.0)
 
     @torch.no_grad()
-    def update(self, made: bool) -> None:
-        """One step of AdamW (arXiv:1711.05101) and of the average. With `made` false the same kernels run and change nothing."""
-        self.made.fill_(made)
-        yes = self.made > 0
+    def update(self, made: Tensor) -> None:
+        """One step of AdamW (arXiv:1711.05101) and of the average. With `made` (a bool on the device) false the same kernels run and
+        change nothing."""
+        if self.model.gathers and not made:
+            self.model.discard_step()
         rate = self.optimizer.param_groups[0]["lr"]
-        keep = torch.where(yes, 1 - rate * self.weight_decay, torch.ones_like(self.lr))
+        keep = torch.where(made, 1 - rate * self.weight_decay, torch.ones_like(self.lr))
         torch._foreach_mul_([self.runtime.local(p.detach()) for p in self.decayed], keep)
-        self.optimizer.found_inf = (1 - self.made).float()  # pyright: ignore[reportAttributeAccessIssue]  (what GradScaler sets)
+        self.optimizer.found_inf = (~made).float()  # pyright: ignore[reportAttributeAccessIssue]  (what GradScaler sets)
         self.optimizer.step()
-        self.model.update_target(torch.where(yes, self.ema, torch.ones_like(self.ema)))
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.update_target(torch.where(made, self.ema, torch.ones_like(self.ema)))
 
     def whole(self) -> Objective:
         """The networks with all of their weights here, to be used outside the step; a copy where they are sharded. All ranks ask."""
@@ -118,7 +119,10 @@ class Learner:
                     self._check_shapes(content["model"] or shards.shapes(source))
                 else:
                     self.model.load_state_dict(content["model"])
+                    own = [{name: group[name] for name in ENGINE} for group in self.optimizer.param_groups]
                     self.optimizer.load_state_dict(content["optimizer"])
+                    for group, kernels in zip(self.optimizer.param_groups, own, strict=True):
+                        group.update(kernels)
             except (RuntimeError, ValueError) as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 raise CheckpointError(

@@ -10,35 +10,39 @@ import torch
 
 from octfm.data.loader import Batch
 from octfm.data.store import Store
-from octfm.models.objective import ObjectiveOutput, content_free_baseline
+from octfm.models.objective import content_free_baseline
 from octfm.training import health
 from octfm.training.inputs import make_inputs
 from octfm.training.learner import Learner
 from octfm.training.runtime import Runtime
 from octfm.training.step import MicroStep
 
+PER_VOLUME = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goal_BCD")
+
 
 @torch.no_grad()
 def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float]:
     """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass, shared by the ranks (F12)."""
     config, model, runtime = learner.config, learner.model, learner.runtime
-    outputs: list[ObjectiveOutput] = []
+    outputs: list[list[torch.Tensor]] = []
     own, size = runtime.part(rows), learner.micro_batch
     # As many passes on every rank, whose shares differ by a volume: sharded networks are gathered by all of them at once.
     passes = ceil(ceil(len(rows) / runtime.world) / size)
     for number in range(passes):
         chosen = own[number * size : (number + 1) * size]
-        surplus = not len(chosen)
-        chosen = rows[:1] if surplus else chosen
+        count = len(chosen)
+        if not count or (runtime.steady and count < size):
+            # Of the shape that was compiled; what is not asked for is left out again.
+            chosen = np.concatenate((chosen, np.resize(rows, (size if runtime.steady else 1) - count)))
         arrays = store.read(chosen)
         scanner = tuple(store.rows[row].scanner for row in chosen)
         batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0)
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
             output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
-        outputs.append(ObjectiveOutput(*(x[:0] if surplus or name == "features_BMD" else x for name, x in _per_volume(output))))
+        outputs.append([x[:count] for x in runtime.read(*(getattr(output, name) for name in PER_VOLUME))])
     # One median over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
-    whole = [runtime.gather(torch.cat(x)) for x in list(zip(*outputs, strict=True))[1:5]]
+    whole = [runtime.gather(torch.cat(x)) for x in zip(*outputs, strict=True)]
 
     def row() -> dict[str, float]:
         masked, context = (float(x.mean()) for x in whole[:2])
@@ -52,11 +56,6 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
         }
 
     return runtime.first(row)
-
-
-def _per_volume(output: ObjectiveOutput) -> list[tuple[str, torch.Tensor]]:
-    """Fields by name; the scalar loss as one row, so that all of them can be cut along volumes."""
-    return [(name, x.reshape(1) if x.ndim == 0 else x) for name, x in output._asdict().items() if x is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +72,32 @@ class Before:
         teacher = learner.model.target_encoder
         return cls([p.clone() for p in _own(learner, teacher)] if teacher is not None else [], [p.clone() for p in _sample(learner)])
 
+    @torch.no_grad()
+    def moved(self, learner: Learner) -> dict[str, torch.Tensor]:
+        """What the update has moved since, as numbers on the device; of a teacher only where there is one."""
+        share, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
+        after, student = _own(learner, teacher) if teacher is not None else [], _own(learner, learner.model.encoder)
+        size = torch.stack(torch._foreach_norm([*after, *student])).norm()
+        stuck = torch.cat([(a == b).flatten() for a, b in zip(self.sample, _sample(learner), strict=True)])
+        counts = torch.stack((stuck.sum().float(), torch.full_like(size, float(stuck.numel()))))
+        share(counts)
+        found = {"weights_stuck": counts[0] / counts[1], "size": size}
+        if not after:
+            return found
+        return found | {
+            "teacher_step": health.relative_distance(after, self.teacher, share),
+            # As a momentum of 0 would ask it.
+            "teacher_asked": health.relative_distance(student, self.teacher, share),
+            "teacher_distance": health.relative_distance(after, student, share),
+        }
+
+
+def update(learner: Learner, made: torch.Tensor, *, look: bool) -> dict[str, torch.Tensor]:
+    """Make the update if `made`; with `look`, what it has moved, still on the device."""
+    before = Before.update(learner) if look else None
+    learner.update(made)
+    return before.moved(learner) if before is not None else {}
+
 
 def _sample(learner: Learner) -> list[torch.Tensor]:
     return [learner.runtime.local(p.detach()) for p in learner.decayed[1 :: max(1, len(learner.decayed) // 4)]]
@@ -84,35 +109,34 @@ def _own(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def train_row(learner: Learner, done: list[MicroStep], before: Before, ema: float, scanners: Sequence[str]) -> dict:
+def train_row(learner: Learner, done: list[MicroStep], moved: dict[str, torch.Tensor], ema: float, scanners: Sequence[str]) -> dict:
     """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens.
 
-    Rank 0 measures the global batch as one process would, and all ranks get its row. `scanners` are those of the global batch.
+    Rank 0 measures the global batch as one process would, and all ranks get its row. `moved` is from `update`, `scanners` are those
+    of the global batch.
     """
     model, runtime = learner.model, learner.runtime
-    names = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goal_BCD", "tissue_features_MD")
-    whole = [runtime.gather(torch.cat([x for x in (getattr(d, name) for d in done) if x is not None])) for name in names]
-    loss = torch.stack([d.loss for d in done]).mean()
+    found = [torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in PER_VOLUME]
+    whole = [runtime.gather(x) for x in (*found, _tissue_features(runtime, done))]
+    loss = torch.stack(runtime.read(*(d.loss for d in done))).mean()
     masks = torch.from_numpy(np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64))
-    student = _own(learner, model.encoder)
-    after = _own(learner, model.target_encoder) if model.target_encoder is not None else []
-    size = float(torch.stack(torch._foreach_norm([*after, *student])).norm())
-    shares = runtime.exchange(np.array([float(loss), *masks.mean(1), size]))
-    stuck = torch.cat([(a == b).flatten() for a, b in zip(before.sample, _sample(learner), strict=True)])
-    counts = torch.tensor([float(stuck.sum()), float(stuck.numel())], dtype=torch.float64)
-    runtime.sum_shares_(counts)
-    moved = {}
-    if after:
-        moved = {
-            "teacher_step": health.relative_distance(after, before.teacher, runtime.sum_shares_),
-            "teacher_asked": (1 - ema) * health.relative_distance(student, before.teacher, runtime.sum_shares_),
-            "teacher_distance": health.relative_distance(after, student, runtime.sum_shares_),
-        }
-    moved |= {
-        "weights_stuck": float(counts[0] / counts[1]),
-        "ranks_apart": 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1]),
-    }
-    return runtime.first(lambda: _row(model.name, whole, np.array(scanners), shares) | moved)
+    measured = dict(zip(moved, (float(x) for x in runtime.read(*moved.values())), strict=True))
+    shares = runtime.exchange(np.array([float(loss), *masks.mean(1), measured.pop("size")]))
+    if "teacher_asked" in measured:
+        measured["teacher_asked"] *= 1 - ema
+    measured["ranks_apart"] = 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1])
+    return runtime.first(lambda: _row(model.name, whole, np.array(scanners), shares) | measured)
+
+
+def _tissue_features(runtime: Runtime, done: list[MicroStep]) -> torch.Tensor:
+    """[tokens, D] of this process's volumes."""
+    features = runtime.read(*(d.features_BMD for d in done if d.features_BMD is not None))
+    places = runtime.read(*(d.features_at_BM for d in done if d.features_at_BM is not None)) or [None] * len(done)
+    found = []
+    for x, at, d in zip(features, places, done, strict=True):
+        tissue = torch.from_numpy(d.masks.tissue).to(x.device)
+        found.append(x[tissue if at is None else torch.gather(tissue, 1, at)])
+    return torch.cat(found)
 
 
 def _row(name: str, whole: list[torch.Tensor], scanner: np.ndarray, shares: np.ndarray) -> dict:

@@ -1,6 +1,5 @@
 """What tells, while a run trains, that a step or the run cannot be believed: findings with a name, a sentence and, where known, volumes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -9,16 +8,11 @@ import numpy as np
 import torch
 
 from octfm.training.health import HealthConfig
+from octfm.training.limits import LASTING, NEAR, limits
 from octfm.training.run_state import RunState
 from octfm.training.settings import PretrainConfig
 from octfm.training.step import Told
 
-FEWEST = 24
-"""Accepted steps before one can stand out from them."""
-NEAR = 8
-"""Steps whose median a step is compared with."""
-LASTING = 3
-"""Steps most of which must show a smaller rise."""
 RANKS = 4
 """Looks at the features before a drop of their rank is believed."""
 ROUNDING = 1e-6
@@ -39,13 +33,13 @@ class Finding:
     """False when the weights cannot have suffered: the update was not made, and its volumes are to blame."""
 
 
-def step_findings(config: PretrainConfig, state: RunState, told: Told, index: np.ndarray, grad_norm: float) -> Finding | None:
-    """What is known before the update: the most telling finding of a step, or none. `index` are the rows of all its volumes."""
+def step_findings(config: PretrainConfig, state: RunState, told: Told, index: np.ndarray) -> Finding | None:
+    """The most telling finding of a step, or none. `index` are the rows of all its volumes."""
     return (
-        non_finite(told.masked_loss_B + told.context_loss_B, grad_norm, index)
+        non_finite(told.masked_loss_B + told.context_loss_B, told.grad_norm, index)
         or context(told.leak)
         or batch_statistics(told.company)
-        or spike(config.health, state, told.loss, grad_norm)
+        or spike(config.health, state, told.loss, told.grad_norm)
     )
 
 
@@ -63,38 +57,17 @@ def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> F
 
 
 def spike(config: HealthConfig, state: RunState, loss: float, grad_norm: float) -> Finding | None:
-    """A loss or gradient norm that stands out from those of the last steps.
-
-    Each is compared with the median of the `NEAR` steps before it, in the logarithm, so that a loss that falls as it should hides
-    nothing; how much it may differ is told by the median absolute deviation of the same differences over the window.
-    """
-    for name, history, value, factor, lasting in (
-        ("loss", state.losses, loss, config.loss_factor, config.lasting_factor),
-        ("gradient", state.grad_norms, grad_norm, config.gradient_factor, None),
-    ):
-        if len(history) < FEWEST or value <= 0:
-            continue
-        jumps = _jumps((*history, value))
-        middle = np.median(jumps[:-1])
-        spread = 1.4826 * np.median(np.abs(jumps[:-1] - middle))  # the standard deviation of a normal distribution
-        if jumps[-1] - middle > max(config.deviations * spread, np.log(factor)):
-            told = f"{name} is {value:.3g}, {np.exp(jumps[-1]):.1f} times the median of the {NEAR} steps before"
+    """A loss or gradient norm beyond its limits."""
+    most = limits(config, state)
+    for name, history, value, limit in (("loss", state.losses, loss, most.loss), ("gradient", state.grad_norms, grad_norm, most.grad_norm)):
+        if value > limit:
+            told = f"{name} is {value:.3g}, {value / np.median(history[-NEAR:]):.1f} times the median of the {NEAR} steps before"
             return Finding(f"{name} spike", told, "step")
-        if lasting is None:
-            continue
-        # One batch of hard volumes is no spike; two among three are.
-        last = np.log((*history[1 - LASTING :], value))
-        rise = min(np.median(last), last[-1]) - np.median(np.log(history[1 - LASTING - NEAR : 1 - LASTING]))
-        if rise - middle > max(config.deviations * spread, np.log(lasting)):
-            told = f"{name} is {np.exp(rise):.1f} times the median of the {NEAR} steps before, and not in this step alone"
+        if name == "loss" and value > most.lasting_loss:
+            rise = min(value, max(history[1 - LASTING :])) / np.median(history[1 - LASTING - NEAR : 1 - LASTING])
+            told = f"{name} is {rise:.1f} times the median of the {NEAR} steps before, and not in this step alone"
             return Finding(f"{name} spike", told, "step")
     return None
-
-
-def _jumps(values: Sequence[float]) -> np.ndarray:
-    """Logarithm of each value over the median of the `NEAR` before it."""
-    logs = np.log(np.maximum(values, 1e-30))
-    return logs[NEAR:] - np.median(np.lib.stride_tricks.sliding_window_view(logs[:-1], NEAR), axis=1)
 
 
 def sudden_drop(config: HealthConfig, state: RunState, rank: float) -> Finding | None:

@@ -18,7 +18,8 @@ from octfm.training.checkpoint_writer import keep_best
 from octfm.training.inputs import Objective, frozen_encoder, teacher_parameters
 from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
-from octfm.training.measure import Before, Window, train_row, validate
+from octfm.training.limits import limits
+from octfm.training.measure import Window, train_row, update, validate
 from octfm.training.online_probe import Cases, find_cases, online_probe
 from octfm.training.preflight.ranks import require_disjoint, require_same_data, require_same_folder
 from octfm.training.resume import resume
@@ -28,7 +29,7 @@ from octfm.training.sample_picture import sample_picture
 from octfm.training.schedule import Schedule, ramp
 from octfm.training.session import Session, open_metrics, open_writer, second_destination
 from octfm.training.settings import PretrainConfig, in_steps
-from octfm.training.step import OutOfMemory, accumulate, tell
+from octfm.training.step import OutOfMemory, accumulate, judge, tell
 from octfm.training.tracking import Listener, Metrics, read_metrics
 from octfm.training.waiting import Waiting
 
@@ -122,7 +123,7 @@ def _train(
     waiting.start()
     try:
         while learner.step < config.steps:
-            step, model = learner.step, learner.model
+            step = learner.step
             at = step + learner.state.offset
             waiting.for_("data")
             batch = loader.batches(at)
@@ -135,28 +136,25 @@ def _train(
 
             learner.set_rates(lr, weight_decay, ema)
             micro_batch = learner.micro_batch
-            done = accumulate(learner, batch, context_weight, everything=looked)
+            done = accumulate(learner, batch, context_weight, everything=looked or runtime.steady)
             waiting.for_("the other ranks")
-            told = tell(learner, done, interruption.asked)
             runtime.average_gradients(learner.trained)
-            grad_norm = float(runtime.clip(learner.trained, config.clip_grad_norm))
+            outcome = judge(learner, done, runtime.clip(learner.trained, config.clip_grad_norm), limits(config.health, learner.state))
+            # Where steps are compiled all of them are alike: what a look needs is there in every one, and read when it is wanted.
+            moved = update(learner, outcome.made, look=looked or runtime.steady)
+            told = tell(learner, done, outcome, interruption.asked)
             waiting.for_("the device")
             if learner.micro_batch != micro_batch:
                 session.tell_memory(step, micro_batch)
 
             rate = float(learner.optimizer.param_groups[0]["lr"])
-            finding = check_rate(step, rate) or monitors.step_findings(config, learner.state, told, rows, grad_norm)
-            made = finding is None or finding.kind != "step"
-            if not made:
-                model.discard_step()
-            before = Before.update(learner) if looked and made else None
-            learner.update(made)
+            finding = check_rate(step, rate) or monitors.step_findings(config, learner.state, told, rows)
             row = {}
-            if made:
-                learner.state = learner.state.accept(told.loss, grad_norm, config.health.window)
-            if before is not None:
-                row = train_row(learner, done, before, ema, [store.rows[i].scanner for i in rows])
-                row |= {"lr": rate, "weight_decay": weight_decay, "ema": ema, "grad_norm": grad_norm}
+            if told.made:
+                learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
+            if looked and told.made:
+                row = train_row(learner, done, moved, ema, [store.rows[i].scanner for i in rows])
+                row |= {"lr": rate, "weight_decay": weight_decay, "ema": ema, "grad_norm": told.grad_norm}
                 row |= {"context_weight": context_weight, "epoch": at * size / len(train_rows)}
                 finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
                 learner.state = learner.state.look(row["effective_rank"])

@@ -1,4 +1,4 @@
-"""Device, precision and ranks: the only file that names cpu and cuda, and the only one that talks to other processes.
+"""Device, precision and ranks: with its half for XLA (runtime_xla.py) all that names devices, and all that talks to other processes.
 
 Everything else trains as if it were alone: on one device every call here is a no-op or a plain function call. `ddp` keeps the whole model
 on every rank and averages gradients once per update; `fsdp` keeps a share of it on each (FSDP2). Another engine is another answer to the
@@ -7,12 +7,10 @@ same calls; see `Runtime.place`.
 
 import os
 import platform
-import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -23,6 +21,9 @@ from torch import Tensor, nn
 
 from octfm.config import Config
 from octfm.errors import ConfigError, OctfmError, TrainingError
+from octfm.training.adamw import CompiledAdamW
+from octfm.training.memory import host_bytes_at_peak, host_bytes_available
+from octfm.training.sharded_adamw import ShardedAdamW
 
 Precision = Literal["fp32", "bf16"]
 Result = TypeVar("Result")
@@ -55,6 +56,22 @@ class Runtime:
     background: Any = field(default=None, repr=False)
     """A process group of its own for the thread that writes sharded checkpoints."""
 
+    devices: int = 1
+    """Devices that this process gives its volumes to."""
+    steady: bool = False
+    """Every step must do the same work on the same shapes: it is compiled once."""
+
+    @property
+    def replicas(self) -> int:
+        """Devices that share a global batch."""
+        return self.world * self.devices
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step that ran out of memory can be computed again, in smaller parts. With shards the other ranks are waiting, in the
+        middle of gathering them, for exactly what this one was about to send."""
+        return not self.sharded
+
     @property
     def leads(self) -> bool:
         """Whether this rank writes, speaks and decides what only one can."""
@@ -71,19 +88,38 @@ class Runtime:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def scalar(self) -> Tensor:
-        """A number on the device, to be filled: what changes from step to step is never a constant of a compiled step."""
+        """A number on the device, to be `set`: what changes from step to step is never a constant of a compiled step."""
         # float64 on CPU, where kernels take it and give the bits that a Python number would.
         return torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32, device=self.device)
+
+    def set(self, scalar: Tensor, value: float) -> None:
+        """Give a device number its value for the next step."""
+        scalar.fill_(value)
+
+    def numbers(self, *values: float) -> Tensor:
+        """float32 [n] on the device, of what changes from step to step."""
+        return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
+
+    def read(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors that the host may look into, of this process's volumes. Where steps are compiled this ends what is compiled at once."""
+        return list(tensors)
+
+    def adamw(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float]) -> torch.optim.AdamW:
+        """AdamW that takes `found_inf`: with 1 it changes nothing."""
+        if self.sharded:
+            return ShardedAdamW(groups, lr, betas, self.local)
+        if self.device.type == "tpu":
+            return CompiledAdamW(groups, lr, betas, lambda tensor: tensor.to(self.device))
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True)
+
+    def follow(self, parameters: Iterable[Tensor], *inputs: Tensor) -> None:
+        """A micro-batch of these inputs begins only when the gradients of the one before are there."""
 
     def peak_memory_gb(self) -> float:
         """Device memory on CUDA, resident memory of the process on CPU, in GB (1e9 bytes)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
-        with suppress(OSError, ValueError, StopIteration):
-            # Not ru_maxrss where it can be helped: a process inherits that from whoever started it.
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return host_bytes_at_peak() / 1e9
 
     def release(self) -> None:
         """Give cached device memory back, after an allocation failed."""
@@ -94,7 +130,12 @@ class Runtime:
         """What this rank could still allocate, in GB (1e9 bytes); ranks of one host share its memory."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0] / 1e9
-        return _host_bytes_available() / 1e9 / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.world > 1 else 1)
+        return host_bytes_available() / 1e9 / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.world > 1 else 1)
+
+    def hardware(self) -> str:
+        """What it is, for the record of a run."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor() or platform.machine()
+        return f"{self.device.type} ({name})"
 
     # The model on its devices.
 
@@ -267,27 +308,6 @@ def _failed_together(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def _host_bytes_available() -> int:
-    """Memory that could be had without swapping: the system's own estimate (page cache counts as free), or less inside a container."""
-    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    with suppress(OSError, ValueError):  # "max" where a control group sets no limit
-        group = Path("/sys/fs/cgroup")
-        bounds.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(bounds))
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that memory could not be had: on CUDA by its type, on CPU by the allocator's words."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    # The last two are oneDNN's, whose own allocations fail without saying so.
-    words = ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc", "could not create a primitive", "could not create a memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
     """One device: the one asked for, else CUDA where there is one, else CPU. Several ranks are refused, not ignored (F10)."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -300,10 +320,12 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
 
 def join(config: RuntimeConfig, precision: Precision, device: str | None = None) -> Runtime:
     """One device, or, under torchrun, this rank among the others, each with its own device."""
-    if config.parallel == "xla_spmd":
-        raise ConfigError("runtime.parallel xla_spmd: this version does not train on TPUs yet; use ddp or fsdp on CPU or CUDA")
-    if config.parallel == "tpu":
-        raise ConfigError("runtime.parallel tpu (torch-tpu) is untested on hardware and not enabled in this version; use ddp or fsdp")
+    if config.parallel in ("xla_spmd", "tpu"):
+        from octfm.training import runtime_xla
+
+        if config.parallel == "xla_spmd":
+            return runtime_xla.join(precision, config.timeout_s)
+        runtime_xla.load_torch_tpu()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "WORLD_SIZE" not in os.environ and tasks > 1:
@@ -311,12 +333,14 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
             f"SLURM started {tasks} tasks and none of them knows its rank: each would believe to be alone and train the same (F10); "
             "start torchrun with one task per node, as launch/slurm.sbatch does"
         )
+    tpu = config.parallel == "tpu"
     if world == 1:
-        return Runtime(_device(device), precision)
+        return Runtime(torch.device("tpu", 0) if tpu else _device(device), precision)
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun (launch/torchrun.sh)")
-    chosen = _device(device, int(os.environ["LOCAL_RANK"]))
+    local = int(os.environ["LOCAL_RANK"])
+    chosen = torch.device("tpu", local) if tpu else _device(device, local)
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=config.timeout_s)
     # After a restart the launcher's store still holds what the last attempt wrote: every attempt gets keys of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -324,7 +348,7 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, port, world, serves, timeout=timeout)
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}.get(chosen.type, "gloo")
         prefixed = dist.PrefixStore(f"octfm/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
         sharded = config.parallel == "fsdp"
@@ -355,15 +379,14 @@ def _device(name: str | None, local_rank: int | None = None) -> torch.device:
 
 def environment(runtime: Runtime) -> dict[str, str]:
     """What a reader needs to know to repeat a run; no host or user names."""
-    device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
-        "device": f"{runtime.device.type} ({device})",
+        "device": runtime.hardware(),
         "threads": str(torch.get_num_threads()),
         "precision": runtime.precision,
         "ranks": str(runtime.world),
-        "parallel": ("fsdp" if runtime.sharded else "ddp") if runtime.world > 1 else "single",
+        "parallel": "xla_spmd" if runtime.steady else ("fsdp" if runtime.sharded else "ddp") if runtime.world > 1 else "single",
     }

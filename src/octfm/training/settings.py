@@ -72,6 +72,14 @@ class PretrainConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _compiles(self) -> "PretrainConfig":
+        if self.runtime.parallel == "xla_spmd" and self.objective.target_norm == "whiten":
+            raise ValueError(
+                "objective.target_norm whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _predictor_heads_fit(self) -> "PretrainConfig":
         if self.predictor.width % self.predictor.heads or (self.predictor.width // self.predictor.heads) % 2:
             raise ValueError(f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size")

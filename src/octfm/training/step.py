@@ -14,12 +14,13 @@ from octfm.models.objective import ObjectiveOutput, TokenIndex
 from octfm.models.vit3d import take_tokens
 from octfm.training.inputs import Inputs, make_inputs
 from octfm.training.learner import Learner
-from octfm.training.runtime import ran_out_of_memory
+from octfm.training.limits import Limits
+from octfm.training.memory import ran_out_of_memory
 
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """What one micro-batch leaves behind: losses always, goals and features only in steps that are logged."""
+    """What one micro-batch leaves behind on the device: losses always, goals and features only in steps that are looked at."""
 
     loss: torch.Tensor
     masked_loss_B: torch.Tensor
@@ -28,15 +29,18 @@ class MicroStep:
     scanner: tuple[str, ...]
     masked_goal_BTD: torch.Tensor | None
     context_goal_BCD: torch.Tensor | None
-    tissue_features_MD: torch.Tensor | None
-    leak: float | None
+    features_BMD: torch.Tensor | None
+    """Which of their tokens are tissue is in `masks`."""
+    features_at_BM: torch.Tensor | None
+    """Places of the features within the kept tokens; None: all of them."""
+    leak: torch.Tensor | None
     """Gradient of the loss w.r.t. target voxels on the context path; None if it was not looked at."""
-    company: float | None
+    company: torch.Tensor | None
     """Relative change of a volume's loss with the company it has; None if it was not looked at."""
 
 
 def _keep(
-    inputs: Inputs, output: ObjectiveOutput, part: Batch, *, everything: bool, leak: float | None, company: float | None
+    inputs: Inputs, output: ObjectiveOutput, part: Batch, *, everything: bool, leak: torch.Tensor | None, company: torch.Tensor | None
 ) -> MicroStep:
     return MicroStep(
         output.loss.detach(),
@@ -46,15 +50,34 @@ def _keep(
         part.scanner,
         output.masked_goal_BTD if everything else None,
         output.context_goal_BCD if everything else None,
-        _tissue_features(inputs, output) if everything else None,
+        output.features_BMD if everything else None,
+        output.features_at_BM if everything else None,
         leak,
         company,
     )
 
 
-def _tissue_features(inputs: Inputs, output: ObjectiveOutput) -> torch.Tensor:
-    tissue = inputs.tissue if output.features_at_BM is None else torch.gather(inputs.tissue, 1, output.features_at_BM)
-    return output.features_BMD[tissue]
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A step's loss, its gradient norm before clipping (F3), and whether to believe it: the same numbers on the device of every rank."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    made: torch.Tensor
+    """bool: the update is made."""
+
+
+@torch.no_grad()
+def judge(learner: Learner, done: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
+    """Decide on the device, before anybody has looked: every loss and the gradient norm are numbers, and within their limits."""
+    runtime = learner.runtime
+    masked, context = (torch.cat([getattr(d, name) for d in done]).float() for name in ("masked_loss_B", "context_loss_B"))
+    sums = torch.stack((masked.sum(), (~torch.isfinite(masked + context)).float().sum()))
+    runtime.sum_(sums)
+    loss, grad_norm = sums[0] / learner.config.data.global_batch_size, grad_norm.float()
+    limit = runtime.numbers(most.loss, most.lasting_loss, most.grad_norm)
+    beyond = (loss > limit[0]) | (loss > limit[1]) | (grad_norm > limit[2])
+    return Outcome(loss, grad_norm, (sums[1] == 0) & torch.isfinite(grad_norm) & ~beyond)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,24 +86,30 @@ class Told:
 
     masked_loss_B: torch.Tensor
     context_loss_B: torch.Tensor
+    loss: float
+    """Mean masked loss."""
+    grad_norm: float
+    made: bool
+    """The update was made."""
     leak: float | None
     """The largest of any rank."""
     company: float | None
     asked: str | None
     """A signal that some rank was sent."""
 
-    @property
-    def loss(self) -> float:
-        return float(self.masked_loss_B.mean())
 
+def tell(learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: str | None = None) -> Told:
+    """Tell the other ranks how this step went here, and hear the same of them: the first moment at which a host reads of a step.
 
-def tell(learner: Learner, done: Sequence[MicroStep], asked: str | None = None) -> Told:
-    """Tell the other ranks how this step went here, and hear the same of them. The smallest micro-batch becomes everyone's (F7)."""
-    losses = [torch.cat([getattr(d, name) for d in done]) for name in ("masked_loss_B", "context_loss_B")]
-    extremes = [max((x for x in (getattr(d, name) for d in done) if x is not None), default=-1.0) for name in ("leak", "company")]
+    The smallest micro-batch becomes everyone's (F7).
+    """
+    runtime = learner.runtime
+    losses = [torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in ("masked_loss_B", "context_loss_B")]
+    looked = [[x for x in (getattr(d, name) for d in done) if x is not None] for name in ("leak", "company")]
+    extremes = [max((float(x) for x in runtime.read(*seen)), default=-1.0) for seen in looked]
     number = float(signal.Signals[asked]) if asked else 0.0
     own = np.concatenate([torch.cat(losses).double().cpu().numpy(), [*extremes, float(learner.micro_batch), number]])
-    rows = learner.runtime.exchange(own)
+    rows = runtime.exchange(own)
     share = len(losses[0])
     masked, context = (torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1))
     # NaN counts as nothing seen, as it does in max().
@@ -89,7 +118,8 @@ def tell(learner: Learner, done: Sequence[MicroStep], asked: str | None = None) 
     if micro_batch != learner.micro_batch:
         learner.state = replace(learner.state, micro_batch=micro_batch)
     found = signal.Signals(number).name if number else None
-    return Told(masked, context, leak if leak >= 0 else None, company if company >= 0 else None, found)
+    loss, grad_norm, made = (x.item() for x in runtime.read(outcome.loss, outcome.grad_norm, outcome.made))
+    return Told(masked, context, loss, grad_norm, bool(made), leak if leak >= 0 else None, company if company >= 0 else None, found)
 
 
 class OutOfMemory(TrainingError):
@@ -107,11 +137,12 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
     and maths (F7). The learner's state keeps the size. With shards that is for the next start of the job to do: OutOfMemory. With
     `everything`, the first micro-batch is examined for leaks.
     """
+    (weight,) = learner.runtime.numbers(context_weight)
     while True:
         learner.optimizer.zero_grad(set_to_none=True)
         learner.model.discard_step()
         try:
-            return _passes(learner, batch, context_weight, everything)
+            return _passes(learner, batch, weight, everything)
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
@@ -119,50 +150,52 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
         # Outside the handler, where the failed pass's tensors are not held any more.
         learner.optimizer.zero_grad(set_to_none=True)
         learner.runtime.release()
-        size = learner.micro_batch
-        smaller = max((n for n in range(1, size // 2 + 1) if len(batch) % n == 0), default=0)
+        devices = learner.runtime.devices
+        size, share = learner.micro_batch // devices, len(batch) // devices
+        smaller = max((n for n in range(1, size // 2 + 1) if share % n == 0), default=0)
         if not smaller:
             raise TrainingError(
                 f"step {learner.step}: memory ran out with one volume at a time ({reason}); lower masks.budget or model.width, or use a "
                 "device with more memory"
             )
-        if learner.runtime.sharded:
-            # In the middle of gathering shards the other ranks wait for exactly what this one was about to send.
+        if not learner.runtime.repeats:
             raise OutOfMemory(
-                f"step {learner.step}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time ({reason}); ranks with "
-                f"shards cannot compute a step again: run the same command again (torchrun --max-restarts does), and it goes on from the "
-                f"last checkpoint with {smaller} at a time, the same global batch and images (F7)",
+                f"step {learner.step}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time ({reason}); with "
+                f"{learner.config.runtime.parallel} a step cannot be computed again: run the same command again (torchrun --max-restarts "
+                f"does), and it goes on from the last checkpoint with {smaller} at a time, the same global batch and images (F7)",
                 smaller,
             )
         learner.state = replace(learner.state, micro_batch=smaller)
 
 
-def _passes(learner: Learner, batch: Batch, context_weight: float, everything: bool) -> list[MicroStep]:
+def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everything: bool) -> list[MicroStep]:
     micro_steps = len(batch) // learner.micro_batch
     done = []
     for number, part in enumerate(microbatches(batch, learner.micro_batch), start=1):
         learner.runtime.last_pass(learner.model, number == micro_steps)
         inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
+        learner.runtime.follow(learner.trained, inputs.patches, inputs.target_patches)
         examined = everything and not done
         inputs.patches.requires_grad_(examined)
         with learner.runtime.autocast():
             output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
         (output.loss / micro_steps).backward()
-        company = _company(learner, inputs, context_weight) if examined else None
+        # In a compiled step it would be a share of every one: the preflight has looked at it.
+        company = _company(learner, inputs, context_weight) if examined and not learner.runtime.steady else None
         done.append(_keep(inputs, output, part, everything=everything, leak=_leak(inputs) if examined else None, company=company))
     return done
 
 
-def _leak(inputs: Inputs) -> float:
+def _leak(inputs: Inputs) -> torch.Tensor:
     """Largest gradient of the loss w.r.t. a voxel that is a target."""
     gradient = inputs.patches.grad
     if gradient is None:
-        return 0.0
-    return float(take_tokens(gradient, inputs.index.target).abs().max())
+        return torch.zeros(())
+    return take_tokens(gradient, inputs.index.target).abs().max()
 
 
 @torch.no_grad()
-def _company(learner: Learner, inputs: Inputs, context_weight: float) -> float:
+def _company(learner: Learner, inputs: Inputs, context_weight: torch.Tensor) -> torch.Tensor:
     """By what share the loss of a volume changes when it is not alone: beside another one, or where there is none, its own negative.
 
     In float32 whatever the run's precision, in which a leak of a percent would hide behind rounding.
@@ -173,4 +206,4 @@ def _company(learner: Learner, inputs: Inputs, context_weight: float) -> float:
     index, first = TokenIndex(*places), TokenIndex(*(x[:1] for x in places))
     together = learner.model(pair, target_pair, index, context_weight).masked_loss_B[0]
     alone = learner.model(pair[:1], target_pair[:1], first, context_weight).masked_loss_B[0]
-    return float(abs(alone - together) / together.abs().clamp_min(1e-12))
+    return (alone - together).abs() / together.abs().clamp_min(1e-12)

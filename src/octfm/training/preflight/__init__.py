@@ -34,7 +34,7 @@ def checks(
 
     A resumed run has its objective and forecast behind it, so those that take more than a moment are left out.
     """
-    first = [data.patches_tile(config, store), data.arithmetic(config, runtime.world, len(train_rows))]
+    first = [data.patches_tile(config, store), data.arithmetic(config, runtime.replicas, len(train_rows))]
     if any(check.status == "FAIL" for check in first):
         return first
     schedule = Schedule(config.schedule, config.steps)

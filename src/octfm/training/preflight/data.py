@@ -59,15 +59,15 @@ def patches_tile(config: PretrainConfig, store: Store) -> Check:
     return passed("token grid", "{} x {} x {} tokens".format(*grid))
 
 
-def arithmetic(config: PretrainConfig, world: int, volumes: int) -> Check:
-    """Global batch = per-device batch x ranks x accumulation (F7)."""
+def arithmetic(config: PretrainConfig, replicas: int, volumes: int) -> Check:
+    """Global batch = per-device batch x devices x accumulation (F7)."""
     data = config.data
     try:
-        parts = accumulation(data.global_batch_size, data.per_device_batch_size, world)
+        parts = accumulation(data.global_batch_size, data.per_device_batch_size, replicas)
     except ConfigError as error:
         measured, _, remedy = str(error).partition("; ")
         return fail("batch arithmetic", measured, remedy or "give positive numbers")
-    product = f"{data.per_device_batch_size} x {world} ranks x {parts} accumulation"
+    product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"

@@ -1,0 +1,38 @@
+"""What the host's memory says of itself, and how an error says that there was none."""
+
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+
+def host_bytes_at_peak() -> int:
+    """Most resident memory that this process has had."""
+    with suppress(OSError, ValueError, StopIteration):
+        # Not ru_maxrss where it can be helped: a process inherits that from whoever started it.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def host_bytes_available() -> int:
+    """Memory that could be had without swapping: the system's own estimate (page cache counts as free), or less inside a container."""
+    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with suppress(OSError, ValueError):  # "max" where a control group sets no limit
+        group = Path("/sys/fs/cgroup")
+        bounds.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(bounds))
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether this error says that memory could not be had: on CUDA by its type, on CPU by the allocator's words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # The last two are oneDNN's, whose own allocations fail without saying so.
+    words = ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc", "could not create a primitive", "could not create a memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -1,0 +1,64 @@
+"""What compiled steps (XLA) are made of, as far as it can be seen without XLA; the rest is in tests/xla."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.errors import ConfigError
+from octfm.training import monitors
+from octfm.training.adamw import CompiledAdamW
+from octfm.training.health import HealthConfig
+from octfm.training.limits import limits
+from octfm.training.run_state import RunState
+from octfm.training.runtime import RuntimeConfig, join
+
+HERE = importlib.util.find_spec("torch_xla") is not None
+
+
+def test_adamw_of_plain_operations_is_torchs_and_skips_what_is_no_number():
+    def train(make):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3))]
+        rate = torch.zeros((), dtype=torch.float32)
+        optimizer = make([{"params": weights[:1]}, {"params": weights[1:]}], rate)
+        for step in range(6):
+            rate.fill_(0.01 * (step + 1))
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape) if step != 2 else torch.full_like(weight, float("nan"))
+            optimizer.found_inf = torch.tensor(float(step == 2))
+            optimizer.step()
+        return weights, [optimizer.state[weight] for weight in weights]
+
+    fused, state = train(lambda groups, lr: torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    plain, own = train(lambda groups, lr: CompiledAdamW(groups, lr, (0.9, 0.95), lambda tensor: tensor))
+    for a, b, x, y in zip(fused, plain, state, own, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+        assert x.keys() == y.keys() and float(x["step"]) == float(y["step"]) == 5
+        torch.testing.assert_close(x["exp_avg_sq"], y["exp_avg_sq"], rtol=2e-6, atol=1e-9)
+
+
+def test_limits_are_where_the_spike_detector_begins_to_find_something():
+    """The device decides by the limits, the host explains afterwards: at any loss and gradient norm they say the same."""
+    rng = np.random.default_rng(0)
+    health = HealthConfig()
+    for _ in range(20):
+        state = RunState()
+        for _ in range(int(rng.integers(20, 64))):
+            state = state.accept(float(np.float32(np.exp(0.2 * rng.normal()))), float(np.float32(np.exp(0.5 * rng.normal()))), 64)
+        state = state.accept(2.5, 1.0, 64)  # the last step was hard, so that a lasting rise counts, too
+        most = limits(health, state)
+        for loss, norm in [(most.loss, 1.0), (most.lasting_loss, 1.0), (1.0, most.grad_norm), *np.exp(rng.normal(0, 1.5, (50, 2)))]:
+            for factor in (1, 1 + 1e-6):
+                loss, norm = float(np.float32(loss * factor)), float(np.float32(norm))
+                beyond = loss > most.loss or loss > most.lasting_loss or norm > most.grad_norm
+                assert (monitors.spike(health, state, loss, norm) is not None) == beyond
+
+
+@pytest.mark.skipif(HERE, reason="torch_xla is installed")
+def test_where_the_libraries_are_missing_one_error_says_which_and_how_to_get_them():
+    with pytest.raises(ConfigError, match=r"xla_spmd needs torch_xla.*tests/xla/environment\.sh"):
+        join(RuntimeConfig(parallel="xla_spmd"), "fp32")
+    with pytest.raises(ConfigError, match=r"torch-tpu, which could not be loaded.*untested on hardware"):
+        join(RuntimeConfig(parallel="tpu"), "fp32")
