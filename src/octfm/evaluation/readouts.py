@@ -74,7 +74,7 @@ def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, g
         # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
-            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=500).fit(x, y)
+            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000).fit(x, y)
             log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
         predictions.append(log_p)
     return predictions
