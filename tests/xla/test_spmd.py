@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch_xla.debug.metrics as met
+import xla_devices  # noqa: F401
 
 from octfm.data.loader import select
 from octfm.errors import Preempted
@@ -18,6 +18,8 @@ from octfm.training import pretrain as loop
 from octfm.training import step as passes
 from octfm.training.settings import PretrainConfig
 from small_store import small_store
+
+met = pytest.importorskip("torch_xla.debug.metrics", reason="torch_xla needs an environment of its own: make test-xla")
 
 SMALL = {
     "precision": "fp32",

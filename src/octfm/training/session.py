@@ -68,6 +68,8 @@ class Session:
         if self.saved != self.learner.step:
             self.save()
         self.writer.finish()
+        # Of what was still being uploaded when the last checkpoint began.
+        self.tell_requests()
         self.learner.runtime.first(self._require_written)
 
     def _require_written(self) -> None:
