@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bucket_servers import endpoints, faulty, place  # noqa: F401
+from ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,3 +17,11 @@ def real_data() -> Path:
     if not (folder / "medvisbonn_amd_spectralis_145.npz").is_file():
         pytest.skip(f"real OCT data not found in {folder}; set OCTFM_REAL_DATA")
     return folder
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Runs jobs of several ranks in processes of its own."""
+    jobs = Ranks()
+    yield jobs
+    jobs.close()

@@ -1,5 +1,6 @@
 """A small store of layered synthetic volumes, written by the real writer, for tests that train."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from octfm.data.transform import Transform
 
 SIZE = (8, 64, 32)
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
+GRADES = ("low", "middle", "high")
+"""Of participants of a store that was `darkened`, over and over."""
 SPLITS = ("train",) * 8 + ("val",) * 2 + ("test",) * 2
 
 
@@ -30,6 +33,11 @@ def prepared_eye(seed: int, preprocessing: Preprocessing) -> Prepared:
     valid = np.stack([np.zeros((d, w)), np.full((d, w), h)]).astype(np.int16)
     transform = Transform(SIZE, preprocessing.target_spacing, SIZE, (0, 0, 0), (1, 1, 1), (0.0,) * d, False, False)
     return Prepared(voxels, band, valid, True, {}, transform)
+
+
+def darkened(seed: int, prepared: Prepared) -> Prepared:
+    """Participants differ in brightness by three grades: something to learn in a second."""
+    return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
 
 
 def small_store(folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS) -> Store:

@@ -10,7 +10,6 @@ from octfm.data import bucket
 from octfm.evaluation.encoder import load_encoder
 from octfm.training import checkpoint
 from octfm.training.bucket_run import local_run, read_pointer
-from ranks import Ranks
 from small_store import small_store
 from test_pretrain import TINY, rows
 from test_ranks import codes
@@ -27,13 +26,6 @@ buckets = pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytes
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    jobs = Ranks()
-    yield jobs
-    jobs.close()
 
 
 @pytest.fixture(scope="module")

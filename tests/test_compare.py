@@ -17,8 +17,7 @@ from octfm.report.compare import labels_of, names_of, settings_that_differ, writ
 from octfm.report.sources import gather
 from octfm.training.pretrain import pretrain
 from run_folder import probe_result, write_run
-from small_store import small_store
-from test_finetune import darkened
+from small_store import darkened, small_store
 from test_pretrain import config, quiet
 
 

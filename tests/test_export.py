@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,15 +29,9 @@ from octfm.evaluation.tuned import load_tuned
 from octfm.models.heads import add_low_rank, merged
 from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
-from small_store import small_store
+from small_store import GRADES, darkened, small_store
 from test_encoder import eye
 from test_pretrain import config, quiet
-
-GRADES = ("low", "middle", "high")
-
-
-def darkened(seed, prepared):
-    return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
 
 
 @pytest.fixture(scope="module")

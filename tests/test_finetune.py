@@ -25,16 +25,9 @@ from octfm.report.leaderboard import write_leaderboard
 from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
 from octfm.training.tracking import read_metrics
-from small_store import small_store
+from small_store import GRADES, darkened, small_store
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
-
-GRADES = ("low", "middle", "high")
-
-
-def darkened(seed, prepared):
-    """Participants differ in brightness by three grades: something to learn in a second."""
-    return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from ranks import Ranks
 from small_store import small_store
 from test_pretrain import TINY, timeless
 from test_ranks import assert_same_weights, codes
@@ -20,13 +19,6 @@ SMALL = TINY | {
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    jobs = Ranks()
-    yield jobs
-    jobs.close()
 
 
 def kill_again_and_again(

@@ -17,8 +17,7 @@ from octfm.evaluation.view import scene_of
 from octfm.masks import TISSUE
 from octfm.models.heads import CrossAttentionPool
 from octfm.training.pretrain import pretrain
-from small_store import small_store
-from test_finetune import GRADES, darkened
+from small_store import GRADES, darkened, small_store
 from test_pretrain import config, quiet
 
 

@@ -10,7 +10,6 @@ import torch
 from octfm.data.loader import select
 from octfm.evaluation.encoder import load_encoder
 from octfm.training import checkpoint
-from ranks import Ranks
 from small_store import small_store
 from test_pretrain import TINY, final, rows, timeless
 
@@ -22,13 +21,6 @@ WHITEN = {"objective": {"target_norm": "whiten"}}
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    jobs = Ranks()
-    yield jobs
-    jobs.close()
 
 
 def codes(ended):

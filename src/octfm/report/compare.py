@@ -148,7 +148,7 @@ def _together(result: dict[str, Any]) -> dict[str, Any]:
             {**any_row, "metric": words.METRICS[metric], "cells": scores, "notes": sorted({r["note"] for r in cells.values() if r["note"]})}
         )
     comparisons = [
-        {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c, signed=True)}
+        {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c)}
         for c in result["comparisons"]
         if c["metric"] in words.HEADLINE
     ]

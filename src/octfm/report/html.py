@@ -142,7 +142,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
             }
         )
     comparisons = [
-        {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c, signed=True)}
+        {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c)}
         for c in probe["comparisons"]
         if c["metric"] in words.HEADLINE
     ]

@@ -41,7 +41,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
             for name in order
         ],
         "comparisons": [
-            {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c, signed=True)}
+            {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c)}
             for c in result["comparisons"]
             if c["metric"] in words.HEADLINE
         ],

@@ -242,9 +242,7 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
     text += "\n\n" + _table(("Target", "Metric", *encoders, "Chance", "Participants"), rows)
     compared = [c for c in probe["comparisons"] if c["metric"] in words.HEADLINE and not c.get("leakage")]
     if compared:
-        rows = [
-            (c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c, signed=True), _verdict(c)) for c in compared
-        ]
+        rows = [(c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c), _verdict(c)) for c in compared]
         text += "\n\nPaired differences on the same participants:\n\n"
         text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
         text += "\n\n“Better” and “worse” are only said where the interval of the difference excludes 0."

@@ -9,6 +9,7 @@ from octfm.report import trust_words as words
 from octfm.report.figures import Chart
 from octfm.report.images import Picture, prepared_picture
 from octfm.report.page import render, write_page
+from octfm.report.words import interval
 
 PAIRS = 6
 """Bland-Altman plots shown; trust.json has the numbers of all pairs."""
@@ -67,7 +68,7 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "target": target,
                 "metrics": [words.NAMES[m] for m in metrics],
                 "rows": [
-                    {"name": e, "what": own_row["what"], "cells": [words.number(cell[e, m], digits=words.digits_of(m)) for m in metrics]}
+                    {"name": e, "what": own_row["what"], "cells": [interval(cell[e, m], digits=words.digits_of(m)) for m in metrics]}
                     for e, own_row in {r["encoder"]: r for r in own}.items()
                 ],
                 "people": own[0]["n_test_participants"],
@@ -83,7 +84,7 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
 def _compared(c: dict[str, Any]) -> dict[str, Any]:
     """A comparison as cells; a claim is shown only where it stands after Holm."""
     metric = words.NAMES.get(c["metric"], c["metric"])
-    gap = words.number(c, digits=words.digits_of(c["metric"])) if c["difference"] is not None else "–"
+    gap = interval(c, digits=words.digits_of(c["metric"])) if c["difference"] is not None else "–"
     p, adjusted = ("–" if c.get(k) is None else "<0.001" if c[k] < 0.001 else f"{c[k]:.3f}" for k in ("p", "p_holm"))
     return {**c, "metric": metric, "gap": gap, "p": p, "holm": adjusted, "lost": c["verdict"] != c["claim"] and c.get("planned")}
 
@@ -122,7 +123,7 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
             "encoder": r["encoder"],
             "metric": words.NAMES[r["metric"]],
             "regime": part["regimes"][r["regime"]],
-            "cell": words.number(r),
+            "cell": interval(r),
         }
         for r in part["results"]
         if r["scanner"] is None
@@ -174,8 +175,8 @@ def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
     pairs = [
         {
             **p,
-            "icc": " ".join(f"{i['form']} {words.number(i)}" for i in p["icc"]) or p["note"],
-            "bias": words.number(p["bland_altman"]["bias"]) if p["bland_altman"] else "",
+            "icc": " ".join(f"{i['form']} {interval(i)}" for i in p["icc"]) or p["note"],
+            "bias": interval(p["bland_altman"]["bias"]) if p["bland_altman"] else "",
             "limits": "{:.2f} to {:.2f}".format(*(p["bland_altman"][k]["estimate"] for k in ("lower", "upper")))
             if p["bland_altman"]
             else "",
@@ -185,16 +186,16 @@ def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
     retrieval = [
         {
             **r,
-            "first": words.number(r["first"]),
-            "rank": words.number(r["reciprocal_rank"]),
-            "fellow": words.number(r["same_participant_first"]),
+            "first": interval(r["first"]),
+            "rank": interval(r["reciprocal_rank"]),
+            "fellow": interval(r["same_participant_first"]),
         }
         for r in part["retrieval"]
     ]
     return {
         "sentence": part["sentence"],
         "forms": part["forms"],
-        "agreement": [{**r, "cell": words.number(r)} for r in part["agreement"]],
+        "agreement": [{**r, "cell": interval(r)} for r in part["agreement"]],
         "pairs": pairs,
         "plots": plots,
         "retrieval": retrieval,
@@ -226,10 +227,10 @@ def _calibration(result: dict[str, Any]) -> dict[str, Any]:
         line = r["line"] or {}
         rows.append(
             {
-                "target": r["target"], "encoder": r["encoder"], "verdict": r["verdict"], "note": r["note"], "ece": words.number(r["ece"]),
-                "brier": words.number(r["brier"]), "chance": f"{r['brier']['chance']:.2f}",
+                "target": r["target"], "encoder": r["encoder"], "verdict": r["verdict"], "note": r["note"], "ece": interval(r["ece"]),
+                "brier": interval(r["brier"]), "chance": f"{r['brier']['chance']:.2f}",
                 "honest": f"{r['honest_ece']['mean']:.2f}, up to {r['honest_ece']['high']:.2f}",
-                "slope": words.number(line["slope"]) if line else "–", "intercept": words.number(line["intercept"]) if line else "–",
+                "slope": interval(line["slope"]) if line else "–", "intercept": interval(line["intercept"]) if line else "–",
             }
         )  # fmt: skip
         caption = f"{r['n_participants']} participants; a larger mark holds more cases; bars are Wilson's 95\u00a0% intervals."
@@ -241,7 +242,7 @@ def _leakage(result: dict[str, Any]) -> dict[str, Any]:
     part = result["leakage"]
     names = list(dict.fromkeys(r["encoder"] for r in part["results"]))
     cell = {(r["encoder"], r["metric"]): r for r in part["results"]}
-    rows = [{"name": n, **{m: words.number(cell[n, m]) for m in ("auroc", "balanced_accuracy")}} for n in names]
+    rows = [{"name": n, **{m: interval(cell[n, m]) for m in ("auroc", "balanced_accuracy")}} for n in names]
     chance = part["results"][0]["chance"] if part["results"] else None
     return {
         "sentence": part["sentence"],
@@ -257,7 +258,7 @@ def _neighbours(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
     columns: dict[str, str] = {}
     for r in part["results"]:
         columns[r["target"]] = f"{r['target'].replace('_', ' ')} (chance {r['chance']:.2f})"
-        rows.setdefault(r["encoder"], {})[r["target"]] = words.number(r)
+        rows.setdefault(r["encoder"], {})[r["target"]] = interval(r)
     examples = []
     for e in part["examples"] if store is not None else []:
         shown = []

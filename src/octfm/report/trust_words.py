@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octfm.report.words import METRICS, TARGETS, encoder
+from octfm.report.words import METRICS, TARGETS, encoder, interval
 
 Tone = Literal["better", "worse", "inconclusive", "measured", "none", "ok", "bad"]
 NAMES = {
@@ -65,17 +65,6 @@ def target(name: str) -> str:
     return TARGETS.get(name, f"predicting {name.replace('_', ' ')}").removesuffix(" (leakage: less is better)")
 
 
-def number(row: dict[str, Any], *, digits: int = 2) -> str:
-    """`0.91 (0.87 to 0.95)`, or the estimate alone, or a signed difference with its interval."""
-    signed = "difference" in row
-    value = row.get("difference") if signed else row.get("estimate")
-    if value is None:
-        return "not measurable"
-    sign = "+" if signed else ""
-    text = f"{value:{sign}.{digits}f}"
-    return text if row.get("low") is None else f"{text} ({row['low']:{sign}.{digits}f} to {row['high']:{sign}.{digits}f})"
-
-
 def digits_of(name: str) -> int:
     """Errors in the unit of a label need fewer digits than shares."""
     return 1 if name in ("mae", "predicted value") else 2
@@ -94,7 +83,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         row = next(r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == (name, reference, metric))
         people = f"{row['n_test_participants']} participants"
         people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
-        text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {number(row)}."
+        text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
         if row["low"] is None:
             found.append(Finding(_question(name), "inconclusive", f"{text} {row['note']} No comparison is claimed.", "baselines"))
             continue
@@ -125,7 +114,7 @@ def _left_out(result: dict[str, Any]) -> Finding:
     gained = [c for c in planned if c["scanner"] is not None and c["claim"] == "better"]
     parts = []
     for c in mean:
-        change = f"{NAMES[c['metric']]} {number(c)}"
+        change = f"{NAMES[c['metric']]} {interval(c)}"
         said = {
             "worse": f"In {target(c['target'])} it loses: {change}",
             "better": f"In {target(c['target'])} it gains: {change}",
@@ -154,7 +143,7 @@ def _domains(result: dict[str, Any]) -> Finding:
         who = f"{c['a']} ({a} scanner{'s' * (a != 1)}) against {c['b']} ({b} scanner{'s' * (b != 1)})"
         if a == b and part["pretrained_on"].get(c["a"]) == part["pretrained_on"].get(c["b"]):
             who += " (the same scanners, so this compares two runs and no domains)"
-        gap = f"{NAMES[c['metric']]} {number(c)}"
+        gap = f"{NAMES[c['metric']]} {interval(c)}"
         verdict = {"better": "is better", "worse": "is worse", "inconclusive": "is inconclusive"}[c["claim"]]
         parts.append(f"In {target(c['target'])}, {who} {verdict}: {gap}.")
         tones.add(c["claim"])
@@ -178,7 +167,7 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
     reference, parts = result["reference"], []
     for row in [r for r in part["agreement"] if r["encoder"] == reference]:
         parts.append(
-            f"The {row['quantity']} in {target(row['target'])} agrees with ICC(1,1) {number(row)} over {row['n_eyes']} eyes of "
+            f"The {row['quantity']} in {target(row['target'])} agrees with ICC(1,1) {interval(row)} over {row['n_eyes']} eyes of "
             f"{row['n_participants']} participants."
         )
     limits = [p for p in part["pairs"] if p["bland_altman"] and p["quantity"] == "predicted value"]
@@ -186,11 +175,11 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
         worst = max(limits, key=lambda p: abs(p["bland_altman"]["bias"]["estimate"] or 0))
         b = worst["bland_altman"]
         sure = (b["bias"]["low"] or 0) > 0 or (b["bias"]["high"] or 0) < 0
-        text = f"{number(b['bias'], digits=1)}" + ("" if sure else ", which includes no offset")
+        text = f"{interval(b['bias'], digits=1)}" + ("" if sure else ", which includes no offset")
         parts.append(
             f"The largest mean offset of {_plain(worst['target'])} is between {_plain(worst['a'])} and {_plain(worst['b'])}: {text}; "
-            f"95\u00a0% of eyes lie between {number({'estimate': b['lower']['estimate']}, digits=1)} and "
-            f"{number({'estimate': b['upper']['estimate']}, digits=1)}."
+            f"95\u00a0% of eyes lie between {interval({'estimate': b['lower']['estimate']}, digits=1)} and "
+            f"{interval({'estimate': b['upper']['estimate']}, digits=1)}."
         )
     parts.append("ICC depends on how different the eyes are; a probe that says one number of every eye would have none.")
     measured = len(parts) > 1
@@ -201,7 +190,7 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
     if own:
         chance, gallery = own["chance"]["first"], own["median_gallery"]
         text = (
-            f"Of {own['n_queries']} scans, a share of {number(own['first'])} have the same eye first among the tested scans of another "
+            f"Of {own['n_queries']} scans, a share of {interval(own['first'])} have the same eye first among the tested scans of another "
             f"scanner (by chance {chance:.3f} of a median {gallery:.0f}); median rank {own['median_rank']:g}."
         )
         text, tone = _against(text, [c for c in part["comparisons"] if c["metric"] == "reciprocal_rank"])
@@ -232,7 +221,7 @@ def _subgroups(result: dict[str, Any]) -> Finding:
     if stands:
         text += ": " + "; ".join(
             f"{c['claim']} for {c['group']} {_plain(c['value'])} than for {_plain(c['against'])} in {target(c['target'])} "
-            f"({NAMES[c['metric']].removesuffix(' (less is better)')} {number(c, digits=digits_of(c['metric']))})"
+            f"({NAMES[c['metric']].removesuffix(' (less is better)')} {interval(c, digits=digits_of(c['metric']))})"
             for c in stands
         )
     text += "."
@@ -251,7 +240,7 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
     for row in [r for r in part["results"] if r["encoder"] == result["reference"]]:
         question = f"Do its probabilities mean what they say in {target(row['target'])}?"
         honest = f"{row['honest_ece']['mean']:.2f} (up to {row['honest_ece']['high']:.2f})"
-        text = f"ECE {number(row['ece'])}; probabilities that were true would score {honest} with as few cases."
+        text = f"ECE {interval(row['ece'])}; probabilities that were true would score {honest} with as few cases."
         if row["note"]:
             found.append(Finding(question, "inconclusive", f"{text} {row['note']}", "calibration"))
             continue
@@ -268,7 +257,7 @@ def _leakage(result: dict[str, Any]) -> Finding:
     if not rows:
         return Finding(question, "none", part["sentence"] or "Not measured.", "leakage")
     row = next((r for r in rows if r["metric"] == "balanced_accuracy"), rows[0])
-    text = f"A linear probe tells the scanner with balanced accuracy {number(row)}; guessing gives {row['chance']:.2f}."
+    text = f"A linear probe tells the scanner with balanced accuracy {interval(row)}; guessing gives {row['chance']:.2f}."
     if row["low"] is None:
         return Finding(question, "inconclusive", f"{text} {row['note']}", "leakage")
     told = row["low"] > row["chance"]
@@ -293,7 +282,7 @@ def _neighbours(result: dict[str, Any]) -> Finding:
     parts = []
     for r in rows:
         what = "the scanner" if r["leakage"] else f"the class of {_plain(r['target'])}"
-        parts.append(f"Of the five nearest scans of other participants, {number(r)} share {what} (by chance {r['chance']:.2f}).")
+        parts.append(f"Of the five nearest scans of other participants, {interval(r)} share {what} (by chance {r['chance']:.2f}).")
     text, tone = " ".join(parts), "measured"
     planned = [c for c in part["comparisons"] if c["planned"]]
     if planned:

@@ -40,14 +40,15 @@ def encoder(name: str) -> str:
     return ENCODERS.get(name, name)
 
 
-def interval(row: dict[str, Any], *, signed: bool = False) -> str:
-    """`0.91 (0.87 to 0.95)`, or the estimate alone."""
-    value = row.get("difference") if signed else row.get("estimate")
+def interval(row: dict[str, Any], *, digits: int = 2) -> str:
+    """`0.91 (0.87 to 0.95)`, or the estimate alone, or a signed difference with its interval."""
+    signed = "difference" in row
+    value = row["difference"] if signed else row.get("estimate")
     if value is None:
-        return "undefined"
+        return "not measurable"
     sign = "+" if signed else ""
-    text = f"{value:{sign}.2f}"
-    return text if row.get("low") is None else f"{text} ({row['low']:{sign}.2f} to {row['high']:{sign}.2f})"
+    text = f"{value:{sign}.{digits}f}"
+    return text if row.get("low") is None else f"{text} ({row['low']:{sign}.{digits}f} to {row['high']:{sign}.{digits}f})"
 
 
 def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
@@ -72,7 +73,7 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
     )
     if compared is None:
         return "none", text + " There is nothing to compare it with."
-    gap = f"{metric} {interval(compared, signed=True)}"
+    gap = f"{metric} {interval(compared)}"
     if compared["low"] is None:
         return "inconclusive", f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an interval."
     if compared["verdict"] == "inconclusive":
