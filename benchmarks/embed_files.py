@@ -1,32 +1,42 @@
 """What a file costs in `octfm embed --files`, in CPU seconds of reading and of encoding, which other processes leave alone.
 
     python benchmarks/embed_files.py --files 1000 [--server] [--config demo]
+    python benchmarks/embed_files.py --files 10000 --voxels 6 64 48 --image-size 8 64 64 --server --kill-after 100
 
-Writes phantom DICOM of 16 x 256 x 192 voxels (0.8 MB), embeds them, then calls again, when all is done; with --server from moto's S3 on
-loopback. Peak memory is that of this process, which holds what waits for the encoder.
+Writes phantom DICOM of 16 x 256 x 192 voxels (0.8 MB), embeds them, then calls again, when all is done; with --server from and into moto's
+S3 on loopback, a process of its own. With --kill-after the first attempt is a process that gets SIGKILL once so many parts are there; the
+second continues, and its vectors are compared with those of a job on the disk that nobody disturbed. Peak memory is that of this process,
+which holds what waits for the encoder.
 """
 
 import argparse
 import json
 import os
 import resource
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from bucket_servers import BUCKET, s3_server
+from bucket_servers import BUCKET, free_port
 from dicom_files import write_oct_dicom
-from octfm.data.location import location
+from octfm.data.location import BucketPath, Location, location
 from octfm.data.phantom import phantom_volume
 from octfm.data.preprocessing import Preprocessing
 from octfm.evaluation.embed_files import embed_files
+from octfm.evaluation.embeddings import read_embeddings
 from octfm.evaluation.encoder import assemble
 from octfm.evaluation.export import settings_of, tensors_of, write_files
 from octfm.training.inputs import build_objective, frozen_encoder
+from octfm.training.runtime import start
 from octfm.training.settings import load_config
 
 
@@ -35,26 +45,77 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--config", default="demo")
     parser.add_argument("--image-size", type=int, nargs=3, default=(16, 128, 128))
-    parser.add_argument("--server", action="store_true", help="read from an S3 server instead of a folder")
+    parser.add_argument("--voxels", type=int, nargs=3, default=(16, 256, 192))
+    parser.add_argument("--server", action="store_true", help="read from and write into an S3 server instead of folders")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kill-after", type=int, help="SIGKILL the first attempt once so many parts are there")
     asked = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = untrained(asked.config, tuple(asked.image_size), folder / "model")
-        files = write(folder / "files", asked.files)
-        source: str | Path = folder / "files"
+        files = write(folder / "files", asked.files, tuple(asked.voxels))
+        source, out = location(folder / "files"), location(folder / "out")
         if asked.server:
-            os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": stack.enter_context(s3_server())}
-            source = f"s3://{BUCKET}/files"
+            stack.enter_context(server())
+            source, out = location(f"s3://{BUCKET}/files"), location(f"s3://{BUCKET}/vectors")
             for file in files:
-                (location(source) / file.parent.name / file.name).write_bytes(file.read_bytes())
-        rows = [measure(model, source, folder / "out", asked.workers), measure(model, source, folder / "out", asked.workers)]
-    first, again = rows
-    per_file = {name: round(value / asked.files, 4) for name, value in first.items() if name.endswith("_s")}
-    print(json.dumps({"files": asked.files, "first": first, "again": again, "per_file": per_file}, indent=1))
+                (source / file.parent.name / file.name).write_bytes(file.read_bytes())
+        told: dict[str, object] = {"files": asked.files}
+        if asked.kill_after:
+            told["killed"] = kill(model, source, out, asked.workers, asked.kill_after)
+        first, again = (measure(model, source, out, asked.workers) for _ in range(2))
+        told |= {"first": first, "again": again}
+        if asked.kill_after:
+            told["undisturbed"] = measure(model, folder / "files", folder / "undisturbed", asked.workers)
+            ours, theirs = (read_embeddings(where / "pretrained.parquet") for where in (out, folder / "undisturbed"))
+            told["equal"] = np.array_equal(ours.acquisition, theirs.acquisition) and np.array_equal(ours.vectors, theirs.vectors)
+            told["different_vectors"] = len(np.unique(ours.vectors, axis=0))
+        else:
+            told["per_file"] = {name: round(value / asked.files, 4) for name, value in first.items() if name.endswith("_s")}
+    print(json.dumps(told, indent=1))
 
 
-def measure(model: Path, source: str | Path, out: Path, workers: int) -> dict[str, float]:
+@contextmanager
+def server() -> Iterator[None]:
+    """moto's S3 in a process of its own, and the environment of those who use it."""
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": endpoint}
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while subprocess.run(["curl", "-s", "-f", "-X", "PUT", f"{endpoint}/{BUCKET}"], stdout=subprocess.DEVNULL).returncode:
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def kill(model: Path, source: Location, out: Location, workers: int, parts: int) -> dict[str, float]:
+    """An attempt that ends by SIGKILL once `parts` shards are there."""
+    start = time.perf_counter()
+    words = ["embed", str(model), "--files", str(source), "--out", str(out), "--workers", str(workers)]
+    process = subprocess.Popen([sys.executable, "-m", "octfm", *words], stdout=sys.stderr, start_new_session=True)
+    while (there := _parts(out)) < parts:
+        if process.poll() is not None:
+            raise SystemExit(f"the attempt ended by itself after {there} parts; --kill-after fewer")
+        time.sleep(1)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    if isinstance(out, BucketPath):
+        (out / "job.lease").unlink()  # as its message says; else the next attempt is refused for three minutes
+    return {"parts": there, "wall_s": time.perf_counter() - start}
+
+
+def _parts(out: Location) -> int:
+    try:
+        return sum(path.suffix == ".parquet" for path in (out / "parts").iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+def measure(model: Path, source: Location, out: Location, workers: int) -> dict[str, float]:
     start, own, children = time.perf_counter(), os.times(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = embed_files(model, source, out, workers=workers)
     from octfm.data.isolation import release
@@ -75,19 +136,21 @@ def untrained(name: str, image_size: tuple[int, ...], folder: Path) -> Path:
     config = load_config(name)
     preprocessing = Preprocessing(image_size=image_size, target_spacing=(0.375, 0.0156, 0.047))  # pyright: ignore[reportArgumentType]
     network = frozen_encoder(config, build_objective(config, preprocessing))
-    encoder = assemble(network, config, preprocessing, name, preprocessing.fingerprint(), "cpu")
+    encoder = assemble(network, config, preprocessing, name, preprocessing.fingerprint(), start("fp32", "cpu"))
     write_files(folder, settings_of(encoder), tensors_of(encoder), [])
     return folder
 
 
-def write(folder: Path, count: int) -> list[Path]:
-    """Twenty different eyes under `count` identities."""
-    eyes = [phantom_volume(seed, size=(16, 256, 192))[0] for seed in range(20)]
+def write(folder: Path, count: int, voxels: tuple[int, int, int]) -> list[Path]:
+    """Twenty different eyes under `count` identities, each moved sideways and darkened in its own way."""
+    eyes = [phantom_volume(seed, size=voxels)[0] for seed in range(20)]
     files = []
     for n in range(count):
-        eye, path = eyes[n % len(eyes)], folder / f"p{n:05d}" / "eye.dcm"
+        eye, path, turn = eyes[n % len(eyes)], folder / f"p{n:05d}" / "eye.dcm", n // len(eyes)
         path.parent.mkdir(parents=True)
-        files.append(write_oct_dicom(path, eye.voxels, eye.spacing_mm, participant=f"p{n:05d}", sop_instance_uid=f"1.2.{n + 1}"))
+        own = np.roll(eye.voxels, turn % voxels[2], axis=2)
+        own -= np.minimum(own, turn // voxels[2])
+        files.append(write_oct_dicom(path, own, eye.spacing_mm, participant=f"p{n:05d}", sop_instance_uid=f"1.2.{n + 1}"))
     return files
 
 
