@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# octfm pretrain on several ranks of this host, or on one host of several:
+# octfm pretrain (or finetune) on several ranks of this host, or on one host of several:
 #
 #   launch/torchrun.sh [torchrun options] -- pretrain CONFIG [section.key=value ...] --out RUN
 #   launch/torchrun.sh --standalone --nproc-per-node 8 --max-restarts 3 -- pretrain vit_s data.store=prepared/ --out runs/a

@@ -33,7 +33,7 @@ class Ranks:
 
         `to` is the address of a run in a bucket, `out` then names the notes that ranks leave on the disk; `environment` is that of all
         ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a SIGKILL, whatever they are at.
-        `preflight` and `override` are as for pretrain.
+        `preflight` and `override` are as for pretrain. With `finetune` the settings are FinetuneConfig's, and `term` is the only fault.
         """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")
         job = {"world": world, "store": str(store), "out": str(out), "settings": settings, "plan": plan, "said": str(said)}
@@ -61,6 +61,7 @@ def serve() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
+    from octfm.evaluation import finetune  # noqa: F401
     from octfm.training import pretrain  # noqa: F401
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
@@ -93,7 +94,7 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         os.environ.update(own[rank] if isinstance(own, list) else own)
         if job["world"] > 1:
             os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        code = _train(job, rank)
+        code = _ended(job, rank)
     except BaseException:
         import traceback
 
@@ -102,9 +103,22 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         os._exit(code)
 
 
-def _train(job: dict[str, Any], rank: int) -> int:
-    from octfm.data.store import Store
+def _ended(job: dict[str, Any], rank: int) -> int:
     from octfm.errors import OctfmError, Preempted
+
+    try:
+        (_finetune if job["plan"].pop("finetune", False) else _pretrain)(job, rank)
+    except Preempted as error:
+        print(error)
+        return 75
+    except OctfmError as error:
+        print(f"{type(error).__name__}: {error}{' (elsewhere)' if error.elsewhere else ''}")
+        return 1
+    return 0
+
+
+def _pretrain(job: dict[str, Any], rank: int) -> None:
+    from octfm.data.store import Store
     from octfm.training import pretrain as loop
     from octfm.training.settings import PretrainConfig
 
@@ -113,15 +127,22 @@ def _train(job: dict[str, Any], rank: int) -> int:
     override, to = job["plan"].pop("override", False), job["plan"].pop("to", job["out"])
     misbehave(rank, Path(job["out"]), **job["plan"])
     settings, store = PretrainConfig.model_validate(job["settings"]), Store.open(job["store"])
-    try:
-        loop.pretrain(settings, store, to, "cpu", echo=print, override=override)
-    except Preempted as error:
-        print(error)
-        return 75
-    except OctfmError as error:
-        print(f"{type(error).__name__}: {error}{' (elsewhere)' if error.elsewhere else ''}")
-        return 1
-    return 0
+    loop.pretrain(settings, store, to, "cpu", echo=print, override=override)
+
+
+def _finetune(job: dict[str, Any], rank: int) -> None:
+    from octfm.evaluation import finetune as loop
+    from octfm.evaluation.finetune_settings import FinetuneConfig
+
+    plan, set_rates = job["plan"], loop.TaskModel.set_rates
+
+    def faulty(model: Any, step: int, *rest: Any) -> None:
+        if plan.get("fault") == "term" and (step, rank) == (plan["at"], plan["on"]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        set_rates(model, step, *rest)
+
+    loop.TaskModel.set_rates = faulty
+    loop.finetune(FinetuneConfig.model_validate(job["settings"]), job["out"], "cpu", echo=print)
 
 
 def misbehave(

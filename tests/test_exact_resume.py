@@ -161,7 +161,7 @@ def test_the_checksum_covers_everything(tmp_path, what):
 def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     """The lock goes with the process that held it, however it ended."""
     run = tmp_path / "run"
-    code = "import sys, time, pathlib; from octfm.training.run_folder import _locked\nwith _locked(pathlib.Path(sys.argv[1]), print): "
+    code = "import sys, time, pathlib; from octfm.training.run_folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
     code += "print('held', flush=True); time.sleep(60)"
     run.mkdir()
     other = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)

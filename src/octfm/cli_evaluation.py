@@ -1,5 +1,6 @@
 """The verbs that judge an encoder: thin calls of the public functions; imports happen inside the verbs."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -73,6 +74,8 @@ def finetune(
     from octfm.evaluation.finetune_settings import FinetuneConfig
 
     tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
+    if os.environ.get("RANK", "0") != "0":
+        return
     for line in summary(out):
         typer.echo(line)
     typer.echo(str(out / "finetune.json"))

@@ -122,14 +122,16 @@ class Encoder:
         return self.preprocessing(volume)
 
 
-def load_encoder(run: str | Location, *, random_init: bool = False, device: str | None = None) -> Encoder:
+def load_encoder(run: str | Location, *, random_init: bool = False, device: str | None = None, runtime: Runtime | None = None) -> Encoder:
     """The encoder of a run, a checkpoint file, an `octfm finetune` run or an `octfm export` folder, on a disk or in a bucket, in float32.
 
-    `random_init`: before its first update. A fine-tuned encoder comes with its low-rank updates merged into its weights.
+    `random_init`: before its first update. `runtime`: where to, in its precision, instead of one device in float32. A fine-tuned encoder
+    comes with its low-rank updates merged into its weights.
     """
+    runtime = runtime or start("fp32", device)
     path, content = _open(run)
     if "encoder_config" in content:
-        return _tuned_encoder(path, content, random_init, device)
+        return _tuned_encoder(path, content, random_init, runtime)
     settings = load(PretrainConfig, content["settings"]) if "network" in content else config_of(content)
     preprocessing = load(Preprocessing, content["preprocessing"])
     if "network" in content and not random_init:
@@ -140,14 +142,13 @@ def load_encoder(run: str | Location, *, random_init: bool = False, device: str 
         if not random_init:
             model.load_state_dict(content["model"])
         network = frozen_encoder(settings, model)
-    return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], device)
+    return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], runtime)
 
 
 def assemble(
-    network: VisionTransformer3D, config: PretrainConfig, preprocessing: Preprocessing, source: str, fingerprint: str, device: str | None
+    network: VisionTransformer3D, config: PretrainConfig, preprocessing: Preprocessing, source: str, fingerprint: str, runtime: Runtime
 ) -> Encoder:
-    """An Encoder in float32, not to be trained."""
-    runtime = start("fp32", device)
+    """An Encoder there, not to be trained."""
     return Encoder(network.to(runtime.device).eval(), config, preprocessing, runtime, source, fingerprint)
 
 
@@ -202,25 +203,25 @@ def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
     return path, checkpoint.load(path)
 
 
-def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, device: str | None) -> Encoder:
+def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:
     """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
     config, preprocessing = load(PretrainConfig, content["encoder_config"]), load(Preprocessing, content["preprocessing"])
     tuning = content["config"]
     if random_init:
         network = frozen_encoder(config, build_objective(config, preprocessing))
-        return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], device)
+        return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], runtime)
     best = content["state"]["best"]
     if best is None:
         raise CheckpointError(f"{path}: fine-tuning has not been validated once; continue it first")
     if not tuning["lr_encoder"]:
-        base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], device=device)
+        base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
         if base.fingerprint != content["fingerprint"]:
             raise EvaluationError(f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained on (F15)")
         return replace(base, source=f"{path} on {base.source}")
     own = {name.removeprefix("encoder."): tensor for name, tensor in best["model"].items() if name.startswith("encoder.")}
     network = empty_network(config, preprocessing)
     fill(network, merged(own), path)
-    return assemble(network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], device)
+    return assemble(network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], runtime)
 
 
 def _source(path: Location, random_init: bool) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,28 +13,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octfm import __version__
-from octfm.config import dump, load
 from octfm.data.labels import read_labels
 from octfm.data.loader import Loader
 from octfm.data.store import Store
-from octfm.errors import CheckpointError, ConfigError, EvaluationError, Preempted
+from octfm.errors import ConfigError, EvaluationError, Preempted
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.embeddings import Embeddings, of_store
-from octfm.evaluation.encoder import Encoder, load_encoder, participants_of, seen_by
+from octfm.evaluation.encoder import Encoder, load_encoder, seen_by
+from octfm.evaluation.finetune_folder import claim_together, newest, save
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.predictions import write_predictions
 from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, write_probe
+from octfm.evaluation.ranks import collect
 from octfm.evaluation.scoring import Predictions, score, to_units
-from octfm.evaluation.task_model import Features, Live, Source, TaskModel, in_precision
+from octfm.evaluation.task_model import Features, Live, Source, TaskModel
 from octfm.evaluation.tokens import token_features
 from octfm.evaluation.tuned import Answer
 from octfm.training import checkpoint
 from octfm.training.interruption import Interruption
+from octfm.training.preflight.ranks import require_disjoint
 from octfm.training.run_folder import git_state
-from octfm.training.runtime import environment, start
-from octfm.training.tracking import Metrics
+from octfm.training.runtime import Runtime, environment, join
+from octfm.training.tracking import Metrics, Unheard
 
 Echo = Callable[[str], None]
 STATISTICS_FROM = 128
@@ -61,29 +63,47 @@ def finetune(config: FinetuneConfig, out: str | Path, device: str | None = None,
     """Train until validation participants no longer gain and return the run folder; the same call resumes an interrupted run.
 
     Writes config.yaml, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (as probe.json). Raises EvaluationError where a
-    test participant was in the encoder's pretraining (unless `allow_seen`), Preempted after SIGTERM or SIGINT.
+    test participant was in the encoder's pretraining (unless `allow_seen`), Preempted after SIGTERM or SIGINT. Under torchrun every rank
+    makes this call, takes its share of every batch, and rank 0 alone speaks and writes.
     """
     if config.encoder is None or config.store is None:
         raise ConfigError("encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/")
     out, store = Path(out), Store.open(config.store)
-    loaded = load_encoder(config.encoder, random_init=config.from_scratch, device=device)
-    encoder = in_precision(loaded, start(config.precision, device))
+    runtime = join(config.runtime, config.precision, device)
+    try:
+        with runtime.guarded():
+            _finetune(config, out, store, runtime, allow_seen, echo if runtime.leads else lambda _: None)
+    finally:
+        runtime.close()
+    return out
+
+
+def _finetune(config: FinetuneConfig, out: Path, store: Store, runtime: Runtime, allow_seen: bool, echo: Echo) -> None:
+    if config.batch_size % runtime.world:
+        raise ConfigError(f"batch_size {config.batch_size} is not a multiple of the {runtime.world} ranks that share it")
+    encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
             f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like (F15)"
         )
-    seen = (lambda _: False) if config.from_scratch else seen_by(config.encoder)
+    seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
-    with Interruption() as interruption:
-        _claim(out, config)
+    with claim_together(runtime, out, config, echo), Interruption() as interruption:
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
         source: Source = Live(encoder, store, config)
         if config.frozen:
             kept = token_features(encoder, store, out, per_volume=config.tokens_per_volume, max_gb=config.max_cache_gb)
-            source = Features(kept, store, encoder.runtime)
+            source = Features(kept, store, runtime)
         best = _train(config, task, store, model, source, encoder, out, interruption, echo)
         model.module.load_state_dict(best["model"])
-    predictions = _predictions(task, model, source, task.test)
+        predictions = _predictions(task, model, source, task.test)
+        if runtime.leads:
+            _write_result(config, task, store, predictions, best, runtime, out)
+
+
+def _write_result(
+    config: FinetuneConfig, task: Task, store: Store, predictions: Predictions, best: dict[str, Any], runtime: Runtime, out: Path
+) -> None:
     write_predictions(out / "predictions.parquet", store, task, predictions, config, best["epoch"])
     rows = [s.row for s in score(task.cases, out.name, [predictions], task.facts, RESAMPLES, 0)]
     result = {
@@ -95,11 +115,10 @@ def finetune(config: FinetuneConfig, out: str | Path, device: str | None = None,
         "validation_score": best["score"],
         "validation_participants": len(np.unique(task.cases.participant[task.validation])),
         "settings": config.model_dump(mode="json"),
-        "environment": environment(encoder.runtime),
+        "environment": environment(runtime),
         "git": git_state(),
     }
     write_probe(out / "finetune.json", result)
-    return out
 
 
 def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
@@ -143,29 +162,35 @@ def _train(
     interruption: Interruption,
     echo: Echo,
 ) -> dict[str, Any]:
-    """The loop; returns the best state."""
-    train_rows = task.cases.rows[task.train]
+    """The loop; returns the best state. All ranks run it and all come to the same decisions."""
+    runtime, train_rows = model.runtime, task.cases.rows[task.train]
     steps = max(1, math.ceil(config.epochs * len(train_rows) / config.batch_size))
     per_epoch = max(1, round(len(train_rows) / config.batch_size))
     head_steps = 0 if config.frozen else min(steps, math.ceil(config.head_epochs * len(train_rows) / config.batch_size))
     target = _Target(task, config, model)
+    participants = task.cases.participant[np.r_[task.train, task.validation]].tolist()
     step, best, stale = 0, None, 0
-    found = checkpoint.steps(out / "checkpoints")
-    if found:
-        content = checkpoint.load(found[-1])
+    content = runtime.first(lambda: newest(out))
+    if content is not None:
         model.module.load_state_dict(content["model"])
         model.optimizer.load_state_dict(content["optimizer"])
         step, best, stale = content["step"], content["state"]["best"], content["state"]["stale"]
         echo(f"resuming {out} after {step} updates")
     else:
-        with torch.no_grad(), model.runtime.autocast():
+        with torch.no_grad(), runtime.autocast():
             rows = train_rows[np.linspace(0, len(train_rows) - 1, min(STATISTICS_FROM, len(train_rows))).astype(int)]
             parts = [
                 source.tokens(rows[i : i + config.per_device_batch_size], None) for i in range(0, len(rows), config.per_device_batch_size)
             ]
             model.head.standardise_by(torch.cat([t for t, _ in parts]), torch.cat([c for _, c in parts]))
-    metrics = Metrics(out / "metrics.jsonl", step)
-    with Loader(store, train_rows, config.batch_size, config.seed, prefetch=0) as loader:
+    runtime.share(model.module.state_dict().values())
+    metrics = Metrics(out / "metrics.jsonl", step) if runtime.leads else Unheard()
+
+    def keep() -> None:
+        runtime.first(lambda: save(out, step, model, best, stale, encoder, store, participants, target.answer))
+
+    with Loader(store, train_rows, config.batch_size, config.seed, runtime.rank, runtime.world, prefetch=0) as loader:
+        require_disjoint(runtime, loader, step)
         while step < steps and stale < config.patience:
             model.set_rates(step, steps, head_steps)
             model.module.train()
@@ -178,10 +203,12 @@ def _train(
                 part_loss = target.loss(model.answers(source, rows[part], position[part]), rows[part]) / len(rows)
                 part_loss.backward()
                 loss += float(part_loss.detach())
+            loss, asked = _tell(runtime, loss, interruption.asked)
             if not math.isfinite(loss):
                 raise EvaluationError(f"{out}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32")
             trained = [p for p in model.module.parameters() if p.grad is not None]
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(trained, config.clip_grad_norm))
+            runtime.average_gradients(trained)
+            grad_norm = float(runtime.clip(trained, config.clip_grad_norm))
             model.optimizer.step()
             rates = {f"lr_{g['part']}": g["lr"] for g in model.optimizer.param_groups}
             metrics.write("train", step, loss=loss, grad_norm=grad_norm, **rates)
@@ -197,14 +224,21 @@ def _train(
                 echo(
                     f"epoch {round(step / per_epoch):>3}  loss {loss:.3f}  validation {target.metric} {value:.3f}  best {best['score']:.3f}"
                 )
-                _save(out, step, model, best, stale, config, encoder, store, task)
-            if interruption.asked and step < steps and stale < config.patience:
-                _save(out, step, model, best, stale, config, encoder, store, task)
+                keep()
+            if asked and step < steps and stale < config.patience:
+                keep()
                 metrics.close()
-                raise Preempted(f"{interruption.asked}: saved after {step} of {steps} updates; run again to continue")
+                raise Preempted(f"{asked}: saved after {step} of {steps} updates; run again to continue")
     metrics.close()
     assert best is not None
     return best
+
+
+def _tell(runtime: Runtime, loss: float, asked: str | None) -> tuple[float, str | None]:
+    """The mean loss of all ranks, and a signal that some rank was sent: the same numbers everywhere, so the same decisions."""
+    told = runtime.exchange(np.array([loss, signal.Signals[asked] if asked else 0], np.float64))
+    number = int(told[:, 1].max())
+    return float(told[:, 0].mean()), signal.Signals(number).name if number else None
 
 
 class _Target:
@@ -270,63 +304,12 @@ def _predictions(task: Task, model: TaskModel, source: Source, positions: np.nda
 
 @torch.no_grad()
 def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
-    """float32 [n, O] without augmentation."""
+    """float32 [n, O] without augmentation, computed by all ranks and known to all."""
     model.module.eval()
     size = model.config.per_device_batch_size
-    return np.concatenate([model.answers(source, rows[i : i + size]).cpu().numpy() for i in range(0, len(rows), size)])
-
-
-def _claim(out: Path, config: FinetuneConfig) -> None:
-    """Begin a run folder, or continue it when it was begun with the same settings."""
-    settings = out / "config.yaml"
-    if settings.is_file():
-        before = load(FinetuneConfig, settings)
-        if before != config:
-            a, b = before.model_dump(mode="json"), config.model_dump(mode="json")
-            changed = ", ".join(key for key in a if a[key] != b[key])
-            raise CheckpointError(f"{out}: this run began with other values of {changed}; restore them, or choose another --out")
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists and is not a fine-tuning run (no config.yaml); choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    partial = settings.with_suffix(".partial")
-    partial.write_text(dump(config))
-    partial.replace(settings)
-
-
-def _save(
-    out: Path,
-    step: int,
-    model: TaskModel,
-    best: dict | None,
-    stale: int,
-    config: FinetuneConfig,
-    encoder: Encoder,
-    store: Store,
-    task: Task,
-) -> None:
-    """One checkpoint with the last and the best state; it knows whom the encoder and the head were trained on."""
-    known = {"key": "", "hashes": []}
-    if not config.from_scratch:
-        known = participants_of(str(config.encoder))
-    key = known["key"] or "octfm-finetune"
-    trained = checkpoint.participant_hashes(task.cases.participant[np.r_[task.train, task.validation]].tolist(), key)
-    content = {
-        "model": model.module.state_dict(),
-        "optimizer": model.optimizer.state_dict(),
-        "state": {"best": best, "stale": stale},
-        "config": config.model_dump(mode="json"),
-        "encoder_config": encoder.config.model_dump(mode="json"),
-        "answer": what_is_answered(task, config).to_dict(),
-        "preprocessing": store.preprocessing.model_dump(mode="json"),
-        "fingerprint": store.fingerprint,
-        "participants": {"key": key, "hashes": sorted({*known["hashes"], *trained})},
-        "octfm": __version__,
-    }
-    written = checkpoint.write(out / "checkpoints", step, content)
-    for old in checkpoint.steps(out / "checkpoints"):
-        if old != written:
-            old.unlink()
+    own = model.runtime.part(np.arange(0, len(rows), size))
+    parts = [model.answers(source, rows[i : i + size]).cpu().numpy() for i in own]
+    return collect(model.runtime, np.concatenate([*parts, np.zeros((0, model.outputs), np.float32)]))
 
 
 def summary(out: str | Path) -> list[str]:

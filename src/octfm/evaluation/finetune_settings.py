@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from octfm.config import Config
 from octfm.models.heads import Pool
 from octfm.training.augment import AugmentConfig
-from octfm.training.runtime import Precision
+from octfm.training.runtime import Precision, RuntimeConfig
 
 
 class FinetuneConfig(Config):
@@ -54,9 +54,13 @@ class FinetuneConfig(Config):
     tokens_per_volume: int = Field(default=256, ge=1)
     """Tissue tokens of each volume that a frozen encoder's features are kept of."""
     max_cache_gb: float = Field(default=16.0, gt=0)
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Of several ranks under torchrun; each holds the whole model (`ddp`)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "FinetuneConfig":
+        if self.runtime.parallel != "ddp":
+            raise ValueError(f"runtime.parallel: fine-tuning keeps the whole model on every device, ddp; got {self.runtime.parallel}")
         if self.batch_size % self.per_device_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of per_device_batch_size {self.per_device_batch_size}")
         if self.lora_rank is not None and not self.lr_encoder:
@@ -71,4 +75,4 @@ class FinetuneConfig(Config):
 
     def recipe(self) -> dict[str, Any]:
         """What makes two runs the same recipe with different seeds."""
-        return self.model_dump(mode="json", exclude={"seed", "store"})
+        return self.model_dump(mode="json", exclude={"seed", "store", "runtime"})

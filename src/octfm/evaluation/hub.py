@@ -16,6 +16,7 @@ from octfm.models.heads import TaskHead
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training.augment import normalise
 from octfm.training.inputs import grid_of
+from octfm.training.runtime import start
 from octfm.training.settings import PretrainConfig
 
 try:
@@ -76,7 +77,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     def encoder(self) -> Encoder:
         """This network as an octfm.Encoder: `embed`, `embed_tokens` of native volumes. Puts the network into evaluation mode."""
         device = str(next(self.network.parameters()).device)
-        return assemble(self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], device)
+        return assemble(self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], start("fp32", device))
 
     @classmethod
     def _from_pretrained(

@@ -1,6 +1,5 @@
 """The networks of fine-tuning with their optimizer: an encoder (or its features, once and for all) and a head."""
 
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -72,7 +71,7 @@ class TaskModel:
     """Head, encoder where it learns, and one AdamW over both with a rate for every depth."""
 
     def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
-        self.config, self.encoder, self.runtime = config, encoder, encoder.runtime
+        self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs
         torch.manual_seed(config.seed)
         self.head = TaskHead(encoder.width, heads_of(encoder), outputs, config.pool).to(self.runtime.device)
         network = encoder.network
@@ -119,8 +118,3 @@ class TaskModel:
         with self.runtime.autocast():
             tokens, counts = source.tokens(rows, position)
             return self.head(tokens, counts).float()
-
-
-def in_precision(encoder: Encoder, runtime: Runtime) -> Encoder:
-    """The encoder in the run's own precision."""
-    return replace(encoder, runtime=runtime)

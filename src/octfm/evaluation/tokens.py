@@ -11,6 +11,7 @@ import numpy as np
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.encoder import SELECTION_SEED, Encoder
+from octfm.evaluation.ranks import collect
 
 BATCH = 8
 
@@ -35,7 +36,8 @@ class TokenFeatures:
 def token_features(encoder: Encoder, store: Store, folder: str | Path, *, per_volume: int = 256, max_gb: float = 16.0) -> TokenFeatures:
     """Read the features from `folder`, or compute and write them; at most `per_volume` tissue tokens of a volume, drawn with a fixed seed.
 
-    Raises EvaluationError before anything is computed where they would take more than `max_gb`.
+    Several ranks compute a share each, in a folder that all of them see. Raises EvaluationError before anything is computed where features
+    would take more than `max_gb`, and where a rank does not see the others' work.
     """
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(f"{store.path}: prepared with other settings than {encoder.source} was trained on (F15)")
@@ -50,7 +52,7 @@ def token_features(encoder: Encoder, store: Store, folder: str | Path, *, per_vo
     key = hashlib.sha256(f"{encoder.key}|{per_volume}|{volumes}".encode()).hexdigest()[:24]
     path = Path(folder) / f"tokens-{key}.npy"
     record = path.with_suffix(".json")
-    if not record.is_file():
+    if not encoder.runtime.first(record.is_file):
         _compute(encoder, store, path, record, per_volume)
     facts = json.loads(record.read_text())
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
@@ -67,19 +69,42 @@ def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) ->
 
 
 def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial.npy")
-    array = np.lib.format.open_memmap(partial, "w+", np.float16, (len(store), per_volume, encoder.width))
-    counts = []
-    for first in range(0, len(store), BATCH):
-        rows = np.arange(first, min(first + BATCH, len(store)))
-        tokens, tissue = encoder.tissue_tokens(store.read(rows))
-        for row, own, is_tissue in zip(rows, tokens, tissue, strict=True):
-            array[row], kept = draw_tissue(own, is_tissue, per_volume)
-            counts.append(int(kept.sum()))
+    runtime = encoder.runtime
+    runtime.first(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+    firsts = runtime.part(np.arange(0, len(store), BATCH))  # whole batches: the same sums in the same order, however many ranks
+    rows = np.concatenate([np.arange(first, min(first + BATCH, len(store))) for first in firsts] or [np.arange(0)])
+    part = path.with_suffix(f".{runtime.rank}.partial.npy")
+    array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
+    counts = np.zeros(len(rows), int)
+    for first in range(0, len(rows), BATCH):
+        tokens, tissue = encoder.tissue_tokens(store.read(rows[first : first + BATCH]))
+        for place, (own, is_tissue) in enumerate(zip(tokens, tissue, strict=True), first):
+            array[place], kept = draw_tissue(own, is_tissue, per_volume)
+            counts[place] = kept.sum()
     array.flush()
-    partial.replace(path)
-    # The record comes last: without it there are no features.
-    waiting = record.with_suffix(".partial")
-    waiting.write_text(json.dumps({"acquisitions": [row.acquisition for row in store.rows], "counts": counts, "encoder": encoder.source}))
-    waiting.replace(record)
+    lengths, counts = collect(runtime, np.array([len(rows)])), collect(runtime, counts)
+
+    def join() -> None:
+        parts = [path.with_suffix(f".{rank}.partial.npy") for rank in range(runtime.world)]
+        if len(parts) > 1:
+            whole = np.lib.format.open_memmap(path.with_suffix(".partial.npy"), "w+", np.float16, (len(store), *array.shape[1:]))
+            for end, length, own in zip(lengths.cumsum(), lengths, parts, strict=True):
+                whole[end - length : end] = np.load(own, mmap_mode="r")[:length]
+            whole.flush()
+            for own in parts:
+                own.unlink()
+            parts = [path.with_suffix(".partial.npy")]
+        parts[0].replace(path)
+        # The record comes last: without it there are no features.
+        waiting = record.with_suffix(".partial")
+        names = [row.acquisition for row in store.rows]
+        waiting.write_text(json.dumps({"acquisitions": names, "counts": counts.tolist(), "encoder": encoder.source}))
+        waiting.replace(record)
+
+    seen = collect(runtime, np.array([runtime.leads or path.with_suffix(".0.partial.npy").is_file()]))
+    if not seen.all():
+        raise EvaluationError(
+            f"rank {np.flatnonzero(~seen)[0]} does not see the folder that rank 0 keeps token features in ({path.parent}); "
+            "put --out on a disk that all hosts share, or let the encoder learn (lr_encoder above 0)"
+        )
+    runtime.first(join)

@@ -113,7 +113,7 @@ def claim(
     if run.path.exists() and not settings.is_file() and (not run.path.is_dir() or {p.name for p in run.path.iterdir()} - beginnings):
         raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
     run.path.mkdir(parents=True, exist_ok=True)
-    with _locked(run.path, echo):
+    with locked(run.path, echo):
         if settings.is_file():
             _continue(run, settings, config, fingerprint, data, override, echo)
         else:
@@ -158,7 +158,7 @@ def _continue(
 
 
 @contextmanager
-def _locked(folder: Path, echo: Callable[[str], None]) -> Iterator[None]:
+def locked(folder: Path, echo: Callable[[str], None]) -> Iterator[None]:
     """Held by one process at a time; the system takes it back from a process that dies, however it dies."""
     with (folder / LOCK).open("a+") as file:
         try:

@@ -313,7 +313,8 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {world}: only `octfm pretrain` shares its work among ranks; start everything else without torchrun"
+            f"WORLD_SIZE is {world}: only `octfm pretrain` and `octfm finetune` share their work among ranks; start everything else "
+            "without torchrun"
         )
     return Runtime(_device(device), precision)
 

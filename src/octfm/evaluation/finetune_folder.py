@@ -1,0 +1,90 @@
+"""The folder of a fine-tuning run: one process (or rank 0) writes into it, and its one checkpoint holds the last and the best state."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from octfm import __version__
+from octfm.config import dump, load
+from octfm.data.store import Store
+from octfm.errors import CheckpointError
+from octfm.evaluation.encoder import Encoder, participants_of
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.task_model import TaskModel
+from octfm.evaluation.tuned import Answer
+from octfm.training import checkpoint
+from octfm.training.run_folder import LOCK, locked
+from octfm.training.runtime import Runtime
+
+MAY_CHANGE = {"runtime", "max_cache_gb"}
+"""Settings that a resumed run may change without ceasing to be the same run."""
+
+
+@contextmanager
+def claim_together(runtime: Runtime, out: Path, config: FinetuneConfig, echo: Callable[[str], None]) -> Iterator[None]:
+    """The folder, locked by rank 0 while the context lasts: new, or one that was begun with the same settings."""
+    with ExitStack() as held:
+        runtime.first(lambda: _claim(held, out, config, echo))
+        yield
+
+
+def _claim(held: ExitStack, out: Path, config: FinetuneConfig, echo: Callable[[str], None]) -> None:
+    settings = out / "config.yaml"
+    # A kill between the first files leaves these alone: that run has not begun yet.
+    beginnings = {LOCK, "config.partial"}
+    if out.exists() and not settings.is_file() and (not out.is_dir() or {path.name for path in out.iterdir()} - beginnings):
+        raise CheckpointError(f"{out}: exists and is not a fine-tuning run (no config.yaml); choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    held.enter_context(locked(out, echo))
+    if settings.is_file():
+        before = load(FinetuneConfig, settings).model_dump(mode="json")
+        now = config.model_dump(mode="json")
+        if changed := [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]:
+            raise CheckpointError(f"{out}: this run began with other values of {', '.join(changed)}; restore them, or choose another --out")
+        return
+    partial = settings.with_suffix(".partial")
+    partial.write_text(dump(config))
+    partial.replace(settings)
+
+
+def newest(out: Path) -> dict[str, Any] | None:
+    """The checkpoint to go on from; None in a run that has none yet."""
+    found = checkpoint.steps(out / "checkpoints")
+    return checkpoint.load(found[-1]) if found else None
+
+
+def save(
+    out: Path,
+    step: int,
+    model: TaskModel,
+    best: dict[str, Any] | None,
+    stale: int,
+    encoder: Encoder,
+    store: Store,
+    trained_on: list[str],
+    answer: Answer,
+) -> None:
+    """One checkpoint with the last and the best state; it knows whom the encoder and the head were trained on."""
+    config = model.config
+    known = {"key": "", "hashes": []}
+    if not config.from_scratch:
+        known = participants_of(str(config.encoder))
+    key = known["key"] or "octfm-finetune"
+    trained = checkpoint.participant_hashes(trained_on, key)
+    content = {
+        "model": model.module.state_dict(),
+        "optimizer": model.optimizer.state_dict(),
+        "state": {"best": best, "stale": stale},
+        "config": config.model_dump(mode="json"),
+        "encoder_config": encoder.config.model_dump(mode="json"),
+        "answer": answer.to_dict(),
+        "preprocessing": store.preprocessing.model_dump(mode="json"),
+        "fingerprint": store.fingerprint,
+        "participants": {"key": key, "hashes": sorted({*known["hashes"], *trained})},
+        "octfm": __version__,
+    }
+    written = checkpoint.write(out / "checkpoints", step, content)
+    for old in checkpoint.steps(out / "checkpoints"):
+        if old != written:
+            old.unlink()

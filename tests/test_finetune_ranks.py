@@ -1,0 +1,88 @@
+"""Fine-tuning on several ranks is that of one process, stops and resumes together, and a run folder belongs to one of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.errors import CheckpointError, ConfigError
+from octfm.evaluation.finetune import finetune
+from octfm.evaluation.predictions import read_predictions
+from octfm.training import checkpoint
+from octfm.training.run_folder import locked
+from octfm.training.tracking import read_metrics
+from test_finetune import labels, quiet, run, settings, store  # noqa: F401
+
+SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 1}
+WAYS = {"finetune": {}, "frozen": {"lr_encoder": 0, "pool": "attention"}, "lora": {"lora_rank": 2, "lr_encoder": 3e-3}}
+
+
+def codes(ended):
+    return [rank.code for rank in ended]
+
+
+def told(out, *names):
+    return [[row[name] for name in names if name in row] for row in read_metrics(out / "metrics.jsonl")]
+
+
+def final(out):
+    return checkpoint.load(checkpoint.newest(out))
+
+
+@pytest.mark.parametrize("way", ["finetune", "frozen", pytest.param("lora", marks=pytest.mark.slow)])
+def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, tmp_path, way):  # noqa: F811
+    config = settings(run, store, labels, **SHORT, **WAYS[way])
+    finetune(config, tmp_path / "one", echo=quiet)
+    ended = ranks(2, store.path, tmp_path / "two", config.model_dump(mode="json"), finetune=True)
+    assert codes(ended) == [0, 0] and "epoch" in ended[0].said and not ended[1].said, "rank 0 alone speaks"
+    a, b = (told(tmp_path / name, "kind", "step", "lr_head") for name in ("one", "two"))
+    assert a == b
+    for row, other in zip(*(told(tmp_path / name, "loss", "grad_norm", "score") for name in ("one", "two")), strict=True):
+        np.testing.assert_allclose(row, other, rtol=1e-4, atol=1e-6)
+    one, two = final(tmp_path / "one"), final(tmp_path / "two")
+    for name, tensor in one["model"].items():
+        torch.testing.assert_close(tensor, two["model"][name], rtol=1e-3, atol=1e-4)
+    said = [read_predictions(tmp_path / name / "predictions.parquet").of_acquisition for name in ("one", "two")]
+    assert said[0].keys() == said[1].keys()
+    assert all(np.allclose(said[0][name][0], said[1][name][0], atol=1e-3) for name in said[0])
+    assert json.loads((tmp_path / "two" / "finetune.json").read_text())["environment"]["ranks"] == "2"
+    if config.frozen:
+        kept = [sorted((tmp_path / name).glob("tokens-*")) for name in ("one", "two")]
+        assert [path.name for path in kept[0]] == [path.name for path in kept[1]]
+        assert all(x.read_bytes() == y.read_bytes() for x, y in zip(*kept, strict=True)), "features are the same bits"
+
+
+def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run, store, labels, tmp_path):  # noqa: F811
+    config = settings(run, store, labels, **SHORT).model_dump(mode="json")
+    ended = ranks(2, store.path, tmp_path / "halves", config, finetune=True, fault="term", at=5, on=1)
+    assert codes(ended) == [75, 75] and "SIGTERM: saved after 6 of" in ended[1].said
+    for name in ("halves", "whole"):
+        assert codes(ranks(2, store.path, tmp_path / name, config, finetune=True)) == [0, 0]
+    a, b = final(tmp_path / "whole"), final(tmp_path / "halves")
+    assert a["step"] == b["step"] and all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
+    names = ("kind", "step", "loss", "grad_norm", "score", "lr_encoder")
+    assert told(tmp_path / "whole", *names) == told(tmp_path / "halves", *names)
+    assert (tmp_path / "whole" / "predictions.parquet").read_bytes() == (tmp_path / "halves" / "predictions.parquet").read_bytes()
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store, labels, tmp_path):  # noqa: F811
+    config = settings(run, store, labels, batch_size=2).model_dump(mode="json")
+    ended = ranks(3, store.path, tmp_path / "run", config, finetune=True)
+    assert codes(ended) == [1, 1, 1] and all("not a multiple of the 3 ranks" in rank.said for rank in ended)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="ddp; got fsdp"):
+        settings(run, store, labels, runtime={"parallel": "fsdp"})
+
+
+def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path):  # noqa: F811
+    config = settings(run, store, labels, epochs=1, lr_encoder=0)
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run", quiet), pytest.raises(CheckpointError, match=r"another process .pid .* is training into this folder"):
+        finetune(config, tmp_path / "run", echo=quiet)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    finetune(config, tmp_path / "run", echo=quiet)  # what a lock leaves behind keeps nobody out
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="not a fine-tuning run"):
+        finetune(config, tmp_path / "other", echo=quiet)
