@@ -40,9 +40,9 @@ def darkened(seed: int, prepared: Prepared) -> Prepared:
     return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
 
 
-def small_store(folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS) -> Store:
+def small_store(folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS, preprocessing: Preprocessing | None = None) -> Store:
     """One participant for every split named, with both eyes on two scanners; `edit` may change a prepared volume before it is written."""
-    preprocessing = small_preprocessing()
+    preprocessing = preprocessing or small_preprocessing()
     with StoreWriter(folder, preprocessing) as writer:
         for number, split in enumerate(splits):
             for side, laterality in enumerate("RL"):

@@ -1,24 +1,32 @@
 """Surfaces and masks: found on what they were trained for, judged in µm, and back in the frame the scan was made in."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from octfm.cli import app
 from octfm.config import load
 from octfm.data.phantom import phantom_volume
 from octfm.data.store import Arrays
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation import embed as embedding
 from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.finetune import finetune
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.evaluation.scene import load_scenes
 from octfm.evaluation.segment import Labelled, Segmentation, Segmenter, load_segmenter, to_prepared
 from octfm.evaluation.segment_export import label_map, write_dicom, write_nifti
 from octfm.evaluation.segment_score import dice, errors_of, segment, summary_lines
 from octfm.evaluation.segment_settings import SegmentConfig
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
+from octfm.report.html import write_report
 from octfm.training.pretrain import pretrain
-from small_store import SIZE, small_store
+from small_store import SIZE, small_preprocessing, small_store
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
 
@@ -252,3 +260,35 @@ def test_dicom_segments_and_heights_refer_to_the_file_they_came_from(tmp_path):
     assert [s.SegmentLabel for s in heights.SegmentSequence] == ["ilm", "rpe", "bm"]
     values = np.frombuffer(heights.FloatPixelData, "<f4").reshape(3, 6, 48)
     np.testing.assert_allclose(values[0], surfaces["ilm"], rtol=1e-5)
+
+
+def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp_path, monkeypatch):
+    """octfm finetune (a pooling probe), octfm segment, octfm embed --head --segment, octfm report: both are in the viewer."""
+    labels = tmp_path / "labels.tsv"
+    labels.write_text("participant_id\tsick\n" + "".join(f"P{i:03d}\t{('yes', 'no')[i % 2]}\n" for i in range(12)))
+    base = {"encoder": str(run), "store": str(store[0].path), "labels": str(labels), "target": "sick", "epochs": 1, "tokens_per_volume": 16}
+    head = finetune(load(FinetuneConfig, base | {"lr_encoder": 0, "pool": "attention"}), tmp_path / "head", echo=quiet)
+    segment(settings(run, store, steps=20), tmp_path / "seg", baselines=False, echo=quiet)
+    embed = ["embed", str(run), "--store", str(store[0].path), "--no-baselines"]
+    assert CliRunner().invoke(app, embed).exit_code == 0
+    before = (run / "embeddings" / "pretrained.parquet").read_bytes()
+    monkeypatch.setattr(embedding, "_over", lambda *_: pytest.fail("vectors that are there are not computed again"))
+    done = CliRunner().invoke(app, [*embed, "--head", str(head), "--segment", str(tmp_path / "seg")])
+    assert done.exit_code == 0, done.output
+    assert (run / "embeddings" / "pretrained.parquet").read_bytes() == before
+    scenes, found = load_scenes(run / "figures" / "scenes.npz"), load_segmenter(tmp_path / "seg")
+    assert {"L", "R"} == {scene.laterality for scene in scenes}
+    for scene in scenes:
+        rows, mask = found.predict(scene.voxels)
+        drawn = scene.overlay("segmentation")
+        np.testing.assert_array_equal(drawn[np.isfinite(drawn)], rows[np.isfinite(drawn)])
+        np.testing.assert_array_equal(scene.overlay("lesions") > 0, mask)
+        seen = scene.as_seen().overlay("segmentation")
+        np.testing.assert_array_equal(seen, drawn[..., ::-1] if scene.laterality == "L" else drawn)
+    page = write_report(run, tmp_path / "report.html").read_text()
+    data = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.S)[1])
+    for volume in data["volumes"]:
+        assert {"attention", "segmentation", "lesions", "pca", "mask", "band"} <= {overlay["key"] for overlay in volume["overlays"]}
+    with pytest.raises(EvaluationError, match="trained on volumes that were prepared with other settings"):
+        other = small_preprocessing().model_copy(update={"margin_mm": 0.02})
+        embedding._segmenter(tmp_path / "seg", small_store(tmp_path / "other", splits=("train",), preprocessing=other))

@@ -28,6 +28,7 @@ def embed(
     head: Annotated[
         Path | None, typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report.")
     ] = None,
+    segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: the layers and areas that it finds, in the report.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16, of --files and --catalog.")] = "fp32",
     retry: Annotated[bool, typer.Option("--retry", help="Try files again that could not be read, of --files and --catalog.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that read files; default: all cores.")] = None,
@@ -45,9 +46,12 @@ def embed(
         from octfm.evaluation.embed import embed_all
 
         folder = Path(out) if out is not None else None
-        for path in embed_all(run, store or Path("prepared"), folder, baselines=baselines is not False, head=head, echo=typer.echo):
+        options = {"baselines": baselines is not False, "head": head, "segmenter": segment, "echo": typer.echo}
+        for path in embed_all(run, store or Path("prepared"), folder, **options):
             typer.echo(str(path))
         return
+    if head is not None or segment is not None:
+        raise ConfigError("--head and --segment are shown in the report of a run; they need --store")
     from octfm.data.catalog import Catalog
     from octfm.data.isolation import Limits
     from octfm.evaluation.embed_files import embed_files

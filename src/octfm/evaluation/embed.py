@@ -16,6 +16,7 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.budget import budget_facts, dropped_of
 from octfm.evaluation.encoder import Encoder, load_encoder
 from octfm.evaluation.maps import save_pictures
+from octfm.evaluation.segment import Segmenter, load_segmenter
 from octfm.evaluation.trained_head import load_head
 
 L = TypeVar("L", bound=Location)
@@ -34,12 +35,13 @@ def embed_all(
     *,
     baselines: bool = True,
     head: str | Path | None = None,
+    segmenter: str | Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
 
     Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report); with `head`, a run
-    of octfm finetune on this encoder, also what its answers depend on.
+    of octfm finetune on this encoder, also what its answers depend on, and with `segmenter`, a run of octfm segment, what it finds.
     """
     encoder, opened = load_encoder(run), Store.open(store)
     if len(opened) == 0:
@@ -48,13 +50,23 @@ def embed_all(
     if out is None and not isinstance(home, Path):
         raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
+    trained = load_head(head, encoder) if head is not None else None
+    finder = _segmenter(segmenter, opened)  # what is refused is refused before anything is computed
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))
         written.append(histogram_baseline(opened, folder))
-    trained = load_head(head, encoder) if head is not None else None
-    save_pictures(encoder, opened, folder.parent / "figures", trained)
+    save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
     return written
+
+
+def _segmenter(run: str | Path | None, store: Store) -> Segmenter | None:
+    if run is None:
+        return None
+    found = load_segmenter(run)
+    if found.encoder.fingerprint != store.fingerprint:
+        raise EvaluationError(f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)")
+    return found
 
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:

@@ -7,7 +7,8 @@ import numpy as np
 
 from octfm.data.store import Arrays, Store
 from octfm.evaluation.encoder import Encoder
-from octfm.evaluation.scene import NONE, Overlay, Placement, Scene, save_scenes
+from octfm.evaluation.scene import NONE, Overlay, Placement, Scene, found_overlays, save_scenes
+from octfm.evaluation.segment import Segmenter
 from octfm.evaluation.trained_head import TrainedHead
 from octfm.masks import PADDING, TISSUE, sample_masks, token_map
 
@@ -40,8 +41,8 @@ class Basis:
     """Median distance between the vectors of two volumes; NaN for one volume."""
 
 
-def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None) -> Path:
-    """<out>/scenes.npz: a few volumes of each scanner with everything that the encoder (and a head) makes of them."""
+def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None, segmenter: Segmenter | None = None) -> Path:
+    """<out>/scenes.npz: a few volumes of each scanner with everything that the encoder (a head, a segmenter) makes of them."""
     chosen = some_of_each_scanner(store)
     arrays = store.read(chosen)
     tokens = encode(encoder, arrays)
@@ -55,6 +56,8 @@ def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead |
         overlays = [band(one.band[0], encoder.preprocessing.margin_mm), *masks_of(encoder, maps[i], i)]
         overlays += token_overlays(encoder, one, tokens[i], maps[i], basis, head, occlude=row.scanner not in occluded)
         occluded.add(row.scanner)
+        if segmenter is not None:
+            overlays += found_overlays(*segmenter.in_prepared(one))
         scenes.append(
             Scene(
                 title=f"{row.scanner.replace('_', ' ')}, volume {sum(s.scanner == row.scanner for s in scenes) + 1}",

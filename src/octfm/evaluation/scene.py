@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +24,14 @@ voxels   uint8 [D, H, W], 0: none, else place in the legend + 1
 """
 NONE = 255
 Colour = tuple[int, int, int]
+COLOURS: tuple[Colour, ...] = ((86, 180, 233), (230, 159, 0), (0, 158, 115), (240, 228, 66), (213, 94, 0), (204, 121, 167), (255, 255, 255))
+"""Okabe & Ito's palette and white, in turn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
     key: str
-    """band, tokens, mask, pca, occlusion, attention, segmentation, layers."""
+    """band, tokens, mask, pca, occlusion, attention, layers, segmentation, lesions."""
     name: str
     kind: Kind
     values: np.ndarray
@@ -112,6 +114,26 @@ class Scene:
         overlays = tuple(o if o.on_tokens else replace(o, values=o.values[:, :, ::-1]) for o in self.overlays)
         placement = self.placement.mirrored(self.voxels.shape[2]) if self.placement else None
         return replace(self, voxels=self.voxels[:, :, ::-1], overlays=overlays, placement=placement, mirrored=False)
+
+
+def lines(key: str, name: str, names: Sequence[str], rows: np.ndarray, about: str) -> Overlay:
+    """Surfaces, rows [S, D, W] of the scene."""
+    return Overlay(key, name, "lines", rows.astype(np.float32), tuple((n, COLOURS[i % len(COLOURS)]) for i, n in enumerate(names)), about)
+
+
+def found_overlays(surfaces: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray]) -> list[Overlay]:
+    """What a segmenter found: rows [D, W] of each surface and voxels bool [D, H, W] of each area, as the scene has them."""
+    said, overlays = "Found by octfm segment; not checked by anyone.", []
+    if surfaces:
+        rows = np.stack(list(surfaces.values()))
+        overlays.append(lines("segmentation", "Segmentation: layers", tuple(surfaces), rows, said))
+    if masks:
+        place = np.zeros(next(iter(masks.values())).shape, np.uint8)
+        for i, mask in enumerate(masks.values(), 1):
+            place[mask] = i
+        legend = tuple((name, COLOURS[(i + 4) % len(COLOURS)]) for i, name in enumerate(masks))
+        overlays.append(Overlay("lesions", "Segmentation: areas", "voxels", place, legend, said))
+    return overlays
 
 
 def save_scenes(scenes: Sequence[Scene], path: Path) -> Path:

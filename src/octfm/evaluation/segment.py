@@ -155,14 +155,17 @@ class Segmenter:
             rows = surface_rows(logits[:, :count], self.runtime.tensor(path[None]))[0].cpu().numpy()
         return rows, (logits[0, count] > 0).cpu().numpy() if self.config.mask_values else None
 
+    def in_prepared(self, arrays: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Surfaces, rows [D, W] with NaN on padded A-scans, and masks bool [D, H, W], of one prepared volume, in its frame."""
+        rows, mask = self.predict(arrays.voxels[0])
+        rows[:, arrays.valid[0, 1] <= arrays.valid[0, 0]] = np.nan
+        return dict(zip(self.config.surfaces, rows, strict=True)), {} if mask is None else {self.config.mask_name: mask}
+
     def in_native(self, arrays: Arrays, transform: Transform) -> Segmentation:
         """What is found in one prepared volume, back in the frame it was scanned in."""
-        rows, mask = self.predict(arrays.voxels[0])
-        padding = arrays.valid[0, 1] <= arrays.valid[0, 0]
-        rows[:, padding] = np.nan
-        names = self.config.surfaces
-        surfaces = {name: transform.rows_to_native(row) for name, row in zip(names, rows, strict=True)}
-        masks = {} if mask is None else {self.config.mask_name: transform.to_native(mask.astype(np.uint8)).astype(bool)}
+        rows, found = self.in_prepared(arrays)
+        surfaces = {name: transform.rows_to_native(row) for name, row in rows.items()}
+        masks = {name: transform.to_native(mask.astype(np.uint8)).astype(bool) for name, mask in found.items()}
         return Segmentation(surfaces, masks, transform.native_spacing_mm)
 
     def segment(self, volume: Volume) -> Segmentation:

@@ -19,7 +19,7 @@ from octfm.report.images import front
 from octfm.report.page import MAX_BYTES, render, write_page
 
 LINE_STEPS, NO_LINE = 16, -32768
-"""Lines are int16 in sixteenths of a row; must be those of viewer.js."""
+"""Lines are int16 in sixteenths of a row; must be those of viewer_paint.js."""
 LINE_COLUMNS = 512
 CODINGS = ((88, 4_000_000, 1), (75, 4_000_000, 1), (75, 400_000, 1), (75, 250_000, 1), (70, 150_000, 1), (60, 100_000, 1),
            (60, 100_000, 2), (60, 100_000, 3), (60, 80_000, 4), (60, 80_000, 6), (50, 60_000, 8), (50, 60_000, 16), (40, 40_000, 32),
@@ -42,7 +42,7 @@ def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alon
     Raises EvaluationError where not even few and coarse B-scans fit.
     """
     folder = resources.files("octfm.report")
-    script = "\n" + (folder / "viewer.js").read_text(encoding="utf-8")
+    script = "\n" + "".join((folder / name).read_text(encoding="utf-8") for name in ("viewer_paint.js", "viewer.js"))
     facts = {"colourMaps": _colour_maps(), "volumes": []}
     room = (budget - len(script) - 20_000) // max(1, len(scenes))
     for scene in scenes:
