@@ -310,9 +310,13 @@ def disk_full_from(step, monkeypatch, limit=50_000):
     monkeypatch.setattr(checkpoint, "write", limited)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("writer_is_fast", [False, True], ids=["", "told in the loop"])
+def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_path, monkeypatch, writer_is_fast):
     said: list[str] = []
     with monkeypatch.context() as patch:
+        if writer_is_fast:  # the last failure is known, and told, before the loop ends
+            save = CheckpointWriter.save
+            patch.setattr(CheckpointWriter, "save", lambda self, *of: (save(self, *of), self.wait()))
         disk_full_from(6, patch)
         with pytest.raises(
             CheckpointError, match=r"after step 8 could not be written; free some space .* it continues from .*step-00000003\.pt"

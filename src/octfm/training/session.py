@@ -46,6 +46,8 @@ class Session:
     requests_before: bucket.Tally = field(default_factory=bucket.tally)
     """What this process had asked of buckets before the run began."""
     told_retries: int = 0
+    lost: int = -1
+    """Updates that the last checkpoint would hold that was not written anywhere."""
 
     def save(self) -> None:
         """Write a checkpoint in the background."""
@@ -73,7 +75,9 @@ class Session:
         self.learner.runtime.first(self._require_written)
 
     def _require_written(self) -> None:
-        if self.tell_failures(self.learner.step - 1):
+        self.tell_failures(self.learner.step - 1)
+        # Also where the loop has told of it before: the background write may have ended at any moment.
+        if self.lost == self.learner.step:
             last = self.run.last_checkpoint()
             if self.writer.remote is not None and self.writer.remote.waiting():
                 raise CheckpointError(
@@ -85,13 +89,14 @@ class Session:
                 "ckpt_second_dir, and run again: " + (f"it continues from {last}" if last else "it starts from the beginning")
             )
 
-    def tell_failures(self, step: int) -> bool:
-        """Say which checkpoints were not written where they should be; True if one was not written at all."""
+    def tell_failures(self, step: int) -> None:
+        """Say which checkpoints were not written where they should be, and remember the last that was not written at all."""
         failures = self.writer.failures()
         for failure in failures:
             self.metrics.write("checkpoint", step, what="checkpoint", verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
             self.echo(f"step {step}: {failure.sentence}")
-        return any(failure.lost for failure in failures)
+            if failure.lost:
+                self.lost = max(self.lost, failure.step)
 
     def tell_waiting(self, what: str, seconds: float, sentence: str) -> None:
         """No step has finished for longer than the deadline (F8); called from another thread."""
