@@ -29,6 +29,7 @@ def embed(
         Path | None, typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report.")
     ] = None,
     segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: the layers and areas that it finds, in the report.")] = None,
+    pool: Annotated[str | None, typer.Option(help="mean or extremes, instead of the run's objective.pool.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16, of --files and --catalog.")] = "fp32",
     retry: Annotated[bool, typer.Option("--retry", help="Try files again that could not be read, of --files and --catalog.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that read files; default: all cores.")] = None,
@@ -42,11 +43,13 @@ def embed(
     given = [name for name, value in (("--store", store), ("--files", files), ("--catalog", catalog)) if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
+    if pool not in (None, "mean", "extremes"):
+        raise ConfigError(f"--pool: expected mean or extremes, got {pool!r}")
     if files is None and catalog is None:
         from octfm.evaluation.embed import embed_all
 
         folder = Path(out) if out is not None else None
-        options = {"baselines": baselines is not False, "head": head, "segmenter": segment, "echo": typer.echo}
+        options = {"baselines": baselines is not False, "head": head, "segmenter": segment, "pool": pool, "echo": typer.echo}
         for path in embed_all(run, store or Path("prepared"), folder, **options):
             typer.echo(str(path))
         return
@@ -64,7 +67,7 @@ def embed(
     assert source is not None
     limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
     done = embed_files(
-        run, source, out, baselines=bool(baselines), workers=workers, limits=limits, retry=retry,
+        run, source, out, baselines=bool(baselines), workers=workers, limits=limits, retry=retry, pool=pool,
         precision=precision, device=device, echo=typer.echo,
     )  # fmt: skip
     typer.echo(f"{out}: {done['embedded']:,} of {done['volumes']:,} volumes embedded, {done['skipped']:,} other files skipped on purpose")

@@ -3,10 +3,12 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from octfm.data.store import Store
 from octfm.evaluation.encoder import Encoder
 from octfm.masks import TISSUE, Dropped, dropped_by, tissue_dropped, token_map
+from octfm.models.pooling import pooled
 
 COMPARED = 12
 """Volumes, spread over the store, whose full grid is encoded for the comparison: at 9,216 tokens ten CPU seconds each."""
@@ -15,7 +17,7 @@ COMPARED = 12
 def budget_facts(encoder: Encoder, store: Store, tissue_dropped_N: np.ndarray, vectors: np.ndarray) -> dict[str, Any]:
     """What an embeddings file says about its budget; empty where the budget is the whole grid. `vectors` [N, width] are the store's.
 
-    `full_grid.difference`: the median distance between a volume's vector and the mean over all tissue tokens of the full grid, over the
+    `full_grid.difference`: the median distance between a volume's vector and that of all tissue tokens of the full grid, over the
     median distance between the vectors of two volumes. 0 is no difference; near 1 the budget would say as much as the eye.
     """
     grid = encoder.network.grid
@@ -28,7 +30,9 @@ def budget_facts(encoder: Encoder, store: Store, tissue_dropped_N: np.ndarray, v
         arrays = store.read([row])
         tissue = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, encoder.config.model.patch_size)[0] == TISSUE
         whole = encoder.encode_grid(arrays.voxels)[0]
-        gaps.append(np.linalg.norm(whole[tissue if tissue.any() else ...].reshape(-1, encoder.width).mean(0) - vectors[row]))
+        counts = torch.from_numpy(tissue | ~tissue.any()).reshape(1, -1)
+        vector = pooled(torch.from_numpy(whole).reshape(1, -1, encoder.width), counts, encoder.config.objective.pool)
+        gaps.append(np.linalg.norm(vector.numpy()[0] - vectors[row]))
     sample = vectors[np.unique(np.linspace(0, len(store) - 1, 200).astype(int))].astype(np.float64)
     apart = np.linalg.norm(sample[:, None] - sample[None], axis=-1)[np.triu_indices(len(sample), 1)]
     difference = float(np.median(gaps) / max(np.median(apart), 1e-12)) if len(apart) else None

@@ -18,6 +18,7 @@ from octfm.evaluation.encoder import Encoder, load_encoder
 from octfm.evaluation.maps import save_pictures
 from octfm.evaluation.segment import Segmenter, load_segmenter
 from octfm.evaluation.trained_head import load_head
+from octfm.models.pooling import VectorPool
 
 L = TypeVar("L", bound=Location)
 BATCH = 16
@@ -36,14 +37,16 @@ def embed_all(
     baselines: bool = True,
     head: str | Path | None = None,
     segmenter: str | Path | None = None,
+    pool: VectorPool | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
 
     Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report); with `head`, a run
     of octfm finetune on this encoder, also what its answers depend on, and with `segmenter`, a run of octfm segment, what it finds.
+    `pool`: instead of the run's own objective.pool.
     """
-    encoder, opened = load_encoder(run), Store.open(store)
+    encoder, opened = load_encoder(run).pooling(pool), Store.open(store)
     if len(opened) == 0:
         raise EvaluationError(f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl")
     home = location(run)
@@ -54,7 +57,7 @@ def embed_all(
     finder = _segmenter(segmenter, opened)  # what is refused is refused before anything is computed
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
-        written.append(embed_store(load_encoder(run, random_init=True), opened, folder, "random_init", echo))
+        written.append(embed_store(load_encoder(run, random_init=True).pooling(pool), opened, folder, "random_init", echo))
         written.append(histogram_baseline(opened, folder))
     save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
     return written
@@ -86,8 +89,9 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
             "prepare the volumes with the checkpoint's own Preprocessing (octfm prepare --like RUN) (F15)"
         )
     target = Path(out) / f"{name}.parquet"
-    key = f"{encoder.key}-{_voxels_of(store)}"
+    key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
+    facts |= {"pool": encoder.config.objective.pool}
     vectors, budget = _known(target, key)
     if vectors is None:
         dropped: list[np.ndarray] = []
@@ -96,7 +100,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
             dropped.append(dropped_of(encoder, arrays))
             return encoder.embed_arrays(arrays)
 
-        vectors = _over(store, describe, encoder.width)
+        vectors = _over(store, describe, encoder.vector_width)
         budget = budget_facts(encoder, store, np.concatenate([*dropped, np.zeros(0)]), vectors)
         if name == NAMES[0] and budget:
             echo(budget["sentence"])

@@ -40,6 +40,7 @@ from octfm.data.versions import listing_of, versions
 from octfm.errors import BucketError, EvaluationError
 from octfm.evaluation.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
 from octfm.evaluation.encoder import Encoder, load_encoder
+from octfm.models.pooling import VectorPool
 from octfm.training.runtime import Precision, start
 
 FORMAT, VERSION = "octfm-embedding-job", 1
@@ -81,6 +82,7 @@ def embed_files(
     workers: int | None = None,
     limits: Limits | None = None,
     retry: bool = False,
+    pool: VectorPool | None = None,
     precision: Precision = "fp32",
     device: str | None = None,
     echo: Callable[[str], None] = print,
@@ -90,14 +92,15 @@ def embed_files(
     Stopped at any moment, even by kill -9, the same call continues and computes at most one shard again; files that are new or have changed
     since are taken up. What cannot be read is a row of failures.parquet, and is tried again when its file changes, or with `retry`.
     workers: processes that read and prepare, None for one per core, 0 for this one. baselines: also random initialisation and histogram.
+    pool: instead of the run's own objective.pool.
     Returns counts. Raises EvaluationError where `out` holds vectors of other weights, Preprocessing or precision, or where nothing could
     be embedded; BucketError where the bucket stopped answering, which is no file's fault.
     """
     out, limits = location(out), limits or Limits()
-    encoder = _in_precision(load_encoder(run, device=device), precision, device)
+    encoder = _in_precision(load_encoder(run, device=device), precision, device).pooling(pool)
     kinds = [_of_encoder("pretrained", encoder)]
     if baselines:
-        fresh = _in_precision(load_encoder(run, random_init=True, device=device), precision, device)
+        fresh = _in_precision(load_encoder(run, random_init=True, device=device), precision, device).pooling(pool)
         kinds += [_of_encoder("random_init", fresh)]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
     with _alone(out):
@@ -133,8 +136,14 @@ def _in_precision(encoder: Encoder, precision: Precision, device: str | None) ->
 
 
 def _of_encoder(name: str, encoder: Encoder) -> _Kind:
-    facts = {"key": encoder.key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
-    return _Kind(name, encoder.width, encoder.embed_arrays, facts)
+    facts = {
+        "key": encoder.vector_key,
+        "encoder": encoder.source,
+        "precision": encoder.runtime.precision,
+        "pool": encoder.config.objective.pool,
+        "name": name,
+    }
+    return _Kind(name, encoder.vector_width, encoder.embed_arrays, facts)
 
 
 def _claim(out: Location, encoder: Encoder, kinds: Sequence[_Kind]) -> None:

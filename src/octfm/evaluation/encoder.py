@@ -18,6 +18,7 @@ from octfm.errors import CheckpointError, EvaluationError
 from octfm.evaluation import exported
 from octfm.masks import TISSUE, select_tokens, token_map
 from octfm.models.heads import merged
+from octfm.models.pooling import VectorPool, pooled, width_of
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training import checkpoint
 from octfm.training.augment import normalise
@@ -47,19 +48,36 @@ class Encoder:
 
     @property
     def width(self) -> int:
+        """Channels of a token."""
         return self.config.model.width
 
     @property
+    def vector_width(self) -> int:
+        """Numbers in the vector of a volume."""
+        return width_of(self.config.objective.pool, self.width)
+
+    def pooling(self, pool: VectorPool | None) -> "Encoder":
+        """The same encoder, giving vectors pooled like this; None: as its run says (objective.pool)."""
+        objective = self.config.objective if pool is None else self.config.objective.model_copy(update={"pool": pool})
+        return replace(self, config=self.config.model_copy(update={"objective": objective}))
+
+    @property
     def key(self) -> str:
-        """Identifies a feature: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
+        """Identifies its tokens: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
         digest = hashlib.sha256(f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}|{self.own_zscore}".encode())
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:32]
 
+    @property
+    def vector_key(self) -> str:
+        """Identifies its vectors: `key`, and how tokens are pooled where that is not their mean."""
+        pool = self.config.objective.pool
+        return self.key if pool == "mean" else f"{self.key}-{pool}"
+
     def embed(self, volume: Volume) -> np.ndarray:
-        """float32 [width]: mean over tissue tokens of one acquisition, in any native geometry."""
+        """float32 [vector_width]: the pooled tissue tokens of one acquisition (objective.pool), in any native geometry."""
         return self.embed_arrays(self.prepare(volume))[0]
 
     def embed_tokens(self, volume: Volume) -> np.ndarray:
@@ -68,15 +86,14 @@ class Encoder:
 
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
-        """float32 [B, width] of prepared volumes: the token budget of training, tissue first, mean over tissue tokens."""
+        """float32 [B, vector_width] of prepared volumes: the token budget of training, tissue first, its tissue tokens pooled."""
         chosen, tissue = self.select(arrays)
         tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
-        weight = self.runtime.tensor(tissue.astype(np.float32)).unsqueeze(-1)
-        return ((tokens_BMD * weight).sum(1) / weight.sum(1)).cpu().numpy()
+        return pooled(tokens_BMD, self.runtime.tensor(tissue), self.config.objective.pool).cpu().numpy()
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [B, M, width] of the same tokens, and bool [B, M]: which of them `embed_arrays` averages."""
+        """float32 [B, M, width] of the same tokens, and bool [B, M]: which of them `embed_arrays` pools."""
         chosen, tissue = self.select(arrays)
         return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
 

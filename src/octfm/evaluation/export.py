@@ -76,7 +76,7 @@ def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | N
         "octfm": __version__,
         "step": step,
         "parameters": count_parameters(encoder.network),
-        "embedding_width": encoder.width,
+        "embedding_width": encoder.vector_width,
         "token_grid": list(encoder.network.grid.shape),
         "settings": settings,
         "preprocessing": encoder.preprocessing.model_dump(mode="json"),
@@ -111,7 +111,7 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
 def usage(name: str, tuned: bool = False) -> str:
     """How to load an export of this name, for its model card."""
     verb, call = ("load_tuned", "predict") if tuned else ("load_encoder", "embed")
-    said = "probability of every class, or the number" if tuned else "float32 [width], mean over tissue tokens"
+    said = "probability of every class, or the number" if tuned else "float32 [embedding_width], its tissue tokens pooled"
     return f"""```python
 import octfm
 

@@ -5,7 +5,7 @@
     counts  float32 [batch, tokens]      1 for tokens that are pooled (tissue), 0 for the others
     ->
     tokens  float32 [batch, tokens, width]
-    vector  float32 [batch, width]       mean over the tokens that count: what `Encoder.embed` returns
+    vector  float32 [batch, numbers]     the tokens that count, pooled (objective.pool): what `Encoder.embed` returns
     answers float32 [batch, outputs]     what the head says, before `Answer.value`; fine-tuned models only
 
 Batch and number of tokens are free. Patches are cut and normalised inside the graph.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from octfm.errors import EvaluationError
 from octfm.evaluation.encoder import Encoder
 from octfm.models.heads import TaskHead
+from octfm.models.pooling import VectorPool, pooled
 from octfm.models.vit3d import take_patches
 from octfm.training.augment import normalise
 
@@ -36,17 +37,18 @@ INPUTS = ("voxels", "index", "counts")
 class Graph(nn.Module):
     """What is exported."""
 
+    pool: VectorPool
+
     def __init__(self, encoder: Encoder, head: TaskHead | None):
         super().__init__()
         self.network, self.head = encoder.network, head
-        self.patch_size = encoder.config.model.patch_size
+        self.patch_size, self.pool = encoder.config.model.patch_size, encoder.config.objective.pool
         self.mean, self.std = encoder.preprocessing.intensity_mean, encoder.preprocessing.intensity_std
 
     def forward(self, voxels: Tensor, index: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         patches = normalise(take_patches(voxels.unsqueeze(1), index, self.patch_size), self.mean, self.std)
         tokens = self.network(patches, index)
-        weight = counts.unsqueeze(-1)
-        vector = (tokens * weight).sum(1) / weight.sum(1)
+        vector = pooled(tokens, counts, self.pool)
         return (tokens, vector) if self.head is None else (tokens, vector, self.head(tokens, counts > 0))
 
 

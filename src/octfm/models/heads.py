@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octfm.models.pooling import mean
 from octfm.models.vit3d import Block, VisionTransformer3D
 
 Pool = Literal["mean", "attention"]
@@ -18,8 +19,7 @@ class MeanPool(nn.Module):
     """Mean over the tokens that count."""
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
-        weight = counts_BM.to(tokens_BMD.dtype).unsqueeze(-1)
-        return (tokens_BMD * weight).sum(1) / weight.sum(1)
+        return mean(tokens_BMD, counts_BM)
 
 
 class CrossAttentionPool(nn.Module):

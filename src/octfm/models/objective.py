@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octfm.config import Config
+from octfm.models.pooling import VectorPool
 
 TargetNorm = Literal["layer", "whiten"]
 
@@ -28,6 +29,9 @@ class ObjectiveConfig(Config):
     frozen: Literal["target", "context"] = "target"
     """Which encoder is frozen for embedding and probing: the average, or the one that learns, which is ahead where a run is too short for
     its average to follow. mae has one encoder only."""
+    pool: VectorPool = "mean"
+    """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the means of the highest
+    and of the lowest fifth, twice as wide, which keeps focal lesions."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from octfm.data.location import Location, location, write_whole
+from octfm.models.pooling import SAYS
 from octfm.report import words
 from octfm.report.paper import bibtex, setting
 from octfm.report.participants import by_split, characteristics, flow, is_phantom, tested
@@ -26,7 +27,7 @@ USAGE = """```python
 import octfm
 
 encoder = octfm.load_encoder("{run}")                      # weights, and the preprocessing they expect
-vector = encoder.embed(octfm.read_volume("scan.dcm"))      # float32 [{width}], mean over tissue tokens
+vector = encoder.embed(octfm.read_volume("scan.dcm"))      # float32: {pooled}
 tokens = encoder.embed_tokens(octfm.read_volume("scan.dcm"))  # float32 [d, h, w, {width}]
 ```"""
 
@@ -61,13 +62,13 @@ def model_card(
     run = Path(run)
     sources = gather(run, location(catalog) if catalog else None, location(store) if store else None)
     name = name or run.resolve().name
-    width = setting(sources, "model", "width")
+    width, pool = setting(sources, "model", "width"), setting(sources, "objective", "pool")
     parts = [
         _front_matter(sources, statements, name),
         f"# {_line(name)}: a 3-D encoder for retinal OCT",
         _key(sources),
         _model(sources),
-        "## How to use it\n\n" + (usage or USAGE.format(run=_line(name), width=width)),
+        "## How to use it\n\n" + (usage or USAGE.format(run=_line(name), width=width, pooled=SAYS.get(pool, SAYS["mean"]))),
         _intended(),
         _terms(sources, statements),
         _data(sources, statements),

@@ -1,6 +1,6 @@
 """A frozen probe while the run goes on: which checkpoint to take is decided by what features are worth, never by the SSL loss (F12).
 
-Linear and nearest-neighbour readouts of mean tissue features on a fixed, labelled subset: fitted on training participants, judged on
+Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labelled subset: fitted on training participants, judged on
 validation participants. Test participants are never touched. Nothing here feeds back into training.
 """
 
@@ -15,6 +15,7 @@ from octfm.data.labels import as_number, read_labels
 from octfm.data.store import Store
 from octfm.errors import ConfigError
 from octfm.masks import TISSUE, select_tokens, token_map
+from octfm.models.pooling import VectorPool, pooled, width_of
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training.augment import normalise
 from octfm.training.runtime import Runtime
@@ -99,18 +100,25 @@ def find_cases(config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, 
 
 
 def online_probe(
-    cases: Cases, network: VisionTransformer3D, budget_of, patch_size: tuple[int, int, int], store: Store, runtime: Runtime, batch: int
+    cases: Cases,
+    network: VisionTransformer3D,
+    budget_of,
+    patch_size: tuple[int, int, int],
+    pool: VectorPool,
+    store: Store,
+    runtime: Runtime,
+    batch: int,
 ) -> dict[str, float | str]:
     """One row for metrics.jsonl: the score of a linear probe and of a nearest-neighbour vote on validation participants.
 
     `budget_of(grid)` gives the tokens kept per volume. Scores are balanced accuracy for classes and R² for numbers. The ranks
     share the volumes; rank 0 judges.
     """
-    means = [
-        runtime.gather(torch.from_numpy(tissue_means(network, budget_of, patch_size, store, runtime, runtime.part(rows), batch)))
+    vectors = [
+        runtime.gather(torch.from_numpy(tissue_vectors(network, budget_of, patch_size, pool, store, runtime, runtime.part(rows), batch)))
         for rows in (cases.train, cases.held_out)
     ]
-    return runtime.first(lambda: _judge(cases, *(m.numpy() for m in means)))
+    return runtime.first(lambda: _judge(cases, *(v.numpy() for v in vectors)))
 
 
 def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, float | str]:
@@ -129,10 +137,17 @@ def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, f
 
 
 @torch.inference_mode()
-def tissue_means(
-    network: VisionTransformer3D, budget_of, patch_size: tuple[int, int, int], store: Store, runtime: Runtime, rows: np.ndarray, batch: int
+def tissue_vectors(
+    network: VisionTransformer3D,
+    budget_of,
+    patch_size: tuple[int, int, int],
+    pool: VectorPool,
+    store: Store,
+    runtime: Runtime,
+    rows: np.ndarray,
+    batch: int,
 ) -> np.ndarray:
-    """float64 [n, width]: mean over tissue tokens of the training selection, as `octfm embed` takes it, in the run's own precision."""
+    """float64 [n, vector width]: pooled tissue tokens of the training selection, as `octfm embed` does it, in the run's precision."""
     pre, vectors = store.preprocessing, []
     for first in range(0, len(rows), batch):
         arrays = store.read(rows[first : first + batch])
@@ -146,9 +161,8 @@ def tissue_means(
         )
         with runtime.autocast():
             tokens_BKD = network(patches, kept)
-        weight = runtime.tensor(tissue.astype(np.float32)).unsqueeze(-1)
-        vectors.append(((tokens_BKD.float() * weight).sum(1) / weight.sum(1)).cpu().double().numpy())
-    return np.concatenate(vectors) if vectors else np.zeros((0, network.config.width))
+        vectors.append(pooled(tokens_BKD.float(), runtime.tensor(tissue), pool).cpu().double().numpy())
+    return np.concatenate(vectors) if vectors else np.zeros((0, width_of(pool, network.config.width)))
 
 
 def _require_split(store: Store, rows: np.ndarray, split: str) -> None:

@@ -199,7 +199,8 @@ def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: 
     """Probe the encoder as it is; whether it is the best state so far, whose checkpoint is to be written and kept. All ranks are told."""
     config, runtime = learner.config, learner.runtime
     network, patch_size = frozen_encoder(config, learner.whole()), config.model.patch_size
-    row = online_probe(cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, store, runtime, learner.micro_batch)
+    pool, batch = config.objective.pool, learner.micro_batch
+    row = online_probe(cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, pool, store, runtime, batch)
 
     def judge() -> bool:
         before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]

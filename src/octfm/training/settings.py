@@ -111,6 +111,7 @@ MAY_CHANGE = {
     "tracking.wandb",
     "tracking.project",
     "tracking.step_deadline_s",
+    "objective.pool",
     "probe.target",
     "probe.labels",
     "probe.every_steps",
