@@ -102,3 +102,19 @@ def test_every_public_name_has_a_home():
         assert getattr(octfm, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'train'"):
         _ = octfm.train
+
+
+def test_only_the_runtime_knows_devices_and_ranks():
+    """Everything else trains as if it were alone on one device. A kernel is chosen by the tensors that it is given, and DCP is a format of
+    files: neither names an accelerator nor talks to another process."""
+    runtime = {ROOT / "training" / name for name in ("runtime.py", "runtime_xla.py", "preflight/tpu_record.py", "preflight/tpu_compile.py")}
+    for path in set(modules()) - runtime:
+        foreign = {name for name in imported(path) if name.split(".")[0] in ("torch_xla", "torch_tpu", "jax")}
+        foreign |= {name for name in imported(path) if name.startswith("torch.distributed") and "checkpoint" not in name}
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+        text = path.read_text()
+        named = [word for word in ("torch.cuda", "dist.all_", "dist.broadcast", "init_process_group") if word in text]
+        assert not named, f"{path.relative_to(ROOT)} names {named}"
+    loop = (ROOT / "training" / "pretrain.py").read_text()
+    branches = [word for word in ("steady", "sharded", "device.type", "xla", "fsdp", "parallel ==") if word in loop]
+    assert not branches, f"the loop names {branches}"

@@ -133,15 +133,15 @@ def _train(
             context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
             logged = step % config.log_every_steps == 0 or step + 1 == config.steps
             looked = logged or step % config.health.check_every_steps == 0
+            measured = runtime.measures(looked)
 
             learner.set_rates(lr, weight_decay, ema)
             micro_batch = learner.micro_batch
-            done = accumulate(learner, batch, context_weight, everything=looked or runtime.steady)
+            done = accumulate(learner, batch, context_weight, everything=measured)
             waiting.for_("the other ranks")
             runtime.average_gradients(learner.trained)
             outcome = judge(learner, done, runtime.clip(learner.trained, config.clip_grad_norm), limits(config.health, learner.state))
-            # Where steps are compiled all of them are alike: what a look needs is there in every one, and read when it is wanted.
-            moved = update(learner, outcome.made, look=looked or runtime.steady)
+            moved = update(learner, outcome.made, look=measured)
             told = tell(learner, done, outcome, interruption.asked)
             waiting.for_("the device")
             if learner.micro_batch != micro_batch:

@@ -55,7 +55,6 @@ class Runtime:
     timeout_s: float = 600.0
     background: Any = field(default=None, repr=False)
     """A process group of its own for the thread that writes sharded checkpoints."""
-
     devices: int = 1
     """Devices that this process gives its volumes to."""
     steady: bool = False
@@ -136,6 +135,10 @@ class Runtime:
         """What it is, for the record of a run."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor() or platform.machine()
         return f"{self.device.type} ({name})"
+
+    def measures(self, looked: bool) -> bool:
+        """Whether a step computes what a look at it needs; where steps are compiled all of them are alike, whoever looks."""
+        return looked or self.steady
 
     # The model on its devices.
 
@@ -241,6 +244,11 @@ class Runtime:
         dist.gather(padded, parts)
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts is not None else tensor[:0]
 
+    def told_by_first(self, value: Any) -> Any:
+        """What rank 0 has for `value`, among the threads that write sharded checkpoints."""
+        dist.broadcast_object_list(told := [value], 0, group=self.background)
+        return told[0]
+
     def sum_(self, *tensors: Tensor) -> None:
         """Sum over ranks, in place."""
         if self.world > 1:
@@ -313,8 +321,7 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {world}: only `octfm pretrain` and `octfm finetune` share their work among ranks; start everything else "
-            "without torchrun"
+            f"WORLD_SIZE is {world}: only octfm pretrain and finetune share work among ranks; start everything else without torchrun"
         )
     return Runtime(_device(device), precision)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from octfm.errors import CheckpointError
@@ -186,15 +185,15 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _first(work: Callable[[], None], runtime: Runtime) -> None:
     """On rank 0, in the writers' own group; its OSError is everyone's."""
-    told: list[str | None] = [None]
+    told: str | None = None
     if runtime.leads:
         try:
             work()
         except OSError as error:
-            told[0] = f"{error.strerror or error}"
-    dist.broadcast_object_list(told, 0, group=runtime.background)
-    if told[0] is not None:
-        raise OSError(None, told[0])
+            told = f"{error.strerror or error}"
+    told = runtime.told_by_first(told)
+    if told is not None:
+        raise OSError(None, told)
 
 
 def _sha256(path: Path) -> str:
