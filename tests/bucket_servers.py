@@ -75,7 +75,7 @@ class FaultyProxy:
     def __init__(self, upstream: str, share: float = 0.1, seed: int = 0):
         host, port = upstream.removeprefix("http://").split(":")
         self.share, self.spoilt, self.served = share, Counter(), 0
-        self._left = 10**9
+        self._left, self._next = 10**9, None
         self._rng, self._lock = random.Random(seed), threading.Lock()
         proxy = self
 
@@ -165,9 +165,17 @@ class FaultyProxy:
         """Refuse everything after so many more."""
         self._left = requests
 
+    def spoil_next(self, kind: str) -> None:
+        """The next request for certain, whatever is drawn."""
+        self._next = kind
+
     def _draw(self) -> str | None:
         with self._lock:
             self.served += 1
+            if self._next:
+                kind, self._next = self._next, None
+                self.spoilt[kind] += 1
+                return kind
             self._left -= 1
             if self._left < 0:
                 return "503"

@@ -50,7 +50,8 @@ class BucketRun:
         self._surplus: Surplus = lambda found: []
         self._sending: str | None = None
         self._closing = self._gave_up = False
-        self._before = bucket.tally()
+        self.before = bucket.tally()
+        """What this process had asked of buckets before the run began."""
         self._stale_pointer = False
 
     def begin(self) -> None:
@@ -206,7 +207,7 @@ class BucketRun:
 
     def _point_at(self, listed: dict[str, list[dict[str, Any]]]) -> None:
         token = secrets.token_hex(8)
-        pointer = {"format": FORMAT, "version": VERSION, "token": token, "requests": asdict(bucket.tally() - self._before)}
+        pointer = {"format": FORMAT, "version": VERSION, "token": token, "requests": asdict(bucket.tally() - self.before)}
         # Whichever of the two the bucket has when the process ends here: it was our word.
         _mark(self.path, [*self._tokens[-1:], token])
         self._tokens.append(token)

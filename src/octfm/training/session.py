@@ -44,7 +44,7 @@ class Session:
     aloud: Echo = print
     """For what a rank says of itself: `echo` is rank 0's."""
     requests_before: bucket.Tally = field(default_factory=bucket.tally)
-    """What this process had asked of buckets before the run began."""
+    """What this process had asked of buckets before the run began, unless the run itself is in a bucket, and knows."""
     told_retries: int = 0
     lost: int = -1
     """Updates that the last checkpoint would hold that was not written anywhere."""
@@ -59,7 +59,8 @@ class Session:
 
     def tell_requests(self) -> None:
         """How many of the run's requests to buckets had to be sent again, where that became more."""
-        spent = bucket.tally() - self.requests_before
+        remote = self.writer.remote
+        spent = bucket.tally() - (remote.before if remote else self.requests_before)
         if spent.retries > self.told_retries:
             self.told_retries = spent.retries
             sentence = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed and were sent again; nothing is missing"
