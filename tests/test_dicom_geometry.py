@@ -9,6 +9,7 @@ from pydicom.dataset import Dataset
 from dicom_files import item, write_oct_dicom
 from octfm.data.readers import ReadError, read_header, read_volume
 from octfm.data.readers.dicom_geometry import read_geometry
+from octfm.data.volume import LAYOUTS
 
 SHAPE = (9, 300, 400)
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -125,7 +126,7 @@ def test_stars_are_told_by_their_lines_with_circles_around_them_or_not(count, tu
     with pytest.raises(ReadError) as refused:
         read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), shape, "any", "triton_raster")
     assert refused.value.code == "not_raster"
-    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), shape, "any", "here", raster_only=False)
+    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), shape, "any", "here", LAYOUTS)
     assert asked.layout == "radial" and asked.frame_order is None and asked.superior_first is None
     assert asked.spacing_mm == pytest.approx((0.0115, 0.0039, 0.0115))
 
@@ -137,7 +138,7 @@ def test_circles_are_told_by_their_lines(radius, count):
     with pytest.raises(ReadError) as refused:
         read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here")
     assert refused.value.code == "not_raster"
-    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here", raster_only=False)
+    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here", LAYOUTS)
     assert asked.layout == "circle"
 
 

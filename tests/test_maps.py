@@ -149,7 +149,7 @@ def test_band_of_a_file_lies_around_its_retina(run, laterality):
     assert known.mean() > 0.3
     assert (upper < shown[0])[known].mean() > 0.9 and (shown[1] < lower)[known].mean() > 0.9
     assert made.placement is not None and (made.placement.columns[0] > made.placement.columns[1]) == (laterality == "L")
-    with pytest.raises(EvaluationError, match="radial scan"):
+    with pytest.raises(EvaluationError, match="circle scan"):
         from dataclasses import replace
 
-        scene_of(replace(volume, layout="radial"), encoder=load_encoder(run))
+        scene_of(replace(volume, layout="circle"), encoder=load_encoder(run))

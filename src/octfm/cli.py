@@ -111,6 +111,9 @@ def scan(
     nominal_spacing: Annotated[
         str | None, typer.Option(help="dz,dy,dx in mm for images and arrays that nothing states any for, such as 0.12,0.0039,0.0115.")
     ] = None,
+    layouts: Annotated[
+        str, typer.Option(help="raster, or raster,radial: take stars of B-scans, too; octfm prepare makes rasters of them.")
+    ] = "raster",
     extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
     pixels: Annotated[bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")] = False,
     max_reject: Annotated[
@@ -145,6 +148,7 @@ def scan(
             columns=mapped,
             extract=extract,
             nominal_spacing_mm=parse_spacing(nominal_spacing, "--nominal-spacing") if nominal_spacing else None,
+            layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
             pixels=pixels,
             workers=workers,
             limits=limits,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from octfm.data.readers import REASONS
 from octfm.data.splits import Split
-from octfm.data.volume import Laterality, Shape3, Spacing3
+from octfm.data.volume import Laterality, Layout, Shape3, Spacing3
 
 FLAGS: dict[str, str] = {
     "laterality_conflict": "header and table name different eyes; counted as unknown, never mirrored",
@@ -60,6 +60,9 @@ class Acquisition:
     """Columns of participants.tsv, without direct identifiers."""
     flags: tuple[str, ...] = ()
     """What is doubtful but no reason to reject: keys of FLAGS."""
+    layout: Layout = "raster"
+    """Radial where the scan was asked for stars: `shape` and `spacing_mm` are then those of the file, whose dz repeats dx and means
+    nothing, and `prepare` makes the raster of it (octfm.data.radial)."""
 
     @property
     def eye_id(self) -> str:

@@ -57,6 +57,7 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
         sop_instance_uid=header.sop_instance_uid,
         participant_labels=tables.participants.get(participant, {}),
         flags=tuple(flags),
+        layout=header.layout,
     )
 
 
@@ -81,8 +82,8 @@ def _contradictions(header: Header, row: ManifestRow) -> list[str]:
         flags.append("sop_uid_conflict")
     if row.shape and row.shape != header.shape:
         flags.append("shape_conflict")
-    listed_mm = (row.slice_thickness_mm, *(row.in_plane_mm or ()))
-    pairs = zip(listed_mm, header.spacing_mm or (), strict=False)
+    thickness_mm = row.slice_thickness_mm if header.layout == "raster" else None
+    pairs = zip((thickness_mm, *(row.in_plane_mm or ())), header.spacing_mm or (), strict=False)
     if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):
         flags.append("spacing_conflict")
     return flags

@@ -7,31 +7,31 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import Tables, read_own_tables, read_tables
-from octfm.data.archive import MEMBER, file_size, unpack
-from octfm.data.bucket import Account, tallied
+from octfm.data.archive import MEMBER, unpack
+from octfm.data.bucket import Account
 from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
-from octfm.data.isolation import Limits, Lost
+from octfm.data.examination import deadline_of, examine_file, lost_file
+from octfm.data.isolation import Limits
 from octfm.data.location import BucketPath, Location, location, write_whole
 from octfm.data.parts import join_parts
-from octfm.data.ranged import recall
-from octfm.data.readers import REASONS, Header, examine, volumes_in
+from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
 from octfm.data.spread import spread
-from octfm.data.volume import Spacing3
+from octfm.data.volume import ADMISSIBLE, RASTER_ONLY, Layout, Spacing3
 from octfm.data.walk import Found, walk
-from octfm.errors import OctfmError, ReadError
+from octfm.errors import OctfmError
 
 if TYPE_CHECKING:
-    from octfm.data.readers.dicom_parts import Part
+    pass
 
 FORMAT, VERSION = "octfm-catalog", 3
 
@@ -129,6 +129,7 @@ class Catalog:
             "eyes": len({a.eye_id for a in self.acquisitions if a.laterality}),
             "scanners": _count(a.scanner for a in self.acquisitions),
             "protocols": _count(a.protocol for a in self.acquisitions),
+            "layouts": _count(a.layout for a in self.acquisitions),
             "lateralities": _count(a.laterality or "unknown" for a in self.acquisitions),
             "participants_per_split": {split: n for split in SPLITS if (n := list(participants.values()).count(split))},
             "rejects": _count(reject.code for reject in self.rejects),
@@ -147,7 +148,9 @@ class Catalog:
         return [asdict(reject) | {"fix": reject.fix, "skipped": reject.expected} for reject in (*self.rejects, *self.skipped)]
 
     def _key(self) -> str:
-        content = json.dumps([self.root, self.companions, self._rows(), self._left_out()], default=list)
+        # Catalogs of before there were layouts keep their key.
+        rows = [{name: value for name, value in row.items() if (name, value) != ("layout", "raster")} for row in self._rows()]
+        content = json.dumps([self.root, self.companions, rows, self._left_out()], default=list)
         return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -160,6 +163,7 @@ def scan(
     columns: Mapping[str, str] | None = None,
     extract: str | Path | None = None,
     nominal_spacing_mm: Spacing3 | None = None,
+    layouts: Collection[Layout] = RASTER_ONLY,
     pixels: bool = False,
     workers: int | None = None,
     limits: Limits | None = None,
@@ -172,6 +176,7 @@ def scan(
     that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
     What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
     `nominal_spacing_mm` (dz, dy, dx) is taken, and flagged, where neither file, sidecar nor table states millimetres.
+    `layouts`: ("raster", "radial") also takes stars, as rows of their own layout; what is neither is never a volume.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     `pixels`: decode every accepted volume, too, and find copies under other identities and eyes whose optic disc lies on the wrong side.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
@@ -179,6 +184,8 @@ def scan(
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
     column or fit none of the files.
     """
+    if "raster" not in layouts or any(name not in ADMISSIBLE for name in layouts):
+        raise CatalogError(f"layouts: expected raster, or raster and radial, got {', '.join(layouts) or 'none'}")
     folder = _existing(root)
     account = Account(folder)
     found = walk(folder)
@@ -190,10 +197,10 @@ def scan(
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     limits = limits or Limits()
-    deadline = functools.partial(_deadline, limits)
-    look = functools.partial(_examine, journal=account.journal)
-    examined = spread(look, found.files, _lost, workers=workers, limits=limits, deadline=deadline, progress=progress)
-    outcomes, others = join_parts([outcome for file in examined for outcome in file], workers, limits)
+    deadline = functools.partial(deadline_of, limits)
+    look = functools.partial(examine_file, layouts=tuple(layouts), journal=account.journal)
+    examined = spread(look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress)
+    outcomes, others = join_parts([outcome for file in examined for outcome in file], workers, limits, layouts)
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 
@@ -329,35 +336,6 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
     return [files.get(str(path), path) for path in found.files]
 
 
-def _examine(path: Location, journal: str | None = None) -> "list[Header | Part | Reject]":
-    """One outcome for a file, or for each volume in it."""
-    recall(path)
-    with tallied(journal):
-        try:
-            return [examine(str(path))]
-        except ReadError as error:
-            if error.code != "several_volumes":
-                return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
-        return [_examine_one(uri) for uri in volumes_in(str(path))]
-
-
-def _examine_one(uri: str) -> "Header | Part | Reject":
-    try:
-        return examine(uri)
-    except ReadError as error:
-        return Reject(uri, error.code, str(error), file_size(uri), error.refers_to)
-
-
-def _lost(path: Location, lost: Lost) -> "list[Header | Part | Reject]":
-    sentence = f"{path}: the process that looked at it {lost.what}; {REASONS[lost.code].fix}"
-    return [Reject(str(path), lost.code, sentence, file_size(path))]
-
-
-def _deadline(limits: Limits, path: Location) -> float:
-    """A header takes milliseconds; pixels are decoded only where every one may be the same."""
-    return limits.deadline(file_size(path), str(path))
-
-
 def _count(words: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(words).items(), key=lambda item: (-item[1], item[0])))
 
@@ -369,6 +347,7 @@ def _schema(name: str):
         text = {name: pa.string() for name in ("uri", "code", "sentence", "fix", "refers_to")}
         return pa.schema(text | {"bytes": pa.int64(), "skipped": pa.bool_()})
     text = ("uri", "participant", "laterality", "scanner", "protocol", "spacing_source", "sop_instance_uid", "split", "participant_labels")
+    text += ("layout",)
     return pa.schema(
         {name: pa.string() for name in text}
         | {"shape": pa.list_(pa.int64(), 3), "spacing_mm": pa.list_(pa.float64(), 3), "flags": pa.list_(pa.string())}

@@ -79,7 +79,8 @@ def _same_voxels(pair: tuple[Header, Header]) -> bool:
 
 
 def _voxels(header: Header) -> np.ndarray:
-    return read_volume(header.uri, spacing_mm=header.spacing_mm or (1.0, 1.0, 1.0)).voxels  # millimetres do not matter here
+    # Neither millimetres nor the layout matter here.
+    return read_volume(header.uri, spacing_mm=header.spacing_mm or (1.0, 1.0, 1.0), raster_only=False).voxels
 
 
 def _same_bytes(one: str, other: str) -> bool:

@@ -17,6 +17,7 @@ from octfm.data.isolation import Limits, Lost
 from octfm.data.laterality import DiscSide, disc_side
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.data.planes import Planes
+from octfm.data.radial import to_raster
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.spread import spread
 from octfm.data.tissue import find_tissue
@@ -63,12 +64,15 @@ def _doubts(acquisition: Acquisition, disc: DiscSide) -> tuple[str, ...]:
 
 def _look(acquisition: Acquisition) -> Seen | Reject:
     try:
-        volume = replace(read_volume(acquisition.uri, spacing_mm=acquisition.spacing_mm), spacing_mm=acquisition.spacing_mm)
+        volume = read_volume(acquisition.uri, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster")
+        native = fingerprint(volume.voxels)
+        volume = replace(volume, spacing_mm=acquisition.spacing_mm)
+        volume = to_raster(volume) if volume.layout == "radial" else volume
     except ReadError as error:
         return Reject(acquisition.uri, error.code, str(error), file_size(acquisition.uri))
     voxels = volume.superior_to_inferior().voxels
     voxels = Planes(voxels, 65535) if voxels.dtype == np.uint16 else voxels
-    return Seen(fingerprint(volume.voxels), disc_side(voxels, volume.spacing_mm, find_tissue(voxels, volume.spacing_mm)))
+    return Seen(native, disc_side(voxels, volume.spacing_mm, find_tissue(voxels, volume.spacing_mm)))
 
 
 def _lost(acquisition: Acquisition, lost: Lost) -> Reject:

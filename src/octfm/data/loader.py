@@ -13,6 +13,7 @@ from octfm.config import Config
 from octfm.data.batch_memory import BatchMemory
 from octfm.data.order import Order
 from octfm.data.store import Store
+from octfm.data.volume import RASTER_ONLY, Admissible
 from octfm.errors import ConfigError, StoreError
 
 
@@ -23,6 +24,8 @@ class DataConfig(Config):
     """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""
     leave_out_scanners: tuple[str, ...] = ()
     """Scanners never trained on, to be tested on afterwards: leave one scanner out."""
+    layouts: tuple[Admissible, ...] = RASTER_ONLY
+    """How the scans lay on the fundus: [raster, radial] also trains on the rasters that were made of stars, where the store has any."""
     balance_scanners: bool = False
     """Every scanner as often as any other, whatever its share of the volumes."""
     max_samples: int | tuple[int | None, ...] | None = None
@@ -217,9 +220,10 @@ def select(
     scanners: Sequence[str] = (),
     max_samples: int | Sequence[int | None] | None = None,
     leave_out: Sequence[str] = (),
+    layouts: Sequence[Admissible] = RASTER_ONLY,
 ) -> np.ndarray:
-    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all) but those in `leave_out`, at most `max_samples`
-    of them, or of each scanner where that is a list.
+    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all) but those in `leave_out`, scanned in one of these
+    layouts, at most `max_samples` of them, or of each scanner where that is a list.
 
     The sample is ordered by a hash of the acquisition, so it mixes scanners and participants, and grows by inclusion.
     Raises StoreError if any participant of the store is in two splits (F16), ConfigError if nothing matches.
@@ -240,9 +244,10 @@ def select(
     if wrong := [limit for limit in limits if limit is not None and limit < 1]:
         raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
     wanted = set(scanners or present) - set(leave_out)
-    rows = [row for row in store.rows if split in (None, row.split) and row.scanner in wanted]
+    rows = [row for row in store.rows if split in (None, row.split) and row.scanner in wanted and row.layout in layouts]
     if not rows:
         among = f" of {', '.join(sorted(wanted))}" if scanners or leave_out else ""
+        among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
         raise ConfigError(f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}")
     rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
     if isinstance(max_samples, int | None):

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from octfm.data.acquisition import Reject
 from octfm.data.archive import file_size
@@ -11,11 +11,15 @@ from octfm.data.isolation import Limits, Lost
 from octfm.data.readers import REASONS, Header, read_header_of_parts
 from octfm.data.readers.dicom_parts import Part, in_order
 from octfm.data.spread import spread
+from octfm.data.volume import RASTER_ONLY, Layout
 from octfm.errors import ReadError
 
 
 def join_parts(
-    outcomes: Sequence[Header | Part | Reject], workers: int | None = None, limits: Limits | None = None
+    outcomes: Sequence[Header | Part | Reject],
+    workers: int | None = None,
+    limits: Limits | None = None,
+    layouts: Collection[Layout] = RASTER_ONLY,
 ) -> tuple[list[Header | Reject], int]:
     """One outcome per volume or file, and how many files are told of under another one's name."""
     volumes: dict[tuple[str, str], list[Part]] = defaultdict(list)
@@ -27,13 +31,14 @@ def join_parts(
             joined.append(outcome)
     groups = [in_order(parts) for parts in volumes.values()]
     limits = limits or Limits()
-    joined += spread(_examine, groups, _lost, workers=workers, limits=limits, deadline=functools.partial(_deadline, limits))
+    examine = functools.partial(_examine, layouts=tuple(layouts))
+    joined += spread(examine, groups, _lost, workers=workers, limits=limits, deadline=functools.partial(_deadline, limits))
     return joined, sum(len(parts) - 1 for parts in groups)
 
 
-def _examine(parts: Sequence[Part]) -> Header | Reject:
+def _examine(parts: Sequence[Part], layouts: Collection[Layout]) -> Header | Reject:
     try:
-        return read_header_of_parts(parts)
+        return read_header_of_parts(parts, layouts)
     except ReadError as error:
         return Reject(parts[0].uri, error.code, str(error), _bytes(parts))
 

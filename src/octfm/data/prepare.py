@@ -227,6 +227,7 @@ def words(acquisition: "Acquisition") -> dict[str, Any]:
         "split": acquisition.split,
         "participant_labels": dict(acquisition.participant_labels),
         "flags": tuple(acquisition.flags),
+        "layout": acquisition.layout,
     }
 
 
@@ -275,7 +276,7 @@ def prepare_acquisition(
     if read is None:
         from octfm.data.readers import read_volume
 
-        read = functools.partial(read_volume, spacing_mm=acquisition.spacing_mm)
+        read = functools.partial(read_volume, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster")
     volume = read(where)
     if volume.shape != tuple(acquisition.shape):
         raise ReadError(

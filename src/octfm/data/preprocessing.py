@@ -11,10 +11,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from octfm.config import Config
 from octfm.data.laterality import Side, disc_side
 from octfm.data.planes import Planes
+from octfm.data.radial import to_raster
 from octfm.data.resampling import resample, seen_rows
 from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.data.transform import Transform
-from octfm.data.volume import Shape3, Spacing3, Volume
+from octfm.data.volume import ADMISSIBLE, Shape3, Spacing3, Volume
 from octfm.errors import ReadError
 
 ALGORITHM = 2
@@ -90,9 +91,12 @@ class Preprocessing(Config):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __call__(self, volume: Volume) -> Prepared:
-        """Prepare one volume. Raises ReadError for one that is no raster, for pixels that are not 8 or 16 bit, or that are blank."""
-        if volume.layout != "raster":
+        """Prepare one volume, a star (radial) as the raster that it shows. Raises ReadError for one that is neither or has too few lines,
+        for pixels that are not 8 or 16 bit, or that are blank."""
+        if volume.layout not in ADMISSIBLE:
             raise ReadError("not_raster", f"{volume.source}: a {volume.layout} scan; only a raster is a volume in space")
+        if volume.layout == "radial":
+            volume = to_raster(volume)
         canonical = volume.superior_to_inferior()
         mirrored = volume.laterality == "L"
         if mirrored:

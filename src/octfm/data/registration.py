@@ -30,6 +30,23 @@ def register_bscans(coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, floa
     return displacement
 
 
+def register_star(crossing_JH: np.ndarray, dy: float, reach_mm: float = 0.35) -> np.ndarray:
+    """Axial displacement of every B-scan of a star in rows, float64 [J], positive downwards, against their median.
+
+    `crossing_JH`: each B-scan's mean A-scan where all of them cross. There all show the same, so that each is compared with the mean of
+    all, no error adds up from one to the next, and no drift is anatomy.
+    """
+    rows = np.arange(crossing_JH.shape[1])
+    motion = np.zeros(len(crossing_JH))
+    for _ in range(3):  # the first mean is blurred by the motion itself
+        aligned = [np.interp(rows + moved, rows, ascan) for ascan, moved in zip(crossing_JH, motion, strict=True)]
+        mean = np.mean(aligned, axis=0)
+        pairs = (np.stack([mean, ascan])[:, None].astype(np.float32) for ascan in crossing_JH)
+        motion = np.array([_neighbour_shifts(pair, reach=max(2, round(reach_mm / dy)))[0] for pair in pairs])
+        motion -= np.median(motion)
+    return motion
+
+
 def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
     """Shift of each B-scan against the one before, in fractional rows, [D - 1]; 0 where the two are not alike."""
     height = planes_DWH.shape[2]

@@ -56,6 +56,8 @@ class StoreRow:
     """Fingerprint of the native voxels (octfm.data.pixel_copies); empty in stores made before there was one."""
     found: tuple[str, ...] = ()
     """Doubts that only pixels can raise, keys of acquisition.FLAGS: they stay when the catalog's words change."""
+    layout: str = "raster"
+    """Of what was scanned: the voxels of a radial row are a raster made of a star, and `transform` leads back to that raster."""
 
     def to_line(self) -> str:
         return to_line(asdict(self))

@@ -3,15 +3,33 @@
 Surfaces: the layer boundaries that came with it, on the same axes."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 Laterality = Literal["R", "L"]
 Layout = Literal["raster", "line", "circle", "radial", "repeated"]
 """How the B-scans lie on the fundus; only a raster, parallel and one behind the other, is a volume in space."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
+Admissible = Literal["raster", "radial"]
+"""What may enter a catalog: stars only when asked for, and then as the raster that octfm.data.radial makes of them."""
+ADMISSIBLE: tuple[Admissible, ...] = get_args(Admissible)
 Shape3 = tuple[int, int, int]
 Spacing3 = tuple[float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Where B-scans start and end on the fundus, mm: [D, 2] as (x to the right of the image, y downwards, towards inferior)."""
+
+    start: np.ndarray
+    end: np.ndarray
+    """Of the first and of the last A-scan; NaN for a B-scan that is no straight line."""
+
+    def mirrored(self) -> "Lines":
+        """With left and right exchanged, and A-scans counted from the other end."""
+        return Lines(self.end * (-1, 1), self.start * (-1, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +52,8 @@ class Volume:
     """True: B-scan 0 is superior; False: inferior; None: frame positions do not tell."""
     layout: Layout = "raster"
     """Anything but a raster has no spacing between B-scans: dz then repeats dx and means nothing."""
+    lines: Lines | None = None
+    """Of a star (radial), where positions tell: the angles that its B-scans have instead of a spacing."""
     source: str = "memory"
     """Where the voxels came from; named in every error."""
 
@@ -68,7 +88,8 @@ class Volume:
         """Left and right exchanged, voxels and laterality together; an unknown laterality is refused, never guessed."""
         if self.laterality is None:
             raise ValueError(f"{self.source}: laterality is unknown, so mirroring it would be a guess")
-        return replace(self, voxels=self.voxels[:, :, ::-1], laterality="L" if self.laterality == "R" else "R")
+        lines = self.lines and self.lines.mirrored()
+        return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality="L" if self.laterality == "R" else "R")
 
     def superior_to_inferior(self) -> "Volume":
         """B-scan 0 superior where positions tell; unchanged otherwise."""

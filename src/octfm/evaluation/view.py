@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from octfm.data.radial import to_raster
 from octfm.data.store import Arrays
 from octfm.data.volume import Surfaces, Volume
 from octfm.errors import EvaluationError
@@ -25,8 +26,11 @@ def scene_of(
 ) -> Scene:
     """What octfm view shows: superior B-scan first where positions tell, left eyes as left eyes, spacing as the file states it.
 
-    Raises EvaluationError for scans that are no raster where an encoder or a segmenter is asked for.
+    Where an encoder or a segmenter is asked for, a star is shown as the raster that it gets. Raises EvaluationError for lines and circles
+    there, ReadError for a star of too few lines.
     """
+    if (encoder is not None or segmenter is not None) and volume.layout == "radial":
+        volume, surfaces = to_raster(volume), None  # whose layers lie on the B-scans of the star
     reverse = volume.superior_first is False
     overlays: list[Overlay] = []
     if surfaces is not None:
@@ -37,7 +41,7 @@ def scene_of(
     placement = features = None
     about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
-        raise EvaluationError(f"{volume.source}: a {volume.layout} scan; an encoder needs a raster, leave --run and --segment out")
+        raise EvaluationError(f"{volume.source}: a {volume.layout} scan, neither raster nor star; leave --run and --segment out")
     if encoder is not None:
         from octfm.evaluation import maps
         from octfm.evaluation.scene import Placement

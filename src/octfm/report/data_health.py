@@ -14,6 +14,7 @@ from octfm.data.acquisition import FLAGS, Acquisition, Reject
 from octfm.data.catalog import Catalog
 from octfm.data.isolation import Limits
 from octfm.data.location import Location
+from octfm.data.radial import to_raster
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.splits import SPLITS
 from octfm.data.spread import spread
@@ -80,9 +81,9 @@ def write_data_health(
 
 def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list[Outlier]:
     """Volumes whose spacing or extent is unlike the median of their scanner and protocol, furthest first, then those that are flagged."""
-    kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for row, a in enumerate(acquisitions):
-        kinds[a.scanner, a.protocol].append(row)
+        kinds[a.scanner, a.protocol, a.layout].append(row)
     found = {}
     for rows in kinds.values():
         measures = np.array([(*acquisitions[row].spacing_mm, *_extent_mm(acquisitions[row])) for row in rows])
@@ -104,8 +105,13 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
 
 
 def distribution_charts(acquisitions: Sequence[Acquisition]) -> list[Chart]:
-    """One chart per axis: which spacings and extents each scanner has; the larger the mark, the more volumes share the value."""
-    charts = []
+    """One chart per axis: which spacings and extents each scanner has; the larger the mark, the more volumes share the value.
+
+    Of rasters: the B-scans of a star lie at angles, not at distances."""
+    acquisitions = [a for a in acquisitions if a.layout == "raster"]
+    charts: list[Chart] = []
+    if not acquisitions:
+        return charts
     for title, caption, names, measure in (
         ("Spacing", "Distance between neighbours, in µm.", AXES, lambda a: [1000 * mm for mm in a.spacing_mm]),
         ("Extent", "Field of view, in mm: the number of pixels times their spacing.", EXTENTS, _extent_mm),
@@ -152,7 +158,7 @@ def _extent_mm(a: Acquisition) -> list[float]:
 def _groups(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
     kinds: dict[tuple[str, str], list[Acquisition]] = defaultdict(list)
     for a in acquisitions:
-        kinds[a.scanner, a.protocol].append(a)
+        kinds[a.scanner, a.protocol if a.layout == "raster" else f"{a.protocol} ({a.layout})"].append(a)
     rows = []
     for (scanner, protocol), own in sorted(kinds.items()):
         eyes = Counter(a.laterality or "unknown" for a in own)
@@ -237,7 +243,8 @@ def _pictures(file: tuple[str, Spacing3]) -> list[Picture] | str:
     """Pictures of (uri, spacing), or the reason code for which there are none."""
     uri, spacing_mm = file
     try:
-        return native_pictures(read_volume(uri, spacing_mm=spacing_mm))
+        volume = read_volume(uri, spacing_mm=spacing_mm, raster_only=False)
+        return native_pictures(to_raster(volume) if volume.layout == "radial" else volume)
     except ReadError as error:
         return error.code
 

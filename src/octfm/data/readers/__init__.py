@@ -1,11 +1,11 @@
 """Files to Volumes: the format is decided by content, never by name, and what cannot be read has a reason code."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octfm.data.volume import Laterality, Shape3, Spacing3, Surfaces, Volume
+from octfm.data.volume import RASTER_ONLY, Laterality, Layout, Shape3, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
@@ -62,7 +62,11 @@ REASONS: dict[str, Reason] = {
     "not_layer_heights": Reason("layer heights were expected and something else was given", "give the file of the height map"),
     "other_volume": Reason("layer heights of another volume, or of another size", "give the height map of this volume"),
     "not_oct": Reason("DICOM, but no image of the eye that octfm knows", _LEFT_OUT, expected=True),
-    "not_raster": Reason("radial, circular or repeated B-scans do not form a volume", _LEFT_OUT, expected=True),
+    "not_raster": Reason(
+        "radial, circular or repeated B-scans do not form a volume",
+        f"{_LEFT_OUT}; radial scans are taken with --layouts raster,radial",
+        expected=True,
+    ),
     "missing_sop_uid": Reason("without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"),
     "missing_pixel_data": Reason("the header is complete but there are no pixels", "export it again with images"),
     "truncated_pixel_data": Reason("the file ends before its pixels do, so the transfer was cut", "fetch it again"),
@@ -133,31 +137,34 @@ class Header:
     sop_instance_uid: str
     superior_first: bool | None
     flags: tuple[str, ...] = ()
+    layout: Layout = "raster"
+    """Of anything but a raster, dz repeats dx and means nothing."""
 
 
 def read_volume(uri: str | Path, *, spacing_mm: Spacing3 | None = None, raster_only: bool = True) -> Volume:
     """The Volume in a file, or in a folder of images, whatever its name is. Raises ReadError with one of REASONS.
 
     spacing_mm: (dz, dy, dx) for a file that states none itself, such as a folder of images; a file that does is believed.
-    raster_only: False also reads line, circular and radial scans; see Volume.layout.
+    raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.data.radial.to_raster for stars.
     """
     from octfm.data.readers import formats  # parsers stay out of the training path
 
     return formats.read_volume(str(uri), spacing_mm, raster_only)
 
 
-def read_header(uri: str | Path) -> Header:
-    """Everything `read_volume` would know, without decoding: cheap, and it still finds cut files. Raises ReadError."""
+def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
+    """Everything `read_volume` would know, without decoding: cheap, and it still finds cut files. Raises ReadError; not_raster for a
+    layout that is not among `layouts`, and for a star that cannot become a raster."""
     from octfm.data.readers import formats
 
-    return formats.read_header(str(uri))
+    return formats.read_header(str(uri), layouts)
 
 
-def examine(uri: str | Path) -> "Header | Part":
+def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> "Header | Part":
     """`read_header`, except that a file which is a volume only together with others says so at once. Raises ReadError."""
     from octfm.data.readers import formats
 
-    return formats.examine(str(uri))
+    return formats.examine(str(uri), layouts)
 
 
 def volumes_in(uri: str | Path) -> list[str]:
@@ -167,11 +174,11 @@ def volumes_in(uri: str | Path) -> list[str]:
     return formats.volumes_in(str(uri))
 
 
-def read_header_of_parts(parts: "Sequence[Part]") -> Header:
+def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
     """The header of the volume that these files are together. Raises ReadError with one of REASONS."""
     from octfm.data.readers import dicom
 
-    return dicom.read_header_of_parts(parts)
+    return dicom.read_header_of_parts(parts, layouts)
 
 
 def read_surfaces(uri: str | Path) -> Surfaces | None:

@@ -7,7 +7,7 @@ import hashlib
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -15,26 +15,19 @@ from typing import BinaryIO
 
 import numpy as np
 
+from octfm.data.radial import expect_a_star
 from octfm.data.readers import Header
 from octfm.data.readers.declared import Declared, read_declared
 from octfm.data.readers.dicom import lateralities, slugify
 from octfm.data.readers.dicom_geometry import NotRaster, Stack, check_bounds, refuse_rotating, stack_of
 from octfm.data.readers.dicom_pixels import MAX_BYTES
-from octfm.data.volume import Layout, Shape3, Spacing3, Surfaces, Volume
+from octfm.data.volume import LAYOUTS, RASTER_ONLY, Layout, Lines, Shape3, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
 DAMAGE = (struct.error, zlib.error, zipfile.BadZipFile, ValueError, LookupError, ArithmeticError, EOFError, OverflowError, MemoryError)
 """What cut or mutated bytes make of a parser."""
 
 _SAMPLES, _SAMPLE_BYTES = 128, 2048
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Where B-scans start and end on the fundus, mm: [D, 2] as (x to the right of the image, y downwards, towards inferior)."""
-
-    start: np.ndarray
-    end: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -80,20 +73,22 @@ class Arrangement:
         return array if self.stack is None or self.stack.order is None else np.take(array, self.stack.order, axis)
 
 
-def to_header(bscans: Bscans) -> Header:
+def to_header(bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
     """Raises ReadError: not_raster, absurd_size, absurd_spacing, contradicting_declaration."""
     check_size(bscans.shape, bscans.uri)
     arrangement = _arrange(bscans)
-    if arrangement.problem is not None:
+    if arrangement.problem is not None and arrangement.layout not in layouts:
         raise arrangement.problem
+    if arrangement.layout == "radial":
+        expect_a_star(_lines_in_mm(bscans), bscans.uri)
     return _header(bscans, arrangement)
 
 
-def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
+def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[Layout] = LAYOUTS) -> Volume:
     """`spacing_mm` where the file and its sidecar state none. Raises ReadError as `to_header`; missing_spacing, blank_volume."""
     check_size(bscans.shape, bscans.uri)
     arrangement = _arrange(bscans)
-    if arrangement.problem is not None and raster_only:
+    if arrangement.problem is not None and arrangement.layout not in layouts:
         raise arrangement.problem
     header = _header(bscans, arrangement)
     spacing_mm = header.spacing_mm or spacing_mm
@@ -114,6 +109,7 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, raster_only: bool) ->
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
         layout=arrangement.layout,
+        lines=_lines_in_mm(bscans) if arrangement.layout == "radial" else None,
         source=bscans.uri,
     )
 
@@ -198,6 +194,7 @@ def _header(bscans: Bscans, arrangement: Arrangement) -> Header:
         sop_instance_uid=bscans.uid,
         superior_first=stack.superior_first if stack else None,
         flags=(*bscans.flags, *flags),
+        layout=arrangement.layout,
     )
 
 
@@ -228,6 +225,10 @@ def _arrange(bscans: Bscans) -> Arrangement:
     if stack is None or not bscans.lines_in_mm:
         return Arrangement("raster", None, stack and replace(stack, superior_first=None))
     return Arrangement("raster", stack.step, stack)
+
+
+def _lines_in_mm(bscans: Bscans) -> Lines | None:
+    return bscans.lines if bscans.lines_in_mm else None
 
 
 def _stack(bscans: Bscans) -> Stack | None:

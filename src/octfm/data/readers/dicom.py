@@ -4,18 +4,19 @@ Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from octfm.data.radial import expect_a_star
 from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, referenced_uids, refusing_damage, text
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
 from octfm.data.readers.dicom_parts import Part, expect_all_parts, merged, part_of, parts_beside
 from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, decode, is_blank
-from octfm.data.volume import Laterality, Shape3, Volume
+from octfm.data.volume import LAYOUTS, RASTER_ONLY, Laterality, Layout, Shape3, Volume
 from octfm.errors import ReadError
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
@@ -37,10 +38,10 @@ _SCANNERS = (
 )
 
 
-def read_dicom(uri: str | Path, raster_only: bool = True) -> Volume:
+def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Volume:
     """The Volume of an Ophthalmic Tomography file, or of all files that are one volume with it; white is full scale of uint8 or uint16.
 
-    raster_only: False also reads lines, circles and stars. Raises ReadError.
+    Raises ReadError, not_raster for one that is of none of these `layouts`.
     """
     uri = str(uri)
     with parsed(uri, whole=True) as file:
@@ -48,12 +49,12 @@ def read_dicom(uri: str | Path, raster_only: bool = True) -> Volume:
         part = part_of(file)
         if part is None:
             pixels = locate_pixels(file)
-            header, geometry = _describe(file.dataset, pixels.shape, uri, raster_only)
+            header, geometry = _describe(file.dataset, pixels.shape, uri, layouts)
             voxels = decode(file.stream, pixels, uri)
     if part is not None:
         with refusing_damage(uri):
             parts = parts_beside(part)
-            header, geometry, _ = _inspect_parts(parts, raster_only)
+            header, geometry, _ = _inspect_parts(parts, layouts)
             voxels = _decode_parts(parts, header.shape)
     if all((plane == voxels[0, 0, 0]).all() for plane in voxels):
         raise _blank(uri)
@@ -69,17 +70,18 @@ def read_dicom(uri: str | Path, raster_only: bool = True) -> Volume:
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
         layout=geometry.layout,
+        lines=geometry.lines,
         source=header.uri,
     )
 
 
-def read_header(uri: str | Path) -> Header:
+def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
     """What `read_dicom` knows without decoding; cut, miscounted and blank pixel data raise ReadError all the same."""
-    found = examine(uri)
-    return read_header_of_parts(parts_beside(found)) if isinstance(found, Part) else found
+    found = examine(uri, layouts)
+    return read_header_of_parts(parts_beside(found), layouts) if isinstance(found, Part) else found
 
 
-def examine(uri: str | Path) -> Header | Part:
+def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header | Part:
     """The header of a file that is a volume, or which part of which volume it is: a scan knows the other parts already."""
     uri = str(uri)
     with parsed(uri) as file:
@@ -87,7 +89,8 @@ def examine(uri: str | Path) -> Header | Part:
         if (part := part_of(file)) is not None:
             return part
         pixels = locate_pixels(file)
-        header, _ = _describe(file.dataset, pixels.shape, uri)
+        header, geometry = _describe(file.dataset, pixels.shape, uri, layouts)
+        _expect_resampling(geometry, uri)
         if is_blank(file.stream, pixels, uri):
             raise _blank(uri)
     return header
@@ -100,16 +103,17 @@ def read_geometry_of(uri: str | Path) -> tuple[Header, tuple[int, ...] | None]:
         _expect_oct(file)
         part = part_of(file)
         if part is None:
-            header, geometry = _describe(file.dataset, locate_pixels(file).shape, uri)
+            header, geometry = _describe(file.dataset, locate_pixels(file).shape, uri, LAYOUTS)
     if part is not None:
-        header, geometry, _ = _inspect_parts(parts_beside(part))
+        header, geometry, _ = _inspect_parts(parts_beside(part), LAYOUTS)
     return header, geometry.frame_order
 
 
-def read_header_of_parts(parts: Sequence[Part]) -> Header:
+def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout] = RASTER_ONLY) -> Header:
     """The header of the volume that these files are. Raises ReadError: missing_part, inconsistent_parts and all that one file may have."""
     with refusing_damage(parts[0].uri):
-        header, _, blank = _inspect_parts(parts)
+        header, geometry, blank = _inspect_parts(parts, layouts)
+        _expect_resampling(geometry, header.uri)
         if blank and np.ptp(_decode_parts(parts, header.shape)) == 0:
             raise _blank(header.uri)
     return header
@@ -156,10 +160,15 @@ def _expect_oct(file: OpenFile) -> None:
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
 
 
-def _describe(dataset, shape: Shape3, uri: str, raster_only: bool = True) -> tuple[Header, Geometry]:
+def _expect_resampling(geometry: Geometry, uri: str) -> None:
+    if geometry.layout == "radial":
+        expect_a_star(geometry.lines, uri)
+
+
+def _describe(dataset, shape: Shape3, uri: str, layouts: Collection[Layout]) -> tuple[Header, Geometry]:
     """`dataset` has `.get(keyword)`; it may be merged from several files."""
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
-    geometry = read_geometry(dataset, shape, scanner, uri, raster_only)
+    geometry = read_geometry(dataset, shape, scanner, uri, layouts)
     laterality, conflict = lateralities(_stated_lateralities(dataset))
     flags = (*geometry.flags, *(("laterality_conflict",) if conflict else ()), *(() if laterality or conflict else ("laterality_unknown",)))
     header = Header(
@@ -174,11 +183,12 @@ def _describe(dataset, shape: Shape3, uri: str, raster_only: bool = True) -> tup
         sop_instance_uid=text(dataset, "SOPInstanceUID"),
         superior_first=geometry.superior_first,
         flags=flags,
+        layout=geometry.layout,
     )
     return header, geometry
 
 
-def _inspect_parts(parts: Sequence[Part], raster_only: bool = True) -> tuple[Header, Geometry, bool]:
+def _inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[Header, Geometry, bool]:
     """Header, geometry, and whether each file is blank by itself. The volume bears uri and UID of its first part."""
     expect_all_parts(parts)
     datasets, pixels, blank = [], [], True
@@ -188,7 +198,7 @@ def _inspect_parts(parts: Sequence[Part], raster_only: bool = True) -> tuple[Hea
             pixels.append(locate_pixels(file))
             blank = blank and is_blank(file.stream, pixels[-1], part.uri)
     shape = _joint_shape(parts, pixels)
-    header, geometry = _describe(merged(datasets, [p.shape[0] for p in pixels]), shape, parts[0].uri, raster_only)
+    header, geometry = _describe(merged(datasets, [p.shape[0] for p in pixels]), shape, parts[0].uri, layouts)
     expect_all_parts(parts, geometry)
     return replace(header, flags=(*header.flags, "several_files")), geometry, blank
 

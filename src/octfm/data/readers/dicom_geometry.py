@@ -3,12 +3,13 @@
 Functional groups: DICOM PS3.3 C.7.6.16. Frame locations on the fundus image: C.8.17.10. Patient axes are LPS, so +z is superior.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octfm.data.volume import Layout, Shape3, Spacing3
+from octfm.data.volume import RASTER_ONLY, Layout, Lines, Shape3, Spacing3
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Geometry:
     """Stored frame of each B-scan where frames are not stored in the order of their positions."""
     flags: tuple[str, ...]
     layout: Layout = "raster"
+    lines: Lines | None = None
+    """Of a star."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class Stack:
     even: bool
 
 
-def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str, raster_only: bool = True) -> Geometry:
-    """Raises ReadError: missing_spacing, absurd_spacing, not_raster.
+def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str, layouts: Collection[Layout] = RASTER_ONLY) -> Geometry:
+    """Raises ReadError: missing_spacing, absurd_spacing, not_raster where the layout is none of `layouts`.
 
-    raster_only: False accepts lines, circles and stars, too, whose dz repeats dx and means nothing (octfm.data.volume.Volume.layout).
+    Of lines, circles and stars dz repeats dx and means nothing (octfm.data.volume.Volume.layout).
     """
     shared = _first(dataset, "SharedFunctionalGroupsSequence")
     frames = list(dataset.get("PerFrameFunctionalGroupsSequence") or ())
@@ -68,10 +71,12 @@ def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str, ras
             raise NotRaster("line", f"{uri}: a single B-scan; a volume needs a raster of several")
         from_positions, stack = _dz_from_positions(frames, shared, shape, dx, uri)
     except NotRaster as found:
-        if raster_only:
+        layout = _layout(frames, found.layout)
+        if layout not in layouts:
             raise
         check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
-        return Geometry((dx, dy, dx), source, None, None, (), _layout(frames, found.layout))
+        lines = _lines(frames, shared, shape, dx) if layout == "radial" else None
+        return Geometry((dx, dy, dx), source, None, None, (), layout, lines)
     dz, source, doubts = _distance(from_positions, between, thickness, (dy, dx), shape, (scanner, source), uri)
     flags = [*doubts]
     check_bounds((dz, dy, dx), shape, uri)
@@ -135,6 +140,33 @@ def _layout(frames, first_seen: Layout) -> Layout:
     if not closed or not any(closed):
         return first_seen
     return "circle" if 2 * sum(closed) > len(closed) else "radial"
+
+
+def _lines(frames, shared, shape: Shape3, dx: float) -> Lines | None:
+    """Where the B-scans of a star lie: on the fundus image, whose pixels are square, else in patient space. None: not told."""
+    if len(frames) != shape[0]:
+        return None
+    length_mm = (shape[2] - 1) * dx
+    locations = [_first(frame, "OphthalmicFrameLocationSequence") for frame in frames]
+    found = [_line(location) if location is not None else None for location in locations]
+    ends = np.array([(*line[:2], *line[-2:]) if line else (np.nan,) * 4 for line in found])  # (row, column) twice
+    length = np.hypot(ends[:, 2] - ends[:, 0], ends[:, 3] - ends[:, 1])
+    ends[~(length > 1e-6)] = np.nan  # circles around the star
+    if np.isfinite(ends).any():
+        ends *= length_mm / np.nanmedian(np.where(length > 1e-6, length, np.nan))
+        return Lines(ends[:, [1, 0]], ends[:, [3, 2]])
+    points = [
+        floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None for f in frames
+    ]
+    planes = [_first(frame, "PlaneOrientationSequence") or _first(shared, "PlaneOrientationSequence") for frame in frames]
+    axes = [floats(plane.get("ImageOrientationPatient")) if plane is not None else None for plane in planes]
+    if any(p is None or len(p) != 3 for p in points) or any(a is None or len(a) != 6 for a in axes):
+        return None
+    start, turned = np.array(points), np.array(axes)
+    if (np.abs(turned[:, 4]) < 0.7).any():  # the beam does not run from front to back, so that left and up cannot be told
+        return None
+    end = start + length_mm * turned[:, :3]
+    return Lines(start[:, [0, 2]] * (1, -1), end[:, [0, 2]] * (1, -1))
 
 
 def _line(location) -> tuple[float, ...] | None:

@@ -5,13 +5,14 @@ Every reader of a format other than DICOM has `open_bscans(uri) -> Bscans`; what
 
 import io
 import zlib
+from collections.abc import Collection
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from octfm.data.archive import file_size, is_folder, open_file
 from octfm.data.readers import Header, bioptigen, bscans, heidelberg_e2e, optovue, zeiss_img
-from octfm.data.volume import Spacing3, Surfaces, Volume
+from octfm.data.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
@@ -38,24 +39,24 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 
 
 def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
+    reader, layouts = find_reader(uri), RASTER_ONLY if raster_only else LAYOUTS
+    if reader.__name__.endswith(".dicom"):
+        return reader.read_dicom(uri, layouts)
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts)
+
+
+def read_header(uri: str, layouts: Collection[Layout]) -> Header:
     reader = find_reader(uri)
     if reader.__name__.endswith(".dicom"):
-        return reader.read_dicom(uri, raster_only)
+        return reader.read_header(uri, layouts)
     with bscans.damage_has_a_code(uri):
-        return bscans.to_volume(reader.open_bscans(uri), spacing_mm, raster_only)
+        return bscans.to_header(reader.open_bscans(uri), layouts)
 
 
-def read_header(uri: str) -> Header:
+def examine(uri: str, layouts: Collection[Layout]) -> "Header | Part":
     reader = find_reader(uri)
-    if reader.__name__.endswith(".dicom"):
-        return reader.read_header(uri)
-    with bscans.damage_has_a_code(uri):
-        return bscans.to_header(reader.open_bscans(uri))
-
-
-def examine(uri: str) -> "Header | Part":
-    reader = find_reader(uri)
-    return reader.examine(uri) if reader.__name__.endswith(".dicom") else read_header(uri)
+    return reader.examine(uri, layouts) if reader.__name__.endswith(".dicom") else read_header(uri, layouts)
 
 
 def volumes_in(uri: str) -> list[str]:

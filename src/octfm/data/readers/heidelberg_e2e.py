@@ -14,9 +14,9 @@ from typing import BinaryIO
 import numpy as np
 
 from octfm.data.archive import MEMBER, open_file
-from octfm.data.readers.bscans import Bscans, Lines, check_size, uid_from, uid_of
+from octfm.data.readers.bscans import Bscans, check_size, uid_from, uid_of
 from octfm.data.readers.heyex_vol import display
-from octfm.data.volume import Layout
+from octfm.data.volume import Layout, Lines
 from octfm.errors import ReadError
 
 _MULTIPLE = b"E2EMultipleVolumeFile"

@@ -9,8 +9,8 @@ import struct
 import numpy as np
 
 from octfm.data.archive import open_file
-from octfm.data.readers.bscans import Bscans, Lines, check_size, uid_of
-from octfm.data.volume import Layout, Surfaces
+from octfm.data.readers.bscans import Bscans, check_size, uid_of
+from octfm.data.volume import Layout, Lines, Surfaces
 from octfm.errors import ReadError
 
 _HEADER_BYTES = 2048

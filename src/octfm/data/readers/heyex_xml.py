@@ -13,10 +13,10 @@ import numpy as np
 
 from octfm.data.archive import list_folder, open_file
 from octfm.data.location import location
-from octfm.data.readers.bscans import Bscans, Lines, check_size, uid_from
+from octfm.data.readers.bscans import Bscans, check_size, uid_from
 from octfm.data.readers.dicom import scanner_slug
 from octfm.data.readers.images import digest_of, image_size, read_gray
-from octfm.data.volume import Layout, Surfaces
+from octfm.data.volume import Layout, Lines, Surfaces
 from octfm.errors import ReadError
 
 MAX_BYTES = 64 * 2**20

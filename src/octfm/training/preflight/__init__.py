@@ -34,7 +34,7 @@ def checks(
 
     A resumed run has its objective and forecast behind it, so those that take more than a moment are left out.
     """
-    first = [data.patches_tile(config, store), data.arithmetic(config, runtime.replicas, len(train_rows))]
+    first = [data.patches_tile(config, store), data.arithmetic(config, store, runtime.replicas, len(train_rows))]
     if any(check.status == "FAIL" for check in first):
         return first
     schedule = Schedule(config.schedule, config.steps)
@@ -94,12 +94,12 @@ def examine(config: PretrainConfig, out: Location, device: str | None = None, pl
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Store rows to train on and to validate on; the latter may be none."""
     data = config.data
-    train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners)
+    train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts)
     seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
-    held_out = any(row.split == "val" and row.scanner in seen for row in store.rows)
+    held_out = any(row.split == "val" and row.scanner in seen and row.layout in data.layouts for row in store.rows)
     validation = np.array([], np.int64)
     if held_out:
-        validation = select(store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners)
+        validation = select(store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners, data.layouts)
     return train, validation
 
 

@@ -59,7 +59,7 @@ def patches_tile(config: PretrainConfig, store: Store) -> Check:
     return passed("token grid", "{} x {} x {} tokens".format(*grid))
 
 
-def arithmetic(config: PretrainConfig, replicas: int, volumes: int) -> Check:
+def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int) -> Check:
     """Global batch = per-device batch x devices x accumulation (F7)."""
     data = config.data
     try:
@@ -69,6 +69,8 @@ def arithmetic(config: PretrainConfig, replicas: int, volumes: int) -> Check:
         return fail("batch arithmetic", measured, remedy or "give positive numbers")
     product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
+    if left_out := sum(row.split == "train" and row.layout not in data.layouts for row in store.rows):
+        measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] takes them)"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
         return fail("batch arithmetic", "no training volume is left after selection", advice)

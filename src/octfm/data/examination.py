@@ -1,0 +1,47 @@
+"""What a scan makes of one file: headers of the volumes in it, a part of one, or a reject with a reason."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from octfm.data import readers
+from octfm.data.acquisition import Reject
+from octfm.data.archive import file_size
+from octfm.data.bucket import tallied
+from octfm.data.isolation import Limits, Lost
+from octfm.data.location import Location
+from octfm.data.ranged import recall
+from octfm.data.volume import Layout
+from octfm.errors import ReadError
+
+if TYPE_CHECKING:
+    from octfm.data.readers import Header
+    from octfm.data.readers.dicom_parts import Part
+
+
+def examine_file(path: Location, layouts: Collection[Layout], journal: str | None = None) -> "list[Header | Part | Reject]":
+    """One outcome for a file, or for each volume in it."""
+    recall(path)
+    with tallied(journal):
+        try:
+            return [readers.examine(str(path), layouts)]
+        except ReadError as error:
+            if error.code != "several_volumes":
+                return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
+        return [_examine_one(uri, layouts) for uri in readers.volumes_in(str(path))]
+
+
+def _examine_one(uri: str, layouts: Collection[Layout]) -> "Header | Part | Reject":
+    try:
+        return readers.examine(uri, layouts)
+    except ReadError as error:
+        return Reject(uri, error.code, str(error), file_size(uri), error.refers_to)
+
+
+def lost_file(path: Location, lost: Lost) -> "list[Header | Part | Reject]":
+    sentence = f"{path}: the process that looked at it {lost.what}; {readers.REASONS[lost.code].fix}"
+    return [Reject(str(path), lost.code, sentence, file_size(path))]
+
+
+def deadline_of(limits: Limits, path: Location) -> float:
+    """A header takes milliseconds; pixels are decoded only where every one may be the same."""
+    return limits.deadline(file_size(path), str(path))
