@@ -120,10 +120,23 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
     assert (budget["kept"], budget["grid"]) == (24, 128) and 0.1 < budget["tissue_dropped"] < 0.9
     assert budget["by_scanner"].keys() == {"heidelberg_spectralis", "topcon_triton"} and budget["by_diagnosis"].keys() == {"healthy"}
     assert budget["by_diagnosis"]["healthy"]["volumes"] == len(store)
-    assert budget["full_grid"]["volumes"] == COMPARED and budget["full_grid"]["difference"] > 0
+    assert budget["full_grid"]["volumes"] == COMPARED and budget["full_grid"]["own"] > 0 and budget["full_grid"]["offset"] > 0
     assert "24 of 128 tokens are kept" in said[0] and "of the tissue has no room" in said[0]
     whole = pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
     assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
+
+
+def test_what_a_budget_does_to_all_vectors_alike_is_not_held_against_it():
+    """A shift of all vectors is no loss, whatever its size; what differs from volume to volume is."""
+    from octfm.evaluation.budget import against_full_grid
+
+    rng = np.random.default_rng(0)
+    kept, shift, noise = rng.normal(size=(400, 16)), 7 * rng.normal(size=16), 0.1 * rng.normal(size=(400, 16))
+    shifted, noisy = against_full_grid(kept + shift, kept, kept), against_full_grid(kept + shift + noise, kept, kept)
+    assert shifted["own"] < 1e-12 and shifted["offset"] > 3
+    np.testing.assert_allclose(noisy["own"], 0.1 / np.sqrt(2), rtol=0.1)  # two volumes are sqrt(2) deviations apart
+    np.testing.assert_allclose(noisy["offset"], shifted["offset"], rtol=0.01)
+    assert against_full_grid(kept[:1], kept[:1], kept) == {"offset": None, "own": None}
 
 
 def test_embeddings_follow_splits_that_changed(run, store, tmp_path):

@@ -17,34 +17,48 @@ COMPARED = 12
 def budget_facts(encoder: Encoder, store: Store, tissue_dropped_N: np.ndarray, vectors: np.ndarray) -> dict[str, Any]:
     """What an embeddings file says about its budget; empty where the budget is the whole grid. `vectors` [N, width] are the store's.
 
-    `full_grid.difference`: the median distance between a volume's vector and that of all tissue tokens of the full grid, over the
-    median distance between the vectors of two volumes. 0 is no difference; near 1 the budget would say as much as the eye.
+    `full_grid`: see `against_full_grid`.
     """
     grid = encoder.network.grid
     kept, _, _ = encoder.config.masks.counts(grid.shape)
     if kept == grid.size or not len(store):
         return {}
     rows = np.unique(np.linspace(0, len(store) - 1, COMPARED).astype(int))
-    gaps = []
+    whole = []
     for row in rows:
         arrays = store.read([row])
         tissue = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, encoder.config.model.patch_size)[0] == TISSUE
-        whole = encoder.encode_grid(arrays.voxels)[0]
+        tokens = torch.from_numpy(encoder.encode_grid(arrays.voxels)[0]).reshape(1, -1, encoder.width)
         counts = torch.from_numpy(tissue | ~tissue.any()).reshape(1, -1)
-        vector = pooled(torch.from_numpy(whole).reshape(1, -1, encoder.width), counts, encoder.config.objective.pool)
-        gaps.append(np.linalg.norm(vector.numpy()[0] - vectors[row]))
-    sample = vectors[np.unique(np.linspace(0, len(store) - 1, 200).astype(int))].astype(np.float64)
-    apart = np.linalg.norm(sample[:, None] - sample[None], axis=-1)[np.triu_indices(len(sample), 1)]
-    difference = float(np.median(gaps) / max(np.median(apart), 1e-12)) if len(apart) else None
+        whole.append(pooled(tokens, counts, encoder.config.objective.pool).numpy()[0])
+    sample = vectors[np.unique(np.linspace(0, len(store) - 1, 200).astype(int))]
     facts = {
         "kept": kept,
         "grid": grid.size,
         "tissue_dropped": float(tissue_dropped_N.mean()),
         "by_scanner": _plain(dropped_by([row.scanner for row in store.rows], tissue_dropped_N)),
         "by_diagnosis": _plain(dropped_by([row.diagnosis for row in store.rows], tissue_dropped_N)),
-        "full_grid": {"volumes": len(rows), "difference": difference},
+        "full_grid": {"volumes": len(rows), **against_full_grid(np.array(whole), vectors[rows], sample)},
     }
     return facts | {"sentence": _sentence(facts)}
+
+
+def against_full_grid(whole_ND: np.ndarray, kept_ND: np.ndarray, sample_KD: np.ndarray) -> dict[str, float | None]:
+    """How far the vectors of the full grid are from those of the budget, over the median distance between two of `sample`.
+
+    `offset`: the part that is the same for every volume. It comes from the background that the tokens then see, and a probe does not
+    notice it, unless vectors of both kinds are mixed. `own`: the median of what is left, volume by volume; near 1 the budget would say as
+    much as the eye. Both None where no two volumes differ.
+    """
+    sample = sample_KD.astype(np.float64)
+    apart = np.linalg.norm(sample[:, None] - sample[None], axis=-1)[np.triu_indices(len(sample), 1)]
+    if len(whole_ND) < 2 or not np.median(apart) > 0:
+        return {"offset": None, "own": None}
+    gaps = whole_ND.astype(np.float64) - kept_ND
+    offset = gaps.mean(0)
+    # Deviations from the mean of so few are a little too small.
+    own = np.linalg.norm(gaps - offset, axis=1) * np.sqrt(len(gaps) / (len(gaps) - 1))
+    return {"offset": float(np.linalg.norm(offset) / np.median(apart)), "own": float(np.median(own) / np.median(apart))}
 
 
 def dropped_of(encoder: Encoder, arrays: Any) -> np.ndarray:
@@ -60,8 +74,9 @@ def _sentence(facts: dict[str, Any]) -> str:
     if groups and facts["tissue_dropped"] > 0:
         name = max(groups, key=lambda key: groups[key]["mean"])
         said += f", most in {name} ({groups[name]['mean']:.1%} of {groups[name]['volumes']:,} volumes' tissue)"
-    if (gap := facts["full_grid"]["difference"]) is not None:
-        said += f". A vector differs from that of the full grid by {gap:.2f} of the distance between two volumes"
+    if (own := facts["full_grid"]["own"]) is not None:
+        said += f". Against the full grid a vector moves by {own:.2f} of the distance between two volumes in a way of its own, and by "
+        said += f"{facts['full_grid']['offset']:.2f} as all others do, which no probe notices as long as vectors of the two are not mixed"
     return said + "."
 
 
