@@ -220,6 +220,34 @@ def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(run, clinic, tmp_path, 
             embed_files(run, f"s3://{BUCKET}/raw", tmp_path / "gone", workers=0, echo=quiet)
 
 
+@pytest.mark.parametrize("place", ["gs"], indirect=True)
+def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monkeypatch):
+    """The second shard cannot be written; the same call goes on with it, and the vectors are those of files on a disk."""
+    for file in sorted(path for path in clinic.rglob("*") if path.is_file()):
+        (place / "raw" / str(file.relative_to(clinic))).write_bytes(file.read_bytes())
+    with monkeypatch.context() as patch:
+        real, written = module.write_whole, []
+
+        def stopped(where, data):
+            if "parts" in str(where) and len(written) == 1:
+                raise KeyboardInterrupt
+            written.extend(["part"] * ("parts" in str(where)))
+            real(where, data)
+
+        patch.setattr(module, "write_whole", stopped)
+        patch.setattr(module, "SHARD", 8)
+        with pytest.raises(KeyboardInterrupt):
+            embed_files(run, place / "raw", place / "vectors", workers=1, echo=quiet)
+    said = []
+    done = embed_files(run, place / "raw", place / "vectors", workers=1, echo=said.append)
+    assert "8 of 11 volumes are done already" in said[0] and done["embedded"] == COUNT - 1
+    assert done["bucket"]["requests"] > 0 and done["bucket"]["failures"] == 0
+    embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
+    assert same(place / "vectors", tmp_path / "here")
+    failures = pq.read_table(tmp_path / "here" / "failures.parquet").to_pylist()
+    assert sorted(row["code"] for row in failures) == ["decode_failed", "not_dicom", "truncated_pixel_data"]
+
+
 def test_the_verb_and_a_catalog(run, clinic, tmp_path):
     def octfm(*words):
         return CliRunner().invoke(app, ["embed", str(run), *map(str, words)])
