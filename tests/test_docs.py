@@ -201,6 +201,7 @@ def test_the_onnx_example_runs(workplace):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_tour_prints_what_it_says(tmp_path):
     """Every command of the page, run again; numbers may differ between machines, words and files may not."""
     sys.path.insert(0, str(DOCS))

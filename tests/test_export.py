@@ -20,7 +20,7 @@ from octfm.data.preprocessing import Preprocessing
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.evaluation import exported, onnx_graph
 from octfm.evaluation.embed import embed_all
-from octfm.evaluation.encoder import load_encoder, participants_of, preprocessing_of, seen_by
+from octfm.evaluation.encoder import assemble, load_encoder, participants_of, preprocessing_of, seen_by
 from octfm.evaluation.export import export
 from octfm.evaluation.finetune import finetune
 from octfm.evaluation.finetune_settings import FinetuneConfig
@@ -28,7 +28,10 @@ from octfm.evaluation.predictions import read_predictions
 from octfm.evaluation.tuned import load_tuned
 from octfm.models.heads import add_low_rank, merged
 from octfm.training import checkpoint
+from octfm.training.inputs import build_objective, frozen_encoder
 from octfm.training.pretrain import pretrain
+from octfm.training.runtime import start
+from octfm.training.settings import load_config
 from small_store import GRADES, darkened, small_store
 from test_encoder import eye
 from test_pretrain import config, quiet
@@ -264,3 +267,17 @@ def test_onnx_agrees_with_torch_for_any_batch_and_is_refused_where_it_does_not(r
     with pytest.raises(EvaluationError, match="nothing was exported"):
         export(run, tmp_path / "refused", onnx=True, echo=quiet)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned", "tuned-out"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_onnx_agrees_with_torch_at_vit_s_size(tmp_path):
+    """384 wide, 12 deep, [64, 384, 384], the whole token budget: write_onnx compares with onnxruntime before it believes its file."""
+    pytest.importorskip("onnxruntime")
+    settings, preprocessing = load_config("vit_s"), Preprocessing()
+    network = frozen_encoder(settings, build_objective(settings, preprocessing))
+    encoder = assemble(network, settings, preprocessing, "vit_s", preprocessing.fingerprint(), start("fp32", "cpu"))
+    assert (encoder.width, settings.model.depth, preprocessing.image_size) == (384, 12, (64, 384, 384))
+    assert settings.masks.counts(network.grid.shape)[0] == 3072
+    assert onnx_graph.write_onnx(encoder, None, tmp_path / "vit_s.onnx") <= 1e-4
+    assert (tmp_path / "vit_s.onnx").stat().st_size > 4 * sum(p.numel() for p in network.parameters())

@@ -1,11 +1,17 @@
 """Fine-tuning on several ranks is that of one process, stops and resumes together, and a run folder belongs to one of them."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from conftest import ROOT
 from octfm.errors import CheckpointError, ConfigError
 from octfm.evaluation.finetune import finetune
 from octfm.evaluation.predictions import read_predictions
@@ -86,3 +92,39 @@ def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match="not a fine-tuning run"):
         finetune(config, tmp_path / "other", echo=quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store, labels, tmp_path):  # noqa: F811
+    """launch/torchrun.sh -- finetune, the packaged recipe, two ranks."""
+    words = [f"{key}={value}" for key, value in {"encoder": run, "store": store.path, "labels": labels, "target": "grade"}.items()]
+    words += ["order=[low,middle,high]", "epochs=4", "batch_size=4", "per_device_batch_size=2", "precision=fp32", "runtime.timeout_s=60"]
+    command = [
+        "bash",
+        str(ROOT / "launch" / "torchrun.sh"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--",
+        "finetune",
+        "study_group_finetune",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "OCTFM_GRACE_S": "60"}
+    out, said = tmp_path / "run", tmp_path / "said"
+
+    def start() -> subprocess.Popen:
+        with said.open("a") as file:
+            return subprocess.Popen([*command, *words, "--device", "cpu", "--out", str(out)], stdout=file, stderr=file, env=environment)
+
+    first = start()
+    while not (out / "checkpoints").is_dir() or not list((out / "checkpoints").glob("*.pt")):
+        assert first.poll() is None, said.read_text()[-3000:]
+        time.sleep(0.05)
+    first.terminate()
+    assert first.wait(200) == 75, said.read_text()[-3000:]
+    assert not (out / "finetune.json").exists()
+    assert start().wait(400) == 0, said.read_text()[-3000:]
+    result = json.loads((out / "finetune.json").read_text())
+    assert result["environment"]["ranks"] == "2" and result["environment"]["parallel"] == "ddp"
+    assert said.read_text().count("resuming") == 1 and said.read_text().count(str(Path(out / "finetune.json"))) == 1, "rank 0 alone speaks"
