@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from dicom_files import write_oct_dicom
 from octfm.data import bucket, bucket_cache
-from octfm.data.catalog import Catalog, scan
+from octfm.data.catalog import Catalog, CatalogError, scan
 from octfm.data.lease import Lease
 from octfm.data.loader import Loader
 from octfm.data.location import BucketPath, location, write_whole
@@ -272,6 +273,22 @@ def test_headers_are_read_by_ranges_and_once(place, tmp_path):
     again = scan(str(place), workers=0)
     assert below(again, place) == below(first, place)
     assert again.requests["bytes_read"] < 0.5 * first.requests["bytes_read"], "heads come from the cache"
+
+
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
+def test_requests_of_child_processes_are_counted_and_no_file_is_left_behind(place, clinic, tmp_path, monkeypatch):
+    """Those of a scan that stops with an error, too: its account is not a file."""
+    put_tree(clinic, place)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    spent = []
+    for workers in (0, 2):
+        monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"cache-{workers}"))
+        spent.append(scan(str(place), workers=workers).requests)
+    assert spent[1]["requests"] == spent[0]["requests"] > 0 and spent[1]["bytes_read"] == spent[0]["bytes_read"]
+    with pytest.raises(CatalogError, match="it is empty"):
+        scan(str(place / "nothing"))
+    assert not any((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)

@@ -8,23 +8,23 @@ The libraries' own retries are switched off, so that there is one policy (Patien
 import base64
 import functools
 import hashlib
-import json
 import os
+import platform
 import random
 import re
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from octfm.errors import BucketError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
 """Scheme -> driver, and the extra of octfm that installs it."""
@@ -89,49 +89,56 @@ def tally() -> Tally:
         return Tally(**asdict(_TALLY))
 
 
-@contextmanager
-def tallied(journal: str | Path | None) -> Iterator[None]:
-    """Add what happens in the context to a file that several processes may share; `journalled` sums it up."""
-    # The process that made the journal counts by itself.
-    if journal is None or Path(journal).name.endswith(f"-{os.getpid()}"):
-        yield
-        return
-    before = tally()
-    try:
-        yield
-    finally:
-        spent = asdict(tally() - before)
-        if any(spent.values()):
-            with Path(journal).open("ab", buffering=0) as file:
-                file.write(json.dumps(spent).encode() + b"\n")
+@dataclass(frozen=True)
+class Counted:
+    """A result, and what it took in requests of another process."""
+
+    result: Any
+    spent: Tally
 
 
-def journalled(journal: str | Path) -> Tally:
-    total = Tally()
-    if Path(journal).is_file():
-        for line in Path(journal).read_text().splitlines():
-            total += Tally(**json.loads(line))
-    return total
+@dataclass(frozen=True)
+class Counting:
+    """A function for other processes, whose results come back as `Counted`."""
+
+    function: Callable[[Any], Any]
+    home: tuple[str, int]
+    """The process that counts by itself."""
+
+    def __call__(self, item: Any) -> Counted:
+        before = tally()
+        result = self.function(item)
+        return Counted(result, tally() - before if _process() != self.home else Tally())
+
+
+def _process() -> tuple[str, int]:
+    return platform.node(), os.getpid()
 
 
 class Account:
-    """What a piece of work on `place` costs in requests, over all of its processes; nothing for a local disk."""
+    """What a piece of work on `places` costs in requests, over all of its processes; nothing for a local disk."""
 
     def __init__(self, *places: object):
-        self.journal: str | None = None
-        self._before = tally()
-        if any("://" in str(place) for place in places):
-            descriptor, self.journal = tempfile.mkstemp(prefix="octfm-requests-", suffix=f"-{os.getpid()}")
-            os.close(descriptor)
+        self._open = any("://" in str(place) for place in places)
+        self._before, self._elsewhere = tally(), Tally()
+
+    def counting(self, function: Callable[[T], R]) -> Callable[[T], R]:
+        """`function` for other processes; its results pass through `counted` on their way back."""
+        return cast(Callable[[T], R], Counting(function, _process())) if self._open else function
+
+    def counted(self, results: Iterable[R]) -> Iterator[R]:
+        for result in results:
+            if isinstance(result, Counted):
+                self._elsewhere += result.spent
+                result = result.result
+            yield result
 
     def close(self) -> dict[str, int]:
         """The counts of Tally, or nothing."""
-        if self.journal is None:
+        if not self._open:
             return {}
-        spent = tally() - self._before + journalled(self.journal)
-        Path(self.journal).unlink(missing_ok=True)
-        self.journal = None
-        return asdict(spent)
+        self._open = False
+        return asdict(tally() - self._before + self._elsewhere)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------------------

@@ -198,9 +198,9 @@ def scan(
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     limits = limits or Limits()
     deadline = functools.partial(deadline_of, limits)
-    look = functools.partial(examine_file, layouts=tuple(layouts), journal=account.journal)
+    look = account.counting(functools.partial(examine_file, layouts=tuple(layouts)))
     examined = spread(look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress)
-    outcomes, others = join_parts([outcome for file in examined for outcome in file], workers, limits, layouts)
+    outcomes, others = join_parts([outcome for file in account.counted(examined) for outcome in file], workers, limits, layouts)
     headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from octfm.data import readers
 from octfm.data.acquisition import Reject
 from octfm.data.archive import file_size
-from octfm.data.bucket import tallied
 from octfm.data.isolation import Limits, Lost
 from octfm.data.location import Location
 from octfm.data.ranged import recall
@@ -18,16 +17,15 @@ if TYPE_CHECKING:
     from octfm.data.readers.dicom_parts import Part
 
 
-def examine_file(path: Location, layouts: Collection[Layout], journal: str | None = None) -> "list[Header | Part | Reject]":
+def examine_file(path: Location, layouts: Collection[Layout]) -> "list[Header | Part | Reject]":
     """One outcome for a file, or for each volume in it."""
     recall(path)
-    with tallied(journal):
-        try:
-            return [readers.examine(str(path), layouts)]
-        except ReadError as error:
-            if error.code != "several_volumes":
-                return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
-        return [_examine_one(uri, layouts) for uri in readers.volumes_in(str(path))]
+    try:
+        return [readers.examine(str(path), layouts)]
+    except ReadError as error:
+        if error.code != "several_volumes":
+            return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
+    return [_examine_one(uri, layouts) for uri in readers.volumes_in(str(path))]
 
 
 def _examine_one(uri: str, layouts: Collection[Layout]) -> "Header | Part | Reject":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from octfm.data.acquisition import FLAGS
-from octfm.data.bucket import Account, tallied
+from octfm.data.bucket import Account
 from octfm.data.isolation import Limits, Lost, release
 from octfm.data.location import Location, location
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
@@ -87,7 +87,6 @@ def prepare(
             read=read,
             staging=writer.staging,
             compression=writer.compression,
-            journal=account.journal,
         )
         copies = PixelCopies()
         for row in writer.rows:
@@ -95,7 +94,7 @@ def prepare(
         try:
             with _Progress(len(tasks), progress) as shown:
                 outcomes = spread(
-                    run,
+                    account.counting(run),
                     tasks,
                     _lost,
                     workers=workers,
@@ -104,7 +103,7 @@ def prepare(
                     chunk=1,
                     cluster=cluster,
                 )
-                for task, outcome in zip(tasks, outcomes, strict=True):
+                for task, outcome in zip(tasks, account.counted(outcomes), strict=True):
                     outcome = _unless_copied(outcome, task, copies, writer)
                     if isinstance(outcome, Unprepared):
                         writer.quarantine(outcome)
@@ -235,12 +234,11 @@ def words(acquisition: "Acquisition") -> dict[str, Any]:
 
 
 def _prepare_one(
-    task: _Task, *, preprocessing: "Preprocessing", read: Read | None, staging: Path, compression: Compression, journal: str | None = None
+    task: _Task, *, preprocessing: "Preprocessing", read: Read | None, staging: Path, compression: Compression
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
-        with tallied(journal):
-            prepared, pixels = prepare_acquisition(acquisition, task.location, preprocessing, read)
+        prepared, pixels = prepare_acquisition(acquisition, task.location, preprocessing, read)
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from octfm.data.acquisition import Acquisition
-from octfm.data.bucket import Account, tallied
+from octfm.data.bucket import Account
 from octfm.data.catalog import Catalog, scan
 from octfm.data.isolation import Limits, Lost
 from octfm.data.lease import Lease
@@ -112,8 +112,10 @@ def embed_files(
         missing = [task for task in tasks if done.get(_identity(task)) is None]
         if len(missing) < len(tasks):
             echo(f"{out}: {len(tasks) - len(missing):,} of {len(tasks):,} volumes are done already")
-        embed = functools.partial(_decoded, preprocessing=encoder.preprocessing, journal=account.journal)
-        decoded = stream(embed, missing, _lost, workers=workers, limits=limits, deadline=functools.partial(_deadline, limits))
+        embed = functools.partial(_decoded, preprocessing=encoder.preprocessing)
+        deadline = functools.partial(_deadline, limits)
+        decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=limits, deadline=deadline)
+        decoded = account.counted(decoded)
         progress = _Progress(len(missing), echo)
         for number, first in enumerate(range(0, len(missing), SHARD), parts):
             part = missing[first : first + SHARD]
@@ -221,12 +223,11 @@ def _catalog(
 # ---- from a file to rows -----------------------------------------------------------------------------------------------------------
 
 
-def _decoded(task: _Task, *, preprocessing: Preprocessing, journal: str | None) -> Arrays | _Failure:
+def _decoded(task: _Task, *, preprocessing: Preprocessing) -> Arrays | _Failure:
     """In a worker."""
     acquisition = task.acquisition
     try:
-        with tallied(journal):
-            prepared, _ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
+        prepared, _ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:
