@@ -85,6 +85,15 @@ def test_destination_is_write_tested(store):
     assert table(config(), store, Path("/proc/octfm/run"))["destination"].status == "FAIL"
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_destination_for_full_disks_is_write_tested_too(store, tmp_path):
+    """Found out only when the first disk is full, it would be too late."""
+    found = table(config(ckpt_second_dir="/proc/octfm"), store, tmp_path / "run")["second destination"]
+    assert found.status == "FAIL" and "cannot be written" in found.measured
+    settings = config(ckpt_second_dir=str(tmp_path / "other"))
+    assert table(settings, store, tmp_path / "run")["second destination"].status == "PASS" and not (tmp_path / "other").exists()
+
+
 def test_missing_validation_participants_are_named(store):
     rows = select(store, "train"), np.array([], np.int64)
     found = data.splits(store, *rows)
@@ -153,6 +162,11 @@ def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp
     assert found.status == "FAIL" and "global_batch_size 4 is not a multiple" in found.measured
 
 
+def test_a_selection_that_leaves_no_volume_is_named():
+    found = data.arithmetic(config(), 1, 0)
+    assert found.status == "FAIL" and "no training volume is left" in found.measured and "data.scanners" in found.advice
+
+
 def test_F10_ranks_that_read_the_same_volumes_are_stopped(store, tmp_path, monkeypatch):
     """Every replica of the prototype believed to be rank 0."""
     monkeypatch.setattr(data.Loader, "positions", lambda self, step: step * 4 + np.arange(4 // self.world))
@@ -204,8 +218,9 @@ def test_sorted_masks_cut_at_the_end_are_stopped(store, tmp_path, monkeypatch):
         return replace(drawn, target=drawn.target[:, : drawn.target.shape[1] * 3 // 4])
 
     sampled(monkeypatch, cut)
-    found = table(config(), store, tmp_path / "run")["mask coverage"]
-    assert found.status == "FAIL" and "slice 3 of D is a target" in found.measured
+    found = table(config(), store, tmp_path / "run")
+    assert found["mask coverage"].status == "FAIL" and "slice 3 of D is a target" in found["mask coverage"].measured
+    assert found["masks"].status == "FAIL" and "should be 64 + 22 + 38 tokens, and are 64 + 22 + 28" in found["masks"].measured
 
 
 @pytest.mark.parametrize("axis", [1, 2])
@@ -333,6 +348,20 @@ def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, nam
         monkeypatch.setattr(objective, "OVERFIT_LR", 0.0)
     found = objective.overfit(settings, store, rows)
     assert found.status == "FAIL" and "do not depend on what it sees" in found.advice, found
+
+
+def test_F11_an_objective_without_a_number_or_without_company_is_named(store, monkeypatch):
+    rows, build = select(store, "train"), objective.build_objective
+    assert "one training volume" in objective.overfit(config(), store, rows[:1]).measured
+
+    def broken(*words):
+        model = build(*words)
+        model.encoder.patch_embed.weight.data.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr(objective, "build_objective", broken)
+    found = objective.overfit(config(), store, rows)
+    assert found.status == "FAIL" and "the loss of a tiny copy is nan" in found.measured
 
 
 def test_a_sound_objective_is_told_by_its_content(store):

@@ -47,10 +47,25 @@ class SwitchedOff(Schedule):
         return 0.0 if step > 10 else super().lr(step)
 
 
+class WarmsUpTwice(Schedule):
+    def lr(self, step):
+        return super().lr(step % 20 if step < self.warmup_steps else step)
+
+
+class NeverDecays(Schedule):
+    def lr(self, step):
+        return super().lr(min(step, self.warmup_steps))
+
+
 @pytest.mark.parametrize(
     ("schedule", "measured", "advice"),
-    [(Restarting, "rises again at step 501", "F1"), (SwitchedOff, "0 at step 11", "F2")],
-    ids=["test_F1_restart", "test_F2_zero"],
+    [
+        (Restarting, "rises again at step 501", "F1"),
+        (SwitchedOff, "0 at step 11", "F2"),
+        (WarmsUpTwice, "falls at step 20, within the warm-up of 36 steps", "F1"),
+        (NeverDecays, "it never decays", "lr_shape=constant"),
+    ],
+    ids=["test_F1_restart", "test_F2_zero", "test_F1_two_warmups", "test_F1_no_decay"],
 )
 def test_preflight_stops_a_planted_fault(schedule, measured, advice):
     found = curves.learning_rate(schedule(ScheduleConfig(), 1200))

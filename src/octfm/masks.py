@@ -173,6 +173,11 @@ def select_tokens(tokens: np.ndarray, count: int, rng: np.random.Generator) -> n
     return np.sort(np.resize(order, count))
 
 
+def wanted_targets(config: MaskConfig, kept: int, num_target: int) -> int:
+    """Targets among so many different tokens: fewer than `num_target` where a volume has too few, and never all of them."""
+    return min(num_target, kept - 1, max(1, round(kept * config.mask_ratio)))
+
+
 def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.random.Generator]) -> TokenMasks:
     """Masks for token maps [B, d, h, w], one generator per volume; sizes are the same on every call.
 
@@ -186,7 +191,7 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
         unique = np.unique(chosen)
         if unique.size < 2:
             raise ValueError("a volume has a single token that holds image, and masks need one to see and one to predict")
-        split = min(num_target, unique.size - 1, max(1, round(unique.size * config.mask_ratio)))
+        split = wanted_targets(config, unique.size, num_target)
         covered = _cover(config, volume, unique, split, rng)
         # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
         order = rng.permutation(unique.size)

@@ -47,7 +47,7 @@ def checks(
         *([curves.teacher(schedule)] if config.objective.name != "mae" else []),
         data.splits(store, train_rows, validation_rows),
         data.prepared(store),
-        resources.destination(out),
+        *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
         tracker(config),

@@ -71,7 +71,7 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     kept, num_context, num_target = config.masks.heaviest.counts(grid)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
-        if sharded and micro_steps == 1:
+        if sharded:
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(_give_away)
         # Views of weights are no memory of their own. For one process they are counted all the same: its estimate agrees with its runs so,
@@ -89,7 +89,8 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     logged = 4 * micro_batch * ((num_context + num_target) * goal + kept * config.model.width)
     kept_bytes = (micro_steps - 1) * logged
     weights = 4 * (3 * trained + count_parameters(model)) // shares
-    # The ledger holds gradients as soon as they exist. With accumulation they are there, whole, from the second forward pass on.
+    # With accumulation gradients are there, whole, from the second forward pass on. Without shards the ledger holds them, too, as soon as
+    # they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(ALLOCATOR * (forward + kept_bytes + gathered))
@@ -110,7 +111,7 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
 
 
 def _give_away(parameter: torch.Tensor) -> None:
-    """A gradient that goes to the ranks that hold its shares as soon as it is known."""
+    """A gradient that goes to the ranks that hold its shares, or is added to that of the passes before, as soon as it is known."""
     parameter.grad = None
 
 

@@ -24,6 +24,13 @@ def learning_rate(schedule: Schedule) -> list[Check]:
     if late.size:
         again = f"rises again at step {late[0]}, after the warm-up of {schedule.warmup_steps} steps"
         found.append(fail("learning rate", again, "a restart diverges (F1)"))
+    warming = np.diff(curve[: schedule.warmup_steps]) < -1e-12 * peak
+    if warming.any():
+        again = f"falls at step {int(warming.argmax()) + 1}, within the warm-up of {schedule.warmup_steps} steps"
+        found.append(fail("learning rate", again, "one warm-up has no second beginning (F1)"))
+    declared = schedule.config.lr_shape == "constant" or schedule.config.min_lr_ratio > 1 - 1e-6
+    if schedule.steps > schedule.warmup_steps + 1 and not declared and curve[-1] >= curve.max():
+        found.append(fail("learning rate", f"{measured}: it never decays", "set schedule.lr_shape=constant if that is what you want (F1)"))
     return found or [passed("learning rate", f"one warm-up, then {schedule.config.lr_shape}: {measured}")]
 
 

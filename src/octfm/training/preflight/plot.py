@@ -36,9 +36,8 @@ def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.n
             places = np.arange(len(coverage.observed[axis]))
             expected, error = coverage.expected[axis], coverage.standard_error[axis]
             known, drawn = np.isfinite(expected), error > 0
-            high = 1.0 if axis in coverage.at_least else expected * (1 + TOLERANCE[axis])
-            label = f"at least expected - {TOLERANCE[axis]:.0%}" if axis in coverage.at_least else f"expected ± {TOLERANCE[axis]:.0%}"
-            axes.fill_between(places, expected * (1 - TOLERANCE[axis]), high, where=known, color=BAND, step="mid", label=label)
+            low, high = expected * (1 - TOLERANCE[axis]), expected * (1 + TOLERANCE[axis])
+            axes.fill_between(places, low, high, where=known, color=BAND, step="mid", label=f"expected ± {TOLERANCE[axis]:.0%}")
             axes.step(places, expected, where="mid", color=EXPECTED, linewidth=1, linestyle="--")
             bars = {"yerr": 2 * error[drawn], "fmt": "o", "markersize": 3.5, "color": OBSERVED, "elinewidth": 1}
             axes.errorbar(places[drawn], coverage.observed[axis][drawn], **bars, label="drawn, ± 2 standard errors")

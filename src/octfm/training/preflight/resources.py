@@ -89,20 +89,26 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     return passed("forecast", measured)
 
 
-def destination(out: Location) -> Check:
-    """The run folder can be written, read back and cleaned (F6)."""
-    if isinstance(out, BucketPath):
-        return _bucket(out)
+def destinations(config: PretrainConfig, out: Location) -> list[Check]:
+    """Where checkpoints go, and where they go when that disk is full, can be written, read back and cleaned (F6)."""
+    found = [_bucket(out) if isinstance(out, BucketPath) else _folder("destination", out, "choose another --out (F6)")]
+    if config.ckpt_second_dir is not None:
+        second = Path(config.ckpt_second_dir)
+        found.append(_folder("second destination", second, "name a folder that can be written in ckpt_second_dir, or set it to null"))
+    return found
+
+
+def _folder(name: str, out: Path, advice: str) -> Check:
     parent = next(p for p in (out, *out.parents) if p.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".octfm-probe-") as probe:
             probe.write(b"octfm")
             probe.flush()
             if Path(probe.name).read_bytes() != b"octfm":
-                return fail("destination", f"{parent} returns other bytes than were written", "choose another --out (F6)")
+                return fail(name, f"{parent} returns other bytes than were written", advice)
     except OSError as error:
-        return fail("destination", f"{parent} cannot be written: {error.strerror}", "choose another --out (F6)")
-    return passed("destination", f"{out} was write-tested")
+        return fail(name, f"{parent} cannot be written: {error.strerror}", advice)
+    return passed(name, f"{out} was write-tested")
 
 
 def _bucket(out: BucketPath) -> Check:

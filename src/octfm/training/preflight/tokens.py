@@ -8,6 +8,7 @@ from octfm import masks as sampler
 from octfm.data.store import Store
 from octfm.masks import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped
 from octfm.training.inputs import generators
+from octfm.training.preflight.block_law import expected_targets
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.preflight.data import Sample
 from octfm.training.settings import PretrainConfig
@@ -20,6 +21,8 @@ TOLERANCE = {"D": 0.10, "H": 0.20, "W": 0.20}
 """Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be equally likely."""
 STARVED = 0.02
 """Mean share of tissue without room in the budget that a scanner or a diagnosis may lose."""
+UNIONS = 5
+"""Unions of blocks, drawn from their law, for every draw of masks."""
 SIGNIFICANT = 4.0
 """A departure counts from so many standard errors on: 200 draws are no proof by themselves."""
 
@@ -30,10 +33,10 @@ class Coverage:
 
     observed: dict[str, np.ndarray]
     expected: dict[str, np.ndarray]
-    """The sampler's analytic expectation; NaN where it says nothing about a slice."""
+    """By the law of the sampler; NaN for a slice without kept tokens."""
     standard_error: dict[str, np.ndarray]
-    at_least: frozenset[str]
-    """Axes whose expectation is only a lower bound."""
+    shapes: frozenset[tuple[int, int, int]]
+    """(kept, context, target) tokens that were drawn: more than one is a compile in every step."""
     overlap: int
     """Tokens that were context and target at once."""
     padded: int
@@ -45,9 +48,7 @@ class Coverage:
         """(slice, relative departure) of the largest departure that is beyond chance; (-1, 0) when there is none."""
         difference = self.observed[axis] - self.expected[axis]
         counts = np.abs(difference) > SIGNIFICANT * self.standard_error[axis]
-        if axis in self.at_least:
-            counts &= difference < 0
-        gap = np.where(counts, difference / self.expected[axis], 0.0)
+        gap = np.where(counts, difference / np.maximum(self.expected[axis], 1e-3), 0.0)
         where = int(np.abs(gap).argmax())
         return (where, float(gap[where])) if gap[where] else (-1, 0.0)
 
@@ -94,13 +95,18 @@ def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]
 
 def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
     """200 draws: context and target disjoint, no padding, few dead targets, every place as likely a target as it should be."""
-    coverage = draw_coverage(config, sample.tokens)
+    coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
     found = []
     if coverage.overlap or coverage.padded:
         measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"
         found.append(fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)"))
+    elif coverage.shapes != {counts}:
+        drawn = ", ".join(" + ".join(map(str, shape)) for shape in sorted(coverage.shapes)[:3])
+        measured = f"kept, context and target should be {' + '.join(map(str, counts))} tokens, and are {drawn}"
+        found.append(fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)"))
     else:
-        found.append(passed("masks", f"context and target are disjoint in {DRAWS} draws"))
+        told = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept, and disjoint, in each of {DRAWS} draws"
+        found.append(passed("masks", told))
     dead = f"{coverage.dead:.0%} of targets are background"
     if coverage.dead > 0.3:
         found.append(warn("dead targets", dead, "lower masks.budget so that tissue fills it"))
@@ -124,16 +130,17 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
 
     Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often; along the axis that
     it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore a target with probability T / K,
-    whatever its slice. Only along H in the B-scan plane do blocks follow tissue: its rows get T / K or more, others what is left.
+    whatever its slice. Along H in the B-scan plane blocks follow tissue: there the law of a block is enumerated (block_law.py).
     """
     volumes, grid = len(tokens), tokens.shape[1:]
     hits = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
     kept_count = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
     overlap = padded = targets = 0
-    dead = []
+    dead, shapes = [], set()
     for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, np.arange(draws))):
         volume = tokens[draw % volumes]
         drawn = sampler.sample_masks(config.masks, volume[None], [rng])
+        shapes.add((drawn.kept.shape[1], drawn.context.shape[1], drawn.target.shape[1]))
         kept, target = np.unique(drawn.kept), np.unique(drawn.target)
         targets += target.size
         overlap += np.intersect1d(drawn.context, target).size
@@ -148,13 +155,23 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
         total = kept_count[axis].sum(0)
         observed[axis] = hits[axis].sum(0) / np.maximum(1, total)
         expected[axis] = np.where(total > 0, targets / total.sum(), np.nan)
-        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens.
+        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens. A slice with a handful of kept tokens in
+        # all draws may have all of them as targets: never fewer errors than independent tokens would make.
         residual = hits[axis] - observed[axis] * kept_count[axis]
-        error[axis] = np.sqrt((residual**2).sum(0)) / np.maximum(1, total)
-    at_least = frozenset("H" if config.masks.plane == "bscan" else "")
-    if at_least:
-        tissue = (tokens == TISSUE).sum((0, 1, 3))
-        # Blocks around the inner retina leave the outer one out on purpose.
-        even = config.masks.centres == "tissue"
-        expected["H"] = np.where((tissue >= tissue.mean()) & even, expected["H"], np.nan)
-    return Coverage(observed, expected, error, at_least, overlap, padded, float(np.mean(dead)))
+        alone = np.sqrt(expected[axis] * (1 - expected[axis]) / np.maximum(1, total))
+        error[axis] = np.maximum(np.sqrt((residual**2).sum(0)) / np.maximum(1, total), alone)
+    if config.masks.plane == "bscan":
+        expected["H"], error_of_expected = _expected_rows(config, tokens, draws)
+        error["H"] = np.hypot(error["H"], error_of_expected)
+    return Coverage(observed, expected, error, frozenset(shapes), overlap, padded, float(np.mean(dead)))
+
+
+def _expected_rows(config: PretrainConfig, tokens: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Share of kept tokens that should be targets in each row, and its standard error: UNIONS for every draw of masks."""
+    found = []
+    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, draws + np.arange(draws))):
+        found += [expected_targets(config.masks, tokens[draw % len(tokens)], rng) for _ in range(UNIONS)]
+    targets, kept = (np.stack(x).sum(2) for x in zip(*found, strict=True))
+    share = targets.sum(0) / np.maximum(1, kept.sum(0))
+    error = np.sqrt(((targets - share * kept) ** 2).sum(0)) / np.maximum(1, kept.sum(0))
+    return np.where(kept.sum(0) > 0, share, np.nan), error
