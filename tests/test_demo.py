@@ -52,7 +52,7 @@ def test_on_the_users_own_scans(finished, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_planted_fault_is_named_live(finished, name):
     said: list[str] = []

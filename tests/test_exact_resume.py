@@ -344,6 +344,32 @@ def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path
     assert any("after 8 updates" in line for line in said), "it is found again"
 
 
+FILLED = """
+mount -t tmpfs -o size=24m tmpfs disk
+"$@" --out disk/run & run=$!
+while ! ls disk/run/checkpoints/*.pt >first 2>&1; do sleep 0.05; kill -0 $run || exit 9; done
+cat /dev/zero >disk/filler 2>/dev/null
+wait $run; code=$?
+ls disk/run/checkpoints >kept; cp disk/run/metrics.jsonl metrics.jsonl
+exit $code
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0, reason="may not mount a small disk")
+def test_a_disk_that_somebody_fills_sends_checkpoints_to_the_second_destination(store, tmp_path):
+    """A real one, and the kernel's own refusal: the run goes on, its earlier checkpoint stays, and the message says what to do."""
+    (tmp_path / "disk").mkdir()
+    settings = [s for s in tiny(f"data.store={store.path}", f"ckpt_second_dir={tmp_path / 'second'}") if not s.startswith("steps=")]
+    words = [sys.executable, "-m", "octfm", "pretrain", "vit_s", *settings, "steps=60", "--device", "cpu"]
+    done = subprocess.run(["unshare", "-m", "sh", "-c", FILLED, "sh", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.strerror(errno.ENOSPC) in done.stdout and "is intact" in done.stdout and "trying" in done.stdout, done.stdout
+    assert (tmp_path / "kept").read_text().startswith("step-0000000"), "what was written before the disk was full"
+    (place,) = (tmp_path / "second").iterdir()
+    assert checkpoint.load(place / "step-00000060.pt")["step"] == 60
+
+
 def test_metrics_wait_for_a_full_disk(tmp_path):
     from octfm.training.tracking import Metrics, read_metrics
 

@@ -66,6 +66,9 @@ def test_every_planted_fault_is_named_within_20_steps(store, tmp_path, fault, ob
     assert found and min(step for step, _ in found) >= AT, "no false alarm before it"
     first = next((step for step, what in found if what == NAMES[fault]), None)
     assert first is not None and first < AT + 20, found
+    if fault == "context-unmasked":
+        seen = {row["step"]: row["target_gradient"] > 0 for row in rows(tmp_path / "run")}
+        assert seen[20] is False and seen[AT] is True, "the curve shows it, too"
     if fault == "nan-volume":
         assert error is None, "one volume does not stop a run"
     elif fault in ("teacher-frozen", "context-unmasked", "lr-restart", "batch-norm", "bf16-underflow"):

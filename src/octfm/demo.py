@@ -98,10 +98,12 @@ def run_demo(
 
 SABOTAGE = ("teacher-frozen", "context-unmasked", "lr-restart", "nan-volume")
 """What `octfm demo --sabotage` can plant."""
+SABOTAGED_AT = 40
+"""Step of 60 at which it is planted."""
 
 
 def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = print) -> Path:
-    """Train the quick demonstration with a fault planted halfway, and return the path of its report.
+    """Train the quick demonstration with a fault planted in it, and return the path of its report.
 
     The monitors have to name the fault while the run trains. EvaluationError if they call it anything else, or nothing.
     """
@@ -117,7 +119,7 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
 
     if name not in SABOTAGE:
         raise ConfigError(f"--sabotage: expected one of {', '.join(SABOTAGE)}; got {name!r}")
-    out, clock, steps, at = Path(out), _Clock(echo), 60, 40
+    out, clock, steps, at = Path(out), _Clock(echo), 60, SABOTAGED_AT
     root = _cohort(out / "clinic", QUICK, seed, clock)
     clock.start(f"catalog and store of {root}")
     catalog = scan(str(root))

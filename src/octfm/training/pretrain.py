@@ -156,6 +156,8 @@ def _train(
                 row = train_row(learner, done, moved, ema, [store.rows[i].scanner for i in rows])
                 row |= {"lr": rate, "weight_decay": weight_decay, "ema": ema, "grad_norm": told.grad_norm}
                 row |= {"context_weight": context_weight, "epoch": at * size / len(train_rows)}
+                # Exactly 0, or the context encoder sees the answers (F11).
+                row |= {"target_gradient": told.leak} if told.leak is not None else {}
                 finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
                 learner.state = learner.state.look(row["effective_rank"])
             window.add(batch, runtime.world)
