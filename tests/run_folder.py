@@ -81,10 +81,17 @@ def probe_result() -> dict:
         for encoder, gain in (("pretrained", 0.3), ("random_init", 0.2))
         for fraction in (0.05, 0.1, 0.25, 0.5, 1.0)
     ]  # fmt: skip
+    fewer = [
+        {"target": "disease", "metric": "auroc", "a": "pretrained", "b": "random_init", "leakage": False, "difference": gain,
+         "low": gain - 0.05, "high": gain + 0.05, "p": p, "p_holm": 2 * p, "verdict": verdict, "note": None, "fraction": fraction,
+         "n_train_participants": round(174 * fraction)}
+        for fraction, gain, p, verdict in ((0.25, 0.13, 0.001, "better"), (0.5, 0.02, 0.4, "inconclusive"))
+    ]  # fmt: skip
     return {
         "format": "octfm-probe",
         "version": 1,
         "label_efficiency": curve,
+        "label_efficiency_comparisons": fewer,
         "results": results,
         "comparisons": comparisons,
         "skipped": [{"target": "iop", "sentence": "No acquisition has a label in column iop."}],

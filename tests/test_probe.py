@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -415,7 +416,8 @@ def test_planned_comparisons_are_corrected_for_their_number(tmp_path):
 def test_label_efficiency_uses_nested_participants_and_rises(tmp_path):
     cohort = Cohort(participants=120)
     files, table = [cohort.embeddings(tmp_path / "a.parquet", signal=2)], cohort.labels(tmp_path / "l.tsv")
-    curve = label_efficiency(files, table, targets=["disease"], seeds=2, resamples=50)
+    curve, alone = label_efficiency(files, table, targets=["disease"], seeds=2, resamples=50)
+    assert alone == [], "one encoder is compared with none"
     assert [r["fraction"] for r in curve] == [0.01, 0.05, 0.1, 0.25, 0.5, 1.0]
     people = [r["n_train_participants"] for r in curve]
     assert people == sorted(people) and people[0] == 4 and len({r["n_test_participants"] for r in curve}) == 1
@@ -431,6 +433,21 @@ def test_label_efficiency_uses_nested_participants_and_rises(tmp_path):
     # Both eyes come or neither.
     rows = subset(cases, everything, 0.25, 3).train
     assert all((cases.participant[rows] == p).sum() == 2 for p in set(cases.participant[rows]))
+
+
+def test_what_pretraining_saves_in_labels_is_paired_and_corrected(tmp_path):
+    cohort = Cohort(participants=200)
+    files = [cohort.embeddings(tmp_path / f"{name}.parquet", name=name, signal=signal) for name, signal in (("good", 3), ("poor", 0.5))]
+    rows, compared = label_efficiency(files, cohort.labels(tmp_path / "l.tsv"), targets=["disease"], fractions=(0.2, 1.0), resamples=200)
+    assert [(c["a"], c["b"], c["fraction"]) for c in compared] == [("good", "poor", 0.2), ("good", "poor", 1.0)]
+    for c in compared:
+        good, poor = (next(r for r in rows if (r["encoder"], r["fraction"]) == (name, c["fraction"])) for name in ("good", "poor"))
+        assert c["difference"] == pytest.approx(good["estimate"] - poor["estimate"], abs=1e-9)
+        assert c["n_train_participants"] == good["n_train_participants"]
+        assert c["low"] < c["difference"] < c["high"] and c["verdict"] == "better" and c["p_holm"] >= c["p"]
+    good = read_embeddings(files[0])
+    _, equal = label_efficiency([good, replace(good, name="twin")], cohort.labels(tmp_path / "l.tsv"), targets=["disease"], resamples=50)
+    assert {c["verdict"] for c in equal} == {"inconclusive"} and {c["difference"] for c in equal} == {0.0}
 
 
 def test_several_seeds_widen_what_one_seed_claims(cohort, tmp_path):

@@ -51,8 +51,9 @@ def probe(
     for line in summary_lines(result):
         typer.echo(line)
     if label_efficiency:
-        result["label_efficiency"] = curve(files, labels, seeds=max(3, seeds), **common)
-        for line in curve_lines(result["label_efficiency"]):
+        rows, compared = curve(files, labels, seeds=max(3, seeds), **common)
+        result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
+        for line in curve_lines(rows, compared):
             typer.echo(line)
     folder = location(out or embeddings or run)
     typer.echo(str(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))

@@ -28,6 +28,8 @@ class Size:
 FULL = Size(640, (0.46, 0.04, 0.50))
 """320 test participants: the standard error of a paired difference of AUROC is about .025 then, and .05 is what pretraining adds
 (docs/LOG.md). More updates add nothing in ten minutes; more participants do."""
+LABELLED = (0.2, 0.5, 1.0)
+"""Shares of the training participants whose label the probe gets: where labels are few, pretraining gains most (docs/LOG.md)."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
 
 
@@ -42,6 +44,7 @@ def run_demo(
     from octfm.data.catalog import scan
     from octfm.data.prepare import prepare
     from octfm.data.preprocessing import Preprocessing
+    from octfm.evaluation.efficiency import label_efficiency
     from octfm.evaluation.embed import embed_all
     from octfm.evaluation.encoder import seen_by
     from octfm.evaluation.probe import probe, write_probe
@@ -79,7 +82,11 @@ def run_demo(
     clock.start("probe: linear models on frozen features, judged on participants that nobody has seen")
     commands = _commands(out, data, max_samples, seed, size, labels)
     try:
-        write_probe(run / "probe.json", probe(embeddings, labels, seen=seen_by(run), commands=commands))
+        result = probe(embeddings, labels, seen=seen_by(run), commands=commands)
+        if data is None:
+            rows, compared = label_efficiency(embeddings, labels, targets=["disease"], seen=seen_by(run), fractions=LABELLED, seeds=5)
+            result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
+        write_probe(run / "probe.json", result)
     except EvaluationError as error:
         echo(f"   no probe: {error}")
 

@@ -11,9 +11,9 @@ from octfm.data.location import Location
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds
 from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
-from octfm.evaluation.probe import FOLDS, RESAMPLES, describe, find_design, predict, rows_seen
+from octfm.evaluation.probe import FOLDS, RESAMPLES, against_the_first, describe, find_design, predict, rows_seen
 from octfm.evaluation.readouts import Readout
-from octfm.evaluation.scoring import PLANNED, score
+from octfm.evaluation.scoring import PLANNED, correct, score
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -31,8 +31,9 @@ def label_efficiency(
     seeds: int = 3,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> list[dict[str, Any]]:
-    """One row per target, encoder, fraction and planned metric, as in probe.json, with `fraction` and `n_train_participants`.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One row per target, encoder, fraction and planned metric, as in probe.json, with `fraction` and `n_train_participants`; and the first
+    encoder compared with each of the others at every fraction, on the same draws, participants and resamples, corrected for all looks.
 
     Every seed draws its own order of participants, and a larger fraction holds all of a smaller one. The test participants stay the same.
     Intervals hold for other participants and other draws of the subset together.
@@ -40,7 +41,8 @@ def label_efficiency(
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
     seen_rows, design = rows_seen(encoders[0], seen), find_design(encoders[0])
-    rows = []
+    rows: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
     for target in find_targets(targets, first, table, orders):
         try:
             cases, rounds = make_rounds(make_cases(target, first, table), first, design, seen_rows, allow_seen, FOLDS, seed)
@@ -56,10 +58,14 @@ def label_efficiency(
                 "fraction": fraction,
                 "n_train_participants": round(float(np.mean(people))),
             }
+            scored = []
             for encoder in encoders:
                 runs = [predict(cases, of_seed, encoder, readout, seed + s) for s, of_seed in enumerate(smaller)]
-                rows += [s.row for s in score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED)]
-    return rows
+                scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
+            rows += [s.row for of_encoder in scored for s in of_encoder]
+            of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}
+            comparisons += [of_fraction | c for c in against_the_first(scored, target.leakage)]
+    return rows, correct(comparisons)
 
 
 def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
@@ -82,11 +88,17 @@ def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
     return Round(whole.train[kept[member]], whole.test)
 
 
-def curve_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per target, metric and encoder for a terminal: the estimate at every fraction."""
+def curve_lines(rows: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per target, metric and encoder for a terminal: the estimate at every fraction; then one per comparison."""
     lines = []
     for key in dict.fromkeys((r["target"], r["metric"], r["encoder"]) for r in rows):
         own = [r for r in rows if (r["target"], r["metric"], r["encoder"]) == key]
         points = ", ".join(f"{r['fraction']:.0%} {'–' if r['estimate'] is None else format(r['estimate'], '.3f')}" for r in own)
         lines.append(f"{key[0]:<12} {key[1]:<18} {key[2]:<12} {points}")
+    for c in comparisons:
+        if c["low"] is not None:
+            adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
+            numbers = f"{c['difference']:+.3f} ({c['low']:+.3f} to {c['high']:+.3f}, p = {c['p']:.3f}{adjusted})"
+            who = f"{c['n_train_participants']} labelled participants"
+            lines.append(f"{c['target']:<12} {c['metric']:<18} {who}: {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
     return lines

@@ -80,13 +80,13 @@ def probe(
             runs = [predict(kept, rounds, encoder, readout, seed + s) for s, (kept, rounds) in enumerate(per_seed)]
             per_encoder.append(score(per_seed[0][0], encoder.name, runs, facts, resamples, seed))
         scored += per_encoder
-        comparisons += _against_the_first(per_encoder, target.leakage)
+        comparisons += against_the_first(per_encoder, target.leakage)
         if target.label is not None:
             by_label.setdefault(target.name.removesuffix(f":{target.label}"), []).append(per_encoder)
     for name, label_scores in by_label.items():
         per_encoder = [_over_labels(name, [labels_[e] for labels_ in label_scores]) for e in range(len(encoders))]
         scored += per_encoder
-        comparisons += _against_the_first(per_encoder, False)
+        comparisons += against_the_first(per_encoder, False)
     return {
         "format": "octfm-probe",
         "version": 1,
@@ -200,7 +200,8 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
     )
 
 
-def _against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[dict[str, Any]]:
+def against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[dict[str, Any]]:
+    """The first encoder compared with each of the others, metric by metric."""
     first, *others = per_encoder
     return [compare_scored(a, b, leakage=leakage) for other in others for a, b in zip(first, other, strict=True)]
 

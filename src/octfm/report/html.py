@@ -141,16 +141,20 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
                 "notes": sorted({r["note"] for r in cells.values() if r["note"]}),
             }
         )
-    comparisons = [
-        {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c)}
-        for c in probe["comparisons"]
-        if c["metric"] in words.HEADLINE
-    ]
+
+    def compared(name: str) -> list[dict[str, Any]]:
+        return [
+            {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c)}
+            for c in probe.get(name, [])
+            if c["metric"] in words.HEADLINE
+        ]
+
     forests = [figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")]
     return {
         "encoders": {e: words.encoder(e) for e in encoders},
         "rows": rows,
-        "comparisons": comparisons,
+        "comparisons": compared("comparisons"),
+        "by_labels": compared("label_efficiency_comparisons"),
         "forests": [f for f in forests if f is not None],
         "efficiency": figures.efficiency_plots(probe.get("label_efficiency", []), words.METRICS),
         "skipped": probe.get("skipped", []),

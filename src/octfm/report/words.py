@@ -77,8 +77,26 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
     if compared["low"] is None:
         return "inconclusive", f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an interval."
     if compared["verdict"] == "inconclusive":
-        return "inconclusive", f"{text} The difference to {encoder(compared['b'])} is inconclusive: {gap}; the interval includes 0."
-    return compared["verdict"], f"{text} That is {compared['verdict']} than {encoder(compared['b'])}: {gap}; the interval excludes 0."
+        text += f" The difference to {encoder(compared['b'])} is inconclusive: {gap}; the interval includes 0."
+    else:
+        text += f" That is {compared['verdict']} than {encoder(compared['b'])}: {gap}; the interval excludes 0."
+    return compared["verdict"], text + _with_fewer_labels(probe, row, compared)
+
+
+def _with_fewer_labels(probe: dict[str, Any], row: dict[str, Any], compared: dict[str, Any]) -> str:
+    """The same comparison where fewer participants had a label, a clause for each number of them."""
+    of = ("target", "metric", "a", "b")
+    looks = [
+        c
+        for c in probe.get("label_efficiency_comparisons", [])
+        if all(c[name] == compared[name] for name in of)
+        and c["low"] is not None
+        and c["n_train_participants"] < row["n_train_participants"]
+    ]
+    if not looks:
+        return ""
+    clauses = ", ".join(f"with {c['n_train_participants']} {interval(c)}, {c['verdict']}" for c in looks)
+    return f" These had {row['n_train_participants']} labelled participants to learn from; {clauses}."
 
 
 def subtitle(sources: Sources) -> str:
