@@ -25,9 +25,9 @@ class Size:
     overrides: tuple[str, ...] = ()
 
 
-FULL = Size(640, (0.46, 0.04, 0.50))
-"""320 test participants: the standard error of a paired difference of AUROC is about .025 then, and .05 is what pretraining adds
-(docs/LOG.md). More updates add nothing in ten minutes; more participants do."""
+FULL = Size(820, (0.36, 0.03, 0.61))
+"""500 test participants: the standard error of a paired difference of AUROC is about .016 then, and .04 is what there is to see (docs/LOG.md).
+More updates add nothing in ten minutes; more participants do."""
 LABELLED = (0.2, 0.5, 1.0)
 """Shares of the training participants whose label the probe gets: where labels are few, pretraining gains most (docs/LOG.md)."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
@@ -84,7 +84,7 @@ def run_demo(
     try:
         result = probe(embeddings, labels, seen=seen_by(run), commands=commands)
         if data is None:
-            rows, compared = label_efficiency(embeddings, labels, targets=["disease"], seen=seen_by(run), fractions=LABELLED, seeds=5)
+            rows, compared = label_efficiency(embeddings, labels, targets=["disease"], seen=seen_by(run), fractions=LABELLED, seeds=8)
             result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
         write_probe(run / "probe.json", result)
     except EvaluationError as error:
