@@ -26,8 +26,8 @@ class Size:
 
 
 FULL = Size(820, (0.36, 0.03, 0.61))
-"""500 test participants: the standard error of a paired difference of AUROC is about .016 then, and .04 is what there is to see (docs/LOG.md).
-More updates add nothing in ten minutes; more participants do."""
+"""500 test participants: the standard error of a paired difference of AUROC is about .016 then, and .04 is what there is to see. More
+updates add nothing in ten minutes; more participants do (docs/LOG.md)."""
 LABELLED = (0.2, 0.5, 1.0)
 """Shares of the training participants whose label the probe gets: where labels are few, pretraining gains most (docs/LOG.md)."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
