@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import Tables, read_own_tables, read_tables
@@ -29,9 +29,6 @@ from octfm.data.spread import spread
 from octfm.data.volume import ADMISSIBLE, RASTER_ONLY, Layout, Spacing3
 from octfm.data.walk import Found, walk
 from octfm.errors import OctfmError
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT, VERSION = "octfm-catalog", 3
 
