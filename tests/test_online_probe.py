@@ -118,7 +118,7 @@ def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
     run = pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     encoder = load_encoder(run)
     chosen = select(store, "val")
-    found = probe.tissue_vectors(encoder.network, lambda grid: 64, (2, 8, 8), "mean", store, encoder.runtime, chosen, 3)
+    found = probe.tissue_vectors(encoder.network, lambda grid: 64, (2, 8, 8), "mean", store, encoder.runtime, 3, chosen)
     np.testing.assert_allclose(found, encoder.embed_arrays(store.read(chosen)), rtol=1e-5, atol=1e-6)
 
 

@@ -4,6 +4,7 @@ Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labe
 validation participants. Test participants are never touched. Nothing here feeds back into training.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,25 +100,13 @@ def find_cases(config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, 
     )  # fmt: skip
 
 
-def online_probe(
-    cases: Cases,
-    network: VisionTransformer3D,
-    budget_of,
-    patch_size: tuple[int, int, int],
-    pool: VectorPool,
-    store: Store,
-    runtime: Runtime,
-    batch: int,
-) -> dict[str, float | str]:
+def online_probe(cases: Cases, vectors_of: Callable[[np.ndarray], np.ndarray], runtime: Runtime) -> dict[str, float | str]:
     """One row for metrics.jsonl: the score of a linear probe and of a nearest-neighbour vote on validation participants.
 
-    `budget_of(grid)` gives the tokens kept per volume. Scores are balanced accuracy for classes and R² for numbers. The ranks
+    `vectors_of(rows)` gives the vectors of rows of the store. Scores are balanced accuracy for classes and R² for numbers. The ranks
     share the volumes; rank 0 judges.
     """
-    vectors = [
-        runtime.gather(torch.from_numpy(tissue_vectors(network, budget_of, patch_size, pool, store, runtime, runtime.part(rows), batch)))
-        for rows in (cases.train, cases.held_out)
-    ]
+    vectors = [runtime.gather(torch.from_numpy(vectors_of(runtime.part(rows)))) for rows in (cases.train, cases.held_out)]
     return runtime.first(lambda: _judge(cases, *(v.numpy() for v in vectors)))
 
 
@@ -144,10 +133,13 @@ def tissue_vectors(
     pool: VectorPool,
     store: Store,
     runtime: Runtime,
-    rows: np.ndarray,
     batch: int,
+    rows: np.ndarray,
 ) -> np.ndarray:
-    """float64 [n, vector width]: pooled tissue tokens of the training selection, as `octfm embed` does it, in the run's precision."""
+    """float64 [n, vector width]: pooled tissue tokens of the training selection, as `octfm embed` does it, in the run's precision.
+
+    `budget_of(grid)` gives the tokens kept per volume.
+    """
     pre, vectors = store.preprocessing, []
     for first in range(0, len(rows), batch):
         arrays = store.read(rows[first : first + batch])

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from octfm.training.interruption import Interruption
 from octfm.training.learner import Learner
 from octfm.training.limits import limits
 from octfm.training.measure import Window, train_row, update, validate
-from octfm.training.online_probe import Cases, find_cases, online_probe
+from octfm.training.online_probe import Cases, find_cases, online_probe, tissue_vectors
 from octfm.training.preflight.ranks import require_disjoint, require_same_data, require_same_folder
 from octfm.training.resume import resume
 from octfm.training.run_folder import RunFolder, claim_together
@@ -200,9 +201,11 @@ def _train(
 def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> bool:
     """Probe the encoder as it is; whether it is the best state so far, whose checkpoint is to be written and kept. All ranks are told."""
     config, runtime = learner.config, learner.runtime
-    network, patch_size = frozen_encoder(config, learner.whole()), config.model.patch_size
-    pool, batch = config.objective.pool, learner.micro_batch
-    row = online_probe(cases, network, lambda grid: config.masks.counts(grid)[0], patch_size, pool, store, runtime, batch)
+    network = frozen_encoder(config, learner.whole())
+    budget_of, pool = lambda grid: config.masks.counts(grid)[0], config.objective.pool
+    row = online_probe(
+        cases, partial(tissue_vectors, network, budget_of, config.model.patch_size, pool, store, runtime, learner.micro_batch), runtime
+    )
 
     def judge() -> bool:
         before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]
