@@ -20,7 +20,7 @@ test: $(STAMP)
 test-all: $(STAMP) lint
 	$(PYTEST) -m "not gpu"
 
-# In an environment of its own (3 GB), since torch_xla needs torch 2.9: virtual devices of a CPU.
+# In an environment of its own (4 GB), since torch_xla needs torch 2.9: virtual devices of a CPU, and libtpu's compiler without a TPU.
 test-xla: $(XLA)/.installed
 	OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest -q -p no:cacheprovider tests/xla
 

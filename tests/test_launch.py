@@ -13,7 +13,7 @@ from conftest import ROOT
 
 LAUNCH = ROOT / "launch"
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-SCRIPTS = [LAUNCH / name for name in ("torchrun.sh", "slurm.sbatch", "tpu_pod.sh")]
+SCRIPTS = [*(LAUNCH / name for name in ("torchrun.sh", "slurm.sbatch", "tpu_pod.sh")), ROOT / "tests/xla/environment.sh", ROOT / ".ci/run"]
 
 
 @pytest.fixture
@@ -106,8 +106,24 @@ def test_slurm_passes_the_last_minutes_on_and_comes_back(machine):
     assert process.wait(timeout=30) == 75 and "scontrol requeue 77" in machine.calls
 
 
+def test_sbatch_runs_a_copy_of_the_script_with_the_words_after_it(machine, tmp_path):
+    """SLURM copies the script into a folder of its own: what it starts is found from where sbatch was called, the repository."""
+    spool = tmp_path / "spool"
+    machine.fake("scontrol", "echo n1")
+    machine.fake("srun")
+    options = 'while [ "${1#-}" != "$1" ]; do shift 2; done'
+    copied = f'mkdir -p {spool} && cp "$1" {spool}/slurm_script && shift && cd /'
+    machine.fake("sbatch", f'{options}\n{copied}\nSLURM_SUBMIT_DIR={ROOT} bash {spool}/slurm_script "$@"')
+    words = ["--nodes", "2", "--gpus-per-node", "4", "launch/slurm.sbatch", "pretrain", "vit_s", "data.store=a b", "--out", "runs/a"]
+    done = subprocess.run(["sbatch", *words], capture_output=True, text=True, cwd=ROOT, env=os.environ | SLURM, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert machine.calls[0] == f"sbatch {' '.join(words)}"
+    assert machine.calls[-1].startswith(f"srun --ntasks-per-node 1 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 ")
+    assert machine.calls[-1].endswith("-- pretrain vit_s data.store=a b --out runs/a")
+
+
 def test_slurm_directives_come_before_the_first_command():
-    """sbatch reads them there and nowhere else; as a fake sbatch would be of no use, the file itself is looked at."""
+    """sbatch reads them there and nowhere else."""
     lines = (LAUNCH / "slurm.sbatch").read_text().splitlines()
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert directives[-1] < next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
