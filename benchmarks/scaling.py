@@ -1,8 +1,10 @@
-"""What ranks cost and gain on one CPU machine: `python benchmarks/scaling.py`.
+"""What ranks cost and gain on one CPU machine: `python benchmarks/scaling.py [--xla .venv-xla/bin/python]`.
 
-Weak scaling keeps the volumes per rank, strong scaling the global batch; both over single, DDP and FSDP2, one thread per rank. A step of
+Weak scaling keeps the volumes per rank, strong scaling the global batch; both over single, DDP and FSDP2, one thread per rank, and over
+one and two virtual devices of XLA where the interpreter of its environment is named. A step of
 one rank with the collectives of a job of one is the overhead of the code path. Bytes are what the algorithm sends per rank and step: an
-all-reduce of the gradients (DDP: 2 (n-1)/n of their size), or gathers of weights and a reduce-scatter (FSDP2), plus what `tell` exchanges.
+all-reduce of the gradients (DDP and XLA: 2 (n-1)/n of their size), or gathers of weights and a reduce-scatter (FSDP2), plus what `tell`
+exchanges. XLA's programs are compiled without optimization: times of its rows compare among themselves.
 On a machine that does other things as well, two ranks wait for each other's turn: look at the CPU time per volume there, not at seconds.
 """
 
@@ -22,6 +24,7 @@ from ranks import Ranks
 from small_store import small_preprocessing, small_store
 
 WIDTH, DEPTH = 192, 6
+XLA = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
 
 def main() -> None:
@@ -29,6 +32,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--per-rank", type=int, default=4, help="volumes per rank and step")
     arguments.add_argument("--repeats", type=int, default=3, help="rounds over all cases; the median counts")
+    arguments.add_argument("--xla", metavar="PYTHON", help="interpreter of an environment made by tests/xla/environment.sh")
     chosen = arguments.parse_args()
     cases = {
         "single, 1 x n": (1, "ddp", chosen.per_rank),
@@ -37,20 +41,30 @@ def main() -> None:
         "DDP, 2 ranks x n/2 (strong)": (2, "ddp", chosen.per_rank),
         "FSDP2, 2 ranks x n/2 (strong)": (2, "fsdp", chosen.per_rank),
     }
+    if chosen.xla:
+        cases |= {
+            "XLA, 1 device x n": (1, "xla_spmd", chosen.per_rank),
+            "XLA, 2 devices x n (weak)": (2, "xla_spmd", 2 * chosen.per_rank),
+            "XLA, 2 devices x n/2 (strong)": (2, "xla_spmd", chosen.per_rank),
+        }
     found: dict[str, list[float]] = {name: [] for name in cases}
     used: dict[str, list[float]] = {name: [] for name in cases}
-    jobs = Ranks()
+    engines = {parallel for _, parallel, _ in cases.values()}
+    jobs = {engine: Ranks(chosen.xla) if engine == "xla_spmd" else Ranks() for engine in engines}
     with tempfile.TemporaryDirectory() as folder:
         store = small_store(Path(folder) / "store").path
         for round_ in range(chosen.repeats):
             for number, (name, (world, parallel, batch)) in enumerate(cases.items()):
                 out = Path(folder) / f"{round_}-{number}"
-                ended = jobs(world, store, out, settings(chosen.steps, batch, parallel))
-                short = jobs(world, store, Path(f"{out}-short"), settings(2, batch, parallel))
+                # One process with several devices, or several ranks.
+                ranks, environment = (1, XLA | {"CPU_NUM_DEVICES": str(world)}) if parallel == "xla_spmd" else (world, {})
+                ended = jobs[parallel](ranks, store, out, settings(chosen.steps, batch, parallel), environment=environment)
+                short = jobs[parallel](ranks, store, Path(f"{out}-short"), settings(2, batch, parallel), environment=environment)
                 assert all(rank.code == 0 for rank in ended + short), ended
                 found[name].append(step_seconds(out))
                 used[name].append(sum(a.cpu_s - b.cpu_s for a, b in zip(ended, short, strict=True)) / (chosen.steps - 2) / batch)
-        jobs.close()
+        for server in jobs.values():
+            server.close()
     base, cpu = (statistics.median(times["single, 1 x n"]) for times in (found, used))
     weights = 4 * parameters()
     trained = weights - 4 * teacher()
@@ -85,7 +99,7 @@ def step_seconds(out: Path) -> float:
 def bytes_sent(world: int, parallel: str, trained: int, weights: int, passes: int) -> float:
     """By each rank, with ring collectives; `passes` micro-batches of one volume."""
     ring = (world - 1) / world
-    if parallel == "ddp":
+    if parallel != "fsdp":
         return 2 * ring * trained
     # Weights are gathered for every forward pass, those that learn again for every backward pass; gradients are scattered once.
     return ring * (passes * (weights + trained) + trained)

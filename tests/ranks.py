@@ -16,10 +16,10 @@ from typing import Any
 
 
 class Ranks:
-    """A process that forks jobs."""
+    """A process that forks jobs; of another environment's `python` where it is named."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, __file__]
+    def __init__(self, python: str = sys.executable) -> None:
+        command = [python, __file__]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
