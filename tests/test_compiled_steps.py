@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
 from octfm.training import monitors
 from octfm.training.adamw import CompiledAdamW
 from octfm.training.health import HealthConfig
 from octfm.training.limits import limits
+from octfm.training.preflight import examine_tpu
+from octfm.training.preflight.tpu import smaller_steps
 from octfm.training.run_state import RunState
 from octfm.training.runtime import RuntimeConfig, join
+from octfm.training.settings import PretrainConfig
 
 HERE = importlib.util.find_spec("torch_xla") is not None
 
@@ -62,3 +66,32 @@ def test_where_the_libraries_are_missing_one_error_says_which_and_how_to_get_the
         join(RuntimeConfig(parallel="xla_spmd"), "fp32")
     with pytest.raises(ConfigError, match=r"torch-tpu, which could not be loaded.*untested on hardware"):
         join(RuntimeConfig(parallel="tpu"), "fp32")
+
+
+def test_whitened_goals_are_refused_where_steps_are_compiled():
+    with pytest.raises(ValueError, match=r"whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"):
+        PretrainConfig.model_validate({"runtime": {"parallel": "xla_spmd"}, "objective": {"target_norm": "whiten"}})
+
+
+@pytest.mark.skipif(HERE, reason="torch_xla is installed")
+def test_doctor_tells_what_compiling_for_a_tpu_needs():
+    with pytest.raises(ConfigError, match=r"--tpu v4-32 compiles the step for a TPU and needs torch_xla.*tests/xla/environment\.sh"):
+        examine_tpu(PretrainConfig(), "v4-32", print)
+    with pytest.raises(ConfigError, match=r"--tpu: expected one of v4-8, v4-16, v4-32.*got 'v3-8'"):
+        examine_tpu(PretrainConfig(), "v3-8", print)
+
+
+def test_what_does_not_fit_a_tpu_becomes_smaller_step_by_step():
+    """The same training first (smaller passes, then activations computed again), fewer tokens last."""
+    config = PretrainConfig.model_validate({"data": {"global_batch_size": 96, "per_device_batch_size": 6}, "masks": {"budget": None}})
+    tried = list(smaller_steps(config, Preprocessing()))
+    again = "data.per_device_batch_size=1 model.activation_checkpointing=true"
+    assert [words for words, _ in tried] == [
+        "data.per_device_batch_size=3",
+        "data.per_device_batch_size=1",
+        again,
+        f"{again} masks.budget=3072",
+    ]
+    assert tried[0][1].data.per_device_batch_size == 3 and tried[0][1].data.global_batch_size == 96
+    assert tried[2][1].model.activation_checkpointing and tried[2][1].masks.budget is None and tried[3][1].masks.budget == 3072
+    assert not list(smaller_steps(tried[3][1], Preprocessing()))

@@ -228,12 +228,19 @@ def doctor(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="For a job of so many ranks, each with a device like this one.")] = 1,
+    tpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: compile the step for this TPU slice (v4-32), without a TPU, and print the memory of a device. Minutes."
+        ),
+    ] = None,
 ) -> None:
     """Everything that can be known to be wrong before step 0: PASS, WARN or FAIL, what was measured and what to do."""
-    from octfm.training.preflight import examine
+    from octfm.training.preflight import examine, examine_tpu
     from octfm.training.settings import load_config
 
-    found = examine(load_config(config, overrides or []), out, device, plot, ranks)
+    settings = load_config(config, overrides or [])
+    found = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
     width = max(len(check.name) for check in found)
     for check in found:
         typer.echo(f"{check.status}  {check.name:<{width}}  {check.measured}")

@@ -8,16 +8,17 @@ import numpy as np
 
 from octfm.data.loader import select
 from octfm.data.location import Location
+from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
-from octfm.training.preflight import curves, data, objective, resources, tokens
+from octfm.training.preflight import curves, data, objective, resources, tokens, tpu
 from octfm.training.preflight.check import Check, fail
 from octfm.training.preflight.tracker import probed, tracker
 from octfm.training.runtime import Runtime, start
 from octfm.training.schedule import Schedule
 from octfm.training.settings import PretrainConfig, in_steps
 
-__all__ = ["Check", "checks", "examine", "require", "training_rows"]
+__all__ = ["Check", "checks", "examine", "examine_tpu", "require", "training_rows"]
 
 
 def checks(
@@ -89,6 +90,13 @@ def examine(config: PretrainConfig, out: Location, device: str | None = None, pl
 
         draw_plot(plot, config, store, train_rows)
     return found
+
+
+def examine_tpu(config: PretrainConfig, name: str, echo: Callable[[str], None]) -> list[Check]:
+    """Whether the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`; of the store only the size of its
+    volumes matters, the default one where none is named."""
+    preprocessing = Preprocessing() if config.data.store is None else Store.open(config.data.store).preprocessing  # pyright: ignore[reportCallIssue]
+    return tpu.examine(config, preprocessing, name, echo)
 
 
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
