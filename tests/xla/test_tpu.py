@@ -14,7 +14,7 @@ from octfm.training.settings import PretrainConfig
 
 for needed in ("torch_xla", "jax", "libtpu"):
     pytest.importorskip(needed, reason="an environment of its own is needed: make test-xla")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 VOLUMES = Preprocessing(image_size=(16, 128, 128), target_spacing=(0.375, 0.0156, 0.047))
 SMALL = {
