@@ -16,6 +16,7 @@ from octfm.training.monitors import Finding
 from octfm.training.pretrain import pretrain
 from octfm.training.run_state import RunState
 from octfm.training.sabotage import NAMES, sabotage
+from octfm.training.step import COMPANY_TOKENS
 from octfm.training.tracking import read_metrics
 from small_store import small_store
 from test_exact_resume import assert_same_run, interrupted_after
@@ -81,6 +82,14 @@ def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, o
     """As large models train: a norm over the batch then looks like one over tokens. At steps 0 and 10 nothing is said."""
     alone = {"data": {"global_batch_size": 2, "per_device_batch_size": 1}, "precision": precision}
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, **alone)
+    assert named(said, 0)[0] == (20, "batch statistics") and error is not None
+
+
+@pytest.mark.parametrize("objective", ["vjepa2", "mae", *OTHER])
+def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, objective):
+    """Twice as many tokens as are looked at; without the fault nothing is said of them."""
+    assert 2 * COMPANY_TOKENS == 4 * 8 * 4
+    said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, masks={"budget": None})
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
 
 
