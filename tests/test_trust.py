@@ -325,6 +325,23 @@ def test_planted_copies_are_found_by_voxels_and_by_speckle(tmp_path):
 GOOD = "def mine():\n    return lambda voxels: voxels.reshape(len(voxels), -1)[:, ::997].astype(float)\n"
 
 
+def test_smooth_scans_of_strangers_on_one_scanner_are_no_copies(tmp_path):
+    """Some eyes on one of three scanners share fine detail by chance: the threshold is that of their scanner, not of everybody's."""
+    cohort = Cohort(40)
+    pattern = 40 * np.random.default_rng(3).normal(size=(8, 64, 32))
+
+    def smooth(index, prepared):
+        row = cohort.rows[index]
+        if row["scanner"] != SCANNERS[0] or int(row["participant"][1:]) % 4:
+            return prepared
+        return replace(prepared, voxels=np.clip(prepared.voxels + pattern, 0, 255).astype(np.uint8))
+
+    store = cohort.store(tmp_path / "smooth", smooth)
+    part = copies(study_of(cohort, small_pictures(store), targets=["disease"]), store)
+    assert part["highest_correlation"] > 0.3, "there are such pairs"
+    assert part["near"] == [] and part["threshold"] > part["highest_correlation"]
+
+
 def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path):
     cohort = Cohort(10, TWO)
     store = cohort.store(tmp_path / "prepared")

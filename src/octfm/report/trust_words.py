@@ -283,12 +283,15 @@ def _neighbours(result: dict[str, Any]) -> Finding:
     for r in rows:
         what = "the scanner" if r["leakage"] else f"the class of {_plain(r['target'])}"
         parts.append(f"Of the five nearest scans of other participants, {interval(r)} share {what} (by chance {r['chance']:.2f}).")
-    text, tone = " ".join(parts), "measured"
+    tones: set[Tone] = set()
     planned = [c for c in part["comparisons"] if c["planned"]]
-    if planned:
-        text, tone = _against(text, planned)
-        text = text.replace(" That is ", " For the class that is ")
-    return Finding(question, tone, text, "neighbours")
+    for name in dict.fromkeys(c["target"] for c in planned):
+        text, tone = _against("", [c for c in planned if c["target"] == name])
+        text = text.strip()
+        parts.append(f"For the class of {_plain(name)}: {text[:1].lower()}{text[1:]}")
+        tones.add(tone)
+    whole: Tone = "worse" if "worse" in tones else "better" if tones == {"better"} else "inconclusive" if tones else "measured"
+    return Finding(question, whole, " ".join(parts), "neighbours")
 
 
 def _copies(result: dict[str, Any]) -> Finding:

@@ -17,7 +17,8 @@ SAME_SPECKLE = 0.3
 """Correlation of fine detail above which two scans are one acquisition. Speckle is drawn anew at every acquisition, and survives
 compression and changes of brightness: measured in docs/LOG.md."""
 STRANGERS = 200
-"""Pairs of different people drawn at random: small or smooth volumes correlate more by chance, and raise the threshold."""
+"""Pairs of different people drawn at random from the same two scanners: small or smooth volumes correlate more by chance, and raise the
+threshold. Spectralis averages speckle away, and the sharp edges of its layers remain."""
 SHIFT = (4, 4)
 """Rows and A-scans that the two may be apart."""
 
@@ -30,18 +31,22 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
     exact = _exact(rows, study)
     query, nearest, _ = nearest_scans(study, study.encoders[0], SUSPECTS)
     detail = lru_cache(maxsize=256)(lambda i: _detail(store, rows[i]))
-    threshold = max(SAME_SPECKLE, _by_chance(study, detail))
+    by_chance = lru_cache(maxsize=None)(lambda a, b: _by_chance(study, detail, a, b))
     near, seen = [], {tuple(sorted(pair["acquisitions"])) for pair in exact}
-    strongest = 0.0
+    strongest, threshold = 0.0, SAME_SPECKLE
     for i, others in zip(query.tolist(), nearest.tolist(), strict=True):
         for j in others:
             if data.participant[i] == data.participant[j]:
                 continue  # where everybody is tested, a scan may be its own neighbour
             correlation = same_speckle(detail(i), detail(j))
-            strongest = max(strongest, correlation)
+            limit = SAME_SPECKLE
+            if correlation >= limit:
+                limit = max(limit, by_chance(*sorted((str(data.scanner[i]), str(data.scanner[j])))))
+            if correlation > strongest:
+                strongest, threshold = correlation, limit
             pair: dict[str, Any] = _pair(data, i, j) | {"correlation": round(correlation, 3)}
             both = tuple(sorted(pair["acquisitions"]))
-            if correlation >= threshold and both not in seen:
+            if correlation >= limit and both not in seen:
                 seen.add(both)
                 near.append(pair)
     return {
@@ -55,10 +60,10 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
     }
 
 
-def _by_chance(study: Study, detail: Callable[[int], np.ndarray]) -> float:
-    """Above what strangers reach: their 99 % quantile, and half again as far from their median."""
+def _by_chance(study: Study, detail: Callable[[int], np.ndarray], a: str, b: str) -> float:
+    """Above what strangers on these two scanners reach: their 99 % quantile, and half again as far from their median."""
     rng, people = np.random.default_rng((study.seed, 4)), study.data.participant
-    drawn = rng.integers(len(people), size=(STRANGERS, 2)).tolist()
+    drawn = np.stack([rng.choice(np.flatnonzero(study.data.scanner == scanner), STRANGERS) for scanner in (a, b)], axis=1).tolist()
     found = [same_speckle(detail(i), detail(j)) for i, j in drawn if people[i] != people[j]]
     if not found:
         return 0.0
