@@ -138,7 +138,12 @@ def _pair(study: Study, task: Task, quantity: str, seen: Seen, a: str, b: str) -
     count = len(np.unique(people))
     facts = {"target": task.name, "quantity": quantity, "a": a, "b": b, "n_eyes": len(values), "n_participants": count}
     if count < MIN_PARTICIPANTS:
-        return facts | {"icc": [], "bland_altman": None, "points": [], "note": f"{count} participants, fewer than {MIN_PARTICIPANTS}."}
+        return facts | {
+            "icc": [],
+            "bland_altman": None,
+            "points": [],
+            "note": f"{count} participant{'s' * (count != 1)}, fewer than {MIN_PARTICIPANTS}.",
+        }
     apart = values[:, 0] - values[:, 1]
 
     def boot(metric: Metric) -> dict[str, float | None]:
