@@ -250,4 +250,4 @@ def test_the_pages_build_without_a_warning_and_fetch_nothing(tmp_path):
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?https?:|@import ['\"]?https?:", style.read_text()), style
     reference = (site / "api.html").read_text()
-    assert "load_encoder" in reference and "mean over tissue tokens" in reference
+    assert "load_encoder" in reference and "pooled tissue tokens" in reference
