@@ -84,7 +84,7 @@ def finetune(
 
 def leaderboard(
     entries: Annotated[list[Path], typer.Argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")],
-    store: Annotated[list[Path], typer.Option(help="Prepared store; repeat it for encoders with another Preprocessing.")],
+    store: Annotated[list[str], typer.Option(help="Prepared store, also s3:// or gs://; one for each Preprocessing.")],
     target: Annotated[str, typer.Option(help="Label column.")] = "study_group",
     labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
     order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
@@ -110,7 +110,7 @@ def leaderboard(
 
 def trust(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint of pretraining.")],
-    store: Annotated[list[Path], typer.Option(help="Prepared store of RUN; repeat it for runs with another Preprocessing.")],
+    store: Annotated[list[str], typer.Option(help="Prepared store of RUN, also s3:// or gs://; one for each Preprocessing.")],
     labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Label column; repeat for several. Default: all known ones that are there.")

@@ -1,13 +1,13 @@
 """The verbs that show: report, compare, view, card; imports happen inside the verbs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 Run = Annotated[Path, typer.Argument(help="Run folder.")]
-CatalogOption = Annotated[Path | None, typer.Option("--catalog", help="Folder written by `octfm scan`.")]
-StoreOption = Annotated[Path | None, typer.Option("--store", help="Prepared store.")]
+CatalogOption = Annotated[str | None, typer.Option("--catalog", help="Folder written by `octfm scan`.")]
+StoreOption = Annotated[str | None, typer.Option("--store", help="Prepared store, also s3:// or gs://.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -17,16 +17,20 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    run: Run,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or address of a run.")],
     catalog: CatalogOption = None,
     store: StoreOption = None,
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default: RUN/report.html.")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="HTML file, also in a bucket; default: RUN/report.html.")] = None,
     images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
 ) -> None:
     """One self-contained page that says what was run and what came out."""
+    from octfm.data.location import location
     from octfm.report.html import write_report
+    from octfm.training.bucket_run import local_run
 
-    typer.echo(str(write_report(run, out or run / "report.html", catalog=catalog, store_path=store, images=images)))
+    page = location(out) if out is not None else location(run) / "report.html"
+    places = {"catalog": _located(catalog), "store_path": _located(store)}
+    typer.echo(str(write_report(local_run(run), page, **places, images=images)))
 
 
 def compare(
@@ -120,8 +124,14 @@ def card(
 
     folder = out or run
     said = Statements(licence, data_agreement, dataset, contact)
-    typer.echo(str(write_model_card(run, folder / "model_card.md", catalog=catalog, store=store, statements=said)))
-    typer.echo(str(write_paper(run, folder / "paper.md", catalog=catalog, store=store)))
+    typer.echo(str(write_model_card(run, folder / "model_card.md", catalog=_located(catalog), store=_located(store), statements=said)))
+    typer.echo(str(write_paper(run, folder / "paper.md", catalog=_located(catalog), store=_located(store))))
+
+
+def _located(place: str | None) -> Any:
+    from octfm.data.location import location
+
+    return location(place) if place is not None else None
 
 
 def parse_spacing(text: str, option: str) -> tuple[float, float, float]:

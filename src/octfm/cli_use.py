@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 def embed(
     run: Annotated[str, typer.Argument(help="Run folder, checkpoint, octfm finetune run or octfm export; also s3:// or gs://.")],
-    store: Annotated[Path | None, typer.Option(help="Prepared store to embed; default: prepared.")] = None,
+    store: Annotated[str | None, typer.Option(help="Prepared store to embed, also s3:// or gs://; default: prepared.")] = None,
     files: Annotated[
         str | None, typer.Option(help="Instead: folder, s3:// or gs:// of OCT files, read without a store; needs --out.")
     ] = None,
@@ -50,7 +50,7 @@ def embed(
 
         folder = Path(out) if out is not None else None
         options = {"baselines": baselines is not False, "head": head, "segmenter": segment, "pool": pool, "echo": typer.echo}
-        for path in embed_all(run, store or Path("prepared"), folder, **options):
+        for path in embed_all(run, store or "prepared", folder, **options):
             typer.echo(str(path))
         return
     if head is not None or segment is not None:

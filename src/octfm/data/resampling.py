@@ -81,7 +81,8 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
         scale = np.where(weight > 0.5, 1 / np.maximum(weight, 1e-6), 0)
         plane *= scale.astype(np.float32)
         plane += np.float32(0.5)
-        out[d] = plane.clip(0, 255, out=plane).astype(np.uint8)
+        # No mean of grey levels lies outside 0 to 255 by more than its rounding, which the half just added does not carry to 256.
+        np.copyto(out[d], plane, casting="unsafe")
         first, past = np.rint(edges * scale).clip(0, out_h).astype(np.int16)
         valid[:, d] = np.where(past > first, (first, past), 0)
         rows = np.arange(out_h)[:, None]

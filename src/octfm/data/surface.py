@@ -7,36 +7,42 @@ def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
     """Rows [D, W] of the path with the largest summed score per B-scan, moving at most `jump` rows per A-scan at `penalty` each."""
     depth, width, height = score_DWH.shape
     # A border of -inf as wide as a jump: nothing that is reached from a row lies outside, and no path goes there.
-    best = np.full((width, depth, height + 2 * jump), -np.inf, np.float32)
+    best = np.empty((width, depth, height + 2 * jump), np.float32)
+    best[:, :, :jump] = best[:, :, jump + height :] = -np.inf
     inner = slice(jump, jump + height)
     best[:, :, inner] = score_DWH.transpose(1, 0, 2)
-    wide, lower = np.empty((depth, height), np.float32), np.full(best.shape[1:], -np.inf, np.float32)
+    wide, lower = np.empty(best[0].size, np.float32), np.empty(best[0].size, np.float32)
+    reached = wide.reshape(best.shape[1:])[:, inner]
     for x in range(1, width):
-        best[x, :, inner] += _dilate(best[x - 1, :, inner], jump, penalty, wide, lower)
+        _dilate(best[x - 1].reshape(-1), jump, penalty, wide, lower)
+        best[x, :, inner] += reached
     steps = np.arange(-jump, jump + 1)
     cost = (penalty * np.abs(steps)).astype(np.float32)
     start = np.arange(depth)[:, None] * best.shape[2] + steps
-    rows = np.empty((width, depth), np.int64)
+    rows, before = np.empty((width, depth), np.int64), np.empty(start.shape, np.float32)
     rows[-1] = best[-1].argmax(axis=1)
     for x in range(width - 1, 0, -1):
-        before = best[x - 1].reshape(-1)[start + rows[x][:, None]]
-        before -= cost
+        best[x - 1].reshape(-1).take(start + rows[x][:, None], out=before, mode="clip")
+        np.subtract(before, cost, out=before)
         np.add(rows[x], before.argmax(axis=1) - jump, out=rows[x - 1])
     return (rows.T - jump).astype(np.float32)
 
 
-def _dilate(values: np.ndarray, reach: int, penalty: float, wide: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Largest value within ± `reach` rows less `penalty` per row, written to `wide` [D, H]; the window doubles instead of being walked.
-    `lower` [D, H + 2 reach] is memory to work in, with a border of -inf."""
-    height = values.shape[1]
+def _dilate(values: np.ndarray, reach: int, penalty: float, wide: np.ndarray, lower: np.ndarray) -> None:
+    """Largest value within ± `reach` rows less `penalty` per row, written to `wide`; the window doubles instead of being walked.
+
+    All B-scans as one, [D * (H + 2 reach)]: their borders keep them apart. What comes back from a border has paid for more rows than what
+    never left, so it never wins. `lower` is memory to work in."""
     done = 0
     while done < reach:
         step = min(done + 1, reach - done)
-        np.subtract(values, np.float32(penalty * step), out=lower[:, reach : reach + height])
-        np.maximum(values, lower[:, reach - step : reach - step + height], out=wide)
-        values = np.maximum(wide, lower[:, reach + step : reach + step + height], out=wide)
+        np.subtract(values, np.float32(penalty * step), out=lower)
+        if not done:
+            wide[:step] = values[:step]
+        np.maximum(values[step:], lower[:-step], out=wide[step:])
+        np.maximum(wide[:-step], lower[step:], out=wide[:-step])
+        values = wide
         done += step
-    return values
 
 
 def running_sum(array_DWH: np.ndarray) -> np.ndarray:

@@ -186,7 +186,8 @@ def _align(
             total[:, at][:, -1] += share[:, -1]
             count[:, at] += shown[:, None]
         np.greater(count, 0, out=where)
-        total /= count.clip(1, np.inf)
+        if reach:
+            total /= count.clip(1, np.inf)
     return out, seen
 
 
