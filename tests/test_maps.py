@@ -52,7 +52,7 @@ def seen(run, store):
     arrays = store.read([0, 1])
     tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
     one = Arrays(arrays.voxels[:1], arrays.band[:1], arrays.valid[:1])
-    return encoder, one, tokens, kinds, maps.fit_basis(tokens, kinds)
+    return encoder, one, tokens, kinds, maps.fit_basis(encoder, tokens, kinds)
 
 
 def test_attention_is_what_the_pool_weighs_by():
@@ -68,12 +68,12 @@ def test_attention_is_what_the_pool_weighs_by():
 
 
 def test_reduced_features_keep_similarities_as_far_as_they_say(seen):
-    _, _, tokens, kinds, basis = seen
+    encoder, _, tokens, kinds, basis = seen
     tissue = tokens[kinds == TISSUE]
     np.testing.assert_allclose(basis.axes @ basis.axes.T, np.eye(len(basis.axes)), atol=1e-4)
-    full = maps.fit_basis(tokens, kinds, directions=tokens.shape[-1])
+    full = maps.fit_basis(encoder, tokens, kinds, directions=tokens.shape[-1])
     assert full.explained == pytest.approx(1) and maps.similarity_error(tissue, full)[1] < 0.05  # rounding alone
-    few = maps.fit_basis(tokens, kinds, directions=2)
+    few = maps.fit_basis(encoder, tokens, kinds, directions=2)
     assert few.explained < basis.explained and maps.similarity_error(tissue, few)[0] > maps.similarity_error(tissue, basis)[0]
 
 

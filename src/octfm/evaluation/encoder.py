@@ -91,6 +91,10 @@ class Encoder:
         tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
         return pooled(tokens_BMD, self.runtime.tensor(tissue), self.config.objective.pool).cpu().numpy()
 
+    def vector_of(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """float32 [vector_width] of one volume's tokens [M, width], of which those in bool [M] count."""
+        return pooled(torch.from_numpy(tokens[None]), torch.from_numpy(counts[None]), self.config.objective.pool)[0].numpy()
+
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """float32 [B, M, width] of the same tokens, and bool [B, M]: which of them `embed_arrays` pools."""

@@ -47,7 +47,7 @@ def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead |
     arrays = store.read(chosen)
     tokens = encode(encoder, arrays)
     maps = token_maps(encoder, arrays)
-    basis = fit_basis(tokens, maps)
+    basis = fit_basis(encoder, tokens, maps)
     about = about_features(basis, tokens, maps)
     scenes, occluded = [], set()
     for i, index in enumerate(chosen):
@@ -94,8 +94,8 @@ def encode(encoder: Encoder, arrays: Arrays) -> np.ndarray:
     return np.stack([encoder.encode_grid(voxels[None])[0] for voxels in arrays.voxels])
 
 
-def fit_basis(tokens: np.ndarray, maps: np.ndarray, directions: int | None = None) -> Basis:
-    """Principal components of the tissue tokens of volumes [B, d, h, w, width] with token maps [B, d, h, w]."""
+def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions: int | None = None) -> Basis:
+    """Principal components of the tissue tokens of volumes [B, d, h, w, width] with token maps [B, d, h, w]; how far vectors are apart."""
     directions = directions or int(np.clip(FEATURE_BYTES // maps[0].size, *DIRECTIONS))
     tissue = maps == TISSUE if (maps == TISSUE).any() else maps != PADDING
     # A basis over all tokens would spend its directions on telling tissue from background.
@@ -106,7 +106,7 @@ def fit_basis(tokens: np.ndarray, maps: np.ndarray, directions: int | None = Non
     axes = vectors[:, order].T
     scores = (own - mean) @ axes.T
     low, high = np.percentile(scores[:, :3], (1, 99), axis=0)
-    volumes = [t[m].mean(0) for t, m in zip(tokens, tissue, strict=True) if m.any()]
+    volumes = [encoder.vector_of(t[m], np.ones(m.sum(), bool)) for t, m in zip(tokens, tissue, strict=True) if m.any()]
     apart = [float(np.linalg.norm(a - b)) for i, a in enumerate(volumes) for b in volumes[:i]]
     return Basis(
         mean=mean.astype(np.float32),
@@ -171,21 +171,22 @@ def occlusion(encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead 
     def seen(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return encoder.some_tokens(arrays.voxels, chosen[kept][None]), counts[kept][None]
 
-    def vector(tokens: np.ndarray, own: np.ndarray) -> np.ndarray:
-        return tokens[0][own[0]].mean(0)
-
     everything = seen(np.ones(len(chosen), bool))
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
-    whole = vector(*everything)
+    whole = encoder.vector_of(everything[0][0], everything[1][0])
     answer = None if head is None else head.answer(*everything)[0]
-    size = basis.spread if np.isfinite(basis.spread) else float(np.linalg.norm(whole - basis.mean)) or 1.0
+    size = (
+        basis.spread
+        if np.isfinite(basis.spread)
+        else float(np.linalg.norm(whole - encoder.vector_of(basis.mean[None], np.ones(1, bool)))) or 1.0
+    )
     for name in np.unique(block[block >= 0]):
         hidden = block == name
         if not counts[~hidden].any():
             continue  # nothing would be left to look at
         rest = seen(~hidden)
         if head is None:
-            change = float(np.linalg.norm(vector(*rest) - whole)) / size
+            change = float(np.linalg.norm(encoder.vector_of(rest[0][0], rest[1][0]) - whole)) / size
         else:
             assert answer is not None
             change = head.lost(answer, head.answer(*rest)[0])

@@ -49,7 +49,7 @@ def scene_of(
         prepared = encoder.preprocess(volume)
         arrays = Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
         tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
-        basis = maps.fit_basis(tokens, kinds)
+        basis = maps.fit_basis(encoder, tokens, kinds)
         band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
         overlays += [maps.band(band[:, ::-1] if reverse else band, encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
         overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
