@@ -1,4 +1,4 @@
-"""Writes the tables of reason codes and flags into docs/guide/data.md, from the code that uses them: python docs/data_tables.py"""
+"""Writes the tables of reason codes and flags into docs/guide/data-codes.md, from the code that uses them: python docs/data_tables.py"""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from octfm.data.acquisition import FLAGS
 from octfm.data.prepare import REASONS as AFTER_THE_SCAN
 from octfm.data.readers import REASONS
 
-GUIDE = Path(__file__).parent / "guide" / "data.md"
+GUIDE = Path(__file__).parent / "guide" / "data-codes.md"
 
 
 def reject_codes() -> str:
