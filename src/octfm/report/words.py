@@ -95,8 +95,8 @@ def _with_fewer_labels(probe: dict[str, Any], row: dict[str, Any], compared: dic
     ]
     if not looks:
         return ""
-    clauses = ", ".join(f"with {c['n_train_participants']} {interval(c)}, {c['verdict']}" for c in looks)
-    return f" These had {row['n_train_participants']} labelled participants to learn from; {clauses}."
+    clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {c['verdict']}" for c in looks)
+    return f" That is with {row['n_train_participants']} labelled participants to learn from; {clauses}."
 
 
 def subtitle(sources: Sources) -> str:
