@@ -152,12 +152,12 @@ HOOK = """
 import ctypes, time
 import octfm.data.readers as readers
 def spoil(honest):
-    def read(uri, **settings):
+    def read(uri, *args, **settings):
         if "crash" in str(uri):
             ctypes.string_at(0)
         if "hang" in str(uri):
             time.sleep(600)
-        return honest(uri, **settings)
+        return honest(uri, *args, **settings)
     return read
 for name in ("examine", "read_header", "read_volume"):
     setattr(readers, name, spoil(getattr(readers, name)))

@@ -162,8 +162,8 @@ def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp
     assert found.status == "FAIL" and "global_batch_size 4 is not a multiple" in found.measured
 
 
-def test_a_selection_that_leaves_no_volume_is_named():
-    found = data.arithmetic(config(), 1, 0)
+def test_a_selection_that_leaves_no_volume_is_named(store):
+    found = data.arithmetic(config(), store, 1, 0)
     assert found.status == "FAIL" and "no training volume is left" in found.measured and "data.scanners" in found.advice
 
 
