@@ -44,6 +44,12 @@ WRONG = {
     "unknown config": (["pretrain", "vit_xxl"], "packaged configs: data2vec_prototype, demo, mae, pretrain_vjepa_multi_domain"),
     "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected cpu or cuda"),
     "patches that do not tile": (["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"], "FAIL  token grid"),
+    "options that --tpu ignores": (
+        ["doctor", "vit_s", "--tpu", "v4-32", "--ranks", "1", "--out", "x"],
+        "does nothing with --out, --ranks;",
+    ),
+    "other options that --tpu ignores": (["doctor", "vit_s", "--tpu", "v4-32", "--plot", "x.png", "--device", "cpu"], "--device, --plot;"),
+    "whitened goals on a TPU": (["doctor", "vit_s", "--tpu", "v4-32", "objective.target_norm=whiten"], "use layer with xla_spmd"),
     "no run": (["embed", "nowhere"], "nowhere"),
     "no embeddings": (["probe", "nowhere"], "no embeddings"),
     "no such run to report": (["report", "nowhere"], "nowhere"),
@@ -59,7 +65,7 @@ def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path, store):
     words, message = WRONG[case]
     code, out, err = octfm_command(*(word.format(store=store) for word in words), cwd=tmp_path)
     assert code == 1, (out, err)
-    if words[0] == "doctor":
+    if message.startswith("FAIL"):
         assert message in out and err == ""
     else:
         assert err.startswith("octfm: ") and message in err and err.count("\n") == 1, err

@@ -222,6 +222,7 @@ def prepare(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
     out: OutPlace = Path("runs/run"),
@@ -236,9 +237,14 @@ def doctor(
     ] = None,
 ) -> None:
     """Everything that can be known to be wrong before step 0: PASS, WARN or FAIL, what was measured and what to do."""
+    from octfm.errors import ConfigError
     from octfm.training.preflight import examine, examine_tpu
     from octfm.training.settings import load_config
 
+    sources = {name: context.get_parameter_source(name) for name in ("out", "device", "plot", "ranks")}
+    given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    if tpu is not None and given:
+        raise ConfigError(f"--tpu compiles the step for a slice and does nothing with {', '.join(given)}; leave out one or the other")
     settings = load_config(config, overrides or [])
     found = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
     width = max(len(check.name) for check in found)

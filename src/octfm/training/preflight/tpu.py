@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octfm.config import load
 from octfm.data.loader import accumulation
 from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
@@ -73,7 +74,9 @@ class Compiled:
 
 def examine(config: PretrainConfig, preprocessing: Preprocessing, name: str, echo: Callable[[str], None]) -> list[Check]:
     """Whether the step of this config compiles for and fits a TPU slice, and if not, what does. Takes minutes per attempt, of which `echo`
-    hears. ConfigError for a slice or libraries that are not there."""
+    hears. ConfigError for a slice or libraries that are not there, and for settings that no run with XLA accepts."""
+    values = config.model_dump(mode="json")
+    load(PretrainConfig, values | {"runtime": values["runtime"] | {"parallel": "xla_spmd"}})
     chosen, data = slice_of(name), config.data
     try:
         passes = accumulation(data.global_batch_size, data.per_device_batch_size, chosen.devices)
@@ -87,13 +90,14 @@ def examine(config: PretrainConfig, preprocessing: Preprocessing, name: str, ech
     made = compile_step(config, preprocessing, chosen)
     if made.trouble is None:
         return [*found, passed(row, f"{made}; compiled in {made.seconds:.0f} s; speed and numerics are untested on hardware")]
+    last, tried = made, ""
     for words, smaller in smaller_steps(config, preprocessing):
-        echo(f"{made.trouble}; trying {words}")
-        fits = compile_step(smaller, preprocessing, chosen)
-        if fits.trouble is None:
-            return [*found, fail(row, str(made), f"{words} fits: {fits}")]
-        made = Compiled(seconds=made.seconds, trouble=made.trouble)
-    return [*found, fail(row, str(made), "nothing that was tried fits either: a smaller model.width, model.depth or predictor.width")]
+        echo(f"{last}; trying {words}")
+        last = compile_step(smaller, preprocessing, chosen)
+        if last.trouble is None:
+            return [*found, fail(row, str(made), f"{words} fits: {last}")]
+        tried = f"nothing that was tried fits either, {words} last ({last}): "
+    return [*found, fail(row, str(made), f"{tried}a smaller model.width, model.depth or predictor.width")]
 
 
 def smaller_steps(config: PretrainConfig, preprocessing: Preprocessing) -> Iterator[tuple[str, PretrainConfig]]:
