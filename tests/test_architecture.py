@@ -61,6 +61,13 @@ def test_data_and_report_do_not_need_torch(path):
     assert not any(name.split(".")[0] == "torch" for name in imported(path))
 
 
+def test_no_page_loads_torch_through_another_module():
+    modules = ", ".join(f"octfm.report.{path.stem}" for path in sorted((ROOT / "report").glob("[a-z]*.py")))
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_models_do_not_touch_files():
     for path in (ROOT / "models").glob("*.py"):
         assert not imported(path) & {"pathlib", "os", "io", "json", "yaml"}, path

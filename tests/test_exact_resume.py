@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import torch
 
 from octfm.errors import CheckpointError, Preempted
 from octfm.training import checkpoint
-from octfm.training.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.training.checkpoint_writer import CheckpointWriter, Failure, Retention, keep_best
 from octfm.training.interruption import Interruption
 from octfm.training.pretrain import pretrain
 from octfm.training.run_folder import claim
 from octfm.training.run_state import Rollback, RunState
+from octfm.training.session import Session
 from small_store import small_store
 from test_cli import tiny
 from test_pretrain import config, final, quiet, rows, timeless
@@ -331,6 +333,29 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_
     assert_same_run(run, pretrain(config(), store, tmp_path / "whole", echo=quiet))
 
 
+def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_path, monkeypatch):
+    """A rollback goes back in steps: what was lost in the abandoned course is neither an error nor hides one."""
+    found: list[Session] = []
+    save = Session.save
+    monkeypatch.setattr(Session, "save", lambda self: (found.append(self), save(self))[1])
+    pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
+    session = found[-1]
+    for lost, raises in (([100, session.learner.step], True), ([session.learner.step], True), ([100], False), ([], False)):
+        session.lost = -1
+        monkeypatch.setattr(session.writer, "failures", lambda lost=lost: [Failure(step, "the disk is full", lost=True) for step in lost])
+        monkeypatch.setattr(session, "metrics", Mute())
+        if raises:
+            with pytest.raises(CheckpointError, match="could not be written"):
+                session._require_written()
+        else:
+            session._require_written()
+
+
+class Mute:
+    def write(self, *_, **__):
+        pass
+
+
 def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path, monkeypatch):
     settings = config(ckpt_second_dir=str(tmp_path / "second"))
     said: list[str] = []
@@ -356,7 +381,10 @@ exit $code
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0, reason="may not mount a small disk")
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+    reason="may not mount a small disk",
+)
 def test_a_disk_that_somebody_fills_sends_checkpoints_to_the_second_destination(store, tmp_path):
     """A real one, and the kernel's own refusal: the run goes on, its earlier checkpoint stays, and the message says what to do."""
     (tmp_path / "disk").mkdir()

@@ -80,7 +80,8 @@ def expect_a_star(lines: Lines | None, uri: str) -> Star:
             f"centre; what lies less than {WIDEST_GAP_MM:g} mm between two of them is {max(radius, 0):.2f} mm wide, expected "
             f"{LEAST_RADIUS_MM:g}; left out",
         )
-    return Star(used, backwards, angle, before, length, radius)
+    once = np.append(np.diff(angle) > 1e-3, True)  # of a line that was scanned again, the last
+    return Star(used[once], backwards[once], angle[once], before[once], length[once], radius)
 
 
 def to_raster(volume: Volume) -> Volume:

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 VectorPool = Literal["mean", "extremes"]
-SAYS: dict[VectorPool, str] = {
-    "mean": "mean over tissue tokens",
-    "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
-}
 EXTREMES = 0.2
 """Share of a volume's tokens that each of its two extremes averages."""
 

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from octfm.data.location import Location, location, write_whole
-from octfm.models.pooling import SAYS
 from octfm.report import words
 from octfm.report.paper import bibtex, setting
 from octfm.report.participants import by_split, characteristics, flow, is_phantom, tested
@@ -68,7 +67,7 @@ def model_card(
         f"# {_line(name)}: a 3-D encoder for retinal OCT",
         _key(sources),
         _model(sources),
-        "## How to use it\n\n" + (usage or USAGE.format(run=_line(name), width=width, pooled=SAYS.get(pool, SAYS["mean"]))),
+        "## How to use it\n\n" + (usage or USAGE.format(run=_line(name), width=width, pooled=words.POOLS.get(pool, words.POOLS["mean"]))),
         _intended(),
         _terms(sources, statements),
         _data(sources, statements),

@@ -40,6 +40,13 @@ def encoder(name: str) -> str:
     return ENCODERS.get(name, name)
 
 
+POOLS = {
+    "mean": "mean over tissue tokens",
+    "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
+}
+"""What objective.pool makes of a volume's tokens."""
+
+
 def interval(row: dict[str, Any], *, digits: int = 2) -> str:
     """`0.91 (0.87 to 0.95)`, or the estimate alone, or a signed difference with its interval."""
     signed = "difference" in row
@@ -89,14 +96,18 @@ def _with_fewer_labels(probe: dict[str, Any], row: dict[str, Any], compared: dic
     looks = [
         c
         for c in probe.get("label_efficiency_comparisons", [])
-        if all(c[name] == compared[name] for name in of)
-        and c["low"] is not None
-        and c["n_train_participants"] < row["n_train_participants"]
+        if all(c[name] == compared[name] for name in of) and c["low"] is not None and c["fraction"] < 1
     ]
     if not looks:
         return ""
-    clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {c['verdict']}" for c in looks)
+    clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {_after_holm(c)}" for c in looks)
     return f" That is with {row['n_train_participants']} labelled participants to learn from; {clauses}."
+
+
+def _after_holm(c: dict[str, Any]) -> str:
+    """The verdict, unless several looks may have made it by luck."""
+    lucky = c["verdict"] != "inconclusive" and c.get("p_holm") is not None and c["p_holm"] > 0.05
+    return f"{c['verdict']}, but not after Holm" if lucky else c["verdict"]
 
 
 def subtitle(sources: Sources) -> str:

@@ -208,8 +208,11 @@ def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: 
     )
 
     def judge() -> bool:
-        before = [float(r["score"]) for r in read_metrics(run.metrics) if r["kind"] == "probe" and r["target"] == cases.target]
-        metrics.write("probe", step, **row)
+        # Scores of vectors that were pooled otherwise are of another kind.
+        alike = {"kind": "probe", "target": cases.target, "pool": pool}
+        rows = ({"pool": "mean"} | r for r in read_metrics(run.metrics))
+        before = [float(r["score"]) for r in rows if alike.items() <= r.items()]
+        metrics.write("probe", step, pool=pool, **row)
         neighbours = f"(nearest neighbours {row['knn']:.3f})"
         echo(f"step {step + 1}: {cases.target} from frozen features: {row['metric']} {row['score']:.3f} {neighbours}")
         best = float(row["score"]) >= max(before, default=-np.inf)

@@ -97,7 +97,7 @@ class Session:
             self.metrics.write("checkpoint", step, what="checkpoint", verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
             self.echo(f"step {step}: {failure.sentence}")
             if failure.lost:
-                self.lost = max(self.lost, failure.step)
+                self.lost = failure.step  # they arrive in the order in which they were written
 
     def tell_waiting(self, what: str, seconds: float, sentence: str) -> None:
         """No step has finished for longer than the deadline (F8); called from another thread."""
@@ -167,6 +167,8 @@ class Session:
             return False
         # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all this.
         self.writer.forget_after(learner.step)
+        self.tell_failures(learner.step)
+        self.lost = -1  # that was in an abandoned course of training
         self.metrics.rewind(learner.step, len(learner.state.rollbacks))
         self.save()
         return True

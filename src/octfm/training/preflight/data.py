@@ -69,7 +69,8 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
         return fail("batch arithmetic", measured, remedy or "give positive numbers")
     product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
-    if left_out := sum(row.split == "train" and row.layout not in data.layouts for row in store.rows):
+    scanners = set(data.scanners or [row.scanner for row in store.rows]) - set(data.leave_out_scanners)
+    if left_out := sum(row.split == "train" and row.scanner in scanners and row.layout not in data.layouts for row in store.rows):
         measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] takes them)"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
