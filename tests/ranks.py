@@ -33,7 +33,8 @@ class Ranks:
 
         `to` is the address of a run in a bucket, `out` then names the notes that ranks leave on the disk; `environment` is that of all
         ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a SIGKILL, whatever they are at.
-        `preflight` and `override` are as for pretrain. With `finetune` the settings are FinetuneConfig's, and `term` is the only fault.
+        `preflight` and `override` are as for pretrain. With `finetune` the settings are FinetuneConfig's, `term` is the only fault, and
+        with `apart` rank N has <out>-N, as on hosts that share no disk.
         """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")
         job = {"world": world, "store": str(store), "out": str(out), "settings": settings, "plan": plan, "said": str(said)}
@@ -135,6 +136,7 @@ def _finetune(job: dict[str, Any], rank: int) -> None:
     from octfm.evaluation.finetune_settings import FinetuneConfig
 
     plan, set_rates = job["plan"], loop.TaskModel.set_rates
+    out = f"{job['out']}-{rank}" if plan.get("apart") else job["out"]
 
     def faulty(model: Any, step: int, *rest: Any) -> None:
         if plan.get("fault") == "term" and (step, rank) == (plan["at"], plan["on"]):
@@ -142,7 +144,7 @@ def _finetune(job: dict[str, Any], rank: int) -> None:
         set_rates(model, step, *rest)
 
     loop.TaskModel.set_rates = faulty
-    loop.finetune(FinetuneConfig.model_validate(job["settings"]), job["out"], "cpu", echo=print)
+    loop.finetune(FinetuneConfig.model_validate(job["settings"]), out, "cpu", echo=print)
 
 
 def misbehave(

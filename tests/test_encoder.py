@@ -9,7 +9,7 @@ import torch
 
 from octfm.data.volume import Volume
 from octfm.errors import CheckpointError, EvaluationError
-from octfm.evaluation.embed import embed_all, embed_store, embedding_files
+from octfm.evaluation.embed import WORDS, embed_all, embed_store, embedding_files, write_vectors
 from octfm.evaluation.encoder import load_encoder, seen_by
 from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
@@ -124,6 +124,24 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
     assert "24 of 128 tokens are kept" in said[0] and "of the tissue has no room" in said[0]
     whole = pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
     assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
+
+
+def test_what_old_embeddings_say_of_their_budget_is_not_believed(store, tmp_path):
+    """They held against the budget what moves all vectors alike; the key of the vectors is the same as then."""
+    from octfm.evaluation.embeddings import read_embeddings
+
+    encoder = load_encoder(pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet))
+    file = embed_store(encoder, store, tmp_path, echo=quiet)
+    fresh = read_embeddings(file)
+    old = fresh.metadata["budget"] | {"full_grid": {"volumes": 12, "difference": 1.3}, "sentence": "They differ by 1.30."}
+    rows = [{name: getattr(row, name) for name in (*WORDS, "participant_labels")} for row in store.rows]
+    write_vectors(file, rows, fresh.vectors, fresh.metadata | {"budget": old}, store.preprocessing)
+    said: list[str] = []
+    again = read_embeddings(embed_store(encoder, store, tmp_path, echo=said.append))
+    assert again.metadata == fresh.metadata and said == [fresh.metadata["budget"]["sentence"]]
+    np.testing.assert_array_equal(again.vectors, fresh.vectors)
+    embed_store(encoder, store, tmp_path, echo=said.append)
+    assert "already there" in said[1], "once is enough"
 
 
 def test_what_a_budget_does_to_all_vectors_alike_is_not_held_against_it():

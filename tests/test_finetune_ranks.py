@@ -72,6 +72,17 @@ def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run,
     assert (tmp_path / "whole" / "predictions.parquet").read_bytes() == (tmp_path / "halves" / "predictions.parquet").read_bytes()
 
 
+def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, labels, tmp_path):  # noqa: F811
+    """As after a run on one host that is gone on with on two which share no disk."""
+    config = settings(run, store, labels, **SHORT, **WAYS["frozen"], runtime={"timeout_s": 12})
+    finetune(config, tmp_path / "run-0", echo=quiet)
+    ended = ranks(2, store.path, tmp_path / "run", config.model_dump(mode="json"), finetune=True, apart=True)
+    assert codes(ended) == [1, 1], ended
+    for rank in ended:
+        assert "EvaluationError: rank 1 does not see the folder that rank 0 keeps token features in" in rank.said, ended
+        assert "put --out on a disk that all hosts share" in rank.said, ended
+
+
 def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store, labels, tmp_path):  # noqa: F811
     config = settings(run, store, labels, batch_size=2).model_dump(mode="json")
     ended = ranks(3, store.path, tmp_path / "run", config, finetune=True)

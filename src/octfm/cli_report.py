@@ -26,11 +26,10 @@ def report(
     """One self-contained page that says what was run and what came out."""
     from octfm.data.location import location
     from octfm.report.html import write_report
-    from octfm.training.bucket_run import local_run
 
     page = location(out) if out is not None else location(run) / "report.html"
     places = {"catalog": _located(catalog), "store_path": _located(store)}
-    typer.echo(str(write_report(local_run(run), page, **places, images=images)))
+    typer.echo(str(write_report(run, page, **places, images=images)))
 
 
 def compare(

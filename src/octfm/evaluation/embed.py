@@ -152,7 +152,8 @@ def _voxels_of(store: Store) -> str:
 
 
 def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
-    """The vectors of an embeddings file made under this key, and what it says about its budget; None where there is no such file."""
+    """The vectors of an embeddings file made under this key, and what it says about its budget; None where there is no such file,
+    or one whose budget was still compared without telling apart what moves all vectors alike."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -164,6 +165,8 @@ def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
         return None, {}
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
     if facts.get("key") != key or "budget" not in facts:
+        return None, {}
+    if facts["budget"] and "own" not in facts["budget"].get("full_grid", {}):
         return None, {}
     return np.array(table["vector"].to_pylist(), np.float32), facts["budget"]
 

@@ -52,7 +52,9 @@ def token_features(encoder: Encoder, store: Store, folder: str | Path, *, per_vo
     key = hashlib.sha256(f"{encoder.key}|{per_volume}|{volumes}".encode()).hexdigest()[:24]
     path = Path(folder) / f"tokens-{key}.npy"
     record = path.with_suffix(".json")
-    if not encoder.runtime.first(record.is_file):
+    kept = collect(encoder.runtime, np.array([record.is_file()]))
+    _require_all(kept == kept[0], path.parent)
+    if not kept[0]:
         _compute(encoder, store, path, record, per_volume)
     facts = json.loads(record.read_text())
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
@@ -66,6 +68,16 @@ def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) ->
     drawn = np.zeros((per_volume, tokens_MD.shape[1]), np.float16)
     drawn[: len(found)] = tokens_MD[found]
     return drawn, np.arange(per_volume) < len(found)
+
+
+def _require_all(sees: np.ndarray, folder: Path) -> None:
+    """Raise, on every rank, where one does not see what rank 0 does; `sees` is bool [ranks], known to all of them."""
+    if not sees.all():
+        raise EvaluationError(
+            f"rank {np.flatnonzero(~sees)[0]} does not see the folder that rank 0 keeps token features in ({folder}); expected the same "
+            f"files there on all {len(sees)} ranks, got others; put --out on a disk that all hosts share, or let the encoder learn "
+            "(lr_encoder above 0)"
+        )
 
 
 def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int) -> None:
@@ -102,9 +114,5 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
         waiting.replace(record)
 
     seen = collect(runtime, np.array([runtime.leads or path.with_suffix(".0.partial.npy").is_file()]))
-    if not seen.all():
-        raise EvaluationError(
-            f"rank {np.flatnonzero(~seen)[0]} does not see the folder that rank 0 keeps token features in ({path.parent}); "
-            "put --out on a disk that all hosts share, or let the encoder learn (lr_encoder above 0)"
-        )
+    _require_all(seen, path.parent)
     runtime.first(join)

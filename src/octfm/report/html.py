@@ -12,20 +12,21 @@ from octfm.report.overview import two_minutes
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.sources import Sources, gather
 from octfm.report.viewer import Viewer, viewer
+from octfm.training.bucket_run import local_run
 
 
 def write_report(
-    run: Path, out: str | Location, *, catalog: Location | None = None, store_path: Location | None = None, images: bool = True
+    run: str | Location, out: str | Location, *, catalog: Location | None = None, store_path: Location | None = None, images: bool = True
 ) -> Location:
-    """Render the report of a run folder and return its path.
+    """Render the report of a run folder, or of a run in a bucket, and return its path.
 
     `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before the probe, sentences say what is missing.
     The page stays under 25 MB: pictures are coded coarser, then left out. Written whole or not at all.
     """
-    run, out = Path(run), location(out)
+    run, out = location(run), location(out)
     if isinstance(out, Path) and out.is_dir():
         raise EvaluationError(f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'report.html'}")
-    sources = gather(run, location(catalog) if catalog else None, location(store_path) if store_path else None)
+    sources = gather(local_run(run), location(catalog) if catalog else None, location(store_path) if store_path else None)
     command = ["octfm", "report", str(run)]
     command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (store_path is not None)
     facts = _facts(sources, shlex.join(command))
