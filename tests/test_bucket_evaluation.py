@@ -19,6 +19,7 @@ from test_pretrain import config, quiet
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned_as_on_a_disk(place, tmp_path):
     store = small_store(tmp_path / "prepared", darkened)
     for file in sorted(path for path in store.path.rglob("*") if path.is_file()):
