@@ -130,8 +130,9 @@ class Account:
         for result in results:
             if isinstance(result, Counted):
                 self._elsewhere += result.spent
-                result = result.result
-            yield result
+                yield cast(R, result.result)
+            else:
+                yield result
 
     def close(self) -> dict[str, int]:
         """The counts of Tally, or nothing."""

@@ -33,8 +33,8 @@ def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
     found: dict[tuple[int, int], float] = {}
     for first, last in zip(ordered, ordered[1:] or ordered, strict=False):
         middle = (first + last) / 2
-        size = tuple(min(max(round(sqrt(config.block_area * share) * n), 1), n) for share, n in ((middle, height), (1 / middle, width)))
-        found[size] = found.get(size, 0.0) + ((last - first) / (high - low) if high > low else 1.0)
+        rows, columns = (min(max(round(sqrt(config.block_area * share) * n), 1), n) for share, n in ((middle, height), (1 / middle, width)))
+        found[rows, columns] = found.get((rows, columns), 0.0) + ((last - first) / (high - low) if high > low else 1.0)
     return [BlockSize(*size, probability) for size, probability in found.items()]
 
 
