@@ -83,10 +83,11 @@ def run_demo(
     commands = _commands(out, data, max_samples, seed, size, labels)
     try:
         result = probe(embeddings, labels, seen=seen_by(run), commands=commands)
+        write_probe(run / "probe.json", result)  # there, whatever becomes of fewer labels
         if data is None:
             rows, compared = label_efficiency(embeddings, labels, targets=["disease"], seen=seen_by(run), fractions=LABELLED, seeds=8)
             result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
-        write_probe(run / "probe.json", result)
+            write_probe(run / "probe.json", result)
     except EvaluationError as error:
         echo(f"   no probe: {error}")
 
