@@ -89,7 +89,7 @@ def run_demo(
             result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
             write_probe(run / "probe.json", result)
     except EvaluationError as error:
-        echo(f"   no probe: {error}")
+        echo(f"   the probe is not complete: {error}")
 
     clock.start("report")
     report = out / "report.html"
