@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octfm.models.attention import KeptAttention, attend
+from octfm.models.attention import BlockedAttention, attend
 from octfm.models.objective import distance
 from octfm.models.vit3d import Attention, TokenGrid, VisionTransformer3D, ViTConfig, rotary, rotate, take_patches, turn_qkv
 
@@ -155,6 +155,6 @@ def test_blocked_attention_is_attention(tokens, monkeypatch):
 def test_kept_attention_has_the_gradient_of_attention():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mine = torch.autograd.grad(KeptAttention.apply(q, k, v).square().sum(), (q, k, v))
+    mine = torch.autograd.grad(BlockedAttention.apply(q, k, v).square().sum(), (q, k, v))
     expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).square().sum(), (q, k, v))
     torch.testing.assert_close(mine, expected)

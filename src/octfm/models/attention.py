@@ -1,7 +1,8 @@
 """Attention, by the kernel that is fastest for the tensors at hand.
 
-torch's fused kernel is, but for bfloat16 on CPUs: there plain matrix products over blocks of scores that stay in the cache are
-1.3 to 1.9 times as fast (docs/LOG.md). Blocks keep memory bounded at any number of tokens.
+torch's fused kernel is, but on CPUs for bfloat16, and for float32 where oneDNN multiplies faster than MKL (`products`): there plain matrix
+products over blocks of scores that stay in the cache are 1.3 to 1.9 times as fast (docs/LOG.md). Blocks keep memory bounded at any number
+of tokens.
 """
 
 from collections.abc import Iterator
@@ -10,28 +11,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octfm.models.products import by_onednn, times, times_transposed
+
 BLOCK_BYTES = 2_800_000
 """Of scores at a time: about one core's share of the cache."""
 KEPT_TOKENS = 1200
 """Up to here the attention weights are kept for the backward pass; beyond, their memory would outgrow everything else's."""
+LEAST_TOKENS = 192
+"""In float32, heads are multiplied one by one; with fewer tokens than these the calls would take longer than the products."""
 
 
 def attend(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, H, N, K]."""
+    tokens, learns = q_BHNK.shape[2], torch.is_grad_enabled() and q_BHNK.requires_grad
     if q_BHNK.is_cpu and q_BHNK.dtype is torch.bfloat16:
-        if not (torch.is_grad_enabled() and q_BHNK.requires_grad):
-            return _blocked(q_BHNK, k_BHNK, v_BHNK)[0].view(q_BHNK.shape)
-        if q_BHNK.shape[2] <= KEPT_TOKENS:
-            return KeptAttention.apply(q_BHNK, k_BHNK, v_BHNK)
-    return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
+        # Computing weights again block by block is no faster than the fused kernel's backward pass in bfloat16.
+        blocked = not learns or tokens <= KEPT_TOKENS
+    else:
+        blocked = tokens >= LEAST_TOKENS and by_onednn(q_BHNK, k_BHNK, v_BHNK)
+    if not blocked:
+        return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
+    if learns:
+        return BlockedAttention.apply(q_BHNK, k_BHNK, v_BHNK)
+    return _blocked(q_BHNK, k_BHNK, v_BHNK)[0].view(q_BHNK.shape)
 
 
-class KeptAttention(torch.autograd.Function):
-    """Keeps the attention weights, so that the backward pass need not compute them again."""
+class BlockedAttention(torch.autograd.Function):
+    """Keeps the attention weights of up to KEPT_TOKENS tokens, so that the backward pass need not compute them again."""
 
     @staticmethod
     def forward(ctx, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
-        out_GNK, scaled_GNK, weights = _blocked(q_BHNK, k_BHNK, v_BHNK, keep=True)
+        out_GNK, scaled_GNK, weights = _blocked(q_BHNK, k_BHNK, v_BHNK, keep=q_BHNK.shape[2] <= KEPT_TOKENS)
         ctx.save_for_backward(scaled_GNK, k_BHNK, v_BHNK, *weights)
         return out_GNK.view(q_BHNK.shape)
 
@@ -40,21 +50,37 @@ class KeptAttention(torch.autograd.Function):
         q_GNK, k_BHNK, v_BHNK, *weights = ctx.saved_tensors
         k_GNK, v_GNK, grad_GNK = (x.flatten(0, 1) for x in (k_BHNK, v_BHNK, grad_BHNK))
         dq_GNK, dk_GNK, dv_GNK = torch.empty((3, *q_GNK.shape), dtype=q_GNK.dtype, device=q_GNK.device)
-        scale = q_GNK.shape[-1] ** -0.5
-        for (heads, _), weight in zip(_blocks(q_GNK, whole=True), weights, strict=True):
-            torch.bmm(weight.mT, grad_GNK[heads], out=dv_GNK[heads])
-            dscore = torch._softmax_backward_data(torch.bmm(grad_GNK[heads], v_GNK[heads].mT), weight, -1, weight.dtype)
-            torch.baddbmm(dq_GNK[heads], dscore, k_GNK[heads], beta=0, alpha=scale, out=dq_GNK[heads])
-            torch.bmm(dscore.mT, q_GNK[heads], out=dk_GNK[heads])
+        scale, kept = q_GNK.shape[-1] ** -0.5, iter(weights)
+        for heads, rows in _blocks(q_GNK, whole=bool(weights)):
+            query, key, value, grad = q_GNK[heads, rows], k_GNK[heads], v_GNK[heads], grad_GNK[heads, rows]
+            weight = next(kept) if weights else torch.softmax(_product(query, key.mT), -1)
+            dscore = torch._softmax_backward_data(_product(grad, value.mT), weight, -1, weight.dtype)
+            first = rows.start == 0
+            _product(weight.mT, grad, out=dv_GNK[heads], first=first)
+            _product(dscore.mT, query, out=dk_GNK[heads], first=first)
+            _product(dscore, key, out=dq_GNK[heads, rows], scale=scale)
         dq, dk, dv = (x.view(k_BHNK.shape) for x in (dq_GNK, dk_GNK, dv_GNK))
         return dq, dk, dv
+
+
+def _product(a_GMK: Tensor, b_GKN: Tensor, out: Tensor | None = None, scale: float = 1.0, first: bool = True) -> Tensor:
+    """scale a b, [G, M, N]; into `out` if given, and added to what is there unless it is the `first`."""
+    if not by_onednn(a_GMK):
+        if out is None or (first and scale == 1):
+            return torch.bmm(a_GMK, b_GKN, out=out)
+        return torch.baddbmm(out, a_GMK, b_GKN, beta=0 if first else 1, alpha=scale, out=out)
+    a, b = a_GMK[0], b_GKN[0]  # blocks are of one head here
+    found = (times(a, b.mT) if a.stride(-1) == 1 else times_transposed(a.mT, b)).unsqueeze(0)
+    if out is None:
+        return found
+    return torch.mul(found, scale, out=out) if first else out.add_(found, alpha=scale)
 
 
 def _blocks(q_GNK: Tensor, whole: bool = False) -> Iterator[tuple[slice, slice]]:
     """Groups of heads, and of query rows where the scores of a single head are too many (not if `whole`)."""
     groups, tokens, _ = q_GNK.shape
     row_bytes = tokens * q_GNK.element_size()
-    heads = max(1, BLOCK_BYTES // (tokens * row_bytes))
+    heads = 1 if by_onednn(q_GNK) else max(1, BLOCK_BYTES // (tokens * row_bytes))
     rows = tokens if whole else min(tokens, max(1, BLOCK_BYTES // row_bytes))
     for head in range(0, groups, heads):
         for row in range(0, tokens, rows):
@@ -68,8 +94,8 @@ def _blocked(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, keep: bool = False)
     k_GNK, v_GNK = (x.contiguous().flatten(0, 1) for x in (k_BHNK, v_BHNK))
     out_GNK, kept = torch.empty_like(q_GNK), []
     for heads, rows in _blocks(q_GNK, whole=keep):
-        weight = torch.softmax(torch.bmm(q_GNK[heads, rows], k_GNK[heads].mT), -1)
-        torch.bmm(weight, v_GNK[heads], out=out_GNK[heads, rows])
+        weight = torch.softmax(_product(q_GNK[heads, rows], k_GNK[heads].mT), -1)
+        _product(weight, v_GNK[heads], out=out_GNK[heads, rows])
         if keep:
             kept.append(weight)
     return out_GNK, q_GNK, kept

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octfm.models.products import Linear
 from octfm.models.vit3d import Shape3
 
 Decoder = Literal["linear", "light"]
@@ -45,7 +46,7 @@ class DenseDecoder(nn.Module):
         self.register_buffer("across", _between(pd, 2))
         self.register_buffer("along", _between(pw, 4))
         self.knots = (self.across.shape[1], ph, self.along.shape[1])
-        self.answer = nn.Linear(width, channels * prod(self.knots))
+        self.answer = Linear(width, channels * prod(self.knots))
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
         # The last channels are masks: lesions are rare, and unlearning an even guess would take longer than learning where they are.

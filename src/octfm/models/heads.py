@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.pooling import mean
+from octfm.models.products import Linear
 from octfm.models.vit3d import Block, VisionTransformer3D
 
 Pool = Literal["mean", "attention"]
@@ -29,7 +30,7 @@ class CrossAttentionPool(nn.Module):
         super().__init__()
         self.heads = heads
         self.query = nn.Parameter(torch.randn(heads, 1, width // heads) * 0.02)
-        self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
+        self.key, self.value = Linear(width, width), Linear(width, width)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from octfm.config import Config
 from octfm.models.objective import TokenIndex
+from octfm.models.products import Linear
 from octfm.models.vit3d import Block, Rotary, VisionTransformer3D, init_weights, rotary, take_rotary, through, turn_qkv
 
 
@@ -26,14 +27,14 @@ class Predictor(nn.Module):
         if config.width % config.heads or (config.width // config.heads) % 2:
             raise ValueError(f"predictor.width {config.width} must split into {config.heads} heads of even size")
         self.config = config
-        self.embed = nn.Linear(encoder_width, config.width)
+        self.embed = Linear(encoder_width, config.width)
         # Not zero: rotary positions act on queries, and a zero query stays zero in every rotation.
         self.mask_token = nn.Parameter(torch.randn(config.width) * 0.02)
         # Rotary positions act inside attention only, so all mask tokens start out alike; saying where each one is saves hundreds of steps.
-        self.position = nn.Linear(self.head_width, config.width, bias=False)
+        self.position = Linear(self.head_width, config.width, bias=False)
         self.blocks = nn.ModuleList(Block(config.width, config.heads, 4.0) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
-        self.project = nn.Linear(config.width, goal_width)
+        self.project = Linear(config.width, goal_width)
         self.apply(init_weights)
 
     @property
@@ -66,7 +67,7 @@ class MLPPredictor(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width))
+        self.layers = nn.Sequential(Linear(width, width), nn.LayerNorm(width), nn.GELU(), Linear(width, width))
         self.apply(init_weights)
 
     def forward(self, x_BMD: Tensor) -> Tensor:

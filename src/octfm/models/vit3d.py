@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octfm.config import Config
 from octfm.models.attention import attend
+from octfm.models.products import Linear
 
 Shape3 = tuple[int, int, int]
 Rotary = tuple[Tensor, Tensor]
@@ -123,8 +124,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
 
     def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
         qkv_BMSHK = self.qkv(x_BMD).unflatten(-1, (3, self.heads, -1))
@@ -139,7 +140,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.mlp = nn.Sequential(Linear(width, hidden), nn.GELU(), Linear(hidden, width))
 
     def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
         """`turn` is what `turn_qkv` makes of a rotary table; None where positions are added to the tokens."""
@@ -160,7 +161,7 @@ class VisionTransformer3D(nn.Module):
     def __init__(self, config: ViTConfig, grid: TokenGrid):
         super().__init__()
         self.config, self.grid = config, grid
-        self.patch_embed = nn.Linear(prod(config.patch_size), config.width)
+        self.patch_embed = Linear(prod(config.patch_size), config.width)
         if config.positions == "learned":
             self.position = nn.Parameter(torch.randn(1, grid.size, config.width) * 0.02)
         self.blocks = nn.ModuleList(Block(config.width, config.heads, config.mlp_ratio) for _ in range(config.depth))
