@@ -167,7 +167,7 @@ def dispatches(step) -> int:
     class Counter(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal count
-            count += func.namespace == "aten" and not func.is_view
+            count += func.namespace in ("aten", "mkldnn") and not func.is_view
             return func(*args, **(kwargs or {}))
 
     with Counter():

@@ -14,14 +14,14 @@ GRID = TokenGrid((8, 12, 12), (0.375, 0.083, 0.25))
 
 
 class Counter(TorchDispatchMode):
-    """Counts ATen operators that are not views, by name."""
+    """Counts ATen operators, and oneDNN's, that are not views, by name."""
 
     def __init__(self):
         super().__init__()
         self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "aten" and not func.is_view:
+        if func.namespace in ("aten", "mkldnn") and not func.is_view:
             self.counts[func.overloadpacket.__name__] = self.counts.get(func.overloadpacket.__name__, 0) + 1
         return func(*args, **(kwargs or {}))
 

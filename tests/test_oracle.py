@@ -5,15 +5,21 @@ import logging
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from octfm.models.attention import BlockedAttention, attend
 from octfm.models.objective import distance
+from octfm.models.products import Linear, Times
 from octfm.models.vit3d import Attention, TokenGrid, VisionTransformer3D, ViTConfig, rotary, rotate, take_patches, turn_qkv
 
 SIZE, PATCH = (8, 32, 32), (2, 8, 8)
 GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
 EVERY = torch.arange(GRID.size).unsqueeze(0)
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +158,61 @@ def test_blocked_attention_is_attention(tokens, monkeypatch):
         assert error < 0.01, f"learns={learns}: {error:.4f}"
 
 
-def test_kept_attention_has_the_gradient_of_attention():
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+def test_blocked_attention_has_the_gradient_of_attention(precision, kept, monkeypatch):
+    """Weights kept or computed again, block of rows by block of rows; float32 where oneDNN multiplies, which is not every processor."""
+    monkeypatch.setattr("octfm.models.attention.KEPT_TOKENS", 10_000 if kept else 0)
+    monkeypatch.setattr("octfm.models.attention.BLOCK_BYTES", 2_000)
+    monkeypatch.setattr("octfm.models.products.onednn_is_faster", lambda: HAS_ONEDNN)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mine = torch.autograd.grad(BlockedAttention.apply(q, k, v).square().sum(), (q, k, v))
-    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).square().sum(), (q, k, v))
-    torch.testing.assert_close(mine, expected)
+    qkv = torch.randn(2, 39, 3, 3, 8, dtype=precision, requires_grad=True)  # strided, as Attention has them
+    mine = torch.autograd.grad(BlockedAttention.apply(*qkv.permute(2, 0, 3, 1, 4)).square().sum(), qkv)
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*qkv.double().permute(2, 0, 3, 1, 4)).square().sum(), qkv)
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=2), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans(),
+    st.sampled_from(["dense", "every second", "transposed", "expanded"]),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_linear_layers_equal_torchs_whatever_the_strides(lead, rows, channels, answers, bias, of_input, view):
+    """Values and gradients in float32 by oneDNN, on every processor that has it, beside torch's in float64."""
+    if not HAS_ONEDNN:
+        pytest.skip("this torch has no oneDNN")
+    generator = torch.Generator().manual_seed(rows * 41 + channels)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x = {
+        "dense": lambda: draw(*lead, rows, channels),
+        "every second": lambda: draw(*lead, 2 * rows, 2 * channels)[..., ::2, ::2],
+        "transposed": lambda: draw(*lead, channels, rows).mT,
+        "expanded": lambda: draw(*lead, 1, channels).expand(*lead, rows, channels),
+    }[view]().requires_grad_(of_input)  # fmt: skip
+    layer = torch.nn.Linear(channels, answers, bias=bias)
+    wanted = [*([x] if of_input else []), *layer.parameters()]
+
+    def gradients(y):
+        return torch.autograd.grad((y * torch.arange(answers)).sum() + y.square().sum(), wanted)
+
+    mine = Times.apply(x, layer.weight, layer.bias)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients(mine), gradients(exact), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_who_counts_or_exports_sees_torchs_own_operators(monkeypatch):
+    """FakeTensors, autocast and exporters get `aten::linear`, whose cost and meaning others know."""
+    monkeypatch.setattr("octfm.models.products.onednn_is_faster", lambda: True)
+    layer, x = Linear(6, 5), torch.randn(3, 6)
+    with FlopCounterMode(display=False) as counted, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        layer.to_empty(device="cpu")
+        layer.weight = torch.nn.Parameter(mode.from_tensor(layer.weight))
+        layer(mode.from_tensor(x))
+    assert counted.get_total_flops() == 2 * 3 * 6 * 5
+    layer = Linear(6, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    operators = {str(node.target) for node in torch.export.export(layer, (x,)).graph.nodes if node.op == "call_function"}
+    assert operators == {"aten.linear.default"}

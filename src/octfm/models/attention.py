@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octfm.models.products import by_onednn, times, times_transposed
+from octfm.models.products import by_onednn, onednn_is_faster, times, times_transposed
 
 BLOCK_BYTES = 2_800_000
 """Of scores at a time: about one core's share of the cache."""
@@ -28,7 +28,8 @@ def attend(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
         # Computing weights again block by block is no faster than the fused kernel's backward pass in bfloat16.
         blocked = not learns or tokens <= KEPT_TOKENS
     else:
-        blocked = tokens >= LEAST_TOKENS and by_onednn(q_BHNK, k_BHNK, v_BHNK)
+        blocked = tokens >= LEAST_TOKENS and q_BHNK.is_cpu and q_BHNK.dtype is torch.float32 and onednn_is_faster()
+        blocked = blocked and not torch.compiler.is_compiling()
     if not blocked:
         return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
     if learns:
