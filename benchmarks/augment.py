@@ -11,6 +11,7 @@ import statistics
 import time
 
 import numpy as np
+import torch
 
 from octfm.data.loader import Batch
 from octfm.data.preprocessing import Preprocessing
@@ -55,7 +56,7 @@ def main() -> None:
         with learner.runtime.autocast():
             output = learner.model(inputs.patches, inputs.target_patches, inputs.index, 0.5)
         output.loss.backward()
-        learner.update(True)
+        learner.update(torch.tensor(True))
         learner.optimizer.zero_grad(set_to_none=True)
 
     def inputs_with(changes: dict[str, float], augmented: bool = True):
