@@ -1,10 +1,19 @@
 """Maps of an encoder: on the right tokens, in common directions, equal to what they claim, for the encoder that they belong to."""
 
+import json
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from octfm.cli import app
 from octfm.config import load
+from octfm.data.phantom import phantom_volume
+from octfm.data.radial import to_raster
+from octfm.data.readers import read_volume
 from octfm.data.store import Arrays
 from octfm.errors import EvaluationError
 from octfm.evaluation import maps
@@ -19,6 +28,7 @@ from octfm.models.heads import CrossAttentionPool
 from octfm.training.pretrain import pretrain
 from small_store import GRADES, darkened, small_store
 from test_pretrain import config, quiet
+from test_radial import lines_of, scanned, write_star
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +149,6 @@ def test_pictures_show_both_eyes_of_every_scanner_in_common_colours(run, store, 
 
 @pytest.mark.parametrize("laterality", ["R", "L"])
 def test_band_of_a_file_lies_around_its_retina(run, laterality):
-    from octfm.data.phantom import phantom_volume
-
     volume, truth = phantom_volume(5, size=(16, 128, 96), laterality=laterality)
     made = scene_of(volume, encoder=load_encoder(run))
     shown = [truth.surface(name)[:: -1 if volume.superior_first is False else 1] for name in ("ilm", "bm")]
@@ -150,6 +158,30 @@ def test_band_of_a_file_lies_around_its_retina(run, laterality):
     assert (upper < shown[0])[known].mean() > 0.9 and (shown[1] < lower)[known].mean() > 0.9
     assert made.placement is not None and (made.placement.columns[0] > made.placement.columns[1]) == (laterality == "L")
     with pytest.raises(EvaluationError, match="circle scan"):
-        from dataclasses import replace
-
         scene_of(replace(volume, layout="circle"), encoder=load_encoder(run))
+
+
+@pytest.mark.parametrize("laterality", ["R", "L"])
+def test_a_star_is_viewed_as_the_raster_that_its_encoder_gets(run, laterality, tmp_path):
+    """The page says so, and what the encoder makes of it lies on the retina that is shown."""
+    eye = phantom_volume(5, size=(24, 128, 96), laterality=laterality)[0].superior_to_inferior()
+    star = replace(scanned(eye, lines_of(12), columns=128), laterality=laterality)
+    path = write_star(tmp_path / "star.dcm", star, circles=2)
+    pages = {name: tmp_path / f"{name}.html" for name in ("run", "plain")}
+    for name, more in (("run", ["--run", str(run)]), ("plain", [])):
+        done = CliRunner().invoke(app, ["view", str(path), "--out", str(pages[name]), *more])
+        assert done.exit_code == 0, done
+    raster = to_raster(read_volume(path, raster_only=False))
+    made = scene_of(read_volume(path, raster_only=False), encoder=load_encoder(run))
+    np.testing.assert_array_equal(made.voxels, raster.voxels)
+    assert made.placement is not None and (made.placement.columns[0] > made.placement.columns[1]) == (laterality == "L")
+    rows, (upper, lower) = np.arange(raster.shape[1])[None, :, None], (line[:, None] for line in made.overlay("band"))
+    shown = np.broadcast_to((raster.voxels != 0).any(axis=1, keepdims=True), raster.shape)
+    inside, above = (np.mean(raster.voxels[shown & place]) for place in ((rows > upper) & (rows < lower), rows < upper))
+    assert inside > 1.5 * above
+    text = {name: " ".join(re.sub(r"<[^>]+>", " ", page.read_text().split("About this volume")[1]).split()) for name, page in pages.items()}
+    assert " × ".join(map(str, raster.shape)) in text["run"] and "interpolated from 14 radial B-scans" in text["run"]
+    assert "14 × 128 × 128" in text["plain"] and "radial; the distance between B-scans means nothing" in text["plain"]
+    facts = [json.loads(re.search(r"<script[^>]*json[^>]*>(.*?)</script>", p.read_text(), re.S)[1])["volumes"][0] for p in pages.values()]
+    assert [bool(one["front"]) for one in facts] == [True, False] and facts[0]["shape"] == list(raster.shape)
+    assert ["As it lies in its file." in page.read_text() for page in pages.values()] == [False, True]

@@ -104,7 +104,8 @@ def view(
 
         segmenter = load_segmenter(segment, device)
     scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter)
-    typer.echo(str(write_view(scene, page, view_facts(volume), detail="As it lies in its file.")))
+    detail = "As it lies in its file." if scene.is_raster == (volume.layout == "raster") else "A raster made of the star in its file."
+    typer.echo(str(write_view(scene, page, view_facts(volume, scene), detail)))
 
 
 def card(

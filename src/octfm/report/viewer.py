@@ -63,21 +63,24 @@ def write_view(scene: Scene, out: Location, facts: Sequence[tuple[str, str]] = (
     return write_page(render("view.html.jinja", page), out)
 
 
-def view_facts(volume: Volume) -> list[tuple[str, str]]:
-    """What a file says about its volume, without whose it is."""
+def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
+    """What a file says about its volume, without whose it is; sizes are those of the `scene` that is made of it."""
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
         ("Scanner", volume.scanner.replace("_", " ")),
         ("Protocol", volume.protocol.replace("_", " ")),
         ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
-        ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in volume.shape)),
-        ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in volume.spacing_mm)),
+        ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
+        ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm)),
     ]
-    if volume.layout != "raster":
+    if not scene.is_raster:
         return [*facts, ("Layout", f"{volume.layout}; the distance between B-scans means nothing")]
-    field = " × ".join(f"{mm:.2f}" for mm in volume.extent_mm)
+    field = " × ".join(f"{n * mm:.2f}" for n, mm in zip(scene.voxels.shape, scene.spacing_mm, strict=True))
+    facts.append(("Field", f"{field} mm"))
+    if volume.layout != "raster":
+        return [*facts, ("Layout", f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond")]
     told = None if volume.superior_first is None else order[volume.superior_first]
-    return [*facts, ("Field", f"{field} mm"), ("Order of B-scans", told or "the file does not tell which is superior")]
+    return [*facts, ("Order of B-scans", told or "the file does not tell which is superior")]
 
 
 def eye_of(scene: Scene) -> str:
