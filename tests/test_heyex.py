@@ -1,6 +1,7 @@
 """Heidelberg exports: .vol and XML of one scan agree with each other, with DICOM and with eyepy; what is no raster is left out."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ def layers(shape=SHAPE) -> np.ndarray:
 def test_real_vol_and_xml_of_one_scan_agree(real_data):
     vol, xml = read_volume(real_data / DUMMY_VOL), read_volume(real_data / DUMMY_XML)
     np.testing.assert_array_equal(vol.voxels, xml.voxels)
+    np.testing.assert_array_equal(vol.voxels, read_volume((real_data / DUMMY_XML).parent).voxels)
     assert vol.shape == (10, 40, 50) and vol.voxels.dtype == np.uint8
     np.testing.assert_allclose(vol.spacing_mm, (0.031444, 0.003872, 0.011819), rtol=1e-4)
     np.testing.assert_allclose(xml.spacing_mm, vol.spacing_mm, rtol=1e-4)
@@ -179,6 +181,19 @@ def test_an_xml_cannot_reach_out_of_its_folder_nor_grow(tmp_path):
     with pytest.raises(ReadError) as caught:
         read_volume(uri)
     assert caught.value.code == "damaged_file"
+
+
+def test_the_folder_of_an_export_is_read_by_its_xml(tmp_path):
+    """A user points at the folder as often as at the file; by their names the images lie in another order."""
+    uri = write_heyex_xml(tmp_path / "visit", telling_voxels(), shuffle=3, layers={"ILM": layers()[0]})
+    by_folder, by_file = read_volume(uri.parent), read_volume(uri)
+    np.testing.assert_array_equal(by_folder.voxels, by_file.voxels)
+    assert (by_folder.spacing_mm, by_folder.acquisition, by_folder.source) == (by_file.spacing_mm, by_file.acquisition, str(uri))
+    assert read_header(uri.parent) == read_header(uri) and read_surfaces(uri.parent).names == ("ILM",)
+    shutil.copy(uri, uri.with_name("second.xml"))
+    with pytest.raises(ReadError, match=r"which of its 2 HEYEX exports\? give one of export\.xml, second\.xml") as caught:
+        read_volume(uri.parent)
+    assert caught.value.code == "several_volumes"
 
 
 def test_scan_takes_an_export_as_one_acquisition(tmp_path):

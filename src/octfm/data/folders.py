@@ -2,8 +2,7 @@
 
 from octfm.data.archive import open_file
 from octfm.data.location import Location
-from octfm.data.readers.formats import is_heyex_xml
-from octfm.data.readers.heyex_xml import MAX_BYTES, named_images
+from octfm.data.readers.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images
 from octfm.data.readers.image_folder import SUFFIXES
 from octfm.data.readers.images import MAGIC, several_pages
 from octfm.errors import ReadError
@@ -38,7 +37,7 @@ def _named_by(path: Location) -> set[str]:
             content = file.read(MAX_BYTES)
     except (OSError, ReadError):
         return set()
-    return named_images(content) if is_heyex_xml(content[:4096]) else set()
+    return named_images(content) if fits(content[:HEAD_BYTES]) else set()
 
 
 def _is_image(path: Location) -> bool:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from octfm.data.archive import file_size, is_folder, open_file
-from octfm.data.readers import Header, bioptigen, bscans, heidelberg_e2e, optovue, zeiss_img
+from octfm.data.readers import Header, bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
 from octfm.data.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
@@ -107,7 +107,7 @@ def _by_content(uri: str) -> str:
         return "nifti"
     if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:
         return "arrays"
-    if is_heyex_xml(head):
+    if heyex_xml.fits(head):
         return "heyex_xml"
     if bioptigen.fits(head):
         return "bioptigen"
@@ -115,12 +115,6 @@ def _by_content(uri: str) -> str:
     if zeiss_img.fits(uri, file_size(uri)):
         return "zeiss_img"
     return "optovue" if optovue.fits(uri) else "dicom"
-
-
-def is_heyex_xml(head: bytes) -> bool:
-    """XML whose root is HEDX, in any of the encodings that HEYEX writes."""
-    text = head.replace(b"\0", b"")  # UTF-16 of ASCII
-    return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
 
 
 def is_nifti(head: bytes) -> bool:

@@ -5,6 +5,7 @@ The XML alone decides which image is which B-scan; how the images are called and
 
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from html import unescape
 from pathlib import PurePath
 from xml.etree.ElementTree import Element
@@ -19,10 +20,28 @@ from octfm.data.readers.images import digest_of, image_size, read_gray
 from octfm.data.volume import Layout, Lines, Surfaces
 from octfm.errors import ReadError
 
+HEAD_BYTES = 4096
+"""In which the root element begins."""
 MAX_BYTES = 64 * 2**20
 """Four times what the layers of 145 wide B-scans take."""
 _NO_VALUE = 1e30
 _LAYOUTS: dict[str, Layout] = {"line": "line", "single": "line", "circle": "circle", "star": "radial", "radial": "radial"}
+
+
+def fits(head: bytes) -> bool:
+    """XML whose root is HEDX, in any of the encodings that HEYEX writes."""
+    text = head.replace(b"\0", b"")  # UTF-16 of ASCII
+    return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
+
+
+def exports_in(places: Iterable[str]) -> list[str]:
+    """Those of these files that are HEYEX XML. Raises OSError, ReadError."""
+    found = []
+    for place in places:
+        if PurePath(place).suffix.lower() == ".xml":
+            with open_file(place) as file:
+                found += [place] if fits(file.read(HEAD_BYTES)) else []
+    return found
 
 
 def open_bscans(uri: str) -> Bscans:

@@ -1,4 +1,4 @@
-"""A folder whose images are the B-scans of one volume, numbered in their names; millimetres come from beside it."""
+"""A folder whose images are one volume: by the numbers in their names, with millimetres beside it, or as a HEYEX XML in it says."""
 
 import re
 from itertools import pairwise
@@ -7,6 +7,7 @@ from pathlib import PurePath
 import numpy as np
 
 from octfm.data.archive import list_folder
+from octfm.data.readers import heyex_xml
 from octfm.data.readers.bscans import Bscans, uid_from
 from octfm.data.readers.images import digest_of, image_size, read_gray
 from octfm.errors import ReadError
@@ -15,7 +16,14 @@ SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
 
 
 def open_bscans(uri: str) -> Bscans:
-    files = numbered([place for place in list_folder(uri) if PurePath(place).suffix.lower() in SUFFIXES], uri)
+    inside = list_folder(uri)
+    exports = heyex_xml.exports_in(inside)
+    if len(exports) > 1:
+        names = ", ".join(PurePath(place).name for place in exports)
+        raise ReadError("several_volumes", f"{uri}: which of its {len(exports)} HEYEX exports? give one of {names[:200]}")
+    if exports:
+        return heyex_xml.open_bscans(exports[0])
+    files = numbered([place for place in inside if PurePath(place).suffix.lower() in SUFFIXES], uri)
     sizes = [image_size(place) for place in files]
     if other := next((i for i, size in enumerate(sizes) if size != sizes[0]), None):
         raise ReadError(
