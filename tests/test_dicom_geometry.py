@@ -164,6 +164,29 @@ def test_eye_tracking_jitter_does_not_change_the_order(jitter, spacing_mm):
     assert found.spacing_mm[0] == pytest.approx(dz, rel=0.1)
 
 
+@many
+@given(times=st.integers(2, 4), places=st.integers(3, 9), moved=st.lists(st.floats(-0.001, 0.001), min_size=36, max_size=36))
+def test_places_that_were_scanned_again_are_no_raster_even_where_the_eye_moved(times, places, moved):
+    """Repeats for angiography: a micrometre apart, and the next place some sixty further on."""
+    at = -0.06 * np.repeat(np.arange(places), times) + moved[: times * places]
+    frames = planes(np.outer(at, (0, 0, 1)), [(np.eye(3)[0], np.eye(3)[1])] * len(at))
+    shape = (len(at), *SHAPE[1:])
+    with pytest.raises(ReadError) as refused:
+        read_geometry(dataset(frames, (0.06, 0.0039, 0.0115), thickness=0.06), shape, "any", "here")
+    assert refused.value.code == "not_raster"
+    asked = read_geometry(dataset(frames, (0.06, 0.0039, 0.0115), thickness=0.06), shape, "any", "here", LAYOUTS)
+    assert asked.layout == "repeated"
+
+
+@pytest.mark.parametrize(("degrees", "raster"), [(3, True), (8, False)])
+def test_a_fan_is_no_raster_and_torsion_of_the_eye_makes_none(degrees, raster):
+    turned = np.deg2rad(np.linspace(0, degrees, 9))
+    ends = [(np.array([n * 20.0, 0]), np.array([n * 20.0 + 400 * np.sin(a), 400 * np.cos(a)])) for n, a in enumerate(turned)]
+    data = dataset([location(pair) for pair in ends], (0.24, 0.0039, 0.0115), thickness=0.24)
+    found = read_geometry(data, SHAPE, "any", "here", LAYOUTS)
+    assert (found.layout == "raster") is raster
+
+
 # Cirrus
 
 

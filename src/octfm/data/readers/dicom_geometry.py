@@ -310,7 +310,9 @@ def stack_of(along: np.ndarray, superior: int | None, uri: str) -> Stack:
     order = np.argsort(-along if falling else along, kind="stable")
     steps = np.abs(np.diff(along[order]))
     step = float(np.median(steps))
-    if step < 1e-6 or np.mean(steps < 0.05 * step) > 0.2:
+    # Not the median: of a place that was scanned twice or more often, it is how far the eye moved in between.
+    to_the_next_place = float(np.quantile(steps, 0.9))
+    if to_the_next_place < 1e-6 or np.mean(steps < 0.05 * to_the_next_place) > 0.2:
         raise NotRaster("repeated", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position")
     return Stack(
         step=step,
