@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.errors import StoreError
 from octfm.masks import (
     BACKGROUND,
     PADDING,
@@ -122,7 +123,7 @@ def test_thin_tissue_and_small_blocks_still_find_enough_targets(plane):
 def test_a_volume_of_one_image_token_is_refused():
     maps = np.full((1, *GRID), PADDING, np.uint8)
     maps[0, 1, 1, 1] = TISSUE
-    with pytest.raises(ValueError, match="single token that holds image"):
+    with pytest.raises(StoreError, match="single token that holds image"):
         sample_masks(MaskConfig(budget=8), maps, rngs(1))
 
 
@@ -154,6 +155,31 @@ def test_token_map_equals_counting_voxels(top, thickness, first, seed):
 
     expected = np.where(share(image) < 0.5, PADDING, np.where(share(inside) >= 0.25, TISSUE, BACKGROUND))
     np.testing.assert_array_equal(token_map(band, valid, size, patch), expected)
+
+
+@pytest.mark.parametrize(("bscans", "columns"), [(slice(7, 9), slice(None)), (slice(6, 8), slice(20, 44)), (slice(15, 16), slice(31, 33))])
+def test_a_scan_narrower_than_a_token_has_tokens_and_changes_no_other(bscans, columns):
+    """Five lines 0.05 mm apart are a volume to a clinic: it must neither stop a run nor be taken for background."""
+    band, valid = np.zeros((2, 2, 16, 64), np.float32), np.zeros((2, 2, 16, 64), np.float32)
+    valid[:, 1], band[:, 0], band[:, 1] = 96, 30, 66
+    alone = token_map(band[:1], valid[:1], (16, 96, 64), (4, 16, 16))
+    inside = np.zeros((16, 64), bool)
+    inside[bscans, columns] = True
+    valid[1, 1][~inside] = 0
+    both = token_map(band, valid, (16, 96, 64), (4, 16, 16))
+    np.testing.assert_array_equal(both[0], alone[0])
+    touched = inside.reshape(4, 4, 4, 16).any((1, 3))[:, None, :]
+    assert (
+        (both[1] != PADDING).sum() >= 2
+        and (both[1] == TISSUE).any()
+        and not (both[1] != PADDING)[np.broadcast_to(~touched, (4, 6, 4))].any()
+    )
+    sample_masks(MaskConfig(budget=40), both, rngs(2))
+
+
+def test_a_volume_without_image_is_one_clear_error():
+    with pytest.raises(StoreError, match="no token that holds image"):
+        sample_masks(MaskConfig(budget=40), np.zeros((1, 4, 4, 4), np.uint8), rngs(1))
 
 
 def test_indivisible_volume_is_refused():

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from octfm.config import Config
+from octfm.errors import StoreError
 
 Shape3 = tuple[int, int, int]
 
@@ -29,7 +30,9 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
 
     band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
     image and one past the last. A token is tissue when at least `tissue_share` of its voxels lie in the band, and padding
-    when fewer than half of them hold image. Derive it after every crop or shift of the voxels, from shifted surfaces.
+    when fewer than half of them hold image. Of a scan so narrow that this leaves fewer than two, such as five lines 0.05 mm apart, the
+    tokens that hold most of it count, so that no such volume stops a run. Derive it after every crop or shift of the voxels, from shifted
+    surfaces.
     """
     d, h, w = token_grid(image_size, patch_size)
     pd, ph, pw = patch_size
@@ -43,9 +46,13 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
         per_token = inside.reshape(*inside.shape[:-3], d, pd, w, pw, h).sum((-4, -2))
         return np.moveaxis(per_token, -1, -2) / (pd * ph * pw)
 
-    tokens = np.full((*band.shape[:-3], d, h, w), BACKGROUND, np.uint8)
-    tokens[share(upper, lower) >= tissue_share] = TISSUE
-    tokens[share(first, last) < 0.5] = PADDING
+    tissue, held, grid = share(upper, lower), share(first, last), (-3, -2, -1)
+    image, least = held >= 0.5, np.float32(tissue_share)
+    if (few := image.sum(grid, keepdims=True) < 2).any():
+        image |= few & (held > 0) & (held >= held.max(grid, keepdims=True) / 2)
+        least = np.where(few, held * least, least)
+    tokens = np.where(tissue >= least, np.uint8(TISSUE), np.uint8(BACKGROUND))
+    tokens[~image] = PADDING
     return tokens
 
 
@@ -168,7 +175,7 @@ def select_tokens(tokens: np.ndarray, count: int, rng: np.random.Generator) -> n
     order = rng.permutation(flat.size)
     order = order[flat[order] != PADDING]
     if order.size == 0:
-        raise ValueError("a volume has no token that holds image; its `valid` surfaces are empty")
+        raise StoreError("a volume has no token that holds image: its `valid` surfaces are empty; prepare it again, or leave it out")
     order = order[np.argsort(flat[order] != TISSUE, kind="stable")]
     return np.sort(np.resize(order, count))
 
@@ -190,7 +197,10 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
         chosen = select_tokens(volume, kept_count, rng)
         unique = np.unique(chosen)
         if unique.size < 2:
-            raise ValueError("a volume has a single token that holds image, and masks need one to see and one to predict")
+            raise StoreError(
+                "a volume has a single token that holds image, and masks need one to see and one to predict; prepare with a finer "
+                "target_spacing, choose a smaller model.patch_size, or leave such scans out of the catalog"
+            )
         split = wanted_targets(config, unique.size, num_target)
         covered = _cover(config, volume, unique, split, rng)
         # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
