@@ -19,6 +19,7 @@ from octfm.data.prepare import prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.readers import REASONS, read_volume
 from octfm.errors import ReadError
+from test_cli import octfm_command
 
 SIZE = (8, 64, 48)
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -304,6 +305,16 @@ def test_mutated_archives_are_read_or_refused_with_a_code(tmp_path, compression)
                 assert error.code in REASONS
                 refused += 1
     assert refused > 100
+
+
+def test_the_command_unpacks_first_where_it_is_asked_to(tmp_path, image):
+    (tmp_path / "data").mkdir()
+    write_zip(tmp_path / "data" / "x.zip", {"1001/a.dcm": image})
+    for more, named in (([], tmp_path / "data" / "x.zip!/1001/a.dcm"), (["--extract", "out"], tmp_path / "out" / "x" / "1001" / "a.dcm")):
+        code, _, err = octfm_command("scan", "data", "--workers", "0", "--no-images", *more, cwd=tmp_path)
+        assert code == 0, err
+        assert [a.uri for a in Catalog.load(tmp_path / "catalog").acquisitions] == [str(named)]
+        assert (tmp_path / "out").exists() is bool(more)
 
 
 def test_extract_refuses_a_folder_that_the_next_scan_would_see(tmp_path, image):

@@ -259,12 +259,12 @@ def test_a_bucket_gives_the_catalog_of_the_folder(place, kind, request, tmp_path
 
 
 @buckets
-def test_headers_are_read_by_ranges_and_once(place, tmp_path):
+def test_headers_are_read_by_ranges_and_once(place, tmp_path, monkeypatch):
     """Large uncompressed volumes: a scan fetches their heads, a second scan nothing."""
     for n in range(4):
         voxels = np.random.default_rng(n).integers(0, 256, (16, 256, 256), np.uint8)
         file = write_oct_dicom(tmp_path / f"{n}.dcm", voxels, (0.3, 0.005, 0.02), participant=f"{n}")
-        write_whole(place / file.name, file.read_bytes())
+        write_whole(place / f"{n % 2}" / file.name, file.read_bytes())
     write_whole(place / "DICOMDIR", bytes(200))
     first = scan(str(place), workers=0)
     size = sum(found.size for found in bucket.find(str(place)).values())
@@ -273,6 +273,10 @@ def test_headers_are_read_by_ranges_and_once(place, tmp_path):
     again = scan(str(place), workers=0)
     assert below(again, place) == below(first, place)
     assert again.requests["bytes_read"] < 0.5 * first.requests["bytes_read"], "heads come from the cache"
+    listed = []
+    monkeypatch.setattr(bucket, "find", lambda uri, found=bucket.find: listed.append(uri) or found(uri))
+    scan(str(place), workers=0)
+    assert listed == [str(place)], "one listing, however many folders"
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydicom import uid
 
 from dicom_files import write_oct_dicom
 from octfm.data.catalog import Catalog, scan
@@ -95,12 +96,25 @@ def test_without_a_manifest_the_first_path_is_kept_and_both_kinds_of_duplicate_a
     assert "reused_sop_uid" not in scan(tmp_path).acquisitions[0].flags
 
 
-def test_angiography_is_recognised_and_counted_but_is_no_error(tmp_path):
+def test_what_comes_with_oct_is_told_by_its_sop_class_and_counted_but_is_no_error(tmp_path):
     write_oct_dicom(tmp_path / "good.dcm", volume(), SPACING_MM)
-    write_oct_dicom(tmp_path / "octa.dcm", volume(), SPACING_MM, sop_class="1.2.840.10008.5.1.4.1.1.77.1.5.8")
+    others = {
+        uid.OphthalmicOpticalCoherenceTomographyBscanVolumeAnalysisStorage: "angiography",
+        uid.OphthalmicOpticalCoherenceTomographyEnFaceImageStorage: "en_face",
+        uid.OphthalmicPhotography8BitImageStorage: "photograph",
+        uid.OphthalmicPhotography16BitImageStorage: "photograph",
+        uid.WideFieldOphthalmicPhotographyStereographicProjectionImageStorage: "photograph",
+        uid.WideFieldOphthalmicPhotography3DCoordinatesImageStorage: "photograph",
+        "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
+        uid.EncapsulatedPDFStorage: "not_oct",
+        uid.RawDataStorage: "not_oct",
+    }
+    for sop_class in others:
+        write_oct_dicom(tmp_path / sop_class, volume(), SPACING_MM, sop_class=sop_class, protocol="macular cube")
     catalog = scan(tmp_path)
-    assert catalog.rejects == () and [s.code for s in catalog.skipped] == ["angiography"]
-    assert catalog.summary()["skips"] == {"angiography": 1} and catalog.summary()["rejects"] == {}
+    assert catalog.rejects == () and {Path(s.uri).name: s.code for s in catalog.skipped} == others
+    assert catalog.summary()["rejects"] == {} and catalog.reject_share == 0
+    assert catalog.summary()["skips"] == {"photograph": 4, "not_oct": 2, "angiography": 1, "en_face": 1, "layer_heights": 1}
     assert Catalog.load(catalog.save(tmp_path / "out")) == catalog
 
 

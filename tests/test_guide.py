@@ -68,6 +68,8 @@ def test_formats_without_a_real_file_say_so():
         "Optovue",
         "Bioptigen",
     }
+    for page in ("data-dicom.md", "data-aireadi.md"):
+        assert "*Not verified on a " in (FOLDER / page).read_text(), page
     for module in ("heidelberg_e2e", "topcon", "zeiss_img", "optovue", "bioptigen"):
         source = Path(formats.__file__).with_name(f"{module}.py").read_text().split('"""')[1]
         assert "not verified on a real file" in " ".join(source.lower().split()), module

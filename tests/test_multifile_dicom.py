@@ -100,6 +100,8 @@ def test_parts_are_ordered_by_number_not_by_name(tmp_path):
     sizes = [1] * 12
     paths = concatenation(tmp_path, voxels, sizes)  # part10 before part2 in a listing
     np.testing.assert_array_equal(read_volume(paths[4]).voxels, voxels)
+    backwards = [path.rename(path.with_name(f"{99 - n}")) for n, path in enumerate(paths)]
+    np.testing.assert_array_equal(read_volume(backwards[4]).voxels, voxels)
 
 
 @pytest.mark.parametrize("total", [True, False])
@@ -155,6 +157,8 @@ def test_b_scans_in_files_of_their_own_become_a_volume_in_the_order_of_their_pos
 
 def test_without_positions_the_instance_number_tells_the_order(tmp_path):
     paths = series(tmp_path, cube(12), positions=False)
+    np.testing.assert_array_equal(read_volume(paths[3]).voxels, cube(12))
+    paths = [path.rename(path.with_name(f"{99 - n}")) for n, path in enumerate(paths)]
     np.testing.assert_array_equal(read_volume(paths[3]).voxels, cube(12))
     paths[5].unlink()
     code, sentence = code_of(paths[0])

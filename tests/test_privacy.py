@@ -2,6 +2,9 @@
 
 import csv
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +67,53 @@ def test_no_log_record_quotes_a_file(clinic, caplog):
     with caplog.at_level(logging.DEBUG):
         scan(clinic)
     assert not any(secret in record.getMessage() for record in caplog.records for secret in SECRETS)
+
+
+GUARD = """
+import socket
+
+def refused(name):
+    kept = getattr(socket.socket, name)
+
+    def call(self, *args):
+        if self.family == socket.AF_UNIX:
+            return kept(self, *args)
+        with open({asked!r}, "a") as file:
+            print(name, args[-1], file=file)
+        raise OSError("no network here")
+
+    setattr(socket.socket, name, call)
+
+for name in ("connect", "connect_ex", "sendto"):
+    refused(name)
+"""
+"""Python imports sitecustomize when it starts, so that it holds for every child process, too."""
+
+
+VERBS = {
+    "data": (
+        ("scan", "clinic", "--out", "catalog"),
+        ("prepare", "catalog", "image_size=[16,96,96]", "target_spacing=[0.24,0.015,0.05]"),
+        ("view", "clinic/0.dcm"),
+    ),
+    "run": (
+        ("pretrain", "vit_s", "--smoke", "--out", "run"),
+        ("report", "run"),
+        ("view", "clinic/0.dcm", "--run", "run"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["data", pytest.param("run", marks=pytest.mark.slow)])
+def test_nothing_leaves_the_machine_unless_it_is_asked_to(clinic, tmp_path, monkeypatch, kind):
+    """No verb opens a connection: not to a tracker, a hub, a font or a counter of users."""
+    asked = tmp_path / "asked.txt"
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD.format(asked=str(asked)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    for words in VERBS[kind]:
+        code, _, err = octfm_command(*words, cwd=tmp_path)
+        assert code == 0, (words, err)
+        assert not asked.exists(), (words, asked.read_text())
+    refused = subprocess.run([sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 9))"], capture_output=True)
+    assert refused.returncode and b"no network here" in refused.stderr and "127.0.0.1" in asked.read_text(), "the guard guards"

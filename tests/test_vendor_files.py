@@ -107,10 +107,11 @@ def test_brighter_codes_of_e2e_are_never_darker():
     assert table[63 << 10] == 1 and table[0] == 0 and (np.diff(table) > 0).all()
 
 
-def test_a_scan_is_the_same_as_vol_and_e2e(tmp_path):
+@pytest.mark.parametrize("multiple", [True, False])
+def test_a_scan_is_the_same_as_vol_and_e2e(tmp_path, multiple):
     voxels = telling_voxels()
     vol = read_volume(write_vol(tmp_path / "a.vol", voxels))
-    e2e = read_volume(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}), spacing_mm=SPACING_MM)
+    e2e = read_volume(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}, multiple=multiple), spacing_mm=SPACING_MM)
     np.testing.assert_array_equal(vol.voxels, e2e.voxels)
 
 
@@ -154,6 +155,16 @@ def test_degrees_of_an_e2e_order_bscans_and_are_not_taken_for_millimetres(tmp_pa
     assert read_volume(uri).spacing_mm == SPACING_MM
 
 
+def test_a_bscan_that_is_missing_in_an_e2e_is_noticed(tmp_path):
+    uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())})
+    content = bytearray(uri.read_bytes())
+    kind = content.rindex(b"MDbData") + 52  # of the last chunk, an image: 1 is nothing that is read
+    assert content[kind : kind + 4] == b"\0\0\0\x40"
+    content[kind : kind + 4] = b"\1\0\0\0"
+    uri.write_bytes(content)
+    assert code_of(uri, spacing_mm=SPACING_MM) == "frame_count_mismatch"
+
+
 @pytest.mark.parametrize(("ends", "pattern"), [(radial_ends(12), 3), (None, 2)])
 def test_star_and_circle_of_an_e2e_are_left_out(tmp_path, ends, pattern):
     uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())}, ends=ends, pattern=pattern)
@@ -168,6 +179,17 @@ def test_radial_topcon_scans_are_left_out_unless_asked_for(tmp_path, scan_mode, 
     uri = write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16), scan_mode=scan_mode)
     assert code_of(uri) == "not_raster"
     assert read_volume(uri, raster_only=False).layout == layout
+
+
+def test_older_topcon_files_state_the_field_in_another_chunk(tmp_path):
+    """PARAM_SCAN_02 has two numbers and a byte more in front of it (OCT-Converter's param_scan_02_header)."""
+    uri = write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16))
+    name, content = b"@PARAM_SCAN_04", uri.read_bytes()
+    at = content.index(name) + len(name)
+    size = int.from_bytes(content[at : at + 4], "little")
+    older = bytes(9) + content[at + 4 : at + 4 + size]
+    uri.write_bytes(content.replace(name + content[at : at + 4 + size], b"@PARAM_SCAN_02" + len(older).to_bytes(4, "little") + older))
+    assert read_volume(uri).spacing_mm == pytest.approx(SPACING_MM)
 
 
 def test_topcon_without_a_field_size_asks_for_millimetres(tmp_path):

@@ -121,9 +121,9 @@ def write_tiff(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, **options) -
         um = {f"PhysicalSize{axis}": 1000 * mm for axis, mm in zip("ZYX", spacing_mm, strict=True)}
         tifffile.imwrite(path, gray, ome=True, metadata={"axes": "ZYX", **um}, **options)
     elif options.pop("imagej", False):
-        tifffile.imwrite(
-            path, gray, imagej=True, resolution=(1 / dx, 1 / dy), metadata={"spacing": dz, "unit": "mm", "axes": "ZYX"}, **options
-        )
+        unit, of_mm = options.pop("unit", "mm"), options.pop("of_mm", 1)
+        step = {"spacing": dz * of_mm, "unit": unit, "axes": "ZYX"}
+        tifffile.imwrite(path, gray, imagej=True, resolution=(1 / dx / of_mm, 1 / dy / of_mm), metadata=step, **options)
     else:
         tifffile.imwrite(path, gray, metadata=None, photometric="minisblack", **options)
     return path
@@ -328,6 +328,9 @@ FORMATS: dict[str, Format] = {
     "heyex_xml": Format(lambda at, v: write_heyex_xml(at, v, shuffle=3), states=_HEYEX, cut=lambda uri: uri),
     "heyex_xml_png": Format(lambda at, v: write_heyex_xml(at, v, suffix="png"), states=_HEYEX, cut=lambda uri: uri.parent / "scan 2.png"),
     "tiff_imagej": Format(lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "tiff_imagej_micron": Format(
+        lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True, unit="micron", of_mm=1000), states=frozenset({"spacing"})
+    ),
     "tiff_ome": Format(lambda at, v: write_tiff(at.with_suffix(".tiff"), v, ome=True), (np.uint8, np.uint16), frozenset({"spacing"})),
     "tiff_big_deflated": Format(
         lambda at, v: write_tiff(at.with_suffix(".tif"), v, bigtiff=True, compression="zlib"), (np.uint8, np.uint16)
