@@ -1,11 +1,17 @@
-"""`octfm doctor --tpu` without its libraries: what is tried after a step that does not fit. The compiler's answers are invented here;
-those of libtpu itself are tested in tests/xla/test_tpu.py."""
+"""`octfm doctor --tpu` without its libraries: what is tried after a step that does not fit, and what is said of a program that crashes.
+The compiler's answers are invented here; those of libtpu itself are tested in tests/xla/test_tpu.py."""
+
+import sys
+import tempfile
+from pathlib import Path
+from shlex import quote as quoted
 
 import pytest
 
+from octfm.cli import main
 from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
-from octfm.training.preflight import tpu
+from octfm.training.preflight import tpu, tpu_program
 from octfm.training.settings import PretrainConfig
 
 FITS = tpu.Compiled(arguments=2**30, temporaries=2**31, seconds=60.0)
@@ -80,3 +86,83 @@ def test_whitened_goals_are_refused_as_in_a_run_with_xla_and_before_any_library_
     config = PretrainConfig.model_validate({"objective": {"target_norm": "whiten"}})
     with pytest.raises(ConfigError, match="whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"):
         tpu.examine(config, Preprocessing(), "v4-32", print)
+
+
+GOOD = {
+    "tpu_record": "write('arguments.json', '{}')",
+    "tpu_compile": 'write(\'compiled.json\', \'{"arguments": 1, "temporaries": 2, "results": 3, "seconds": 4.0}\')',
+}
+KILLED = "print('E1122 warm.cc:7] slow', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+ABORTED = "print('F1122 10:00 plan.cc:7] Check failed: n > 0\\n@ 0x7f libtpu.so', file=sys.stderr); os.abort()"
+CRASHES = {
+    "killed": (KILLED, ("SIGKILL", "memory ran out", "GB are free now")),
+    "no memory": ("bytearray(10**18)", ("exit status 1", "MemoryError", "memory ran out")),
+    "no library": ("import libtpu_of_another_world", ("No module named 'libtpu_of_another_world'", "tests/xla/environment.sh .venv-xla")),
+    "locked": ("raise RuntimeError('The TPU is already in use by process 7')", ("in use by process 7", "delete /tmp/libtpu_lockfile")),
+    "segmentation fault": ("import signal; os.kill(os.getpid(), signal.SIGSEGV)", ("SIGSEGV", "Fatal Python error: Segmentation fault")),
+    "aborted": (ABORTED, ("SIGABRT", "plan.cc:7] Check failed: n > 0", "try again")),
+    "no such operator": ("raise KeyError('aten::new')", ("exit status 1", "KeyError: 'aten::new'", "report it")),
+    "silent": ("os._exit(3)", ("exit status 3", "it said nothing")),
+    "no answer": ("print('{}')", ("exit status 0 and no answer",)),
+}
+
+
+@pytest.fixture
+def programs(monkeypatch, tmp_path):
+    """Programs that take the place of the two that need libraries: this Python code, with `write` for an answer."""
+
+    def give(**codes: str) -> None:
+        script = "#!/bin/sh\n" + "".join(f"case $2 in *.{name}) code={quoted(code)};; esac\n" for name, code in (GOOD | codes).items())
+        start = "import os, sys; from pathlib import Path; write = lambda name, text: (Path(sys.argv[1]) / name).write_text(text)\n"
+        (tmp_path / "python").write_text(script + f'exec {sys.executable} -c {quoted(start)}"$code" "$3"\n')
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(tpu_program.sys, "executable", str(tmp_path / "python"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    return give
+
+
+def compile_step() -> tpu.Compiled:
+    return tpu.compile_step(CONFIG, Preprocessing(), tpu.SLICES["v4-32"])
+
+
+def test_answers_go_from_the_programs_to_the_doctor(programs):
+    programs()
+    assert compile_step() == tpu.Compiled(1, 2, 3, 4.0)
+
+
+@pytest.mark.parametrize("crash, program", [("killed", "tpu_record"), *((crash, "tpu_compile") for crash in CRASHES)])
+def test_a_program_that_crashes_is_one_line_with_what_to_do(programs, tmp_path, program, crash):
+    code, words = CRASHES[crash]
+    programs(**{program: code})
+    with pytest.raises(ConfigError) as caught:
+        compile_step()
+    told = str(caught.value)
+    task = {"tpu_record": "recording the step (torch_xla)", "tpu_compile": "compiling the step (libtpu)"}[program]
+    assert "\n" not in told and "Traceback" not in told and told.startswith(f"--tpu: {task} ") and all(word in told for word in words)
+    log = Path(told.rpartition(" is in ")[2])
+    assert log.parent == tmp_path and not list(tmp_path.glob("octfm-tpu-*")), "what the program said is kept, its working folder is not"
+    assert bool(log.read_text()) == (crash not in ("silent", "no answer"))
+
+
+def test_an_error_of_octfm_itself_is_told_as_it_is(programs):
+    programs(tpu_record="from octfm.errors import ConfigError; raise ConfigError('masks.budget: expected 8 or more, got 3; raise it')")
+    with pytest.raises(ConfigError, match=r"^masks.budget: expected 8 or more, got 3; raise it$"):
+        compile_step()
+
+
+def test_a_program_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(tpu_program.sys, "executable", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"recording the step .* could not be started: .*No such file"):
+        compile_step()
+
+
+def test_the_command_line_says_it_without_a_traceback(monkeypatch, programs, capsys):
+    programs(tpu_compile=KILLED)
+    monkeypatch.setattr(tpu, "slice_of", tpu.SLICES.__getitem__)
+    monkeypatch.setattr("sys.argv", ["octfm", "doctor", "vit_s", "data.per_device_batch_size=1", "--tpu", "v4-32"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 1 and told.count("\n") == 1
+    assert told.startswith("octfm: --tpu: compiling the step (libtpu) ended with SIGKILL and no answer")

@@ -7,9 +7,6 @@ the devices and fits; it proves nothing about speed or numerics.
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
 from octfm.masks import token_grid
 from octfm.training.preflight.check import Check, fail, passed
+from octfm.training.preflight.tpu_program import run
 from octfm.training.settings import PretrainConfig
 
 GIB = 2**30
@@ -139,25 +137,18 @@ def slice_of(name: str) -> Slice:
 
 
 def compile_step(config: PretrainConfig, preprocessing: Preprocessing, slice_: Slice) -> Compiled:
-    """The program of one update, compiled. Takes minutes; what does not fit is an answer, not an error."""
+    """The program of one update, compiled. Takes minutes; what does not fit is an answer, not an error. ConfigError, in words, where the
+    libraries crash or this machine's memory runs out."""
     with tempfile.TemporaryDirectory(prefix="octfm-tpu-") as folder:
         job = {
             "config": config.model_dump(mode="json"),
             "preprocessing": preprocessing.model_dump(mode="json"),
             "devices": slice_.devices,
         }
-        (Path(folder) / "job.json").write_text(json.dumps(job))
-        _run("tpu_record", folder, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
+        place = Path(folder)
+        (place / "job.json").write_text(json.dumps(job))
+        run("tpu_record", place, "arguments.json", {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
         # libtpu is the property of one process per machine, unless it is told that no TPU is meant.
         alone = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        told = _run("tpu_compile", folder, alone, slice_.topology)
-    return Compiled(**json.loads(told.splitlines()[-1]))
-
-
-def _run(program: str, folder: str, environment: dict[str, str], *words: str) -> str:
-    command = [sys.executable, "-m", f"octfm.training.preflight.{program}", folder, *words]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigError(f"--tpu: {program} failed: {last[:300]}")
-    return done.stdout
+        told = run("tpu_compile", place, "compiled.json", alone, slice_.topology)
+    return Compiled(**json.loads(told))

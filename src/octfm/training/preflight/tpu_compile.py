@@ -1,4 +1,4 @@
-"""Compiles a recorded step for a TPU slice and prints what it takes: `python -m octfm.training.preflight.tpu_compile DIR v4:2x2x4`.
+"""Compiles a recorded step for a TPU slice and writes down what it takes: `python -m octfm.training.preflight.tpu_compile DIR v4:2x2x4`.
 
 libtpu compiles ahead of time for a TPU that is not there; JAX is the way to ask it.
 """
@@ -90,4 +90,5 @@ def _too_large(message: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_for(Path(sys.argv[1]), sys.argv[2])))
+    folder = Path(sys.argv[1])
+    (folder / "compiled.json").write_text(json.dumps(compile_for(folder, sys.argv[2])))
