@@ -5,7 +5,7 @@
 #   launch/tpu_pod.sh tail|stop|delete --name oct --zone us-central2-b
 #
 # --dry-run prints every command instead of running it. --project, --version (of the TPU software) and --setup (a command that makes .venv on
-# a worker) are optional. Tested with a fake gcloud only: nobody has run it on a TPU.
+# a worker) are optional; runtime.parallel=xla_spmd is added. Tested with a fake gcloud only: nobody has run it on a TPU.
 set -euo pipefail
 
 usage() {
@@ -21,7 +21,9 @@ refuse() {
 verb=${1:-}
 [ $# -gt 0 ] && shift
 name="" zone="" type="" project="" version=tpu-ubuntu2204-base dry=0
-setup='python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e .'
+# torch_xla needs torch 2.9, so not the versions of constraints.txt; the system's Python is older than octfm's oldest.
+setup="(command -v python3.11 || sudo apt-get install -y -q python3.11-venv) && python3.11 -m venv .venv && \
+.venv/bin/pip install -q torch==2.9.0 'torch_xla[tpu]==2.9.0' -e ."
 while [ $# -gt 0 ]; do
     case $1 in
     --dry-run) dry=1 && shift ;;
@@ -108,6 +110,13 @@ if [ -z "$held" ]; then echo "holder $(hostname) nobody"; else for p in $held; d
 
 start() {
     [ $# -gt 0 ] || usage
+    # Any other command, and any other engine, would run on every worker as if it were alone (F10).
+    [ "$1" = pretrain ] || refuse "of octfm's commands only pretrain shares its work among workers, got $1; run that on one machine (F10)"
+    case " $* " in
+    *" runtime.parallel=xla_spmd "*) ;;
+    *" runtime.parallel="*) refuse "a pod trains with runtime.parallel=xla_spmd, got $*; leave runtime.parallel out (F10)" ;;
+    *) set -- "$@" runtime.parallel=xla_spmd ;;
+    esac
     commit=$(git rev-parse HEAD)
     create
     sync_commit

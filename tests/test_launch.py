@@ -172,8 +172,9 @@ def test_F20_one_command_brings_one_commit_to_all_workers_and_starts_them(machin
     assert done.returncode == 0, done.stderr
     assert f"4 workers at commit {commit}" in done.stdout and "accelerators of w0 nobody" in done.stdout and "step 1" in done.stdout
     calls = "\n".join(machine.calls)
-    wanted = ["tpu-vm create oct --zone z1 --accelerator-type v4-32", "tpu-vm scp", f"checkout -q --detach {commit}", "echo commit",
-              "holder", "-m octfm pretrain vit_s data.store=gs://b/prepared > run.log", "tail -n 50 -F"]  # fmt: skip
+    begun = "-m octfm pretrain vit_s data.store=gs://b/prepared runtime.parallel=xla_spmd > run.log"
+    wanted = ["tpu-vm create oct --zone z1 --accelerator-type v4-32", "tpu-vm scp", f"checkout -q --detach {commit}",
+              "torch_xla[tpu]==2.9.0", "echo commit", "holder", begun, "tail -n 50 -F"]  # fmt: skip
     places = [calls.index(words) for words in wanted]
     assert places == sorted(places), "create, sync, compare, look who holds the chips, start, tail"
     assert all("--worker=all" in call for call in machine.calls if "scp" in call or "run.pid" in call)
@@ -198,6 +199,14 @@ def test_F20_uncommitted_changes_and_held_accelerators_are_refused(machine, clon
     (folder / "launch" / "torchrun.sh").write_text("changed")
     done = script("tpu_pod.sh", "start", *POD, *RUN, cwd=folder)
     assert done.returncode == 1 and "uncommitted changes would not reach the workers" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("embed", "run"), ("pretrain", "vit_s", "runtime.parallel=ddp"), ("finetune", "task")])
+def test_F10_what_every_worker_would_do_as_if_alone_is_refused(machine, clone, words):
+    folder, commit = clone
+    pod(machine, [commit] * 4)
+    done = script("tpu_pod.sh", "start", *POD, "--", *words, cwd=folder)
+    assert done.returncode == 1 and "(F10)" in done.stderr and machine.calls == [], done.stderr
 
 
 def test_a_dry_run_prints_every_command_and_runs_none(machine, clone):
