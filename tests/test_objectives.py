@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from octfm.models import recompute
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.mae import MAE
@@ -249,14 +250,22 @@ def test_autoencoder_has_no_teacher_and_every_weight_learns():
     assert output.features_at_BM is INDEX.context and output.features_BMD.shape == (2, 4, 48)
 
 
+def as_with_xla(block, x, turn, **_):
+    return recompute.Recomputed.apply(block, turn, x, *block.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", [recompute.checkpoint, as_with_xla])
 @every
-def test_activation_checkpointing_changes_no_bit_and_needs_less_memory(name, monkeypatch):
+def test_activation_checkpointing_changes_no_bit_and_needs_less_memory(name, way, precision, monkeypatch):
     """What is computed again in the backward pass is what was computed before; meanwhile it is not kept."""
+    monkeypatch.setattr(recompute, "checkpoint", way)
     found = {}
     for again in (False, True):
         monkeypatch.setattr(sys.modules[__name__], "MODEL", MODEL.model_copy(update={"activation_checkpointing": again}))
         model, x, kept = build(name), patches(), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.nbytes), t)[1], lambda t: t):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.nbytes), t)[1], lambda t: t)
+        with hooks, torch.autocast("cpu", enabled=precision == "bf16"):
             loss = model(x, x, INDEX, 0.5).loss
         bytes_kept = sum(kept)  # before the backward pass, which keeps what it computes again
         loss.backward()

@@ -179,6 +179,17 @@ def test_an_objective_without_a_teacher_trains_what_one_process_trains(store, tm
             np.testing.assert_allclose([r[name] for r in a], [r[name] for r in b], rtol=1e-3, err_msg=name)
 
 
+def test_activation_checkpointing_changes_no_curve_and_adds_no_program(store, tmp_path, both):
+    folder, _ = both
+    met.clear_all()
+    model = {"model": SMALL["model"] | {"activation_checkpointing": True}}
+    train(store, tmp_path / "run", XLA, model, {"steps": 30}, stop_at=5)
+    assert met.metric_data("CompileTime")[0] == 1
+    a, b = (rows(x)[:6] for x in (folder / "alone", tmp_path / "run"))
+    for name in ("loss", "grad_norm", "teacher_step"):
+        np.testing.assert_allclose([r[name] for r in a], [r[name] for r in b], rtol=1e-3, err_msg=name)
+
+
 def test_bfloat16_and_the_online_probe(store, tmp_path):
     labels = tmp_path / "labels.csv"
     people = sorted({row.participant for row in store.rows})

@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from octfm.config import Config
 from octfm.models.attention import attend
 from octfm.models.products import Linear
+from octfm.models.recompute import through
 
 Shape3 = tuple[int, int, int]
 Rotary = tuple[Tensor, Tensor]
@@ -146,13 +146,6 @@ class Block(nn.Module):
         """`turn` is what `turn_qkv` makes of a rotary table; None where positions are added to the tokens."""
         x_BMD = x_BMD + self.attn(self.norm1(x_BMD), turn)
         return x_BMD + self.mlp(self.norm2(x_BMD))
-
-
-def through(block: nn.Module, x_BMD: Tensor, turn: Rotary | None, again: bool) -> Tensor:
-    """A block's output; with `again`, what it computes on the way is not kept for the backward pass but computed once more there."""
-    if not (again and torch.is_grad_enabled()):
-        return block(x_BMD, turn)
-    return checkpoint(block, x_BMD, turn, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
 
 class VisionTransformer3D(nn.Module):
