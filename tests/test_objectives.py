@@ -273,3 +273,17 @@ def test_activation_checkpointing_changes_no_bit_and_needs_less_memory(name, way
     assert torch.equal(found[False][0], found[True][0]) and len(found[False][2]) == len(found[True][2]) > 20
     assert all(torch.equal(a, b) for a, b in zip(found[False][2], found[True][2], strict=True))
     assert found[True][1] < 0.6 * found[False][1]
+
+
+def test_what_is_computed_again_with_xla_waits_for_the_gradient():
+    """A compiler that saw the same numbers computed twice would keep the first ones, and save no memory."""
+    seen = []
+
+    class Block(torch.nn.Linear):
+        def forward(self, x, turn):
+            seen.append(x.detach().clone())
+            return super().forward(x)
+
+    block, x = Block(4, 4), torch.ones(1, 2, 4, requires_grad=True)
+    as_with_xla(block, x, None).backward(torch.tensor([[[1.0] * 4, [float("nan")] * 4]]))
+    assert torch.equal(seen[0], seen[1][:, :1].expand(1, 2, 4)) and seen[1][0, 1].isnan().all()

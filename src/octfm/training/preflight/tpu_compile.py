@@ -86,7 +86,9 @@ def compile_for(folder: Path, topology: str) -> dict[str, Any]:
 
 def _too_large(message: str) -> str:
     found = re.search(r"temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", message)
-    return f"does not fit: {found[1]} GiB of temporaries on a device that has {found[2]}" if found else f"does not fit: {message[:200]}"
+    if not found:
+        return f"does not fit: {' '.join(message.split())[:200]}"
+    return f"does not fit: {found[1]} GiB of temporaries on a device that has {found[2]}"
 
 
 if __name__ == "__main__":
