@@ -12,7 +12,7 @@ from octfm.data.acquisition import FLAGS, Acquisition
 from octfm.data.catalog import Catalog, CatalogError, scan
 from octfm.data.phantom import write_phantom
 from octfm.data.readers import REASONS
-from octfm.report.data_health import outliers, write_data_health
+from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
 from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
 from test_cli import octfm_command
 
@@ -54,6 +54,13 @@ def test_page_says_what_the_catalog_says(catalog, page):
     for scanner in summary["scanners"]:
         sides = [a.laterality for a in catalog.acquisitions if a.scanner == scanner]
         assert f"{len(sides)} " in text and f"{sides.count('R')} {sides.count('L')} {sides.count(None)}" in text
+    for split, count in summary["participants_per_split"].items():
+        assert re.search(rf"\b{split} {count} \d+ ", text, re.I), split
+    for scanner, size in {(a.scanner, " × ".join(map(str, a.shape))) for a in catalog.acquisitions}:
+        same = [a for a in catalog.acquisitions if a.scanner == scanner and " × ".join(map(str, a.shape)) == size]
+        assert re.search(rf"{scanner.replace('_', '.')} {size} {len(same)} ", text), (scanner, size)
+    for name in (*AXES, *EXTENTS):
+        assert name[0].upper() + name[1:] in text and f"{name}: " in page.read_text(), "a chart, and its words for those who cannot see it"
 
 
 def test_page_is_self_contained_and_names_no_file_folder_or_person(catalog, page):
