@@ -154,6 +154,16 @@ def test_a_length_that_swallows_the_name_quotes_nothing_of_it(tmp_path, whole, i
     assert outcome(read_header, tmp_path / "a.dcm") in REASONS
 
 
+@pytest.mark.parametrize(("tag", "vr"), [(b"\x10\x00\x30\x00", b"DA"), (b"\x10\x00\x10\x00", b"PN")])
+def test_a_flipped_bit_makes_no_id_of_a_name_or_a_birth_date(tmp_path, whole, tag, vr):
+    """The last of two elements of one tag counts (found by seed 4242)."""
+    (seed,) = (seed for seed in whole if seed.name == "dicom 16 bit")
+    content = seed.files[seed.read]
+    assert content.count(tag + vr) == 1
+    (tmp_path / "a.dcm").write_bytes(content.replace(tag + vr, b"\x10\x00\x20\x00" + vr))
+    assert read_header(tmp_path / "a.dcm").participant in (None, "1001")
+
+
 def test_what_torch_loads_is_weights_only():
     """A pickle from elsewhere may run anything: every torch.load says weights_only=True, and nothing else unpickles files."""
     calls, safe = 0, 0

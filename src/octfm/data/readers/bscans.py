@@ -4,6 +4,7 @@ Where nothing states a thing it stays unknown: laterality is flagged, spacing is
 """
 
 import hashlib
+import lzma
 import struct
 import zipfile
 import zlib
@@ -24,7 +25,9 @@ from octfm.data.readers.dicom_pixels import MAX_BYTES
 from octfm.data.volume import LAYOUTS, RASTER_ONLY, Layout, Lines, Shape3, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
-DAMAGE = (struct.error, zlib.error, zipfile.BadZipFile, ValueError, LookupError, ArithmeticError, EOFError, OverflowError, MemoryError)
+_OF_ZIP = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError)
+"""RuntimeError: a password, a version or a method that zipfile does not know; one flipped bit asks for them."""
+DAMAGE = (*_OF_ZIP, struct.error, ValueError, LookupError, ArithmeticError, EOFError, OverflowError, MemoryError)
 """What cut or mutated bytes make of a parser."""
 
 _SAMPLES, _SAMPLE_BYTES = 128, 2048

@@ -40,6 +40,9 @@ ELEMENTS = (
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
 
+_OF_A_PERSON = ("PN", "DA")
+"""Value representations that none of ELEMENTS has: one flipped bit makes the tag of a birth date that of the id."""
+
 Header = Any
 """What has `.get(keyword)`: a pydicom Dataset, or a dict where several files make one volume."""
 
@@ -52,7 +55,12 @@ class FileHeader:
         self.implicit = bool(dataset.original_encoding[0])
 
     def get(self, keyword: str) -> Any:
-        return self._groups[keyword] if keyword in self._groups else self._dataset.get(keyword)
+        if keyword in self._groups:
+            return self._groups[keyword]
+        from pydicom.tag import Tag
+
+        element = self._dataset.get(Tag(keyword))
+        return None if element is None or element.VR in _OF_A_PERSON else element.value
 
 
 @dataclass(frozen=True)
