@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from octfm.data.acquisition import Reject
 from octfm.data.catalog import Catalog, CatalogError, scan
 from octfm.data.phantom import write_phantom
 from octfm.data.prepare import prepare
@@ -71,6 +72,14 @@ def test_everything_else_stays_true(catalog):
     assert [a.uri for a in hidden.acquisitions] == sorted(a.uri for a in hidden.acquisitions)
     assert all(re.fullmatch(r"2\.25\.\d{1,39}", a.sop_instance_uid) for a in hidden.acquisitions), "a valid UID"
     assert len({a.sop_instance_uid for a in hidden.acquisitions}) == len(catalog.acquisitions)
+
+
+def test_layer_heights_stay_linked_to_their_volume_and_name_it_by_its_pseudonym(catalog):
+    volume = catalog.acquisitions[0]
+    heights = Reject(f"{catalog.root}/heights.dcm", "layer_heights", "", 9, refers_to=volume.sop_instance_uid)
+    hidden = pseudonymise(replace(catalog, skipped=(heights,)), KEY)
+    (own,) = pseudonymise(replace(catalog, acquisitions=(volume,)), KEY).acquisitions
+    assert hidden.layer_heights(own) == (hidden.skipped[0].uri,) and volume.sop_instance_uid not in repr(hidden)
 
 
 def test_the_key_decides_and_dates_keep_their_intervals(catalog):

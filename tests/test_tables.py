@@ -27,7 +27,7 @@ def clinic(tmp_path) -> Path:
         name = f"{pid}/{number}.dcm"
         write_oct_dicom(root / name, voxels, SPACING_MM, laterality=None, participant=None, sop_instance_uid=f"1.2.{number}")
         lines.append(f"{name},{pid},{'OD' if side == 'R' else 'os'},3")
-    (tmp_path / "files.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "files.csv").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")  # as spreadsheets save it
     (tmp_path / "people.csv").write_text(
         "pid;set;dx;PatientName;years\np1;train;dme;Planted^Secret;61\np2;test;healthy;Planted^Secret;58\n"
     )
