@@ -160,7 +160,7 @@ def train(arm: Arm, seed: int, steps: int, store: Store, folder: Path) -> tuple[
         with faults_of_the_prototype() if arm.as_it_was else nullcontext():
             pretrain(config, store, folder, "cpu", echo=lambda line: print(f"    {line}", flush=True) if "/" in line[:30] else None)
         model.load_state_dict(checkpoint.load(checkpoint.newest(folder))["model"])
-        rows = read_metrics(folder / "metrics.jsonl")
+        rows = list(read_metrics(folder / "metrics.jsonl"))
         last = [row for row in rows if row["kind"] == "validation"][-1]
         facts = {name: last[name] for name in ("masked_over_baseline", "context_over_baseline")}
         speeds = [row["volumes_per_s"] for row in rows if row["kind"] == "train" and "volumes_per_s" in row]
