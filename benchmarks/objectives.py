@@ -56,6 +56,7 @@ BASE: dict[str, Any] = {
 }
 WHOLE_GRID = {"masks": {"budget": None}}
 PLAIN = {"objective": {"context_loss": 0.0}, **WHOLE_GRID}
+WHITENED = {"objective": {"target_norm": "whiten", "target_levels": 2, "context_loss": 1.0}}
 ACCEPTS_ANYTHING = {"health": {"on_fault": "warn", "rank_share": 0.0, "least_std": 0.0, "drop": 1e-6, "deviations": 1e9}}
 
 
@@ -91,9 +92,9 @@ ARMS = (
     ),
 )
 ALSO = (
-    Arm(
-        "whitened", "ours, two levels of whitened goals", {"objective": {"target_norm": "whiten", "target_levels": 2, "context_loss": 1.0}}
-    ),
+    Arm("whitened", "ours, two levels of whitened goals", WHITENED),
+    Arm("slow_teacher", "whitened, with a teacher that hardly moves", WHITENED | {"schedule": {"base_lr": 1e-3, "ema_base": 0.9995}}),
+    Arm("fast_learner", "slow_teacher at four times the learning rate", WHITENED | {"schedule": {"base_lr": 4e-3, "ema_base": 0.9995}}),
     Arm("levels", "ours, goals from all four levels", {"objective": {"target_levels": 4}}),
     Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", {"masks": {"plane": "bscan"}}),
     Arm("inner", "ours, blocks in the B-scan plane around the inner retina", {"masks": {"plane": "bscan", "centres": "inner"}}),
