@@ -58,7 +58,7 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     config, preprocessing = PretrainConfig.model_validate_json(config_json), Preprocessing.model_validate_json(preprocessing_json)
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
     state = torch.get_rng_state()
     with torch.device("meta"):
@@ -76,7 +76,14 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
                 parameter.register_post_accumulate_grad_hook(_give_away)
         # Views of weights are no memory of their own. For one process they are counted all the same: its estimate agrees with its runs so,
         # which says that something of that size is missing there (docs/LOG.md).
-        ledger, counter = _Ledger(model.parameters() if sharded else ()), FlopCounterMode(display=False)
+        # torch counts the fused kernels of accelerators, not the CPU's.
+        fused = {
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+                lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+            ),
+        }
+        ledger, counter = _Ledger(model.parameters() if sharded else ()), FlopCounterMode(display=False, custom_mapping=fused)
         with ledger, counter:
             inputs = _inputs(config, preprocessing, micro_batch, kept, num_context, num_target)
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
