@@ -80,8 +80,6 @@ class Cases:
     """Classes with too few participants for the design."""
     ordered: bool = False
     """The classes are grades, lowest first."""
-    kinds: np.ndarray | None = None
-    """[n] what the classes are made of where that is known, as diseases are of diagnoses: a probe tells these apart and adds them up."""
 
     @property
     def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:
@@ -140,9 +138,9 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         if all(healthy) or not any(healthy):
             raise Skip(f"Column {target.column} does not hold both healthy and diseased eyes (healthy is spelt {', '.join(HEALTHY)}).")
         # The probe is trained on each eye's own label; the participant is scored, and is diseased when any eye is.
-        label, classes = 1 - np.array(healthy, dtype=int), ("healthy", "disease")
-        kinds = np.unique(np.where(healthy, "", kept), return_inverse=True)[1]
-        return Cases(target, rows, label, classes, participant, participant, "participant", unlabelled, kinds=kinds)
+        return Cases(
+            target, rows, 1 - np.array(healthy, dtype=int), ("healthy", "disease"), participant, participant, "participant", unlabelled
+        )
     numbers = [as_number(v) for v in kept]
     if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
         # A number measured on an eye is not averaged over both eyes of a participant.

@@ -181,8 +181,7 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
     values, priors, grades, chosen = [], [], [], []
     for r in rounds:
         x, y, who, new = vectors[r.train], cases.label[r.train], cases.participant[r.train], vectors[r.test]
-        kinds = None if cases.kinds is None else cases.kinds[r.train]
-        value, setting = fit_predict(readout, x, y, who, new, num_classes, seed, kinds)
+        value, setting = fit_predict(readout, x, y, who, new, num_classes, seed)
         values.append(value)
         chosen.append(setting)
         if num_classes:

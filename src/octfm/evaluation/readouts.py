@@ -32,16 +32,11 @@ def fit_predict(
     x_new: np.ndarray,
     num_classes: int,
     seed: int,
-    kinds: np.ndarray | None = None,
 ) -> tuple[np.ndarray, float]:
     """Log-probabilities [new, K] (or predicted numbers [new, 1]) and the setting that inner participant folds chose.
 
-    Classes count the same however rare. `num_classes` 0: regression. `kinds` int [n]: what classes are made of, as "disease" is made of
-    diagnoses. They are told apart, the kinds of a class counting the same, and their probabilities are added up: what is swollen and what
-    is thinned lie on both sides of what is healthy, where no plane parts the two from it.
+    Classes count the same however rare. `num_classes` 0: regression.
     """
-    names, label = (np.arange(num_classes), y) if kinds is None else np.unique(kinds, return_inverse=True)
-    class_of = names if kinds is None else np.array([y[label == kind][0] for kind in range(len(names))])
     if readout == "knn":
         grid, path = NEIGHBOURS, _neighbours
     elif readout == "ordinal":
@@ -54,29 +49,10 @@ def fit_predict(
         train, held_out = fold != k, fold == k
         if not train.any() or not held_out.any():
             continue  # fewer participants than folds
-        for i, predicted in enumerate(path(*_standardised(x[train], x[held_out]), label[train], class_of, grid)):
-            loss[i] += _loss(_of_classes(predicted, class_of, num_classes), y[held_out], y, num_classes)
+        for i, predicted in enumerate(path(*_standardised(x[train], x[held_out]), y[train], num_classes, grid)):
+            loss[i] += _loss(predicted, y[held_out], y, num_classes)
     best = grid[int(loss.argmin())]
-    return _of_classes(path(*_standardised(x, x_new), label, class_of, (best,))[0], class_of, num_classes), best
-
-
-def _of_classes(log_p: np.ndarray, class_of: np.ndarray, num_classes: int) -> np.ndarray:
-    """Log-probabilities [n, K] of classes from those [n, kinds] of what they are made of; regression passes through."""
-    if not num_classes:
-        return log_p
-    found = _nothing_known(len(log_p), num_classes)
-    for c in np.unique(class_of):
-        found[:, c] = np.logaddexp.reduce(log_p[:, class_of == c], axis=1)
-    return found
-
-
-def _weights(label: np.ndarray, class_of: np.ndarray) -> np.ndarray:
-    """[n], 1 on average: every class that is there counts the same, and so does every kind within its class, however rare. Balanced
-    accuracy is reported, and a screening cohort is mostly healthy."""
-    present = np.unique(label)
-    kinds_of = np.bincount(class_of[present])
-    share = 1 / (np.count_nonzero(kinds_of) * kinds_of[class_of[label]])
-    return len(label) * share / np.bincount(label)[label]
+    return path(*_standardised(x, x_new), y, num_classes, (best,))[0], best
 
 
 def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -87,41 +63,41 @@ def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndar
     return (x - mean) / scale, (x_new - mean) / scale
 
 
-def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, class_of: np.ndarray, grid: Sequence[float]) -> list[np.ndarray]:
+def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
     from sklearn.linear_model import LogisticRegression, Ridge
 
-    if not len(class_of):
+    if num_classes == 0:
         return [Ridge(alpha=alpha).fit(x, y).predict(x_new)[:, None] for alpha in grid]
     present = np.unique(y)
     predictions = []
     for c in grid:
-        log_p = _nothing_known(len(x_new), len(class_of))
+        # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
+        log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
-            fitted = LogisticRegression(C=c, max_iter=2000).fit(x, y, sample_weight=_weights(y, class_of))
+            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000).fit(x, y)
             log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
         predictions.append(log_p)
     return predictions
 
 
-def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, class_of: np.ndarray, grid: Sequence[float]) -> list[np.ndarray]:
+def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
     """Votes of the nearest training rows by cosine; a rare class's vote weighs more."""
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
-    if not len(class_of):
+    if num_classes == 0:
         return [y[order[:, : int(k)]].mean(1)[:, None] for k in grid]
-    vote = np.eye(len(class_of))[y] * _weights(y, class_of)[:, None]
+    vote = np.eye(num_classes)[y] / np.maximum(1, np.bincount(y, minlength=num_classes)) * len(y) / num_classes
     # Half a vote for every class, so that no class is ever impossible.
-    nothing = 0.5 / np.bincount(class_of)[class_of]
-    counted = [vote[order[:, : int(k)]].sum(1) + nothing for k in grid]
+    counted = [vote[order[:, : int(k)]].sum(1) + 0.5 for k in grid]
     return [np.log(v / v.sum(1, keepdims=True)) for v in counted]
 
 
-def _ordinal(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, class_of: np.ndarray, grid: Sequence[float]) -> list[np.ndarray]:
+def _ordinal(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
     present, grade = np.unique(y, return_inverse=True)
-    weight = _weights(y, class_of)
+    weight = (len(y) / (len(present) * np.bincount(grade)))[grade]
     predictions = []
     for c in grid:
-        log_p = _nothing_known(len(x_new), len(class_of))
+        log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
             log_p[:, present] = np.log(grade_probability(x_new, *proportional_odds(x, grade, len(present), c, weight)))
         predictions.append(log_p)
