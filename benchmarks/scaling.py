@@ -4,7 +4,8 @@ Weak scaling keeps the volumes per rank, strong scaling the global batch; both o
 one and two virtual devices of XLA where the interpreter of its environment is named. A step of
 one rank with the collectives of a job of one is the overhead of the code path. Bytes are what the algorithm sends per rank and step: an
 all-reduce of the gradients (DDP and XLA: 2 (n-1)/n of their size), or gathers of weights and a reduce-scatter (FSDP2), plus what `tell`
-exchanges. XLA's programs are compiled without optimization: times of its rows compare among themselves.
+exchanges. XLA's programs are compiled without optimization: times of its rows compare among themselves, and CPU time only with many
+steps (--steps 60), since that of compiling is taken away from it.
 On a machine that does other things as well, two ranks wait for each other's turn: look at the CPU time per volume there, not at seconds.
 """
 
