@@ -15,6 +15,7 @@ from dicom_files import item, write_oct_dicom
 from octfm.cli import app
 from octfm.config import load
 from octfm.data.catalog import Catalog, CatalogError, NothingAccepted, scan
+from octfm.data.laterality import disc_side
 from octfm.data.loader import select
 from octfm.data.phantom import phantom_volume
 from octfm.data.prepare import prepare
@@ -22,6 +23,7 @@ from octfm.data.preprocessing import Preprocessing
 from octfm.data.radial import BSCAN_MM, to_raster
 from octfm.data.readers import read_volume
 from octfm.data.store import Store
+from octfm.data.tissue import find_tissue
 from octfm.data.volume import Lines, Volume
 from octfm.errors import ConfigError
 from octfm.training import preflight
@@ -237,6 +239,15 @@ def test_sixteen_bits_stay_sixteen_bits(eye):
 
 
 # ---- asking ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_side_of_the_disc_is_told_of_a_star_as_of_the_raster_of_the_eye(eye):
+    """Beyond a star there is padding, a quarter of the places that are compared: it is no evidence."""
+    raster = to_raster(scanned(eye, lines_of(24), columns=256))
+    for volume in (eye, raster):
+        for own in (volume, volume.mirrored()):
+            found = disc_side(own.voxels, own.spacing_mm, find_tissue(own.voxels, own.spacing_mm))
+            assert found.side == {"R": "right", "L": "left"}[own.laterality], found
 
 
 def test_the_command_takes_stars_when_asked_and_refuses_other_layouts(eye, tmp_path):

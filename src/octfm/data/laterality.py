@@ -53,8 +53,13 @@ def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tis
     columns = np.unique(np.clip(np.concatenate([left, left + 1]), 0, width - 1))
     ilm, thickness_um = tissue.ilm[near][:, columns], (tissue.bm - tissue.ilm)[near][:, columns] * dy * 1000
     layers = _means_below(voxels_DHW, near, columns, ilm, (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM), dy)
-    contrast = (layers[0] - layers[1]) / max(float(layers[2].mean()), 1e-6)
-    brightness, thickness = (_right_minus_left(field, columns, fovea[1], away) for field in (contrast, thickness_um))
+    shown = layers[2] > 0  # a raster made of a star is padding beyond it
+    if not shown.any():
+        return DiscSide("unclear", float("nan"), float("nan"))
+    contrast = (layers[0] - layers[1]) / max(float(layers[2][shown].mean()), 1e-6)
+    brightness, thickness = (
+        _right_minus_left(np.where(shown, field, np.nan), columns, fovea[1], away) for field in (contrast, thickness_um)
+    )
     agree = np.sign(brightness) == np.sign(thickness) and abs(brightness) >= LEAST_BRIGHTNESS and abs(thickness) >= LEAST_THICKNESS_UM
     return DiscSide(("right" if brightness > 0 else "left") if agree else "unclear", brightness, thickness)
 
@@ -82,4 +87,6 @@ def _means_below(
 
 
 def _right_minus_left(field_DC: np.ndarray, columns: np.ndarray, middle: float, away: np.ndarray) -> float:
-    return float(np.median([np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DC]))
+    differences = [np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DC]
+    known = np.isfinite(differences)
+    return float(np.median(np.array(differences)[known])) if known.any() else float("nan")
