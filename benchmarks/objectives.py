@@ -95,6 +95,17 @@ ALSO = (
     Arm("whitened", "ours, two levels of whitened goals", WHITENED),
     Arm("slow_teacher", "whitened, with a teacher that hardly moves", WHITENED | {"schedule": {"base_lr": 1e-3, "ema_base": 0.9995}}),
     Arm("fast_learner", "slow_teacher at four times the learning rate", WHITENED | {"schedule": {"base_lr": 4e-3, "ema_base": 0.9995}}),
+    Arm("voxels", "ours, and the voxels of hidden tissue", {"objective": {"voxel_loss": 1.0}}),
+    Arm(
+        "voxels_whitened",
+        "whitened, and the voxels of hidden tissue",
+        {"objective": {"target_norm": "whiten", "target_levels": 2, "context_loss": 1.0, "voxel_loss": 1.0}},
+    ),
+    Arm(
+        "voxels_hidden",
+        "voxels, with mae's masks",
+        {"objective": {"voxel_loss": 1.0}, "masks": {"mask_ratio": 0.75, "context_ratio": 0.25}},
+    ),
     Arm("levels", "ours, goals from all four levels", {"objective": {"target_levels": 4}}),
     Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", {"masks": {"plane": "bscan"}}),
     Arm("inner", "ours, blocks in the B-scan plane around the inner retina", {"masks": {"plane": "bscan", "centres": "inner"}}),

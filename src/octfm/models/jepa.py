@@ -1,6 +1,7 @@
 """The V-JEPA 2 objective: predict the target encoder's tokens where the context encoder was blind, and, as in 2.1, where it was not."""
 
 from copy import deepcopy
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from octfm.models.objective import ObjectiveOutput, TargetNorm, TokenIndex, distance, move_average
 from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
+from octfm.models.voxels import hidden_voxels
 from octfm.models.whitening import Whitening
 
 
@@ -18,11 +20,20 @@ class JEPA(nn.Module):
     name = "vjepa2"
 
     def __init__(
-        self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid, target_levels: int = 1, target_norm: TargetNorm = "layer"
+        self,
+        model: ViTConfig,
+        predictor: PredictorConfig,
+        grid: TokenGrid,
+        target_levels: int = 1,
+        target_norm: TargetNorm = "layer",
+        voxel_loss: float = 0.0,
     ):
+        """`voxel_loss` is the weight of also predicting the voxels of hidden tissue (0: nothing predicts them)."""
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
-        self.predictor = Predictor(predictor, model.width, model.width * target_levels, model.activation_checkpointing)
+        self.voxel_loss, self.goal_width = voxel_loss, model.width * target_levels
+        answers = self.goal_width + (prod(model.patch_size) if voxel_loss else 0)
+        self.predictor = Predictor(predictor, model.width, answers, model.activation_checkpointing)
         self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
         self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
@@ -47,12 +58,16 @@ class JEPA(nn.Module):
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
 
         asked = torch.cat((index.context, index.target), dim=1)
-        answer = self.predictor(seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked))
+        answers = self.predictor(seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked))
+        answer = answers[..., : self.goal_width]
         wanted = take_tokens(goal, asked)
         num_context = index.context.shape[1]
         context_loss_B = distance(self.name, answer[:, :num_context], wanted[:, :num_context])
         masked_loss_B = distance(self.name, answer[:, num_context:], wanted[:, num_context:])
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
+        if self.voxel_loss:
+            voxels = answers[:, num_context:, self.goal_width :]
+            loss = loss + self.voxel_loss * hidden_voxels(voxels, target_patches_BKP, index)[0].mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features)
 
     def update_target(self, momentum: float | Tensor) -> None:

@@ -26,6 +26,9 @@ class ObjectiveConfig(Config):
     target_norm: TargetNorm = "layer"
     """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
     the features in short runs (docs/LOG.md); vjepa2 only."""
+    voxel_loss: float = Field(default=0.0, ge=0)
+    """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that no teacher can drag away. vjepa2 only; not part
+    of the losses that are told over a baseline."""
     frozen: Literal["target", "context"] = "target"
     """Which encoder is frozen for embedding and probing: the average, or the one that learns, which is ahead where a run is too short for
     its average to follow. mae has one encoder only."""

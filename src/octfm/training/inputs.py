@@ -44,7 +44,8 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Obj
         return Data2Vec(config.model, grid)
     if config.objective.name == "mae":
         return MAE(config.model, config.predictor, grid)
-    return JEPA(config.model, config.predictor, grid, config.objective.target_levels, config.objective.target_norm)
+    objective = config.objective
+    return JEPA(config.model, config.predictor, grid, objective.target_levels, objective.target_norm, objective.voxel_loss)
 
 
 def frozen_encoder(config: PretrainConfig, model: Objective) -> VisionTransformer3D:

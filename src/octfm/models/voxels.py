@@ -1,0 +1,44 @@
+"""Voxels of hidden tissue as the goal of a prediction: by their own contrast, as many for every volume."""
+
+import torch
+from torch import Tensor
+
+from octfm.models.objective import TokenIndex, distance
+from octfm.models.vit3d import take_tokens
+
+FLAT = 1e-6
+"""Added to the variance of a patch, in squared units of normalised intensity: a patch without structure has nothing to predict."""
+
+
+def hidden_voxels(answer_BTP: Tensor, patches_BKP: Tensor, index: TokenIndex) -> tuple[Tensor, Tensor]:
+    """Mean squared error [B] of what was answered for the hidden tokens, and what their patches are, [B, T, P], of those that count.
+
+    Those are the ones with tissue: by its own mean and deviation a patch of vitreous is speckle, which nobody can predict and which would
+    outweigh the retina.
+    """
+    counted = tissue_first(index)
+    with torch.no_grad():
+        goal = take_tokens(own_contrast(take_tokens(patches_BKP, index.target)), counted)
+    return distance("mae", take_tokens(answer_BTP, counted), goal), goal
+
+
+def own_contrast(patches_BMP: Tensor) -> Tensor:
+    """Each patch by its own mean and standard deviation, in float32 (He et al. 2021, §4.1)."""
+    values = patches_BMP.float()
+    variance, mean = torch.var_mean(values, dim=-1, keepdim=True)
+    return (values - mean) * (variance + FLAT).rsqrt()
+
+
+def tissue_first(index: TokenIndex) -> Tensor:
+    """int64 [B, T]: places within the targets where tissue is, in turn until there are T; all targets of a volume without tissue.
+
+    As many for every volume, so that shapes stay fixed and a volume's loss does not depend on how much tissue another one has.
+    """
+    batch, count = index.target.shape
+    everything = torch.arange(count, device=index.target.device).expand(batch, -1)
+    if index.tissue is None:
+        return everything
+    tissue = torch.gather(index.tissue, 1, index.target)
+    found = tissue.sum(1, keepdim=True)
+    order = torch.argsort(tissue.int(), dim=1, descending=True, stable=True)
+    return torch.where(found > 0, torch.gather(order, 1, everything % found.clamp_min(1)), everything)
