@@ -37,6 +37,8 @@ def build(name, positions="rotary"):
     model = MODEL.model_copy(update={"positions": positions})
     if name == "mae":
         return MAE(model, PREDICTOR, GRID)
+    if name == "voxels":
+        return JEPA(model, PREDICTOR, GRID, voxel_loss=0.3)
     return JEPA(model, PREDICTOR, GRID) if name == "vjepa2" else Data2Vec(model, GRID)
 
 
@@ -49,7 +51,7 @@ both = pytest.mark.parametrize("name", ["vjepa2", "data2vec"])
 every = pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae"])
 
 
-@every
+@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae", "voxels"])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
     """In the prototype 53 % of the gradient landed on the patches that were to be predicted."""
@@ -61,7 +63,7 @@ def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
     assert (x.grad[:, INDEX.context[0]].abs().amax((0, 2)) > 0).all(), "context is used"
 
 
-@both
+@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "voxels"])
 def test_F11_teacher_moves_and_gets_no_gradient(name):
     """In the prototype the EMA update was never called: the teacher stayed random for weeks."""
     model = build(name)
@@ -248,6 +250,23 @@ def test_autoencoder_has_no_teacher_and_every_weight_learns():
     output.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
     assert output.features_at_BM is INDEX.context and output.features_BMD.shape == (2, 4, 48)
+
+
+def test_voxels_beside_tokens_add_to_the_loss_and_to_nothing_that_is_told():
+    """The teacher's tokens are predicted and told as ever; the voxels of hidden tissue are mae's goal, from the same predictor."""
+    model, x, index = build("voxels"), patches(), replace(INDEX, tissue=TISSUE)
+    found = []
+    handle = model.predictor.register_forward_hook(lambda _, __, answer: found.append(answer))
+    output = model(x, x, index, 0.5)
+    handle.remove()
+    (answers,) = found
+    assert answers.shape == (2, 9, 48 + 128)
+    told = output.masked_loss_B.mean() + 0.5 * output.context_loss_B.mean()
+    goal = build("mae")(x, x, index, 0.0).masked_goal_BTD
+    counted = torch.tensor([[1, 2, 1, 2, 1], [0, 1, 2, 3, 4]])  # where tissue is among the targets, in turn
+    expected = (take_tokens(answers[:, 4:, 48:], counted) - goal).square().mean()
+    torch.testing.assert_close(output.loss, told + 0.3 * expected)
+    torch.testing.assert_close(output.masked_loss_B, distance("vjepa2", answers[:, 4:, :48], output.masked_goal_BTD))
 
 
 def as_with_xla(block, x, turn, **_):
