@@ -89,9 +89,7 @@ class PretrainConfig(Config):
             goals = "data2vec compares directions" if self.objective.name == "data2vec" else "mae predicts voxels"
             raise ValueError(f"objective.target_norm whiten belongs to objective.name vjepa2; {goals}")
         if self.objective.name != "vjepa2" and self.objective.voxel_loss:
-            raise ValueError(
-                "objective.voxel_loss belongs to objective.name vjepa2; mae predicts nothing else, data2vec has no predictor of tokens"
-            )
+            raise ValueError(f"objective.voxel_loss belongs to objective.name vjepa2, not {self.objective.name}; set it to 0")
         if self.objective.name == "mae" and self.objective.target_levels != 1:
             raise ValueError("objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1")
         return self
