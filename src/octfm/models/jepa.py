@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from octfm.models.objective import ObjectiveOutput, TargetNorm, TokenIndex, distance, move_average
 from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
-from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
-from octfm.models.voxels import hidden_voxels
+from octfm.models.vit3d import Shape3, TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
+from octfm.models.voxels import averaged, despeckled, hidden_voxels
 from octfm.models.whitening import Whitening
 
 
@@ -27,12 +27,15 @@ class JEPA(nn.Module):
         target_levels: int = 1,
         target_norm: TargetNorm = "layer",
         voxel_loss: float = 0.0,
+        goal_average: Shape3 = (1, 1, 1),
     ):
-        """`voxel_loss` is the weight of also predicting the voxels of hidden tissue (0: nothing predicts them)."""
+        """`voxel_loss` is the weight of also predicting the voxels of hidden tissue (0: nothing predicts them); `goal_average` the voxels
+        of a patch that are averaged before the target encoder sees them, or they are predicted."""
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
         self.voxel_loss, self.goal_width = voxel_loss, model.width * target_levels
-        answers = self.goal_width + (prod(model.patch_size) if voxel_loss else 0)
+        self.goal_average = goal_average
+        answers = self.goal_width + (prod(model.patch_size) // prod(goal_average) if voxel_loss else 0)
         self.predictor = Predictor(predictor, model.width, answers, model.activation_checkpointing)
         self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
@@ -47,9 +50,9 @@ class JEPA(nn.Module):
         """
         encoder, grid = self.encoder, self.encoder.grid
         table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
-        learns = torch.is_grad_enabled()
+        learns, blocks = torch.is_grad_enabled(), (encoder.config.patch_size, self.goal_average)
         with torch.no_grad():
-            stream = self.target_encoder.hidden(target_patches_BKP, index.kept, table)
+            stream = self.target_encoder.hidden(despeckled(target_patches_BKP, *blocks), index.kept, table)
             features = self.target_encoder.norm(stream[-1])
             levels = [F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels]
             goal = self.whitening(levels, gather=learns) if self.whitening is not None else torch.cat(levels, dim=-1)
@@ -67,7 +70,7 @@ class JEPA(nn.Module):
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         if self.voxel_loss:
             voxels = answers[:, num_context:, self.goal_width :]
-            loss = loss + self.voxel_loss * hidden_voxels(voxels, target_patches_BKP, index)[0].mean()
+            loss = loss + self.voxel_loss * hidden_voxels(voxels, averaged(target_patches_BKP, *blocks), index)[0].mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features)
 
     def update_target(self, momentum: float | Tensor) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from octfm.models.objective import ObjectiveOutput, TokenIndex, distance
 from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
-from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
-from octfm.models.voxels import hidden_voxels, own_contrast
+from octfm.models.vit3d import Shape3, TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
+from octfm.models.voxels import averaged, hidden_voxels, own_contrast
 
 
 class MAE(nn.Module):
@@ -22,10 +22,12 @@ class MAE(nn.Module):
     target_encoder = None
     """Voxels are the goal, so there is no teacher."""
 
-    def __init__(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid):
+    def __init__(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid, goal_average: Shape3 = (1, 1, 1)):
+        """`goal_average`: the voxels of a patch that are averaged before they are predicted."""
         super().__init__()
+        self.goal_average = goal_average
         self.encoder = VisionTransformer3D(model, grid)
-        self.predictor = Predictor(predictor, model.width, prod(model.patch_size), model.activation_checkpointing)
+        self.predictor = Predictor(predictor, model.width, prod(model.patch_size) // prod(goal_average), model.activation_checkpointing)
 
     def forward(
         self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor
@@ -42,9 +44,10 @@ class MAE(nn.Module):
         asked = torch.cat((index.context, index.target), dim=1)
         answer = self.predictor(seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked))
         num_context = index.context.shape[1]
-        context_goal = own_contrast(take_tokens(target_patches_BKP, index.context))
+        goal_BKP = averaged(target_patches_BKP, encoder.config.patch_size, self.goal_average)
+        context_goal = own_contrast(take_tokens(goal_BKP, index.context))
         context_loss_B = distance(self.name, answer[:, :num_context], context_goal)
-        masked_loss_B, masked_goal = hidden_voxels(answer[:, num_context:], target_patches_BKP, index)
+        masked_loss_B, masked_goal = hidden_voxels(answer[:, num_context:], goal_BKP, index)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context)
 

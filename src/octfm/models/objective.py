@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +29,9 @@ class ObjectiveConfig(Config):
     voxel_loss: float = Field(default=0.0, ge=0)
     """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that no teacher can drag away. vjepa2 only; not part
     of the losses that are told over a baseline."""
+    goal_average: tuple[PositiveInt, PositiveInt, PositiveInt] = (1, 1, 1)
+    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are predicted: speckle,
+    which nobody can predict, is averaged away, layers stay. The encoder that learns sees every voxel."""
     frozen: Literal["target", "context"] = "target"
     """Which encoder is frozen for embedding and probing: the average, or the one that learns, which is ahead where a run is too short for
     its average to follow. mae has one encoder only."""

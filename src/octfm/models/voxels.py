@@ -4,10 +4,30 @@ import torch
 from torch import Tensor
 
 from octfm.models.objective import TokenIndex, distance
-from octfm.models.vit3d import take_tokens
+from octfm.models.vit3d import Shape3, take_tokens
 
 FLAT = 1e-6
 """Added to the variance of a patch, in squared units of normalised intensity: a patch without structure has nothing to predict."""
+
+
+def averaged(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
+    """Patches [B, M, P / prod(over)] of the means of blocks of `over` voxels, (B-scan, axial, lateral), in the order of the voxels.
+
+    Speckle is independent from A-scan to A-scan, and nobody can predict it: averaged away, it no longer outweighs the layers.
+    """
+    if over == (1, 1, 1):
+        return patches_BMP
+    (d, h, w), (od, oh, ow) = patch_size, over
+    return patches_BMP.unflatten(-1, (d // od, od, h // oh, oh, w // ow, ow)).mean((-5, -3, -1)).flatten(-3)
+
+
+def despeckled(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
+    """Patches [B, M, P] in which every voxel is the mean of its block (`averaged`)."""
+    if over == (1, 1, 1):
+        return patches_BMP
+    (d, h, w), (od, oh, ow) = patch_size, over
+    blocks = averaged(patches_BMP, patch_size, over).unflatten(-1, (d // od, 1, h // oh, 1, w // ow, 1))
+    return blocks.expand(*blocks.shape[:2], d // od, od, h // oh, oh, w // ow, ow).flatten(2)
 
 
 def hidden_voxels(answer_BTP: Tensor, patches_BKP: Tensor, index: TokenIndex) -> tuple[Tensor, Tensor]:

@@ -42,10 +42,11 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Obj
     grid = grid_of(preprocessing, config.model.patch_size)
     if config.objective.name == "data2vec":
         return Data2Vec(config.model, grid)
-    if config.objective.name == "mae":
-        return MAE(config.model, config.predictor, grid)
     objective = config.objective
-    return JEPA(config.model, config.predictor, grid, objective.target_levels, objective.target_norm, objective.voxel_loss)
+    if objective.name == "mae":
+        return MAE(config.model, config.predictor, grid, objective.goal_average)
+    aims = objective.target_levels, objective.target_norm, objective.voxel_loss, objective.goal_average
+    return JEPA(config.model, config.predictor, grid, *aims)
 
 
 def frozen_encoder(config: PretrainConfig, model: Objective) -> VisionTransformer3D:

@@ -90,6 +90,11 @@ class PretrainConfig(Config):
             raise ValueError(f"objective.target_norm whiten belongs to objective.name vjepa2; {goals}")
         if self.objective.name != "vjepa2" and self.objective.voxel_loss:
             raise ValueError(f"objective.voxel_loss belongs to objective.name vjepa2, not {self.objective.name}; set it to 0")
+        average, patch = self.objective.goal_average, self.model.patch_size
+        if self.objective.name == "data2vec" and average != (1, 1, 1):
+            raise ValueError("objective.goal_average belongs to objective.name vjepa2 or mae, not data2vec; set it to [1, 1, 1]")
+        if any(side % over for side, over in zip(patch, average, strict=True)):
+            raise ValueError(f"objective.goal_average {list(average)} must divide model.patch_size {list(patch)}")
         if self.objective.name == "mae" and self.objective.target_levels != 1:
             raise ValueError("objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1")
         return self
