@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octfm.models import recompute
 from octfm.models.data2vec import Data2Vec
@@ -24,6 +26,7 @@ from octfm.models.vit3d import (
     take_tokens,
     turn_qkv,
 )
+from octfm.models.voxels import averaged, despeckled
 
 GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
 MODEL = ViTConfig(patch_size=(2, 8, 8), width=48, depth=2, heads=4)
@@ -39,6 +42,10 @@ def build(name, positions="rotary"):
         return MAE(model, PREDICTOR, GRID)
     if name == "voxels":
         return JEPA(model, PREDICTOR, GRID, voxel_loss=0.3)
+    if name == "despeckled":
+        return JEPA(model, PREDICTOR, GRID, voxel_loss=0.3, goal_average=(2, 1, 4))
+    if name == "despeckled mae":
+        return MAE(model, PREDICTOR, GRID, (2, 1, 4))
     return JEPA(model, PREDICTOR, GRID) if name == "vjepa2" else Data2Vec(model, GRID)
 
 
@@ -51,7 +58,7 @@ both = pytest.mark.parametrize("name", ["vjepa2", "data2vec"])
 every = pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae"])
 
 
-@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae", "voxels"])
+@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae", "voxels", "despeckled"])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
     """In the prototype 53 % of the gradient landed on the patches that were to be predicted."""
@@ -63,7 +70,7 @@ def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
     assert (x.grad[:, INDEX.context[0]].abs().amax((0, 2)) > 0).all(), "context is used"
 
 
-@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "voxels"])
+@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "voxels", "despeckled"])
 def test_F11_teacher_moves_and_gets_no_gradient(name):
     """In the prototype the EMA update was never called: the teacher stayed random for weeks."""
     model = build(name)
@@ -267,6 +274,35 @@ def test_voxels_beside_tokens_add_to_the_loss_and_to_nothing_that_is_told():
     expected = (take_tokens(answers[:, 4:, 48:], counted) - goal).square().mean()
     torch.testing.assert_close(output.loss, told + 0.3 * expected)
     torch.testing.assert_close(output.masked_loss_B, distance("vjepa2", answers[:, 4:, :48], output.masked_goal_BTD))
+
+
+# Goals without speckle -----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([(1, 1, 1), (2, 1, 4), (1, 8, 1), (2, 4, 2), (2, 8, 8)]))
+def test_speckle_is_averaged_over_neighbours_in_the_volume(over):
+    """Of patches cut out of a volume, the blocks are those of the volume itself: B-scan, row and column are not mixed up."""
+    d, h, w = over
+    voxels = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
+    means = torch.nn.functional.avg_pool3d(voxels, over)
+    everywhere = means.repeat_interleave(d, 1).repeat_interleave(h, 2).repeat_interleave(w, 3)
+    cut, expected = (take_patches(v.unsqueeze(1), KEPT[:1], MODEL.patch_size) for v in (voxels, everywhere))
+    torch.testing.assert_close(despeckled(cut, MODEL.patch_size, over), expected)
+    small = take_patches(means.unsqueeze(1), KEPT[:1], (2 // d, 8 // h, 8 // w))
+    torch.testing.assert_close(averaged(cut, MODEL.patch_size, over), small)
+
+
+@pytest.mark.parametrize("name", ["despeckled", "despeckled mae"])
+def test_goals_know_no_speckle_and_the_encoder_that_learns_sees_every_voxel(name):
+    """Neighbours within a block change places: no goal notices, the context does."""
+    model, x = build(name), patches()
+    swapped = x.unflatten(-1, (2, 8, 2, 4)).flip((2, 5)).flatten(2)
+    before, after, seen = (model(a, b, INDEX, 0.5) for a, b in ((x, x), (x, swapped), (swapped, x)))
+    torch.testing.assert_close(after.masked_goal_BTD, before.masked_goal_BTD)
+    torch.testing.assert_close(after.loss, before.loss)
+    assert not torch.isclose(seen.loss, before.loss)
+    other = model(x, x.roll(1, -1), INDEX, 0.5)
+    assert not torch.isclose(other.loss, before.loss), "goals follow what the blocks hold"
 
 
 def as_with_xla(block, x, turn, **_):
