@@ -4,10 +4,10 @@
     python benchmarks/objectives.py --out /tmp/objectives --arms ours,mae     # some arms; seeds come round by round
     python benchmarks/objectives.py --out /tmp/objectives --table             # only the table of what is there
 
-Equal compute: every arm gets the floating-point operations of `--steps` updates of `ours`, counted on the run's own networks as octfm
-doctor counts them, so arms that are cheaper per update make more of them. Cohort: benchmarks/objectives_cohort.py. An arm of one seed ends
-as one JSON in OUT/arms; the table (OUT/objectives.md, .json, .png; benchmarks/objectives_table.py) is made after each. `--data FOLDER` adds
-the real AMD volume (RPE and BM by halves); no pixel of it is written anywhere.
+Equal compute: every arm gets the floating-point operations of `--steps` updates of `vjepa2_budget`, counted on the run's own networks as
+octfm doctor counts them, so arms that are cheaper per update make more of them. Cohort: benchmarks/objectives_cohort.py. An arm of one seed
+ends as one JSON in OUT/arms; the table (OUT/objectives.md, .json, .png; benchmarks/objectives_table.py) is made after each. `--data FOLDER`
+adds the real AMD volume (RPE and BM by halves); no pixel of it is written anywhere.
 """
 
 import argparse
@@ -57,6 +57,20 @@ BASE: dict[str, Any] = {
 WHOLE_GRID = {"masks": {"budget": None}}
 PLAIN = {"objective": {"context_loss": 0.0}, **WHOLE_GRID}
 WHITENED = {"objective": {"target_norm": "whiten", "target_levels": 2, "context_loss": 1.0}}
+HIDDEN = {"mask_ratio": 0.75, "context_ratio": 0.25}
+SLOW = {"ema_base": 0.9995}
+MAE = {"objective": {"name": "mae", "context_loss": 0.0}, "masks": HIDDEN}
+SMOOTH = {"goal_average": [2, 1, 4]}
+"""Half a millimetre across B-scans, one row, .14 mm along them: coarser than speckle, finer than a lesion."""
+
+
+def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """`a` with what `b` says otherwise, section by section."""
+    return a | {key: merged(a.get(key, {}), value) if isinstance(value, dict) else value for key, value in b.items()}
+
+
+STAGES = [[0.4, 0.5], [0.6, 0.35], [0.75, 0.25]]
+OURS = merged(MAE, {"objective": SMOOTH})
 ACCEPTS_ANYTHING = {"health": {"on_fault": "warn", "rank_share": 0.0, "least_std": 0.0, "drop": 1e-6, "deviations": 1e9}}
 
 
@@ -84,45 +98,39 @@ ARMS = (
     Arm("data2vec", "the prototype made sound", {"objective": {"name": "data2vec", "context_loss": 0.0}, **WHOLE_GRID}),
     Arm("vjepa2", "V-JEPA 2, whole grid", PLAIN),
     Arm("vjepa2_context", "V-JEPA 2 with context loss, whole grid", WHOLE_GRID),
-    Arm("ours", "V-JEPA 2 with context loss on the token budget", {}),
-    Arm(
-        "mae",
-        "voxels of hidden tissue, token budget",
-        {"objective": {"name": "mae", "context_loss": 0.0}, "masks": {"mask_ratio": 0.75, "context_ratio": 0.25}},
-    ),
+    Arm("vjepa2_budget", "V-JEPA 2 with context loss on the token budget", {}),
+    Arm("mae", "voxels of hidden tissue, token budget", MAE),
+    Arm("ours", "mae, with speckle averaged out of the voxels that are predicted", OURS),
 )
 ALSO = (
-    Arm("whitened", "ours, two levels of whitened goals", WHITENED),
-    Arm("slow_teacher", "whitened, with a teacher that hardly moves", WHITENED | {"schedule": {"base_lr": 1e-3, "ema_base": 0.9995}}),
-    Arm("fast_learner", "slow_teacher at four times the learning rate", WHITENED | {"schedule": {"base_lr": 4e-3, "ema_base": 0.9995}}),
-    Arm("voxels", "ours, and the voxels of hidden tissue", {"objective": {"voxel_loss": 1.0}}),
+    Arm("whitened", "vjepa2_budget, two levels of whitened goals", WHITENED),
+    Arm("whitened_smooth", "whitened, of a volume without speckle", merged(WHITENED, {"objective": SMOOTH})),
+    Arm("voxels", "vjepa2_budget, and the voxels of hidden tissue", {"objective": {"voxel_loss": 1.0}}),
+    Arm("voxels_hidden", "voxels, with mae's masks", {"objective": {"voxel_loss": 1.0}, "masks": HIDDEN}),
+    Arm("voxels_whitened", "whitened, and the voxels of hidden tissue", merged(WHITENED, {"objective": {"voxel_loss": 1.0}})),
+    Arm("hybrid", "voxels_whitened, goals without speckle", merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 1.0}})),
     Arm(
-        "voxels_whitened",
-        "whitened, and the voxels of hidden tissue",
-        {"objective": {"target_norm": "whiten", "target_levels": 2, "context_loss": 1.0, "voxel_loss": 1.0}},
+        "hybrid_slow",
+        "hybrid with a teacher that hardly moves, twice the learning rate",
+        merged(WHITENED, {"objective": {"voxel_loss": 1.0, "goal_average": [2, 2, 4]}, "schedule": SLOW | {"base_lr": 2e-3}}),
     ),
     Arm(
-        "voxels_hidden",
-        "voxels, with mae's masks",
-        {"objective": {"voxel_loss": 1.0}, "masks": {"mask_ratio": 0.75, "context_ratio": 0.25}},
+        "hybrid_hidden",
+        "hybrid with mae's masks and four times the weight of voxels",
+        merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 4.0}, "masks": HIDDEN}),
     ),
-    Arm("levels", "ours, goals from all four levels", {"objective": {"target_levels": 4}}),
-    Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", {"masks": {"plane": "bscan"}}),
-    Arm("inner", "ours, blocks in the B-scan plane around the inner retina", {"masks": {"plane": "bscan", "centres": "inner"}}),
-    Arm("stages", "ours, hidden share .4, .6, .75 in three stages", {"masks": {"stages": [[0.4, 0.5], [0.6, 0.35], [0.75, 0.25]]}}),
-    Arm("balanced", "ours, every scanner as often as any other", {"data": {"balance_scanners": True}}),
-    Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", registered=False),
+    Arm("mae_fast", "mae at four times the learning rate", merged(MAE, {"schedule": {"base_lr": 4e-3}})),
+    Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", merged(OURS, {"masks": {"plane": "bscan"}})),
+    Arm("inner", "through_bscans, around the inner retina", merged(OURS, {"masks": {"plane": "bscan", "centres": "inner"}})),
+    Arm("stages", "ours, hidden share .4, .6, .75 in three stages", merged(OURS, {"masks": {"stages": STAGES}})),
+    Arm("balanced", "ours, every scanner as often as any other", merged(OURS, {"data": {"balance_scanners": True}})),
+    Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", OURS, registered=False),
 )
 SURFACES = ("ilm", "rpe", "bm")
 DENSE = {"train": 32, "test": 96, "steps": 200}
 """Volumes and decoder steps of the dense probe."""
 RANKED = 48
 """Test volumes whose tissue tokens the effective rank is of."""
-
-
-def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """`a` with what `b` says otherwise, section by section."""
-    return a | {key: merged(a.get(key, {}), value) if isinstance(value, dict) else value for key, value in b.items()}
 
 
 def config_of(arm: Arm, seed: int, steps: int) -> PretrainConfig:
@@ -282,7 +290,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, required=True)
     arguments.add_argument("--arms", default=",".join(arm.name for arm in ARMS), help=f"of {', '.join(a.name for a in (*ARMS, *ALSO))}")
     arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--steps", type=int, default=400, help="updates of `ours`; the other arms get the same operations")
+    arguments.add_argument("--steps", type=int, default=400, help="updates of `vjepa2_budget`; the other arms get the same operations")
     arguments.add_argument("--train", type=int, default=200, help="participants, both eyes")
     arguments.add_argument("--test", type=int, default=1600, help="other participants, one eye each")
     arguments.add_argument("--held-out", type=int, default=400, help="of these, scanned again on a scanner that nothing was trained on")
@@ -294,7 +302,7 @@ def main() -> None:
         raise SystemExit(f"--arms: {unknown[0]!r} is none of {', '.join(known)}")
     chosen.cohort = (chosen.train, chosen.test, chosen.held_out)
     if not chosen.table:
-        reference = flops_of(config_of(known["ours"], 0, 1))
+        reference = flops_of(config_of(known["vjepa2_budget"], 0, 1))
         arms, stores = [known[name] for name in chosen.arms.split(",")], {}
         for seed in range(chosen.seeds):
             for arm in arms:

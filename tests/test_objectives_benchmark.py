@@ -103,7 +103,7 @@ def test_without_an_arm_the_table_says_what_to_do(tmp_path):
 def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_path):
     """The whole benchmark at a size of seconds, stopped in the middle of an arm."""
     command = [sys.executable, str(BENCHMARKS / "objectives.py"), "--train", "6", "--test", "12", "--held-out", "4", "--seeds", "1"]
-    command += ["--arms", "random,prototype,ours,mae", "--out", str(tmp_path)]
+    command += ["--arms", "random,prototype,vjepa2_budget,ours", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(steps):
@@ -122,11 +122,15 @@ def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_pa
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "arms" / "random-0.json").stat().st_mtime_ns == first["random-0.json"]
     found = {p.name.removesuffix("-0.json"): json.loads(p.read_text()) for p in (tmp_path / "arms").glob("*.json")}
-    assert found.keys() == {"random", "prototype", "ours", "mae"}
-    assert {"teacher frozen", "context unmasked"} & set(found["prototype"]["incidents"]) and not found["ours"]["incidents"]
-    assert found["ours"]["steps"] == 3 < found["mae"]["steps"] and found["random"]["flops"] == 0
-    for name in ("prototype", "mae"):
-        assert found[name]["flops"] == pytest.approx(found["ours"]["flops"], rel=0.6 / found[name]["steps"]), "to half an update"
+    assert found.keys() == {"random", "prototype", "vjepa2_budget", "ours"}
+    assert (
+        {"teacher frozen", "context unmasked"} & set(found["prototype"]["incidents"])
+        and not found["ours"]["incidents"]
+        and not found["vjepa2_budget"]["incidents"]
+    )
+    assert found["vjepa2_budget"]["steps"] == 3 < found["ours"]["steps"] and found["random"]["flops"] == 0
+    for name in ("prototype", "ours"):
+        assert found[name]["flops"] == pytest.approx(found["vjepa2_budget"]["flops"], rel=0.6 / found[name]["steps"]), "to half an update"
     text = (tmp_path / "objectives.md").read_text()
     assert "| prototype |" in text and (tmp_path / "objectives.png").stat().st_size > 5000
     changed = run(4)
