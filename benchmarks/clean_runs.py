@@ -20,14 +20,18 @@ from octfm.training.tracking import read_metrics
 from soak import PREPROCESSING, SETTINGS
 
 ARMS = {
-    "demo": ("demo", 4e-3, ()),
+    "demo": ("demo", 1e-3, ()),
+    "demo_vjepa2": ("demo_vjepa2", 4e-3, ()),
     "vjepa2": (
-        "demo",
+        "demo_vjepa2",
         2e-3,
-        ("objective.target_norm=layer", "objective.context_loss=0.5", "objective.frozen=target", "schedule.ema_base=null"),
+        (
+            *("objective.target_norm=layer", "objective.context_loss=0.5", "objective.frozen=target", "schedule.ema_base=null"),
+            *("objective.voxel_loss=0", "objective.goal_average=[1,1,1]"),
+        ),
     ),
     "data2vec": ("data2vec_prototype", 1e-3, ("model.patch_size=[2,8,16]",)),
-    "mae": ("mae", 1e-3, ("model.patch_size=[2,8,16]",)),
+    "mae": ("mae", 1e-3, ("model.patch_size=[2,8,16]", "objective.goal_average=[2,1,8]")),
 }
 """A preset, the higher of its learning rates, and what else is changed beside the size."""
 SMALL = (*SETTINGS, "precision=fp32", "data.global_batch_size=8", "data.per_device_batch_size=8", "schedule.warmup_ratio=0.1")

@@ -42,7 +42,7 @@ def main() -> None:
     if not (clinic / "ground_truth" / "phantom.json").is_file():
         write_phantom(clinic, chosen.participants, seed=5)
     store = prepare(scan(str(clinic)), chosen.out / "prepared", Preprocessing.model_validate(PREPROCESSING))
-    config = load_config("demo", (*SETTINGS, f"steps={chosen.steps}"))
+    config = load_config("demo_vjepa2", (*SETTINGS, f"steps={chosen.steps}"))
     run = pretrain(config, store, chosen.out / "run", echo=lambda line: print(line, flush=True))
     rows = list(read_metrics(run / "metrics.jsonl"))
     table([row for row in rows if row["kind"] == "train"], [row for row in rows if row["kind"] == "validation"])

@@ -55,6 +55,7 @@ WRONG = {
     "no such run to report": (["report", "nowhere"], "nowhere"),
     "bad size": (["phantom", "out", "--size", "big"], "expected B-scans x rows x columns"),
     "unknown sabotage": (["demo", "--sabotage", "gremlins"], "expected one of teacher-frozen"),
+    "unknown objective": (["demo", "--objective", "simclr"], "expected one of mae, vjepa2; got 'simclr'"),
     "sabotage of own data": (["demo", "--sabotage", "nan-volume", "--data", "."], "leave --data"),
     "max-samples alone": (["demo", "--max-samples", "5"], "give --data FOLDER"),
 }

@@ -42,6 +42,14 @@ def test_another_seed_in_the_same_folder_is_refused(finished):
         run_demo(finished[0], seed=2, quick=True, echo=lambda _: None)
 
 
+def test_the_other_objective_is_a_run_of_its_own(finished):
+    """Its settings are V-JEPA 2's, so the finished run of masked voxels is refused, not overwritten."""
+    metrics = (finished[0] / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"objective\.name"):
+        run_demo(finished[0], seed=1, quick=True, objective="vjepa2", echo=lambda _: None)
+    assert (finished[0] / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
 @pytest.mark.timeout(600)
 def test_on_the_users_own_scans(finished, tmp_path):
     out, _, _ = finished

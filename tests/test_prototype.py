@@ -134,11 +134,14 @@ def test_epochs_train_and_resume(store, tmp_path):
     assert "2 updates" in lines[-1]
 
 
-@pytest.mark.parametrize("name", ["smoke_test", "pretrain_vjepa_single_domain", "vit_s", "data2vec_prototype", "demo", "mae"])
+@pytest.mark.parametrize(
+    "name", ["smoke_test", "pretrain_vjepa_single_domain", "vit_s", "data2vec_prototype", "demo", "demo_vjepa2", "mae"]
+)
 def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     """What `--smoke` runs; under a minute on two cores, here on 8 small volumes in seconds."""
     c = smoke(load_config(name))
-    c = c.model_copy(update={"model": c.model.model_copy(update={"patch_size": (2, 8, 8)})})
+    small, plain = c.model.model_copy(update={"patch_size": (2, 8, 8)}), c.objective.model_copy(update={"goal_average": (2, 1, 2)})
+    c = c.model_copy(update={"model": small, "objective": c.objective if c.objective.name == "data2vec" else plain})
     assert c.steps <= 10 and c.data.max_samples <= 8 and c.objective.name == load_config(name).objective.name
     rows = preflight.training_rows(c, store)
     found = preflight.checks(c, store, start("fp32", "cpu"), *rows, store.path.parent / "run")

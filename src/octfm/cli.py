@@ -49,6 +49,7 @@ def demo(
     max_samples: Annotated[int | None, typer.Option(help="Use at most so many acquisitions of --data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the phantom cohort and of training; reported results use 100 and above.")] = 100,
     quick: Annotated[bool, typer.Option(help="A few participants and steps: shows the path in a minute, proves nothing.")] = False,
+    objective: Annotated[str, typer.Option(help="What is trained: mae (best in minutes) or vjepa2.")] = "mae",
     sabotage: Annotated[
         str | None, typer.Option(help="Plant a fault and watch it being named: teacher-frozen, context-unmasked, lr-restart or nan-volume.")
     ] = None,
@@ -62,7 +63,7 @@ def demo(
             raise ConfigError("--sabotage trains on the quick phantom cohort; leave --data and --max-samples out")
         run_sabotage(sabotage, out, echo=typer.echo)
         return
-    run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick)
+    run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick, objective=objective)
 
 
 @app.command()

@@ -28,18 +28,31 @@ class Size:
 FULL = Size(820, (0.36, 0.03, 0.61))
 """500 test participants: the standard error of a paired difference of AUROC is about .016 then, and .04 is what there is to see. More
 updates add nothing in ten minutes; more participants do (docs/LOG.md)."""
+PRESETS = {
+    "mae": ("demo", "masked voxels without speckle"),
+    "vjepa2": ("demo_vjepa2", "V-JEPA 2 with context loss and masked voxels"),
+}
+"""Objective to preset, and what is said of it. In minutes voxels win (docs/LOG.md); V-JEPA 2 is what long runs train."""
 LABELLED = (0.2, 0.5, 1.0)
 """Shares of the training participants whose label the probe gets: where labels are few, pretraining gains most (docs/LOG.md)."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
 
 
 def run_demo(
-    out: str | Path, *, data: Path | None = None, max_samples: int | None = None, seed: int = 100, quick: bool = False, echo: Echo = print
+    out: str | Path,
+    *,
+    data: Path | None = None,
+    max_samples: int | None = None,
+    seed: int = 100,
+    quick: bool = False,
+    objective: str = "mae",
+    echo: Echo = print,
 ) -> Path:
     """Run or continue a demonstration in `out` and return the path of its report.
 
-    Without `data` a phantom cohort is made; its test participants are never seen in pretraining. With `data`, the same
-    settings run on the user's own scans, and what cannot be measured without labels is left out.
+    `objective` is a key of PRESETS. Without `data` a phantom cohort is made; its test participants are never seen in
+    pretraining. With `data`, the same settings run on the user's own scans, and what cannot be measured without labels
+    is left out.
     """
     from octfm.data.catalog import scan
     from octfm.data.prepare import prepare
@@ -53,6 +66,8 @@ def run_demo(
     from octfm.training.pretrain import pretrain
     from octfm.training.settings import load_config
 
+    if objective not in PRESETS:
+        raise ConfigError(f"--objective: expected one of {', '.join(PRESETS)}; got {objective!r}")
     out, size, clock = Path(out), QUICK if quick else FULL, _Clock(echo)
     if data is None and max_samples is not None:
         raise ConfigError("--max-samples chooses among your own scans; give --data FOLDER with it")
@@ -72,15 +87,16 @@ def run_demo(
     clock.start("store: mirror left eyes, register B-scans, find the tissue band, resample to one spacing")
     store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
 
-    clock.start("pretraining: V-JEPA 2 with context loss on tissue tokens of the training participants")
-    config = load_config("demo", (f"seed={seed}", *size.overrides))
+    preset, said = PRESETS[objective]
+    clock.start(f"pretraining: {said}, on tissue tokens of the training participants")
+    config = load_config(preset, (f"seed={seed}", *size.overrides))
     run = pretrain(config, store, out / "run", echo=lambda line: echo(f"   {line}"))
 
     clock.start("frozen features: the encoder, the same encoder at random initialisation, an intensity histogram")
     embeddings = embed_all(run, out / "prepared", echo=lambda line: echo(f"   {line}"))
 
     clock.start("probe: linear models on frozen features, judged on participants that nobody has seen")
-    commands = _commands(out, data, max_samples, seed, size, labels)
+    commands = _commands(out, data, max_samples, seed, size, objective, labels)
     try:
         result = probe(embeddings, labels, seen=seen_by(run), commands=commands)
         write_probe(run / "probe.json", result)  # there, whatever becomes of fewer labels
@@ -134,7 +150,9 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     catalog.save(out / "catalog")
     store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
     clock.start(f"pretraining: {steps} steps, {name} from step {at} on; what the monitors say:")
-    config = load_config("demo", (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"))
+    config = load_config(
+        "demo_vjepa2", (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20")
+    )
     run = out / f"run-{name}"
     try:
         with sabotage(name, at):
@@ -193,17 +211,29 @@ def _counts(rejects: tuple) -> str:
     return ", ".join(f"{code} {n}" for code, n in sorted(codes.items())) or "none"
 
 
-def _commands(out: Path, data: Path | None, max_samples: int | None, seed: int, size: Size, labels: Path | None) -> list[str]:
+def _commands(
+    out: Path, data: Path | None, max_samples: int | None, seed: int, size: Size, objective: str, labels: Path | None
+) -> list[str]:
     """What was run, and the verbs that continue from its catalog."""
     demo = ["octfm", "demo", "--out", out, "--seed", seed]
     demo += ["--data", data] * (data is not None)
     demo += ["--max-samples", max_samples] * (max_samples is not None)
     demo += ["--quick"] * (size is QUICK)
+    demo += ["--objective", objective] * (objective != "mae")
     settings = [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in PREPROCESSING.items()]
     verbs = [
         demo,
         ["octfm", "prepare", out / "catalog", *settings, "--out", out / "prepared"],
-        ["octfm", "pretrain", "demo", f"seed={seed}", *size.overrides, f"data.store={out / 'prepared'}", "--out", out / "run"],
+        [
+            "octfm",
+            "pretrain",
+            PRESETS[objective][0],
+            f"seed={seed}",
+            *size.overrides,
+            f"data.store={out / 'prepared'}",
+            "--out",
+            out / "run",
+        ],
         ["octfm", "embed", out / "run", "--store", out / "prepared"],
         ["octfm", "probe", out / "run", *(["--labels", labels] if labels else [])],
         ["octfm", "report", out / "run", "--catalog", out / "catalog", "--store", out / "prepared"],
