@@ -5,7 +5,7 @@ import json
 import pytest
 
 from octfm.demo import SABOTAGE, run_demo, run_sabotage
-from octfm.errors import ConfigError
+from octfm.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_another_seed_in_the_same_folder_is_refused(finished):
 def test_the_other_objective_is_a_run_of_its_own(finished):
     """Its settings are V-JEPA 2's, so the finished run of masked voxels is refused, not overwritten."""
     metrics = (finished[0] / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"objective\.name"):
+    with pytest.raises(CheckpointError, match=r"objective\.name.*choose another --out"):
         run_demo(finished[0], seed=1, quick=True, objective="vjepa2", echo=lambda _: None)
     assert (finished[0] / "run" / "metrics.jsonl").read_bytes() == metrics
 

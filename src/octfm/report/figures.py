@@ -73,7 +73,8 @@ def training_charts(sources: Sources) -> list[Chart]:
         ),
         _chart(
             "Context loss over baseline",
-            "The same for the tokens that were visible: this term keeps features from collapsing. Its target moves, so it may rise.",
+            "The same for the tokens that were visible: this term keeps features from collapsing. Its target moves, so it may rise; "
+            "where its weight (objective.context_loss) is 0, nothing lowers it.",
             [*_lines(train, {"context_over_baseline": "training"}), *_validation(validation, "context")],
             1,
         ),

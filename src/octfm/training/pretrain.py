@@ -228,9 +228,9 @@ def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: E
         metrics.write("health", step, **verdict.row())
         if verdict.verdict == "bad":
             echo(f"step {step}: {verdict.what}: {verdict.sentence}")
+    context = f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""  # else nothing lowers it
     echo(
-        f"step {step + 1:>6}/{config.steps}  "
-        f"masked {row['masked_over_baseline']:.3f} and context {row['context_over_baseline']:.3f} of baseline  "
+        f"step {step + 1:>6}/{config.steps}  masked {row['masked_over_baseline']:.3f}{context} of baseline  "
         f"rank {row['effective_rank']:5.1f}  lr {row['lr']:.1e}  grad {row['grad_norm']:.2f}  {row['volumes_per_s']:.1f} volumes/s  "
         f"waiting for data {row['data_wait_share']:.0%}"
     )
