@@ -60,8 +60,8 @@ WHITENED = {"objective": {"target_norm": "whiten", "target_levels": 2, "context_
 HIDDEN = {"mask_ratio": 0.75, "context_ratio": 0.25}
 SLOW = {"ema_base": 0.9995}
 MAE = {"objective": {"name": "mae", "context_loss": 0.0}, "masks": HIDDEN}
-SMOOTH, FINER = {"goal_average": [2, 1, 16]}, {"goal_average": [2, 1, 4]}
-"""Half a millimetre across B-scans, one row, and .56 or .14 mm along them: speckle goes, layers stay."""
+SMOOTH, ROWS = {"goal_average": [2, 1, 4]}, {"goal_average": [2, 1, 16]}
+"""Half a millimetre across B-scans, one row, and .14 or .56 mm along them: speckle goes, layers stay."""
 
 
 def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +104,11 @@ ARMS = (
 )
 ALSO = (
     Arm("whitened", "vjepa2_budget, two levels of whitened goals", WHITENED),
-    Arm("whitened_smooth", "whitened, of a volume without speckle", merged(WHITENED, {"objective": FINER})),
+    Arm("whitened_smooth", "whitened, of a volume without speckle", merged(WHITENED, {"objective": SMOOTH})),
     Arm("voxels", "vjepa2_budget, and the voxels of hidden tissue", {"objective": {"voxel_loss": 1.0}}),
     Arm("voxels_hidden", "voxels, with mae's masks", {"objective": {"voxel_loss": 1.0}, "masks": HIDDEN}),
     Arm("voxels_whitened", "whitened, and the voxels of hidden tissue", merged(WHITENED, {"objective": {"voxel_loss": 1.0}})),
-    Arm("hybrid", "voxels_whitened, goals without speckle", merged(WHITENED, {"objective": FINER | {"voxel_loss": 1.0}})),
+    Arm("hybrid", "voxels_whitened, goals without speckle", merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 1.0}})),
     Arm(
         "hybrid_slow",
         "hybrid with a teacher that hardly moves, twice the learning rate",
@@ -117,9 +117,9 @@ ALSO = (
     Arm(
         "hybrid_hidden",
         "hybrid with mae's masks and four times the weight of voxels",
-        merged(WHITENED, {"objective": FINER | {"voxel_loss": 4.0}, "masks": HIDDEN}),
+        merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 4.0}, "masks": HIDDEN}),
     ),
-    Arm("ours_finer", "ours, with voxels averaged over four columns instead of sixteen", merged(MAE, {"objective": FINER})),
+    Arm("ours_rows", "ours, with whole rows of a patch averaged", merged(MAE, {"objective": ROWS})),
     Arm("mae_fast", "mae at four times the learning rate", merged(MAE, {"schedule": {"base_lr": 4e-3}})),
     Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", merged(OURS, {"masks": {"plane": "bscan"}})),
     Arm("inner", "through_bscans, around the inner retina", merged(OURS, {"masks": {"plane": "bscan", "centres": "inner"}})),
