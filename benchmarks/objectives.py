@@ -261,8 +261,8 @@ def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[st
     return {"surfaces": list(SURFACES), "participant": [row.participant for row in tested], "um": np.round(errors, 3).tolist()}
 
 
-def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference: float, echo: Callable[[str], None]) -> None:
-    """Train and judge one arm with one seed, unless its JSON is there; made with other settings, it is refused."""
+def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference: float, echo: Callable[[str], None]) -> bool:
+    """Train and judge one arm with one seed. False where its JSON is there already; made with other settings, it is refused."""
     target = chosen.out / "arms" / f"{arm.name}-{seed}.json"
     probing = config_of(arm, seed, 1)
     steps = 0 if arm.name == "random" else max(1, round(chosen.steps * reference / flops_of(probing)))
@@ -272,7 +272,7 @@ def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference
     if result and result["key"] != key:
         raise SystemExit(f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, or delete it")
     if result and (chosen.data is None or "amd" in result):
-        return
+        return False
     echo(f"{arm.name}, seed {seed}: {steps} updates ({arm.says})")
     config, encoder, facts = train(arm, seed, steps, store, chosen.out / "runs" / f"{arm.name}-{seed}")
     if result is None:
@@ -284,6 +284,7 @@ def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(result) + "\n")
     partial.replace(target)
+    return True
 
 
 def main() -> None:
@@ -309,8 +310,8 @@ def main() -> None:
             for arm in arms:
                 if arm.registered not in stores:
                     stores[arm.registered] = make_store(chosen.out / "store", *chosen.cohort, registered=arm.registered)
-                one(arm, seed, chosen, stores[arm.registered], reference, lambda line: print(line, flush=True))
-                write_table(chosen.out)
+                if one(arm, seed, chosen, stores[arm.registered], reference, lambda line: print(line, flush=True)):
+                    write_table(chosen.out)
     print(write_table(chosen.out).read_text())
 
 

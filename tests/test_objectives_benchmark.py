@@ -110,7 +110,7 @@ def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_pa
         return subprocess.run([*command, "--steps", str(steps)], env=environment, capture_output=True, text=True, timeout=1500)
 
     with subprocess.Popen(
-        [*command, "--steps", "3"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*command, "--steps", "9"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         for line in process.stdout:
             if line.startswith("prototype, seed 0"):
@@ -118,7 +118,7 @@ def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_pa
                 break
     first = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "arms").glob("*.json")}
     assert first.keys() == {"random-0.json"}
-    done = run(3)
+    done = run(9)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "arms" / "random-0.json").stat().st_mtime_ns == first["random-0.json"]
     found = {p.name.removesuffix("-0.json"): json.loads(p.read_text()) for p in (tmp_path / "arms").glob("*.json")}
@@ -128,10 +128,10 @@ def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_pa
         and not found["ours"]["incidents"]
         and not found["vjepa2_budget"]["incidents"]
     )
-    assert found["vjepa2_budget"]["steps"] == 3 < found["ours"]["steps"] and found["random"]["flops"] == 0
+    assert found["vjepa2_budget"]["steps"] == 9 < found["ours"]["steps"] and found["random"]["flops"] == 0
     for name in ("prototype", "ours"):
         assert found[name]["flops"] == pytest.approx(found["vjepa2_budget"]["flops"], rel=0.6 / found[name]["steps"]), "to half an update"
     text = (tmp_path / "objectives.md").read_text()
     assert "| prototype |" in text and (tmp_path / "objectives.png").stat().st_size > 5000
-    changed = run(4)
+    changed = run(10)
     assert changed.returncode != 0 and "made with other settings" in changed.stderr
