@@ -38,6 +38,7 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("model: {heads: 5}", r"model: width 384 must split into 5 heads of even size"),
         ("masks: {mask_ratio: 0.9}", r"mask_ratio 0\.9 \+ context_ratio 0\.35 exceeds 1.*lower context_ratio to 0\.10"),
         ("objective: {goal_average: [2, 3, 4]}", r"objective\.goal_average \[2, 3, 4\] must divide model\.patch_size \[4, 16, 16\]"),
+        ("objective: {name: mae, goal_average: [4, 16, 16]}", r"goal_average \[4, 16, 16\] leaves one number of a patch.*halve it"),
         ("objective: {name: data2vec, goal_average: [2, 1, 4]}", r"goal_average belongs to objective\.name vjepa2 or mae, not data2vec"),
         ("objective: {name: mae, voxel_loss: 1}", r"objective\.voxel_loss belongs to objective\.name vjepa2, not mae; set it to 0"),
         ("objective: {name: mae, target_levels: 2}", r"objective\.target_levels belongs to objective\.name vjepa2"),

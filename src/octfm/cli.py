@@ -59,8 +59,8 @@ def demo(
     from octfm.errors import ConfigError
 
     if sabotage is not None:
-        if data is not None or max_samples is not None:
-            raise ConfigError("--sabotage trains on the quick phantom cohort; leave --data and --max-samples out")
+        if data is not None or max_samples is not None or objective != "mae":
+            raise ConfigError("--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples and --objective out")
         run_sabotage(sabotage, out, echo=typer.echo)
         return
     run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick, objective=objective)

@@ -220,20 +220,12 @@ def _commands(
     demo += ["--max-samples", max_samples] * (max_samples is not None)
     demo += ["--quick"] * (size is QUICK)
     demo += ["--objective", objective] * (objective != "mae")
+    pretrain = ["octfm", "pretrain", PRESETS[objective][0], f"seed={seed}", *size.overrides]
     settings = [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in PREPROCESSING.items()]
     verbs = [
         demo,
         ["octfm", "prepare", out / "catalog", *settings, "--out", out / "prepared"],
-        [
-            "octfm",
-            "pretrain",
-            PRESETS[objective][0],
-            f"seed={seed}",
-            *size.overrides,
-            f"data.store={out / 'prepared'}",
-            "--out",
-            out / "run",
-        ],
+        [*pretrain, f"data.store={out / 'prepared'}", "--out", out / "run"],
         ["octfm", "embed", out / "run", "--store", out / "prepared"],
         ["octfm", "probe", out / "run", *(["--labels", labels] if labels else [])],
         ["octfm", "report", out / "run", "--catalog", out / "catalog", "--store", out / "prepared"],

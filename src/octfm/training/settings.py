@@ -95,6 +95,10 @@ class PretrainConfig(Config):
             raise ValueError("objective.goal_average belongs to objective.name vjepa2 or mae, not data2vec; set it to [1, 1, 1]")
         if any(side % over for side, over in zip(patch, average, strict=True)):
             raise ValueError(f"objective.goal_average {list(average)} must divide model.patch_size {list(patch)}")
+        if average == patch and (self.objective.name == "mae" or self.objective.voxel_loss):
+            raise ValueError(
+                f"objective.goal_average {list(average)} leaves one number of a patch, which has no contrast to predict; halve it"
+            )
         if self.objective.name == "mae" and self.objective.target_levels != 1:
             raise ValueError("objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1")
         return self
