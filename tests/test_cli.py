@@ -41,7 +41,7 @@ WRONG = {
     "no store": (["pretrain", "vit_s", "data.store=nowhere"], "no prepared store here"),
     "no store named": (["pretrain", "vit_s"], "data.store is not set"),
     "unknown key": (["pretrain", "vit_s", "model.widht=3"], "did you mean model.width?"),
-    "unknown config": (["pretrain", "vit_xxl"], "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa_multi_domain"),
+    "unknown config": (["pretrain", "vit_xxl"], "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa"),
     "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected cpu or cuda"),
     "patches that do not tile": (["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"], "FAIL  token grid"),
     "options that --tpu ignores": (
