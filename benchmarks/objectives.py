@@ -120,6 +120,7 @@ ALSO = (
         merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 4.0}, "masks": HIDDEN}),
     ),
     Arm("ours_rows", "ours, with whole rows of a patch averaged", merged(MAE, {"objective": ROWS})),
+    Arm("mae_grid", "mae without a token budget", merged(MAE, WHOLE_GRID)),
     Arm("mae_fast", "mae at four times the learning rate", merged(MAE, {"schedule": {"base_lr": 4e-3}})),
     Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", merged(OURS, {"masks": {"plane": "bscan"}})),
     Arm("inner", "through_bscans, around the inner retina", merged(OURS, {"masks": {"plane": "bscan", "centres": "inner"}})),
