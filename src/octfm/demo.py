@@ -25,9 +25,9 @@ class Size:
     overrides: tuple[str, ...] = ()
 
 
-FULL = Size(820, (0.36, 0.03, 0.61))
-"""500 test participants: the standard error of a paired difference of AUROC is about .016 then, and .04 is what there is to see. More
-updates add nothing in ten minutes; more participants do (docs/LOG.md)."""
+FULL = Size(1000, (0.31, 0.02, 0.67))
+"""670 test participants: the standard error of a paired difference of AUROC is about .017 then, and .05 to .06 is what there is to see
+(docs/LOG.md)."""
 PRESETS = {
     "mae": ("demo", "masked voxels without speckle"),
     "vjepa2": ("demo_vjepa2", "V-JEPA 2 with context loss and masked voxels"),

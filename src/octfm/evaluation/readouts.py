@@ -9,6 +9,9 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import participant_folds
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
 
+SMALL = 1 << 22
+"""Numbers in a matrix up to which BLAS gets one thread: its threads wait for each other longer than they work (docs/LOG.md)."""
+
 Readout = Literal["linear", "knn"]
 
 INNER_FOLDS = 3
@@ -37,6 +40,8 @@ def fit_predict(
 
     Classes count the same however rare. `num_classes` 0: regression.
     """
+    from threadpoolctl import threadpool_limits
+
     if readout == "knn":
         grid, path = NEIGHBOURS, _neighbours
     elif readout == "ordinal":
@@ -45,14 +50,15 @@ def fit_predict(
         grid, path = (LOGISTIC_C if num_classes else RIDGE_ALPHA), _linear
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
     loss = np.zeros(len(grid))
-    for k in range(INNER_FOLDS):
-        train, held_out = fold != k, fold == k
-        if not train.any() or not held_out.any():
-            continue  # fewer participants than folds
-        for i, predicted in enumerate(path(*_standardised(x[train], x[held_out]), y[train], num_classes, grid)):
-            loss[i] += _loss(predicted, y[held_out], y, num_classes)
-    best = grid[int(loss.argmin())]
-    return path(*_standardised(x, x_new), y, num_classes, (best,))[0], best
+    with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
+        for k in range(INNER_FOLDS):
+            train, held_out = fold != k, fold == k
+            if not train.any() or not held_out.any():
+                continue  # fewer participants than folds
+            for i, predicted in enumerate(path(*_standardised(x[train], x[held_out]), y[train], num_classes, grid)):
+                loss[i] += _loss(predicted, y[held_out], y, num_classes)
+        best = grid[int(loss.argmin())]
+        return path(*_standardised(x, x_new), y, num_classes, (best,))[0], best
 
 
 def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
