@@ -2,12 +2,13 @@
 
     python benchmarks/objectives.py --out /tmp/objectives                     # kill it and run it again: it continues
     python benchmarks/objectives.py --out /tmp/objectives --arms ours,mae     # some arms; seeds come round by round
+    python benchmarks/objectives.py --out /tmp/objectives --pool extremes     # the same encoders, vectors pooled otherwise
     python benchmarks/objectives.py --out /tmp/objectives --table             # only the table of what is there
 
 Equal compute: every arm gets the floating-point operations of `--steps` updates of `vjepa2_budget`, counted on the run's own networks as
 octfm doctor counts them, so arms that are cheaper per update make more of them. Cohort: benchmarks/objectives_cohort.py. An arm of one seed
 ends as one JSON in OUT/arms; the table (OUT/objectives.md, .json, .png; benchmarks/objectives_table.py) is made after each. `--data FOLDER`
-adds the real AMD volume (RPE and BM by halves); no pixel of it is written anywhere.
+adds the real AMD volume (RPE and BM by halves); no pixel of it is written anywhere. `--pool` writes into OUT/POOL.
 """
 
 import argparse
@@ -16,8 +17,9 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from octfm.evaluation.encoder import Encoder
 from octfm.evaluation.readouts import fit_predict
 from octfm.evaluation.segment import Labelled, Segmenter, to_prepared, transform_of
 from octfm.evaluation.segment_settings import SegmentConfig
+from octfm.models.pooling import VectorPool
 from octfm.training import checkpoint, sabotage
 from octfm.training.health import effective_rank
 from octfm.training.inputs import build_objective, frozen_encoder
@@ -281,11 +284,27 @@ def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference
         result |= {"effective_rank": rank_of(encoder, store), "probes": judge(encoder, store, seed), "dense": dense(encoder, store, chosen)}
     if chosen.data:
         result["amd"] = by_halves({"frozen": (encoder, "encoder")}, chosen.data, DENSE["steps"])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(result) + "\n")
-    partial.replace(target)
+    write(target, result)
     return True
+
+
+def pooled_otherwise(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, echo: Callable[[str], None]) -> bool:
+    """The probes of a finished arm again, on vectors that its encoder pools in another way. False where they are there already."""
+    result = json.loads((chosen.out / "arms" / f"{arm.name}-{seed}.json").read_text())
+    target = chosen.out / chosen.pool / "arms" / f"{arm.name}-{seed}.json"
+    if target.is_file() and json.loads(target.read_text())["key"] == result["key"]:
+        return False
+    echo(f"{arm.name}, seed {seed}: vectors pooled by {chosen.pool}")
+    _, encoder, _ = train(arm, seed, result["steps"], store, chosen.out / "runs" / f"{arm.name}-{seed}")
+    write(target, result | {"probes": judge(encoder.pooling(chosen.pool), store, seed)})
+    return True
+
+
+def write(target: Path, result: dict[str, Any]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    incomplete = target.with_suffix(".partial")
+    incomplete.write_text(json.dumps(result) + "\n")
+    incomplete.replace(target)
 
 
 def main() -> None:
@@ -298,22 +317,29 @@ def main() -> None:
     arguments.add_argument("--test", type=int, default=1600, help="other participants, one eye each")
     arguments.add_argument("--held-out", type=int, default=400, help="of these, scanned again on a scanner that nothing was trained on")
     arguments.add_argument("--data", type=Path, help="folder with medvisbonn_amd_spectralis_145.npz")
+    arguments.add_argument("--pool", choices=get_args(VectorPool), help="judge again with vectors pooled like this; arms use the mean")
     arguments.add_argument("--table", action="store_true", help="only the table of the arms that are there")
     chosen = arguments.parse_args()
     known = {arm.name: arm for arm in (*ARMS, *ALSO)}
     if unknown := [name for name in chosen.arms.split(",") if name not in known]:
         raise SystemExit(f"--arms: {unknown[0]!r} is none of {', '.join(known)}")
+    tables = chosen.out / chosen.pool if chosen.pool else chosen.out
     chosen.cohort = (chosen.train, chosen.test, chosen.held_out)
     if not chosen.table:
         reference = flops_of(config_of(known["vjepa2_budget"], 0, 1))
+        say = partial(print, flush=True)
         arms, stores = [known[name] for name in chosen.arms.split(",")], {}
         for seed in range(chosen.seeds):
             for arm in arms:
                 if arm.registered not in stores:
                     stores[arm.registered] = make_store(chosen.out / "store", *chosen.cohort, registered=arm.registered)
-                if one(arm, seed, chosen, stores[arm.registered], reference, lambda line: print(line, flush=True)):
-                    write_table(chosen.out)
-    print(write_table(chosen.out).read_text())
+                store = stores[arm.registered]
+                made = one(arm, seed, chosen, store, reference, say)
+                if chosen.pool:
+                    made = pooled_otherwise(arm, seed, chosen, store, say)
+                if made:
+                    write_table(tables)
+    print(write_table(tables).read_text())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from octfm.data.labels import read_labels
 from octfm.errors import EvaluationError
+from octfm.evaluation import readouts
 from octfm.evaluation.cases import Round, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.embeddings import read_embeddings
@@ -466,3 +467,25 @@ def test_the_demo_sized_probe_takes_under_40_seconds(tmp_path):
     start = time.process_time()  # of this process, whoever else is at work
     probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", targets=["disease", "diagnosis", "cst_um", "scanner"])
     assert time.process_time() - start < 40
+
+
+def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that wait for each other took seven times the CPU time of one (docs/LOG.md)."""
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    def blas_threads() -> set[int]:
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    seen: list[set[int]] = []
+    linear = readouts._linear
+    monkeypatch.setattr(readouts, "_linear", lambda *a: seen.append(blas_threads()) or linear(*a))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 4)), np.tile([0, 1], 20)
+    with threadpool_limits(2, user_api="blas"):
+        readouts.fit_predict("linear", x, y, np.arange(40).astype(str), x, 2, 0)
+        assert blas_threads() == {2}
+        monkeypatch.setattr(readouts, "SMALL", 0)
+        before = len(seen)
+        readouts.fit_predict("linear", x, y, np.arange(40).astype(str), x, 2, 0)
+    assert all(threads == {1} for threads in seen[:before])
+    assert all(threads == {2} for threads in seen[before:])
