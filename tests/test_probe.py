@@ -12,10 +12,11 @@ import pytest
 from octfm.data.labels import read_labels
 from octfm.errors import EvaluationError
 from octfm.evaluation import readouts
-from octfm.evaluation.cases import Round, find_targets, make_cases, participant_folds
+from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.embeddings import read_embeddings
 from octfm.evaluation.probe import probe, write_probe
+from octfm.evaluation.scoring import Predictions, to_units
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
 
@@ -114,6 +115,23 @@ def test_every_target_of_the_cohort_is_probed_at_the_right_unit(cohort, tmp_path
         "scanner": ("binary", "acquisition"),
     }
     assert row(result, "cst_um", "r2")["estimate"] > 0.3
+
+
+def test_a_participant_is_scored_by_the_eye_that_looks_more_ill():
+    """Rows of one eye are averaged; the truth is that of any eye, so the mean over both eyes would halve what the ill one says."""
+    who = np.array(["p", "p", "p", "q", "q"])
+    eye = np.array(["p_R", "p_L", "p_R", "q_L", "q_R"])
+    ill = np.array([0.2, 0.3, 0.6, 0.1, 0.7])
+    label = np.array([0, 1, 0, 0, 1])
+    target = Target("disease", "diagnosis", "participant")
+    cases = Cases(target, np.arange(5), label, ("healthy", "disease"), who, who, "participant", 0, eye=eye)
+    said = Predictions(np.arange(5)[::-1], np.log(np.stack([1 - ill, ill], 1))[::-1], np.zeros((5, 2)))
+    units = to_units(cases, said)
+    right_of_p = np.log([[0.8, 0.2], [0.4, 0.6]]).mean(0)  # mean odds of .6 and .2 are above those of .3
+    np.testing.assert_allclose(units.value, [right_of_p, np.log([0.3, 0.7])])
+    assert units.truth.tolist() == [1, 1] and units.log_prior.shape == (2, 2)
+    by_mean = to_units(replace(cases, eye=None), said)
+    np.testing.assert_allclose(by_mean.value[1], np.log([[0.9, 0.1], [0.3, 0.7]]).mean(0))
 
 
 def test_a_participant_is_diseased_when_one_eye_is(tmp_path):

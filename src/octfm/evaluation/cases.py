@@ -80,6 +80,8 @@ class Cases:
     """Classes with too few participants for the design."""
     ordered: bool = False
     """The classes are grades, lowest first."""
+    eye: np.ndarray | None = None
+    """[n] the eye of each row where a unit is as ill as its worse eye, and is scored by it; None: by the mean of its rows."""
 
     @property
     def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:
@@ -138,9 +140,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         if all(healthy) or not any(healthy):
             raise Skip(f"Column {target.column} does not hold both healthy and diseased eyes (healthy is spelt {', '.join(HEALTHY)}).")
         # The probe is trained on each eye's own label; the participant is scored, and is diseased when any eye is.
-        return Cases(
-            target, rows, 1 - np.array(healthy, dtype=int), ("healthy", "disease"), participant, participant, "participant", unlabelled
-        )
+        ill, eye = 1 - np.array(healthy, dtype=int), data.eye_id[rows]
+        return Cases(target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye)
     numbers = [as_number(v) for v in kept]
     if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
         # A number measured on an eye is not averaged over both eyes of a participant.
@@ -281,4 +282,5 @@ def _only_classes(cases: Cases, enough: list[int]) -> Cases:
         participant=cases.participant[keep],
         unit=cases.unit[keep],
         left_out=tuple(name for k, name in enumerate(cases.classes) if k not in enough),
+        eye=None if cases.eye is None else cases.eye[keep],
     )

@@ -37,7 +37,7 @@ class Predictions:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What is scored: participants, eyes or acquisitions, each with the mean of its rows."""
+    """What is scored: participants, eyes or acquisitions, as `to_units` makes them of their rows."""
 
     truth: np.ndarray
     participant: np.ndarray
@@ -144,16 +144,17 @@ def finite(value: float | None) -> float | None:
 
 
 def to_units(cases: Cases, run: Predictions) -> Units:
-    """The mean of each unit's rows."""
+    """The mean of each unit's rows; where a unit is as ill as its worse eye, that of the eye whose rows speak most for illness."""
     label = cases.label[run.rows]
     ids, first, member = np.unique(cases.unit[run.rows], return_index=True, return_inverse=True)
-    size = np.bincount(member)
+    heard = np.ones(len(label)) if cases.eye is None else _of_the_worse_eye(cases.eye[run.rows], member, run.value)
+    size = np.bincount(member, weights=heard)
 
     def mean(values: np.ndarray | None) -> np.ndarray | None:
         if values is None:
             return None
         columns = values.reshape(len(values), -1)
-        return np.stack([np.bincount(member, weights=c) / size for c in columns.T], axis=1).reshape(len(ids), *values.shape[1:])
+        return np.stack([np.bincount(member, weights=heard * c) / size for c in columns.T], axis=1).reshape(len(ids), *values.shape[1:])
 
     if cases.classes is None:
         truth = np.bincount(member, weights=label) / size
@@ -164,6 +165,16 @@ def to_units(cases: Cases, run: Predictions) -> Units:
     value = mean(run.value)
     assert value is not None
     return Units(truth, cases.participant[run.rows][first], value, mean(run.log_prior), mean(run.grade))
+
+
+def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """1.0 for the rows [n] of each unit's eye with the highest mean log-odds of the last class, 0.0 for those of the other; the first
+    of equals."""
+    _, member = np.unique(eye, return_inverse=True)
+    odds = (np.bincount(member, weights=value[:, -1] - value[:, 0]) / np.bincount(member))[member]
+    order = np.lexsort((member, -odds, unit))
+    worse = member[order][np.unique(unit[order], return_index=True)[1]]
+    return (member == worse[unit]).astype(float)
 
 
 def metrics_of(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
