@@ -280,7 +280,7 @@ def what_is_answered(task: Task, config: FinetuneConfig) -> Answer:
 
 
 def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> tuple[float, float]:
-    """Balanced accuracy (R²) of validation participants, each with the mean of their eyes and visits; and the mean loss per volume."""
+    """Balanced accuracy (R²) of validation participants, scored as the probe scores them; and the mean loss per volume."""
     rows = task.cases.rows[task.validation]
     answers = _answers(model, source, rows)
     loss = float(target.loss(model.runtime.tensor(answers), rows)) / len(rows)
