@@ -24,7 +24,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from objectives_cohort import HELD_OUT, PREPROCESSING, make_store, scans
+from objectives_cohort import HELD_OUT, PREPROCESSING, Bscans, make_store, scans
 from objectives_table import write_table
 from octfm.config import load
 from octfm.data.store import Store, StoreRow
@@ -86,8 +86,8 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
     as_it_was: bool = False
     """With the prototype's two faults: the teacher is never updated and the context is not masked."""
-    registered: bool = True
-    """Trained and judged on the store whose B-scans are registered axially."""
+    bscans: Bscans = "registered"
+    """Of the store that it is trained and judged on: B-scans registered axially, or interpolated or taken as they lie."""
 
 
 ARMS = (
@@ -129,7 +129,8 @@ ALSO = (
     Arm("inner", "through_bscans, around the inner retina", merged(OURS, {"masks": {"plane": "bscan", "centres": "inner"}})),
     Arm("stages", "ours, hidden share .4, .6, .75 in three stages", merged(OURS, {"masks": {"stages": STAGES}})),
     Arm("balanced", "ours, every scanner as often as any other", merged(OURS, {"data": {"balance_scanners": True}})),
-    Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", OURS, registered=False),
+    Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", OURS, bscans="unregistered"),
+    Arm("native", "ours, native B-scans as they lie: none registered, none averaged with another", OURS, bscans="native"),
 )
 SURFACES = ("ilm", "rpe", "bm")
 DENSE = {"train": 32, "test": 96, "steps": 200}
@@ -331,9 +332,9 @@ def main() -> None:
         arms, stores = [known[name] for name in chosen.arms.split(",")], {}
         for seed in range(chosen.seeds):
             for arm in arms:
-                if arm.registered not in stores:
-                    stores[arm.registered] = make_store(chosen.out / "store", *chosen.cohort, registered=arm.registered)
-                store = stores[arm.registered]
+                if arm.bscans not in stores:
+                    stores[arm.bscans] = make_store(chosen.out / "store", *chosen.cohort, bscans=arm.bscans)
+                store = stores[arm.bscans]
                 made = one(arm, seed, chosen, store, reference, say)
                 if chosen.pool:
                     made = pooled_otherwise(arm, seed, chosen, store, say)

@@ -1,9 +1,10 @@
 """The phantoms of benchmarks/objectives.py: rendered straight into a store that keeps the production axial pitch, resumable."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,12 +16,14 @@ from octfm.data.phantom.write import PHANTOM_VERSION, SIDES
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Store, StoreRow
 from octfm.data.store_writer import StoreWriter, stage
+from octfm.data.transform import Transform
 from octfm.data.volume import Laterality, Volume
 
 NATIVE = (24, 384, 192)
 """B-scans, rows and columns that are rendered: 5.0 to 6.7 µm per row, as prepared."""
 PREPROCESSING = Preprocessing(image_size=(16, 384, 128), target_spacing=(0.25, 0.0052, 0.0352))
 """The central 4 x 2 x 4.5 mm at the axial pitch of the default Preprocessing."""
+Bscans = Literal["registered", "unregistered", "native"]
 HELD_OUT = "synthetic_held_out"
 TRAIN_SEED, TEST_SEED = 30, 31
 """Defaults are chosen from this table, so its seeds are those of development (docs/phantom.md). Test participants are another cohort's, or
@@ -72,13 +75,32 @@ def hash_of(person: Participant, side: Laterality) -> int:
     return (person.index * 7919 + SIDES.index(side) * 104729) % 97
 
 
+class NativeBscans(Preprocessing):
+    """Every prepared B-scan is one of the scan, as it lies: nothing is registered or averaged across B-scans. They keep the scanner's own
+    distance, .25 to .30 mm here."""
+
+    register_bscans: bool = False
+
+    def _place(self, *args: Any, **kwargs: Any) -> Transform:
+        placed = super()._place(*args, **kwargs)
+        middle = placed.origin[0] + (placed.shape[0] - 1) / 2 * placed.scale[0]
+        first = round(middle - (placed.shape[0] - 1) / 2)
+        last = placed.native_shape[0] - placed.shape[0]
+        return replace(placed, origin=(float(min(max(first, 0), last)), *placed.origin[1:]), scale=(1.0, *placed.scale[1:]))
+
+
+def preprocessing_of(bscans: Bscans) -> Preprocessing:
+    if bscans == "native":
+        return NativeBscans.model_validate(PREPROCESSING.model_dump() | {"register_bscans": False})
+    return PREPROCESSING.model_copy(update={"register_bscans": bscans == "registered"})
+
+
 def make_store(
-    folder: Path, train: int, test: int, held_out: int, *, registered: bool = True, echo: Callable[[str], None] = print
+    folder: Path, train: int, test: int, held_out: int, *, bscans: Bscans = "registered", echo: Callable[[str], None] = print
 ) -> Store:
-    """The store, rendered from where it stands; the same bytes whenever it is continued. Without `registered`, beside it, the same scans
-    with B-scans as they lie."""
-    preprocessing = PREPROCESSING.model_copy(update={"register_bscans": registered})
-    folder = folder if registered else folder.with_name(f"{folder.name}-unregistered")
+    """The store, rendered from where it stands; the same bytes whenever it is continued. Beside it, the same scans with other B-scans."""
+    preprocessing = preprocessing_of(bscans)
+    folder = folder if bscans == "registered" else folder.with_name(f"{folder.name}-{bscans}")
     wanted = list(scans(train, test, held_out))
     with StoreWriter(folder, preprocessing) as writer:
         have = [row.acquisition for row in writer.rows]

@@ -25,6 +25,9 @@ def test_the_whole_path_runs(finished):
     probe = json.loads((out / "run" / "probe.json").read_text())
     assert {r["encoder"] for r in probe["results"]} == {"pretrained", "random_init", "histogram"}
     assert "disease" in {r["target"] for r in probe["results"]}
+    # All 18 whom pretraining has not seen are tested, after learning from the others.
+    assert {(r["design"], r["n_test_participants"]) for r in probe["results"] if r["target"] == "disease"} == {("k-fold", 18)}
+    assert {r["design"] for r in probe["label_efficiency"]} == {"k-fold"}
     assert (out / "catalog" / "rejects.parquet").is_file()
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -217,6 +218,10 @@ def test_k_fold_tests_only_unseen_participants_and_refuses_when_there_are_none(c
     assert (facts["n_test_participants"], facts["n_train_participants"], facts["seen_test_participants"]) == (40, 60, 0)
     with pytest.raises(EvaluationError, match="all 60 participants"):
         probe([path], labels, seen=set(everyone), design="k-fold", resamples=50)
+    with pytest.raises(EvaluationError, match="at least 2 folds, got 1"):
+        probe([path], labels, design="k-fold", folds=1, resamples=50)
+    with pytest.raises(EvaluationError, match="design: expected auto, recommended_split or k-fold, got 'kfold'"):
+        probe([path], labels, design="kfold", resamples=50)  # pyright: ignore[reportArgumentType]
 
 
 def test_encoders_are_compared_on_the_same_participants(cohort, tmp_path):
@@ -449,6 +454,12 @@ def test_label_efficiency_uses_nested_participants_and_rises(tmp_path):
     everything = Round(np.arange(len(cases.rows)), np.arange(0))
     smaller = [set(cases.participant[subset(cases, everything, f, 3).train]) for f in (0.05, 0.25, 1.0)]
     assert smaller[0] < smaller[1] < smaller[2] == set(cases.participant)
+    # Folds test everybody whom pretraining has not seen, after learning from the same share of all others.
+    unseen = {r["participant"] for r in cohort.rows[60:]}
+    thirds: dict[str, Any] = {"design": "k-fold", "folds": 3, "seen": lambda p: p not in unseen}
+    folded, _ = label_efficiency(files, table, targets=["disease"], fractions=(0.3, 1.0), seeds=2, resamples=50, **thirds)
+    assert [r["n_test_participants"] for r in folded] == [90, 90] and [r["design"] for r in folded] == ["k-fold"] * 2
+    assert [r["n_train_participants"] for r in folded] == [pytest.approx(27, abs=2), 30 + 60]
     # Both eyes come or neither.
     rows = subset(cases, everything, 0.25, 3).train
     assert all((cases.participant[rows] == p).sum() == 2 for p in set(cases.participant[rows]))
@@ -485,6 +496,30 @@ def test_the_demo_sized_probe_takes_under_40_seconds(tmp_path):
     start = time.process_time()  # of this process, whoever else is at work
     probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", targets=["disease", "diagnosis", "cst_um", "scanner"])
     assert time.process_time() - start < 40
+
+
+def test_settings_far_behind_the_best_are_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last, hardly penalised fits took half the time of a probe and were never chosen (docs/LOG.md)."""
+    rng = np.random.default_rng(0)
+    y = np.arange(300) % 3
+    x = rng.normal(size=(300, 40)) + 0.3 * np.eye(3)[y] @ rng.normal(size=(3, 40))
+    tried: list[float] = []
+    linear = readouts._linear
+
+    def counted(x, x_new, y, num_classes, grid):
+        for setting, predicted in zip(grid, linear(x, x_new, y, num_classes, grid), strict=True):
+            tried.append(setting)
+            yield predicted
+
+    monkeypatch.setattr(readouts, "_linear", counted)
+    who = np.arange(300).astype(str)
+    few, best = readouts.fit_predict("linear", x, y, who, x, 3, 0)
+    assert max(tried) < readouts.LOGISTIC_C[-1] and best < max(tried), "the valley was seen from both sides, and its far slope not"
+    monkeypatch.setattr(readouts, "PAST_THE_BEST", np.inf)
+    tried.clear()
+    every, same = readouts.fit_predict("linear", x, y, who, x, 3, 0)
+    assert set(tried) == set(readouts.LOGISTIC_C) and same == best
+    np.testing.assert_array_equal(few, every)
 
 
 def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ def probe(
         str | None, typer.Option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for probe.json; default: --embeddings, else the run.")] = None,
+    design: Annotated[
+        str, typer.Option(help="recommended_split (train and val against test), k-fold (all whom pretraining has not seen), or auto.")
+    ] = "auto",
+    folds: Annotated[int, typer.Option(help="Folds of k-fold.", min=2)] = 5,
     seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
     label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
 ) -> None:
@@ -47,6 +51,7 @@ def probe(
     chosen = choose_readout(readout)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
     common = {"targets": target, "orders": _orders(order), "readout": chosen, "seen": seen_by(run), "allow_seen": allow_seen}
+    common |= {"design": design, "folds": folds}
     result = run_probe(files, labels, seeds=seeds, commands=[command], **common)
     for line in summary_lines(result):
         typer.echo(line)

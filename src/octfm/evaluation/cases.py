@@ -182,6 +182,8 @@ def make_rounds(
     """
     splits = np.array([data.split[i] or "" for i in cases.rows])
     seen = seen[cases.rows]
+    if design == "k-fold" and folds < 2:
+        raise EvaluationError(f"k-fold: expected at least 2 folds, got {folds}")
     if design == "recommended_split":
         train, tested = np.isin(splits, ("train", "val")), splits == "test"
         _refuse_leakage(cases.participant, train, tested, seen, allow_seen)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from octfm.data.labels import read_labels
 from octfm.data.location import Location
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
 from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
 from octfm.evaluation.probe import FOLDS, RESAMPLES, against_the_first, describe, find_design, predict, rows_seen
 from octfm.evaluation.readouts import Readout
@@ -25,8 +25,10 @@ def label_efficiency(
     targets: Sequence[str] | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
     readout: Readout = "linear",
+    design: Literal["auto"] | Design = "auto",
     seen: Collection[str] | Callable[[str], bool] = (),
     allow_seen: bool = False,
+    folds: int = FOLDS,
     fractions: Sequence[float] = FRACTIONS,
     seeds: int = 3,
     resamples: int = RESAMPLES,
@@ -35,17 +37,18 @@ def label_efficiency(
     """One row per target, encoder, fraction and planned metric, as in probe.json, with `fraction` and `n_train_participants`; and the first
     encoder compared with each of the others at every fraction, on the same draws, participants and resamples, corrected for all looks.
 
-    Every seed draws its own order of participants, and a larger fraction holds all of a smaller one. The test participants stay the same.
+    Every seed draws its own order of participants, and a larger fraction holds all of a smaller one. The test participants stay the same;
+    in `design` k-fold the subset is drawn for every fold, from those whom it trains on.
     Intervals hold for other participants and other draws of the subset together.
     """
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
-    seen_rows, design = rows_seen(encoders[0], seen), find_design(encoders[0])
+    seen_rows, chosen = rows_seen(first, seen), find_design(first, design)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     for target in find_targets(targets, first, table, orders):
         try:
-            cases, rounds = make_rounds(make_cases(target, first, table), first, design, seen_rows, allow_seen, FOLDS, seed)
+            cases, rounds = make_rounds(make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed)
         except Skip as reason:
             if targets is not None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
@@ -53,7 +56,7 @@ def label_efficiency(
         for fraction in fractions:
             smaller = [[subset(cases, r, fraction, seed + s) for r in rounds] for s in range(seeds)]
             people = [np.mean([len(np.unique(cases.participant[r.train])) for r in of_seed]) for of_seed in smaller]
-            facts = describe(cases, rounds, design, seen_rows) | {
+            facts = describe(cases, rounds, chosen, seen_rows) | {
                 "readout": readout,
                 "fraction": fraction,
                 "n_train_participants": round(float(np.mean(people))),

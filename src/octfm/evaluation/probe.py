@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def probe(
     targets: Sequence[str] | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
     readout: Readout = "linear",
-    design: Literal["auto", "recommended_split", "k-fold"] = "auto",
+    design: Literal["auto"] | Design = "auto",
     seen: Collection[str] | Callable[[str], bool] = (),
     allow_seen: bool = False,
     folds: int = FOLDS,
@@ -60,7 +60,7 @@ def probe(
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
     seen_rows = rows_seen(first, seen)
-    chosen: Design = find_design(first) if design == "auto" else design
+    chosen = find_design(first, design)
     scored: list[list[Scored]] = []
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
@@ -141,8 +141,12 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     return lines + [f"{s['target']:<12} skipped: {s['sentence']}" for s in result["skipped"]]
 
 
-def find_design(data: Embeddings) -> Design:
-    """The recommended split where it has both sides, else folds."""
+def find_design(data: Embeddings, wanted: str = "auto") -> Design:
+    """The design of this name, or EvaluationError; `auto` is the recommended split where it has both sides, else folds."""
+    if wanted in get_args(Design):
+        return wanted  # pyright: ignore[reportReturnType]
+    if wanted != "auto":
+        raise EvaluationError(f"design: expected auto, {' or '.join(get_args(Design))}, got {wanted!r}")
     return "recommended_split" if {"train", "val"} & set(data.split) and "test" in data.split else "k-fold"
 
 

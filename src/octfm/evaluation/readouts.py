@@ -1,6 +1,6 @@
 """What is fitted on frozen vectors: logistic or ridge regression, nearest neighbours, proportional odds; settings chosen by inner folds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,6 +18,9 @@ INNER_FOLDS = 3
 LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+PAST_THE_BEST = 1.05
+"""The rest of a grid is left out once inner folds lose so many times the best before: loss has one valley over these settings, and the
+fits behind it, with hardly a penalty, take most of the time (docs/LOG.md)."""
 
 
 def choose_readout(name: str) -> Readout:
@@ -49,16 +52,16 @@ def fit_predict(
     else:
         grid, path = (LOGISTIC_C if num_classes else RIDGE_ALPHA), _linear
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
-    loss = np.zeros(len(grid))
+    held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]  # fewer participants than folds
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
-        for k in range(INNER_FOLDS):
-            train, held_out = fold != k, fold == k
-            if not train.any() or not held_out.any():
-                continue  # fewer participants than folds
-            for i, predicted in enumerate(path(*_standardised(x[train], x[held_out]), y[train], num_classes, grid)):
-                loss[i] += _loss(predicted, y[held_out], y, num_classes)
-        best = grid[int(loss.argmin())]
-        return path(*_standardised(x, x_new), y, num_classes, (best,))[0], best
+        paths = [path(*_standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
+        losses: list[float] = []
+        for predicted in zip(*paths, strict=True):
+            losses.append(sum(_loss(p, y[h], y, num_classes) for p, h in zip(predicted, held_out, strict=True)))
+            if losses[-1] > PAST_THE_BEST * min(losses):
+                break
+        best = grid[int(np.argmin(losses))] if losses else grid[0]
+        return next(path(*_standardised(x, x_new), y, num_classes, (best,))), best
 
 
 def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -69,45 +72,44 @@ def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndar
     return (x - mean) / scale, (x_new - mean) / scale
 
 
-def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
+def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> Iterator[np.ndarray]:
     from sklearn.linear_model import LogisticRegression, Ridge
 
     if num_classes == 0:
-        return [Ridge(alpha=alpha).fit(x, y).predict(x_new)[:, None] for alpha in grid]
+        yield from (Ridge(alpha=alpha).fit(x, y).predict(x_new)[:, None] for alpha in grid)
+        return
     present = np.unique(y)
-    predictions = []
     for c in grid:
         # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
             fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000).fit(x, y)
             log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
-        predictions.append(log_p)
-    return predictions
+        yield log_p
 
 
-def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
+def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> Iterator[np.ndarray]:
     """Votes of the nearest training rows by cosine; a rare class's vote weighs more."""
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
     if num_classes == 0:
-        return [y[order[:, : int(k)]].mean(1)[:, None] for k in grid]
+        yield from (y[order[:, : int(k)]].mean(1)[:, None] for k in grid)
+        return
     vote = np.eye(num_classes)[y] / np.maximum(1, np.bincount(y, minlength=num_classes)) * len(y) / num_classes
-    # Half a vote for every class, so that no class is ever impossible.
-    counted = [vote[order[:, : int(k)]].sum(1) + 0.5 for k in grid]
-    return [np.log(v / v.sum(1, keepdims=True)) for v in counted]
+    for k in grid:
+        # Half a vote for every class, so that no class is ever impossible.
+        counted = vote[order[:, : int(k)]].sum(1) + 0.5
+        yield np.log(counted / counted.sum(1, keepdims=True))
 
 
-def _ordinal(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> list[np.ndarray]:
+def _ordinal(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> Iterator[np.ndarray]:
     present, grade = np.unique(y, return_inverse=True)
     weight = (len(y) / (len(present) * np.bincount(grade)))[grade]
-    predictions = []
     for c in grid:
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
             log_p[:, present] = np.log(grade_probability(x_new, *proportional_odds(x, grade, len(present), c, weight)))
-        predictions.append(log_p)
-    return predictions
+        yield log_p
 
 
 def _nothing_known(rows: int, num_classes: int) -> np.ndarray:
