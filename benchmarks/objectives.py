@@ -130,7 +130,12 @@ ALSO = (
     Arm("stages", "ours, hidden share .4, .6, .75 in three stages", merged(OURS, {"masks": {"stages": STAGES}})),
     Arm("balanced", "ours, every scanner as often as any other", merged(OURS, {"data": {"balance_scanners": True}})),
     Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", OURS, bscans="unregistered"),
-    Arm("native", "ours, native B-scans as they lie: none registered, none averaged with another", OURS, bscans="native"),
+    Arm(
+        "native",
+        "ours, native B-scans as they lie, .25 to .30 mm apart: none registered, none averaged with another",
+        OURS,
+        bscans="native",
+    ),
 )
 SURFACES = ("ilm", "rpe", "bm")
 DENSE = {"train": 32, "test": 96, "steps": 200}
@@ -276,15 +281,16 @@ def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference
     result = json.loads(target.read_text()) if target.is_file() else None
     if result and result["key"] != key:
         raise SystemExit(f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, or delete it")
-    if result and (chosen.data is None or "amd" in result):
+    real = chosen.data if arm.bscans != "native" else None  # what prepares the AMD volume would average its B-scans
+    if result and (real is None or "amd" in result):
         return False
     echo(f"{arm.name}, seed {seed}: {steps} updates ({arm.says})")
     config, encoder, facts = train(arm, seed, steps, store, chosen.out / "runs" / f"{arm.name}-{seed}")
     if result is None:
         result = {"arm": arm.name, "says": arm.says, "seed": seed, "key": key, "steps": steps, "flops": steps * flops_of(config), **facts}
         result |= {"effective_rank": rank_of(encoder, store), "probes": judge(encoder, store, seed), "dense": dense(encoder, store, chosen)}
-    if chosen.data:
-        result["amd"] = by_halves({"frozen": (encoder, "encoder")}, chosen.data, DENSE["steps"])
+    if real:
+        result["amd"] = by_halves({"frozen": (encoder, "encoder")}, real, DENSE["steps"])
     write(target, result)
     return True
 

@@ -95,7 +95,7 @@ def probe_result() -> dict:
         "results": results,
         "comparisons": comparisons,
         "skipped": [{"target": "iop", "sentence": "No acquisition has a label in column iop."}],
-        "settings": {"design": "recommended_split", "folds": 5, "resamples": 2000, "seed": 0, "allow_seen": False, "level": 0.95},
+        "settings": {"design": "recommended_split", "folds": None, "resamples": 2000, "seed": 0, "allow_seen": False, "level": 0.95},
         "interval_meaning": "Intervals answer: what if other participants had been tested?",
         "commands": ["octfm scan clinic --out catalog", "octfm probe run --labels labels.tsv"],
     }

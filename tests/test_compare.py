@@ -12,7 +12,8 @@ from browser import assert_renders, needs_chromium
 from octfm.errors import EvaluationError
 from octfm.evaluation.compare import probe_together
 from octfm.evaluation.embed import embed_store
-from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.encoder import load_encoder, seen_by
+from octfm.evaluation.probe import probe, write_probe
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
 from octfm.training.pretrain import pretrain
@@ -107,9 +108,19 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_differs_by_nothing(
     assert scores["a", "r2"]["estimate"] == scores["b", "r2"]["estimate"]
     pairs = [c for c in result["comparisons"] if c["target"] == "brightness"]
     assert pairs and all(c["difference"] == 0 and c["verdict"] == "inconclusive" for c in pairs)
+    assert result["settings"]["design"] == "recommended_split"
     # One of the runs has seen who is tested.
     lenient = small_store(tmp_path / "other", darkened, ("train",) * 16 + ("val",) * 2 + ("test",) * 2)
     seen = pretrain(config(steps=1), lenient, tmp_path / "c", echo=quiet)
     shutil.copytree(run / "embeddings", seen / "embeddings")
     with pytest.raises(EvaluationError, match="seen"):
         probe_together({"a": run, "c": seen}, labels, targets=["brightness"], resamples=200)
+    # Where the runs were probed by folds, so are they together: val and test participants, whom pretraining has not seen.
+    for one in (run, twin):
+        write_probe(
+            one / "probe.json",
+            probe([one / "embeddings" / "pretrained.parquet"], labels, design="k-fold", folds=3, seen=seen_by(one), resamples=50),
+        )
+    folded = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=200)
+    assert (folded["settings"]["design"], folded["settings"]["folds"]) == ("k-fold", 3)
+    assert {r["n_test_participants"] for r in folded["results"]} == {14}

@@ -28,6 +28,10 @@ def test_the_whole_path_runs(finished):
     # All 18 whom pretraining has not seen are tested, after learning from the others.
     assert {(r["design"], r["n_test_participants"]) for r in probe["results"] if r["target"] == "disease"} == {("k-fold", 18)}
     assert {r["design"] for r in probe["label_efficiency"]} == {"k-fold"}
+    page = report.read_text()
+    assert "Each of 18 participants was tested by a model that had learned from others." in page
+    assert "everyone whom pretraining has not seen is judged by the one of 5 models" in page
+    assert "in every fold fitted on about 26 other participants" in (out / "model_card.md").read_text()
     assert (out / "catalog" / "rejects.parquet").is_file()
 
 

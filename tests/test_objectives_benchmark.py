@@ -13,6 +13,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import objectives_table as table  # noqa: E402
+from objectives_cohort import preprocessing_of, scans  # noqa: E402
+from octfm.data.resampling import resample, seen_rows  # noqa: E402
 
 PEOPLE, TWICE = 240, 60
 """Test participants, and those of them who are on the held-out scanner, too."""
@@ -97,6 +99,20 @@ def test_seeds_that_differ_widen_an_interval(out):
 def test_without_an_arm_the_table_says_what_to_do(tmp_path):
     with pytest.raises(SystemExit, match="no arm is finished yet"):
         table.write_table(tmp_path)
+
+
+def test_native_bscans_are_neither_registered_nor_averaged_with_another():
+    volume = next(scans(1, 1, 0)).acquire()[0]
+    placed = preprocessing_of("native")(volume).transform
+    assert placed.scale[0] == 1 and placed.origin[0] == 4 and not any(placed.displacement)
+    seen = seen_rows(volume.voxels)
+    for changed in (4, 11, 19):
+        voxels = volume.voxels.copy()
+        voxels[changed] //= 2
+        before, after = (resample(v, seen, placed)[0] for v in (volume.voxels, voxels))
+        assert np.flatnonzero((before != after).any(axis=(1, 2))).tolist() == [changed - 4]
+    registered = preprocessing_of("registered")(volume).transform
+    assert any(registered.displacement) and preprocessing_of("unregistered")(volume).transform.scale[0] == registered.scale[0] < 1
 
 
 @pytest.mark.slow

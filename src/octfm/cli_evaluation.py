@@ -32,7 +32,7 @@ def probe(
     design: Annotated[
         str, typer.Option(help="recommended_split (train and val against test), k-fold (all whom pretraining has not seen), or auto.")
     ] = "auto",
-    folds: Annotated[int, typer.Option(help="Folds of k-fold.", min=2)] = 5,
+    folds: Annotated[int | None, typer.Option(help="Folds of k-fold; default: 5.")] = None,
     seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
     label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """Several pretraining runs probed together: identical participants, folds and resamples, so that their differences are paired."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ def probe_together(
 ) -> dict[str, Any]:
     """What `octfm.evaluation.probe` finds for the pretrained encoder of every run, by name; the first is compared with each of the others.
 
+    Designed as the runs' own probes were where these agree, so that their numbers are found again; else by the recommended split, or folds.
     Raises EvaluationError where a run has no embeddings, where they are not of the same acquisitions, or where any of the runs was
     pretrained on a test participant (unless `allow_seen`): then a difference would mean nothing.
     """
@@ -31,5 +33,11 @@ def probe_together(
             raise EvaluationError(f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, the same store for all runs")
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]
-    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples}
+    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **_design(runs)}
     return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), **options)
+
+
+def _design(runs: Mapping[str, Path]) -> dict[str, Any]:
+    settings = [json.loads((run / "probe.json").read_text())["settings"] for run in runs.values() if (run / "probe.json").is_file()]
+    known = {(s["design"], s["folds"] if s["design"] == "k-fold" else None) for s in settings}
+    return dict(zip(("design", "folds"), known.pop(), strict=True)) if len(known) == 1 else {}

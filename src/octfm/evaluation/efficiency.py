@@ -11,7 +11,7 @@ from octfm.data.location import Location
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
 from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
-from octfm.evaluation.probe import FOLDS, RESAMPLES, against_the_first, describe, find_design, predict, rows_seen
+from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, predict, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, correct, score
 
@@ -28,7 +28,7 @@ def label_efficiency(
     design: Literal["auto"] | Design = "auto",
     seen: Collection[str] | Callable[[str], bool] = (),
     allow_seen: bool = False,
-    folds: int = FOLDS,
+    folds: int | None = None,
     fractions: Sequence[float] = FRACTIONS,
     seeds: int = 3,
     resamples: int = RESAMPLES,
@@ -43,7 +43,7 @@ def label_efficiency(
     """
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
-    seen_rows, chosen = rows_seen(first, seen), find_design(first, design)
+    seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     for target in find_targets(targets, first, table, orders):

@@ -38,7 +38,7 @@ def probe(
     design: Literal["auto"] | Design = "auto",
     seen: Collection[str] | Callable[[str], bool] = (),
     allow_seen: bool = False,
-    folds: int = FOLDS,
+    folds: int | None = None,
     seeds: int = 1,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -48,7 +48,7 @@ def probe(
 
     `seen` tells which participants any of the encoders was pretrained on. Under `recommended_split` (train + val against test; chosen by
     `auto` when both exist) a test participant among them raises EvaluationError, or is counted in the result when `allow_seen`. Under
-    `k-fold`, seen participants only ever help to train the probe: the folds are made of the others. `seeds` repeats the folds and
+    `k-fold`, seen participants only ever help to train the probe: the `folds` (5) are made of the others. `seeds` repeats the folds and
     resamples seeds with participants. `orders` names columns whose classes are grades, lowest first.
     A target named in `targets` that cannot be probed is an error; one found by itself is listed under "skipped" with a sentence.
     """
@@ -60,7 +60,7 @@ def probe(
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
     seen_rows = rows_seen(first, seen)
-    chosen = find_design(first, design)
+    chosen, folds = choose_design(first, design, folds)
     scored: list[list[Scored]] = []
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
@@ -96,7 +96,7 @@ def probe(
         "settings": {
             "design": chosen,
             "readout": readout,
-            "folds": folds,
+            "folds": folds if chosen == "k-fold" else None,
             "seeds": seeds,
             "resamples": resamples,
             "seed": seed,
@@ -141,13 +141,15 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     return lines + [f"{s['target']:<12} skipped: {s['sentence']}" for s in result["skipped"]]
 
 
-def find_design(data: Embeddings, wanted: str = "auto") -> Design:
-    """The design of this name, or EvaluationError; `auto` is the recommended split where it has both sides, else folds."""
-    if wanted in get_args(Design):
-        return wanted  # pyright: ignore[reportReturnType]
-    if wanted != "auto":
+def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = None) -> tuple[Design, int]:
+    """The design of this name and its folds, or EvaluationError; `auto` is the recommended split where it has both sides, else folds."""
+    if wanted != "auto" and wanted not in get_args(Design):
         raise EvaluationError(f"design: expected auto, {' or '.join(get_args(Design))}, got {wanted!r}")
-    return "recommended_split" if {"train", "val"} & set(data.split) and "test" in data.split else "k-fold"
+    recommended = {"train", "val"} & set(data.split) and "test" in data.split
+    chosen: Design = "k-fold" if wanted == "k-fold" or (wanted == "auto" and not recommended) else "recommended_split"
+    if folds is not None and chosen != "k-fold":
+        raise EvaluationError("folds: these embeddings are probed by their recommended split, which has none; ask for design k-fold")
+    return chosen, FOLDS if folds is None else folds
 
 
 def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -> np.ndarray:
@@ -159,8 +161,8 @@ def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -
 def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.ndarray) -> dict[str, Any]:
     """What a result says about whom it was measured on; the same for every encoder and metric."""
     tested = np.concatenate([r.test for r in rounds])
-    trained = np.concatenate([r.train for r in rounds])
     participant = cases.participant
+    trained = [len(np.unique(participant[r.train])) for r in rounds]
     return {
         "target": cases.target.name,
         "column": cases.target.column,
@@ -169,7 +171,7 @@ def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.nd
         "leakage": cases.target.leakage,
         "design": design,
         "unit": cases.unit_name,
-        "n_train_participants": len(np.unique(participant[trained])),
+        "n_train_participants": round(float(np.mean(trained))),  # of one probe, where each fold has its own
         "n_test_participants": len(np.unique(participant[tested])),
         "n_test_units": len(np.unique(cases.unit[tested])),
         "n_test_acquisitions": len(tested),

@@ -52,7 +52,11 @@ def _whom(sources: Sources) -> str:
     ages = next((cells for name, cells in characteristics(sources) if name.startswith("Age")), None)
     known = [f"{split} {cell}" for split, cell in zip(splits, ages or (), strict=False) if not cell.startswith("fewer")]
     text += f"; age, median and quartiles: {', '.join(known)}." if known else "."
-    if "test" in splits:
+    probe = sources.probe or {}
+    if probe.get("settings", {}).get("design") == "k-fold":
+        tested = max((r["n_test_participants"] for r in probe["results"]), default=0)
+        text += f" Each of {tested:,} participants was tested by a model that had learned from others."
+    elif "test" in splits:
         text += f" Models were tested on {len({a.participant for a in splits['test']}):,} other participants than they learned from."
     return text
 

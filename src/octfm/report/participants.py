@@ -112,7 +112,8 @@ def is_phantom(sources: Sources) -> bool:
 
 def _probed(row: dict[str, Any]) -> str:
     per_class = row.get("test_participants_per_class") or {}
-    text = f"fitted on {row['n_train_participants']} other participants"
+    each = "in every fold fitted on about" if row.get("design") == "k-fold" else "fitted on"
+    text = f"{each} {row['n_train_participants']} other participants"
     shown = ", ".join(f"{name} {count}" for name, count in guarded(per_class).items())
     return text + (f"; {shown}" if shown else "")
 

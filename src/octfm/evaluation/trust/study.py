@@ -11,7 +11,7 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.embeddings import Embeddings, align
 from octfm.evaluation.leaderboard import metadata
-from octfm.evaluation.probe import FOLDS, describe, find_design, predict
+from octfm.evaluation.probe import FOLDS, choose_design, describe, predict
 from octfm.evaluation.scoring import Predictions, correct, finite, metrics_of, to_units
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric, compare, interval
 
@@ -113,7 +113,7 @@ def make_study(
     align(list(encoders))
     data = encoders[0]
     seen = np.zeros(len(data.acquisition), bool) if seen is None else seen
-    design = find_design(data)
+    design, _ = choose_design(data)
     tasks, skipped = [], []
     for target in find_targets(targets, data, table, orders):
         if target.leakage:
