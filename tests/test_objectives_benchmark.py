@@ -111,8 +111,7 @@ def test_native_bscans_are_neither_registered_nor_averaged_with_another():
         voxels[changed] //= 2
         before, after = (resample(v, seen, placed)[0] for v in (volume.voxels, voxels))
         assert np.flatnonzero((before != after).any(axis=(1, 2))).tolist() == [changed - 4]
-    registered = preprocessing_of("registered")(volume).transform
-    assert any(registered.displacement) and preprocessing_of("unregistered")(volume).transform.scale[0] == registered.scale[0] < 1
+    assert any(preprocessing_of("registered")(volume).transform.displacement)
 
 
 @pytest.mark.slow
