@@ -514,8 +514,8 @@ def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.Monkey
     name = {"linear": "_linear", "ordinal": "_ordinal", "knn": "_neighbours"}[readout]
     grid, path, tried = readouts.NEIGHBOURS if readout == "knn" else readouts.LOGISTIC_C, getattr(readouts, name), []
 
-    def counted(x, x_new, y, num_classes, grid):
-        for setting, predicted in zip(grid, path(x, x_new, y, num_classes, grid), strict=True):
+    def counted(x, x_new, y, num_classes, grid, **how):
+        for setting, predicted in zip(grid, path(x, x_new, y, num_classes, grid, **how), strict=True):
             tried.append(setting)
             yield predicted
 
@@ -540,8 +540,8 @@ def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.Monke
     seen: list[set[int]] = []
     linear = readouts._linear
 
-    def watched(*arguments):
-        for predicted in linear(*arguments):
+    def watched(*arguments, **how):
+        for predicted in linear(*arguments, **how):
             seen.append(blas_threads())
             yield predicted
 

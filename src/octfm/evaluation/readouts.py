@@ -1,6 +1,7 @@
 """What is fitted on frozen vectors: logistic or ridge regression, nearest neighbours, proportional odds; settings chosen by inner folds."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,6 +19,9 @@ INNER_FOLDS = 3
 LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
+"""Largest gradient at which a logistic fit ends (scikit-learn's default), and where penalties are only compared: their losses are the same
+to 1 % by then, after two thirds of the time (docs/LOG.md)."""
 PAST_THE_BEST = 1.05
 """Weaker penalties are left out once inner folds lose so many times the best before: over LOGISTIC_C loss has one valley in all that was
 measured, and the fits behind it take half the time (docs/LOG.md). Over NEIGHBOURS it has several."""
@@ -51,10 +55,11 @@ def fit_predict(
         grid, path = LOGISTIC_C, _ordinal
     else:
         grid, path = (LOGISTIC_C if num_classes else RIDGE_ALPHA), _linear
+    search = partial(_linear, tolerance=WHILE_SEARCHING) if path is _linear else path
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
     held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]  # fewer participants than folds
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
-        paths = [path(*_standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
+        paths = [search(*_standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
         losses: list[float] = []
         for predicted in zip(*paths, strict=True):
             losses.append(sum(_loss(p, y[h], y, num_classes) for p, h in zip(predicted, held_out, strict=True)))
@@ -72,7 +77,9 @@ def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndar
     return (x - mean) / scale, (x_new - mean) / scale
 
 
-def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> Iterator[np.ndarray]:
+def _linear(
+    x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float], tolerance: float = TOLERANCE
+) -> Iterator[np.ndarray]:
     from sklearn.linear_model import LogisticRegression, Ridge
 
     if num_classes == 0:
@@ -83,7 +90,7 @@ def _linear(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, g
         # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
-            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000).fit(x, y)
+            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000, tol=tolerance).fit(x, y)
             log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
         yield log_p
 

@@ -231,7 +231,7 @@ def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> l
             spoken = "; ".join(f"{r['encoder']} {r['fraction']:.0%}: {number(r['estimate']):.2f}" for r in own)
             svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
         folded = own[0].get("design") == "k-fold"
-        shared = "participants that each fold's probe learns from (so many for each fold)" if folded else "training participants"
+        shared = "participants that each fold's probe learns from, drawn anew for every fold" if folded else "training participants"
         caption = (
             f"{names.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay the "
             f"same. Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants together. The dashed line is chance."
