@@ -232,9 +232,10 @@ def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> l
             svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
         folded = own[0].get("design") == "k-fold"
         shared = "participants that each fold's probe learns from, drawn anew for every fold" if folded else "training participants"
+        weak = ", up to a third too narrow where probes are weak" if folded else ""
         caption = (
-            f"{names.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay the "
-            f"same. Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants together. The dashed line is chance."
+            f"{names.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay the same. "
+            f"Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants together{weak}. The dashed line is chance."
         )
         charts.append(Chart(f"Label efficiency: {plain(target)}", caption, svg))
     return charts
