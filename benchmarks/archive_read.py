@@ -23,7 +23,10 @@ from octfm.data.readers import read_volume
 def deflated(root: Path, out: Path) -> Path:
     shutil.copytree(root, out)
     for path in out.rglob("*.zip"):
-        with zipfile.ZipFile(path) as source, zipfile.ZipFile(path.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as target:
+        with (
+            zipfile.ZipFile(path) as source,
+            zipfile.ZipFile(path.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as target,
+        ):
             for name in source.namelist():
                 target.writestr(name, source.read(name))
         path.with_suffix(".new").replace(path)
@@ -55,9 +58,13 @@ def main() -> None:
                 scanning = cpu_seconds(lambda root=root: scan(root, workers=1))
                 reading = cpu_seconds(lambda uris=uris: [read_volume(uri) for uri in uris])
                 times[name].append((1000 * scanning / len(uris), 1000 * reading / len(uris)))
-        medians = {name: [statistics.median(column) for column in zip(*rows[1:], strict=True)] for name, rows in times.items()}
+        medians = {
+            name: [statistics.median(column) for column in zip(*rows[1:], strict=True)] for name, rows in times.items()
+        }
         for name, (scanning, reading) in medians.items():
-            megabytes = sum(path.stat().st_size for path in roots[name].rglob("*") if path.suffix in (".dcm", ".zip")) / 1e6
+            megabytes = (
+                sum(path.stat().st_size for path in roots[name].rglob("*") if path.suffix in (".dcm", ".zip")) / 1e6
+            )
             ratios = f"{scanning / medians['tree'][0]:.2f} and {reading / medians['tree'][1]:.2f} times the tree"
             print(f"{name:9} scan {scanning:6.1f} ms/file, read {reading:6.1f} ms/file: {ratios}; {megabytes:.0f} MB")
 

@@ -81,7 +81,9 @@ def main() -> None:
             if number:
                 seconds[name].append((time.process_time() - begun) / repeats)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
-    print(f"{list(size)} {chosen.precision}, {chosen.batch} volume(s), {chosen.rounds} rounds; a step: {middle['step']:.3f} CPU s")
+    print(
+        f"{list(size)} {chosen.precision}, {chosen.batch} volume(s), {chosen.rounds} rounds; a step: {middle['step']:.3f} CPU s"
+    )
     print(f"{'inputs':<26}{'ms':>8}{'of a step':>11}{'augmentation':>14}")
     for name, value in middle.items():
         if name != "step":

@@ -55,7 +55,12 @@ def main() -> None:
             first, later = _epoch(remote, volumes), _epoch(remote, volumes)
             size = sum(found.size for found in bucket.find(str(there / "voxels")).values()) / volumes / 1e6
             print(f"{volumes} volumes of [64, 384, 384], {size:.1f} MB each in zstd; volumes/s (over local warm)")
-            for name, rate in (("local, warm", warm), ("local, cold", cold), ("bucket, first epoch", first), ("bucket, later", later)):
+            for name, rate in (
+                ("local, warm", warm),
+                ("local, cold", cold),
+                ("bucket, first epoch", first),
+                ("bucket, later", later),
+            ):
                 print(f"{name:20} {rate:8.1f}  ({rate / warm:.2f})")
         finally:
             server.terminate()

@@ -26,7 +26,12 @@ ARMS = {
         "demo_vjepa2",
         2e-3,
         (
-            *("objective.target_norm=layer", "objective.context_loss=0.5", "objective.frozen=target", "schedule.ema_base=null"),
+            *(
+                "objective.target_norm=layer",
+                "objective.context_loss=0.5",
+                "objective.frozen=target",
+                "schedule.ema_base=null",
+            ),
             *("objective.voxel_loss=0", "objective.goal_average=[1,1,1]"),
         ),
     ),
@@ -34,7 +39,13 @@ ARMS = {
     "mae": ("mae", 1e-3, ("model.patch_size=[2,8,16]", "objective.goal_average=[2,1,8]")),
 }
 """A preset, the higher of its learning rates, and what else is changed beside the size."""
-SMALL = (*SETTINGS, "precision=fp32", "data.global_batch_size=8", "data.per_device_batch_size=8", "schedule.warmup_ratio=0.1")
+SMALL = (
+    *SETTINGS,
+    "precision=fp32",
+    "data.global_batch_size=8",
+    "data.per_device_batch_size=8",
+    "schedule.warmup_ratio=0.1",
+)
 
 
 def main() -> None:
@@ -53,7 +64,13 @@ def main() -> None:
     for seed in range(chosen.seeds):
         for arm, (preset, base_lr, changes) in ARMS.items():
             # Every second seed learns half as fast.
-            settings = (*SMALL, *changes, f"schedule.base_lr={base_lr / (1 + seed % 2)}", f"steps={chosen.steps}", f"seed={seed}")
+            settings = (
+                *SMALL,
+                *changes,
+                f"schedule.base_lr={base_lr / (1 + seed % 2)}",
+                f"steps={chosen.steps}",
+                f"seed={seed}",
+            )
             config = load_config(preset, settings)
             run, began = chosen.out / f"{arm}-{seed}", time.process_time()
             newest = checkpoint.newest(run) if (run / "config.yaml").is_file() else None
@@ -61,11 +78,19 @@ def main() -> None:
                 pretrain(config, store, run, echo=lambda _: None)
             spent = time.process_time() - began
             rows = list(read_metrics(run / "metrics.jsonl"))
-            incidents = [f"step {row['step']}: {row['what']} ({row['action']})" for row in rows if row["kind"] == "incident"]
-            bad = [f"step {row['step']}: {row['what']}" for row in rows if row["kind"] == "health" and row["verdict"] == "bad"]
+            incidents = [
+                f"step {row['step']}: {row['what']} ({row['action']})" for row in rows if row["kind"] == "incident"
+            ]
+            bad = [
+                f"step {row['step']}: {row['what']}"
+                for row in rows
+                if row["kind"] == "health" and row["verdict"] == "bad"
+            ]
             alarms += bool(incidents or bad)
             last = [row for row in rows if row["kind"] == "train"][-5:]
-            masked, rank = (statistics.median(row[name] for row in last) for name in ("masked_over_baseline", "effective_rank"))
+            masked, rank = (
+                statistics.median(row[name] for row in last) for name in ("masked_over_baseline", "effective_rank")
+            )
             told = "; ".join(incidents) or "none", "; ".join(bad) or "none"
             print(f"| {arm} | {seed} | {told[0]} | {told[1]} | {masked:.3f} | {rank:.1f} | {spent:.0f} |", flush=True)
     print(f"{alarms} of {chosen.seeds * len(ARMS)} runs with a false alarm")

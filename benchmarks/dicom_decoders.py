@@ -20,7 +20,13 @@ from octfm.data.readers.dicom_codecs import FrameFormat, decode_frame, find_deco
 def encoders(bits: int):
     def rle(image):
         rows, columns = image.shape
-        options = {"rows": rows, "columns": columns, "number_of_frames": 1, "samples_per_pixel": 1, "bits_allocated": bits}
+        options = {
+            "rows": rows,
+            "columns": columns,
+            "number_of_frames": 1,
+            "samples_per_pixel": 1,
+            "bits_allocated": bits,
+        }
         options |= {"bits_stored": bits, "pixel_representation": 0, "photometric_interpretation": "MONOCHROME2"}
         return get_encoder(uid.RLELossless).encode(image, encoding_plugin="pylibjpeg", **options)
 
@@ -60,8 +66,13 @@ def main() -> None:
             name, decoders = find_decoders(syntax, "benchmark")
             for decoder in decoders:
                 assert not isinstance(decode_frame(content, form, [decoder]), str)
-                speed = image.nbytes / seconds(lambda content=content, form=form, decoder=decoder: decode_frame(content, form, [decoder]))
-                print(f"| {name} | {bits} | {image.nbytes / len(content):.1f} | {decoder[0]} | {speed / 1e6:.0f} |", flush=True)
+                speed = image.nbytes / seconds(
+                    lambda content=content, form=form, decoder=decoder: decode_frame(content, form, [decoder])
+                )
+                print(
+                    f"| {name} | {bits} | {image.nbytes / len(content):.1f} | {decoder[0]} | {speed / 1e6:.0f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,10 @@ def main() -> None:
             same = starts > 1 and same_weights(whole, out)
             equal += same
             told = f"rank {rank} killed after step {at}" if starts > 1 else "it ended before it could be killed"
-            print(f"run {number}: {told}, {starts} starts, same weights: {same}, {time.monotonic() - begun:.0f} s", flush=True)
+            print(
+                f"run {number}: {told}, {starts} starts, same weights: {same}, {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
     print(f"{equal} of {chosen.runs} runs ended with the weights of the undisturbed one")
     sys.exit(equal != chosen.runs)
 

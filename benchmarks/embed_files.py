@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--config", default="demo")
     parser.add_argument("--image-size", type=int, nargs=3, default=(16, 128, 128))
     parser.add_argument("--voxels", type=int, nargs=3, default=(16, 256, 192))
-    parser.add_argument("--server", action="store_true", help="read from and write into an S3 server instead of folders")
+    parser.add_argument(
+        "--server", action="store_true", help="read from and write into an S3 server instead of folders"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kill-after", type=int, help="SIGKILL the first attempt once so many parts are there")
     asked = parser.parse_args()
@@ -68,10 +70,14 @@ def main() -> None:
         if asked.kill_after:
             told["undisturbed"] = measure(model, folder / "files", folder / "undisturbed", asked.workers)
             ours, theirs = (read_embeddings(where / "pretrained.parquet") for where in (out, folder / "undisturbed"))
-            told["equal"] = np.array_equal(ours.acquisition, theirs.acquisition) and np.array_equal(ours.vectors, theirs.vectors)
+            told["equal"] = np.array_equal(ours.acquisition, theirs.acquisition) and np.array_equal(
+                ours.vectors, theirs.vectors
+            )
             told["different_vectors"] = len(np.unique(ours.vectors, axis=0))
         else:
-            told["per_file"] = {name: round(value / asked.files, 4) for name, value in first.items() if name.endswith("_s")}
+            told["per_file"] = {
+                name: round(value / asked.files, 4) for name, value in first.items() if name.endswith("_s")
+            }
     print(json.dumps(told, indent=1))
 
 
@@ -84,7 +90,9 @@ def server() -> Iterator[None]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while subprocess.run(["curl", "-s", "-f", "-X", "PUT", f"{endpoint}/{BUCKET}"], stdout=subprocess.DEVNULL).returncode:
+        while subprocess.run(
+            ["curl", "-s", "-f", "-X", "PUT", f"{endpoint}/{BUCKET}"], stdout=subprocess.DEVNULL
+        ).returncode:
             time.sleep(0.2)
         yield
     finally:
@@ -150,7 +158,9 @@ def write(folder: Path, count: int, voxels: tuple[int, int, int]) -> list[Path]:
         path.parent.mkdir(parents=True)
         own = np.roll(eye.voxels, turn % voxels[2], axis=2)
         own -= np.minimum(own, turn // voxels[2])
-        files.append(write_oct_dicom(path, own, eye.spacing_mm, participant=f"p{n:05d}", sop_instance_uid=f"1.2.{n + 1}"))
+        files.append(
+            write_oct_dicom(path, own, eye.spacing_mm, participant=f"p{n:05d}", sop_instance_uid=f"1.2.{n + 1}")
+        )
     return files
 
 

@@ -49,7 +49,11 @@ def points(most: int) -> list[tuple[tuple[int, int, int], int, str]]:
     """(grid, batch, mode), the least work first."""
     wanted = {(size, 1) for size in GRIDS} | {(BATCHED, batch) for batch in BATCHES}
     chosen = [(size, batch) for size, batch in wanted if prod(grid_of(size)) * batch <= most]
-    return [(size, batch, mode) for size, batch in sorted(chosen, key=lambda p: (prod(grid_of(p[0])) * p[1], p[1])) for mode in MODES]
+    return [
+        (size, batch, mode)
+        for size, batch in sorted(chosen, key=lambda p: (prod(grid_of(p[0])) * p[1], p[1]))
+        for mode in MODES
+    ]
 
 
 def exponents(found: list[dict[str, Any]], along: str, value: str) -> list[float]:
@@ -63,7 +67,9 @@ def curves(done: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, A
     for mode in MODES:
         own = [row for row in done if row["mode"] == mode]
         found["tokens", mode] = sorted((row for row in own if row["batch"] == 1), key=lambda row: row["tokens"])
-        found["batch", mode] = sorted((row for row in own if tuple(row["size"]) == BATCHED), key=lambda row: row["batch"])
+        found["batch", mode] = sorted(
+            (row for row in own if tuple(row["size"]) == BATCHED), key=lambda row: row["batch"]
+        )
     return found
 
 
@@ -72,7 +78,9 @@ def draw(path: Path, done: list[dict[str, Any]], precision: str) -> None:
 
     figure = Figure(figsize=(8.4, 5.6), layout="constrained")
     axes = figure.subplots(2, 2)
-    for column, (along, of) in enumerate((("tokens", "one volume"), ("batch", f"{prod(grid_of(BATCHED))} tokens each"))):
+    for column, (along, of) in enumerate(
+        (("tokens", "one volume"), ("batch", f"{prod(grid_of(BATCHED))} tokens each"))
+    ):
         for row, (value, label) in enumerate((("cpu_s", "CPU seconds per step"), ("gb", "peak memory, GB"))):
             panel, ticks = axes[row, column], set()
             for mode, colour in zip(MODES, ("#0072B2", "#D55E00"), strict=True):
@@ -109,16 +117,33 @@ def main() -> None:
         key = {"size": list(size), "batch": batch, "mode": mode, "precision": chosen.precision}
         if any(key.items() <= row.items() for row in done):
             continue
-        command = [sys.executable, __file__, "--out", str(chosen.out), "--precision", chosen.precision, "--rounds", str(chosen.rounds)]
-        told = subprocess.run([*command, "--point", json.dumps([size, batch, MODES[mode]])], stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            __file__,
+            "--out",
+            str(chosen.out),
+            "--precision",
+            chosen.precision,
+            "--rounds",
+            str(chosen.rounds),
+        ]
+        told = subprocess.run(
+            [*command, "--point", json.dumps([size, batch, MODES[mode]])], stdout=subprocess.PIPE, text=True
+        )
         if told.returncode:
-            print(f"{list(size)}, batch {batch}, {mode}: the process ended with {told.returncode}; no memory left?", flush=True)
+            print(
+                f"{list(size)}, batch {batch}, {mode}: the process ended with {told.returncode}; no memory left?",
+                flush=True,
+            )
             continue
         done.append({**key, "tokens": prod(grid_of(size)), **json.loads(told.stdout)})
         partial = record.with_suffix(".partial")
         partial.write_text(json.dumps(done, indent=1) + "\n")
         partial.replace(record)
-        print(f"{prod(grid_of(size)):>6,} tokens x {batch}, {mode:<14}{done[-1]['cpu_s']:>8.2f} CPU s{done[-1]['gb']:>8.2f} GB", flush=True)
+        print(
+            f"{prod(grid_of(size)):>6,} tokens x {batch}, {mode:<14}{done[-1]['cpu_s']:>8.2f} CPU s{done[-1]['gb']:>8.2f} GB",
+            flush=True,
+        )
     done = [row for row in done if row["precision"] == chosen.precision]
     for (along, mode), line in curves(done).items():
         if len(line) > 1:

@@ -28,7 +28,11 @@ def file_of(frames: int, undefined: bool) -> bytes:
     voxels = np.random.default_rng(0).integers(0, 255, (frames, 64, 64), np.uint8)
     volume = Volume(voxels, (7 / frames, 0.0026, 0.0137), "R", scanner.name, scanner.protocol, "1001", "1.2.3.4", True)
     dataset = to_dataset(
-        volume, scanner, draw_cohort(1, 0, scanners=[scanner.name], second_scanner=0, fractions=(0.8, 0.1, 0.1))[0], "benchmark", rle=False
+        volume,
+        scanner,
+        draw_cohort(1, 0, scanners=[scanner.name], second_scanner=0, fractions=(0.8, 0.1, 0.1))[0],
+        "benchmark",
+        rle=False,
     )
     if undefined:
         _undefine(dataset)

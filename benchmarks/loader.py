@@ -32,7 +32,12 @@ def write(path: Path, prepared: list[Prepared], volumes: int, compression) -> St
         for number in range(volumes):
             one = prepared[number % len(prepared)]
             # The same few phantoms, moved, so that no two files are alike.
-            digest = stage(replace(one, voxels=np.roll(one.voxels, number, axis=2)), writer.staging, str(number), writer.compression)
+            digest = stage(
+                replace(one, voxels=np.roll(one.voxels, number, axis=2)),
+                writer.staging,
+                str(number),
+                writer.compression,
+            )
             row = StoreRow(
                 index=-1,
                 acquisition=str(number),
@@ -83,9 +88,13 @@ def main() -> None:
     parser.add_argument("--usual", action="store_true", help="compare with the usual way, too")
     asked = parser.parse_args()
     preprocessing = Preprocessing()
-    prepared = [preprocessing(phantom_volume(seed, scanner="topcon_maestro2", size=(64, 442, 512))[0]) for seed in (1, 2)]
+    prepared = [
+        preprocessing(phantom_volume(seed, scanner="topcon_maestro2", size=(64, 442, 512))[0]) for seed in (1, 2)
+    ]
     usual = usual_seconds(preprocessing) if asked.usual else None
-    print(f"{asked.volumes} volumes of {list(preprocessing.image_size)} uint8, batches of {asked.batch}, {asked.threads} threads")
+    print(
+        f"{asked.volumes} volumes of {list(preprocessing.image_size)} uint8, batches of {asked.batch}, {asked.threads} threads"
+    )
     print(f"{'store':10s}{'way':8s}{'median':>8s}{'best':>7s}{'CPU ms':>9s}")
     for compression in ("none", "zstd"):
         with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +119,9 @@ def usual_seconds(preprocessing: Preprocessing) -> tuple[float, float]:
     return wall, cpu
 
 
-def measure(path: Path, prepared: list[Prepared], compression, asked: argparse.Namespace, usual: tuple[float, float] | None) -> None:
+def measure(
+    path: Path, prepared: list[Prepared], compression, asked: argparse.Namespace, usual: tuple[float, float] | None
+) -> None:
     write(path, prepared, asked.volumes, compression)
     store = Store.open(path, threads=asked.threads)
     size = sum(p.stat().st_size for p in (path / "voxels").glob("c.*")) / asked.volumes / np.prod(store.image_size)
@@ -126,8 +137,15 @@ def measure(path: Path, prepared: list[Prepared], compression, asked: argparse.N
         }
         for name, (read, before) in ways.items():
             median, best, cpu = rate(read, asked.volumes, asked.batch, asked.seconds, before)
-            ratio = f"   {median * usual[0]:.0f} times the usual way, {1000 * usual[1] / cpu:.0f} by CPU time" if usual else ""
-            print(f"{compression:10s}{name:8s}{median:8.0f}{best:7.0f}{cpu:9.2f}{ratio if name in ('loader', 'cold') else ''}", flush=True)
+            ratio = (
+                f"   {median * usual[0]:.0f} times the usual way, {1000 * usual[1] / cpu:.0f} by CPU time"
+                if usual
+                else ""
+            )
+            print(
+                f"{compression:10s}{name:8s}{median:8.0f}{best:7.0f}{cpu:9.2f}{ratio if name in ('loader', 'cold') else ''}",
+                flush=True,
+            )
     print(f"{'':18s}{size:.2f} of the raw size")
 
 

@@ -74,7 +74,9 @@ def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 STAGES = [[0.4, 0.5], [0.6, 0.35], [0.75, 0.25]]
 OURS = merged(MAE, {"objective": SMOOTH})
-ACCEPTS_ANYTHING = {"health": {"on_fault": "warn", "rank_share": 0.0, "least_std": 0.0, "drop": 1e-6, "deviations": 1e9}}
+ACCEPTS_ANYTHING = {
+    "health": {"on_fault": "warn", "rank_share": 0.0, "least_std": 0.0, "drop": 1e-6, "deviations": 1e9}
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,11 @@ ARMS = (
     Arm(
         "prototype",
         "as it was: teacher never updated, context unmasked",
-        {"objective": {"name": "data2vec", "context_loss": 0.0}, "masks": {"budget": None, "plane": "bscan"}, **ACCEPTS_ANYTHING},
+        {
+            "objective": {"name": "data2vec", "context_loss": 0.0},
+            "masks": {"budget": None, "plane": "bscan"},
+            **ACCEPTS_ANYTHING,
+        },
         as_it_was=True,
     ),
     Arm("data2vec", "the prototype made sound", {"objective": {"name": "data2vec", "context_loss": 0.0}, **WHOLE_GRID}),
@@ -110,12 +116,23 @@ ALSO = (
     Arm("whitened_smooth", "whitened, of a volume without speckle", merged(WHITENED, {"objective": SMOOTH})),
     Arm("voxels", "vjepa2_budget, and the voxels of hidden tissue", {"objective": {"voxel_loss": 1.0}}),
     Arm("voxels_hidden", "voxels, with mae's masks", {"objective": {"voxel_loss": 1.0}, "masks": HIDDEN}),
-    Arm("voxels_whitened", "whitened, and the voxels of hidden tissue", merged(WHITENED, {"objective": {"voxel_loss": 1.0}})),
-    Arm("hybrid", "voxels_whitened, goals without speckle", merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 1.0}})),
+    Arm(
+        "voxels_whitened",
+        "whitened, and the voxels of hidden tissue",
+        merged(WHITENED, {"objective": {"voxel_loss": 1.0}}),
+    ),
+    Arm(
+        "hybrid",
+        "voxels_whitened, goals without speckle",
+        merged(WHITENED, {"objective": SMOOTH | {"voxel_loss": 1.0}}),
+    ),
     Arm(
         "hybrid_slow",
         "hybrid with a teacher that hardly moves, twice the learning rate",
-        merged(WHITENED, {"objective": {"voxel_loss": 1.0, "goal_average": [2, 2, 4]}, "schedule": SLOW | {"base_lr": 2e-3}}),
+        merged(
+            WHITENED,
+            {"objective": {"voxel_loss": 1.0, "goal_average": [2, 2, 4]}, "schedule": SLOW | {"base_lr": 2e-3}},
+        ),
     ),
     Arm(
         "hybrid_hidden",
@@ -125,11 +142,24 @@ ALSO = (
     Arm("ours_rows", "ours, with whole rows of a patch averaged", merged(MAE, {"objective": ROWS})),
     Arm("mae_grid", "mae without a token budget", merged(MAE, WHOLE_GRID)),
     Arm("mae_fast", "mae at four times the learning rate", merged(MAE, {"schedule": {"base_lr": 4e-3}})),
-    Arm("through_bscans", "ours, blocks in the B-scan plane through all B-scans", merged(OURS, {"masks": {"plane": "bscan"}})),
-    Arm("inner", "through_bscans, around the inner retina", merged(OURS, {"masks": {"plane": "bscan", "centres": "inner"}})),
+    Arm(
+        "through_bscans",
+        "ours, blocks in the B-scan plane through all B-scans",
+        merged(OURS, {"masks": {"plane": "bscan"}}),
+    ),
+    Arm(
+        "inner",
+        "through_bscans, around the inner retina",
+        merged(OURS, {"masks": {"plane": "bscan", "centres": "inner"}}),
+    ),
     Arm("stages", "ours, hidden share .4, .6, .75 in three stages", merged(OURS, {"masks": {"stages": STAGES}})),
     Arm("balanced", "ours, every scanner as often as any other", merged(OURS, {"data": {"balance_scanners": True}})),
-    Arm("unregistered", "ours, B-scans interpolated as they lie, without axial registration", OURS, bscans="unregistered"),
+    Arm(
+        "unregistered",
+        "ours, B-scans interpolated as they lie, without axial registration",
+        OURS,
+        bscans="unregistered",
+    ),
     Arm(
         "native",
         "ours, native B-scans as they lie, .25 to .30 mm apart: none registered, none averaged with another",
@@ -153,7 +183,9 @@ def config_of(arm: Arm, seed: int, steps: int) -> PretrainConfig:
 def flops_of(config: PretrainConfig) -> float:
     """Of one update; of a run with stages, the mean over them."""
     data = config.data
-    stages = [config.masks.at(share) for share in np.linspace(0, 1, 3 * max(1, len(config.masks.stages)), endpoint=False)]
+    stages = [
+        config.masks.at(share) for share in np.linspace(0, 1, 3 * max(1, len(config.masks.stages)), endpoint=False)
+    ]
     counted = [
         step_cost(
             config.model_copy(update={"masks": masks}),
@@ -183,13 +215,21 @@ def faults_of_the_prototype() -> Iterator[None]:
         Learner.begin = begin
 
 
-def train(arm: Arm, seed: int, steps: int, store: Store, folder: Path) -> tuple[PretrainConfig, Encoder, dict[str, Any]]:
+def train(
+    arm: Arm, seed: int, steps: int, store: Store, folder: Path
+) -> tuple[PretrainConfig, Encoder, dict[str, Any]]:
     """The frozen encoder of an arm, and what its run says; a run that was cut off is resumed."""
     config, facts = config_of(arm, seed, steps), {}
     model = build_objective(config, store.preprocessing)
     if steps:
         with faults_of_the_prototype() if arm.as_it_was else nullcontext():
-            pretrain(config, store, folder, "cpu", echo=lambda line: print(f"    {line}", flush=True) if "/" in line[:30] else None)
+            pretrain(
+                config,
+                store,
+                folder,
+                "cpu",
+                echo=lambda line: print(f"    {line}", flush=True) if "/" in line[:30] else None,
+            )
         model.load_state_dict(checkpoint.load(checkpoint.newest(folder))["model"])
         rows = list(read_metrics(folder / "metrics.jsonl"))
         last = [row for row in rows if row["kind"] == "validation"][-1]
@@ -198,7 +238,11 @@ def train(arm: Arm, seed: int, steps: int, store: Store, folder: Path) -> tuple[
         facts["volumes_per_s"] = float(np.median(speeds))
         facts["incidents"] = sorted({str(row.get("what")) for row in rows if row["kind"] == "incident"})
     network = frozen_encoder(config, model).eval()
-    return config, Encoder(network, config, store.preprocessing, start("fp32", "cpu"), arm.name, store.fingerprint), facts
+    return (
+        config,
+        Encoder(network, config, store.preprocessing, start("fp32", "cpu"), arm.name, store.fingerprint),
+        facts,
+    )
 
 
 def judge(encoder: Encoder, store: Store, seed: int) -> dict[str, Any]:
@@ -268,34 +312,58 @@ def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[st
         rows, _ = segmenter.predict(store.read([row.index]).voxels[0])
         gap = np.abs(rows - truth(row).rows)
         errors.append([float(np.nanmean(g) * um) for g in gap])
-    return {"surfaces": list(SURFACES), "participant": [row.participant for row in tested], "um": np.round(errors, 3).tolist()}
+    return {
+        "surfaces": list(SURFACES),
+        "participant": [row.participant for row in tested],
+        "um": np.round(errors, 3).tolist(),
+    }
 
 
-def one(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference: float, echo: Callable[[str], None]) -> bool:
+def one(
+    arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference: float, echo: Callable[[str], None]
+) -> bool:
     """Train and judge one arm with one seed. False where its JSON is there already; made with other settings, it is refused."""
     target = chosen.out / "arms" / f"{arm.name}-{seed}.json"
     probing = config_of(arm, seed, 1)
     steps = 0 if arm.name == "random" else max(1, round(chosen.steps * reference / flops_of(probing)))
     settings = config_of(arm, seed, steps).model_dump(mode="json")
-    key = hashlib.sha256(json.dumps([settings, steps, list(chosen.cohort), DENSE, store.fingerprint]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        json.dumps([settings, steps, list(chosen.cohort), DENSE, store.fingerprint]).encode()
+    ).hexdigest()[:16]
     result = json.loads(target.read_text()) if target.is_file() else None
     if result and result["key"] != key:
-        raise SystemExit(f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, or delete it")
+        raise SystemExit(
+            f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, or delete it"
+        )
     real = chosen.data if arm.bscans != "native" else None  # what prepares the AMD volume would average its B-scans
     if result and (real is None or "amd" in result):
         return False
     echo(f"{arm.name}, seed {seed}: {steps} updates ({arm.says})")
     config, encoder, facts = train(arm, seed, steps, store, chosen.out / "runs" / f"{arm.name}-{seed}")
     if result is None:
-        result = {"arm": arm.name, "says": arm.says, "seed": seed, "key": key, "steps": steps, "flops": steps * flops_of(config), **facts}
-        result |= {"effective_rank": rank_of(encoder, store), "probes": judge(encoder, store, seed), "dense": dense(encoder, store, chosen)}
+        result = {
+            "arm": arm.name,
+            "says": arm.says,
+            "seed": seed,
+            "key": key,
+            "steps": steps,
+            "flops": steps * flops_of(config),
+            **facts,
+        }
+        result |= {
+            "effective_rank": rank_of(encoder, store),
+            "probes": judge(encoder, store, seed),
+            "dense": dense(encoder, store, chosen),
+        }
     if real:
         result["amd"] = by_halves({"frozen": (encoder, "encoder")}, real, DENSE["steps"])
     write(target, result)
     return True
 
 
-def pooled_otherwise(arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, echo: Callable[[str], None]) -> bool:
+def pooled_otherwise(
+    arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, echo: Callable[[str], None]
+) -> bool:
     """The probes of a finished arm again, on vectors that its encoder pools in another way. False where they are there already."""
     result = json.loads((chosen.out / "arms" / f"{arm.name}-{seed}.json").read_text())
     target = chosen.out / chosen.pool / "arms" / f"{arm.name}-{seed}.json"
@@ -317,14 +385,22 @@ def write(target: Path, result: dict[str, Any]) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, required=True)
-    arguments.add_argument("--arms", default=",".join(arm.name for arm in ARMS), help=f"of {', '.join(a.name for a in (*ARMS, *ALSO))}")
+    arguments.add_argument(
+        "--arms", default=",".join(arm.name for arm in ARMS), help=f"of {', '.join(a.name for a in (*ARMS, *ALSO))}"
+    )
     arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--steps", type=int, default=400, help="updates of `vjepa2_budget`; the other arms get the same operations")
+    arguments.add_argument(
+        "--steps", type=int, default=400, help="updates of `vjepa2_budget`; the other arms get the same operations"
+    )
     arguments.add_argument("--train", type=int, default=200, help="participants, both eyes")
     arguments.add_argument("--test", type=int, default=1600, help="other participants, one eye each")
-    arguments.add_argument("--held-out", type=int, default=400, help="of these, scanned again on a scanner that nothing was trained on")
+    arguments.add_argument(
+        "--held-out", type=int, default=400, help="of these, scanned again on a scanner that nothing was trained on"
+    )
     arguments.add_argument("--data", type=Path, help="folder with medvisbonn_amd_spectralis_145.npz")
-    arguments.add_argument("--pool", choices=get_args(VectorPool), help="judge again with vectors pooled like this; arms use the mean")
+    arguments.add_argument(
+        "--pool", choices=get_args(VectorPool), help="judge again with vectors pooled like this; arms use the mean"
+    )
     arguments.add_argument("--table", action="store_true", help="only the table of the arms that are there")
     chosen = arguments.parse_args()
     known = {arm.name: arm for arm in (*ARMS, *ALSO)}

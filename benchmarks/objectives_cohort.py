@@ -66,8 +66,12 @@ def scans(train: int, test: int, held_out: int) -> Iterator[Scan]:
     tested = draw(test, TEST_SEED)
     # One disease of two is in one eye only: the eye is the one that is ill, where there is one, so that severities are spread.
     sides = [max(SIDES, key=lambda s, p=p: (p.severity[s], hash_of(p, s))) for p in tested]
-    yield from (Scan(person, TEST_SEED, side, person.scanners[0], "test") for person, side in zip(tested, sides, strict=True))
-    yield from (Scan(person, TEST_SEED, side, HELD_OUT, "test") for person, side in zip(tested[:held_out], sides, strict=False))
+    yield from (
+        Scan(person, TEST_SEED, side, person.scanners[0], "test") for person, side in zip(tested, sides, strict=True)
+    )
+    yield from (
+        Scan(person, TEST_SEED, side, HELD_OUT, "test") for person, side in zip(tested[:held_out], sides, strict=False)
+    )
 
 
 def hash_of(person: Participant, side: Laterality) -> int:
@@ -84,7 +88,9 @@ class NativeBscans(Preprocessing):
         middle = placed.origin[0] + (placed.shape[0] - 1) / 2 * placed.scale[0]
         first = round(middle - (placed.shape[0] - 1) / 2)
         last = placed.native_shape[0] - placed.shape[0]
-        return replace(placed, origin=(float(min(max(first, 0), last)), *placed.origin[1:]), scale=(1.0, *placed.scale[1:]))
+        return replace(
+            placed, origin=(float(min(max(first, 0), last)), *placed.origin[1:]), scale=(1.0, *placed.scale[1:])
+        )
 
 
 def preprocessing_of(bscans: Bscans) -> Preprocessing:
@@ -94,7 +100,13 @@ def preprocessing_of(bscans: Bscans) -> Preprocessing:
 
 
 def make_store(
-    folder: Path, train: int, test: int, held_out: int, *, bscans: Bscans = "registered", echo: Callable[[str], None] = print
+    folder: Path,
+    train: int,
+    test: int,
+    held_out: int,
+    *,
+    bscans: Bscans = "registered",
+    echo: Callable[[str], None] = print,
 ) -> Store:
     """The store, rendered from where it stands; the same bytes whenever it is continued. Beside it, the same scans with other B-scans."""
     preprocessing = preprocessing_of(bscans)
@@ -103,7 +115,9 @@ def make_store(
     with StoreWriter(folder, preprocessing) as writer:
         have = [row.acquisition for row in writer.rows]
         if have != [scan.name for scan in wanted[: len(have)]]:
-            raise SystemExit(f"{folder}: holds the volumes of another cohort; delete it, or give the numbers it was made with")
+            raise SystemExit(
+                f"{folder}: holds the volumes of another cohort; delete it, or give the numbers it was made with"
+            )
         for index in range(len(have), len(wanted)):
             scan = wanted[index]
             prepared = preprocessing(scan.acquire()[0])

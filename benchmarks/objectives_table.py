@@ -140,7 +140,13 @@ def write_table(out: Path) -> Path:
         for (name, column), cell in cells.items()
     ]  # fmt: skip
     gains = [
-        {"arm": name, "metric": column, "gain_of_ours": finite(c.difference), "low": finite(c.low), "high": finite(c.high)}
+        {
+            "arm": name,
+            "metric": column,
+            "gain_of_ours": finite(c.difference),
+            "low": finite(c.low),
+            "high": finite(c.high),
+        }
         for (name, column), c in compared.items()
     ]
     (out / "objectives.json").write_text(json.dumps({"metrics": rows, "gains": gains}, indent=1) + "\n")
@@ -163,7 +169,9 @@ def _cell(boots: dict[int, dict[str, Bootstrap]], column: str, seeds: Iterable[i
     return Cell(over_seeds(list(chosen.values())), [b.estimate for b in chosen.values()], tuple(chosen))
 
 
-def _compared(ours: dict[int, dict[str, Bootstrap]], other: dict[int, dict[str, Bootstrap]], column: Column) -> Comparison | None:
+def _compared(
+    ours: dict[int, dict[str, Bootstrap]], other: dict[int, dict[str, Bootstrap]], column: Column
+) -> Comparison | None:
     """Gain of `ours`, positive where it is better, over the seeds that both have."""
     a, b = (_cell(boots, column.name, set(ours) & set(other)) for boots in (ours, other))
     if a is None or b is None:
@@ -175,13 +183,18 @@ def _head(arms: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     some = next(iter(next(iter(arms.values())).values()))
     tested, there = len(_tested(some)), len(_tested(some, held_out=True))
     lines = [f"{tested:,} test participants, one eye each; {there:,} of them on the held-out scanner, too.", ""]
-    return lines + [f"- **{name}** ({len(runs)} seeds): {next(iter(runs.values()))['says']}" for name, runs in arms.items()]
+    return lines + [
+        f"- **{name}** ({len(runs)} seeds): {next(iter(runs.values()))['says']}" for name, runs in arms.items()
+    ]
 
 
 def _table(arms: dict[str, dict[int, dict[str, Any]]], cells: dict[tuple[str, str], Cell]) -> list[str]:
     names = [column.name for column in COLUMNS]
     lines = ["Mean over seeds, ± their standard deviation, [95 % interval over seeds and participants].", ""]
-    lines += [f"| arm | updates | {' | '.join(names)} | effective rank | loss / baseline | volumes/s |", "|---" * (len(names) + 5) + "|"]
+    lines += [
+        f"| arm | updates | {' | '.join(names)} | effective rank | loss / baseline | volumes/s |",
+        "|---" * (len(names) + 5) + "|",
+    ]
     for name, runs in arms.items():
         row = [name, str(next(iter(runs.values()))["steps"])]
         row += [_words(cells.get((name, column))) for column in names]

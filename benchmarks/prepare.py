@@ -32,7 +32,11 @@ from octfm.data.store_writer import stage
 from octfm.data.volume import Spacing3, Volume
 from usual_way import usual_way
 
-SYNTAXES = {"JPEG 2000": uid.JPEG2000Lossless, "JPEG-LS": uid.JPEGLSLossless, "uncompressed": uid.ExplicitVRLittleEndian}
+SYNTAXES = {
+    "JPEG 2000": uid.JPEG2000Lossless,
+    "JPEG-LS": uid.JPEGLSLossless,
+    "uncompressed": uid.ExplicitVRLittleEndian,
+}
 
 
 def compressed(path: Path, syntax: str) -> Path:
@@ -59,7 +63,9 @@ def decode_only(path: Path) -> Callable[[], None]:
     syntax = str(dataset.file_meta.TransferSyntaxUID)
     if syntax == uid.ExplicitVRLittleEndian:
         return lambda: np.frombuffer(dcmread(path).PixelData, np.uint8).copy()
-    frames = [bytes(frame) for frame in generate_frames(dataset.PixelData, number_of_frames=int(dataset.NumberOfFrames))]
+    frames = [
+        bytes(frame) for frame in generate_frames(dataset.PixelData, number_of_frames=int(dataset.NumberOfFrames))
+    ]
     form = FrameFormat(dataset.Rows, dataset.Columns, dataset.BitsAllocated, dataset.BitsStored)
     _, decoders = find_decoders(syntax, str(path))
     return lambda: [decode_frame(frame, form, decoders) for frame in frames] and None
@@ -97,11 +103,18 @@ def main() -> None:
             plain = save(base / f"{scanner}.dcm", volume)
             for name in options.syntaxes:
                 compare(
-                    f"{scanner} {' x '.join(map(str, volume.shape))} {name}", plain, volume.spacing_mm, name, preprocessing, options.repeats
+                    f"{scanner} {' x '.join(map(str, volume.shape))} {name}",
+                    plain,
+                    volume.spacing_mm,
+                    name,
+                    preprocessing,
+                    options.repeats,
                 )
 
 
-def compare(title: str, plain: Path, spacing_mm: Spacing3, name: str, preprocessing: Preprocessing, repeats: int) -> None:
+def compare(
+    title: str, plain: Path, spacing_mm: Spacing3, name: str, preprocessing: Preprocessing, repeats: int
+) -> None:
     path = compressed(plain, SYNTAXES[name])
     ways = {"decode": decode_only(path), "prepare": lambda: prepare_one(path, preprocessing, plain.parent)}
     if name == "uncompressed":
@@ -113,14 +126,19 @@ def compare(title: str, plain: Path, spacing_mm: Spacing3, name: str, preprocess
     median = {way: statistics.median(values[1:]) for way, values in times.items()}
     line = f"{title}: prepare {median['prepare']:.2f} s CPU"
     if "usual" in median:
-        print(f"{line}, the usual way {median['usual']:.2f}: {median['usual'] / median['prepare']:.1f} times as fast", flush=True)
+        print(
+            f"{line}, the usual way {median['usual']:.2f}: {median['usual'] / median['prepare']:.1f} times as fast",
+            flush=True,
+        )
     else:
         print(f"{line}, decoding {median['decode']:.2f}: {median['prepare'] / median['decode']:.2f} times", flush=True)
 
 
 def save(path: Path, volume: Volume) -> Path:
     person = SimpleNamespace(participant="phantom3", study_date="20240101")
-    dataset = to_dataset(replace(volume, acquisition="1.2.3"), SCANNERS[volume.scanner], person, str(PHANTOM_VERSION), rle=False)  # type: ignore[arg-type]
+    dataset = to_dataset(
+        replace(volume, acquisition="1.2.3"), SCANNERS[volume.scanner], person, str(PHANTOM_VERSION), rle=False
+    )  # type: ignore[arg-type]
     path.write_bytes(to_bytes(dataset))
     return path
 

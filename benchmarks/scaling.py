@@ -33,7 +33,9 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--per-rank", type=int, default=4, help="volumes per rank and step")
     arguments.add_argument("--repeats", type=int, default=3, help="rounds over all cases; the median counts")
-    arguments.add_argument("--xla", metavar="PYTHON", help="interpreter of an environment made by tests/xla/environment.sh")
+    arguments.add_argument(
+        "--xla", metavar="PYTHON", help="interpreter of an environment made by tests/xla/environment.sh"
+    )
     chosen = arguments.parse_args()
     cases = {
         "single, 1 x n": (1, "ddp", chosen.per_rank),
@@ -58,12 +60,20 @@ def main() -> None:
             for number, (name, (world, parallel, batch)) in enumerate(cases.items()):
                 out = Path(folder) / f"{round_}-{number}"
                 # One process with several devices, or several ranks.
-                ranks, environment = (1, XLA | {"CPU_NUM_DEVICES": str(world)}) if parallel == "xla_spmd" else (world, {})
-                ended = jobs[parallel](ranks, store, out, settings(chosen.steps, batch, parallel), environment=environment)
-                short = jobs[parallel](ranks, store, Path(f"{out}-short"), settings(2, batch, parallel), environment=environment)
+                ranks, environment = (
+                    (1, XLA | {"CPU_NUM_DEVICES": str(world)}) if parallel == "xla_spmd" else (world, {})
+                )
+                ended = jobs[parallel](
+                    ranks, store, out, settings(chosen.steps, batch, parallel), environment=environment
+                )
+                short = jobs[parallel](
+                    ranks, store, Path(f"{out}-short"), settings(2, batch, parallel), environment=environment
+                )
                 assert all(rank.code == 0 for rank in ended + short), ended
                 found[name].append(step_seconds(out))
-                used[name].append(sum(a.cpu_s - b.cpu_s for a, b in zip(ended, short, strict=True)) / (chosen.steps - 2) / batch)
+                used[name].append(
+                    sum(a.cpu_s - b.cpu_s for a, b in zip(ended, short, strict=True)) / (chosen.steps - 2) / batch
+                )
         for server in jobs.values():
             server.close()
     base, cpu = (statistics.median(times["single, 1 x n"]) for times in (found, used))
@@ -79,7 +89,9 @@ def main() -> None:
         ideal = base * batch / chosen.per_rank / world
         sent = bytes_sent(world, parallel, trained, weights, batch // world)
         cost = statistics.median(used[name]) / cpu
-        print(f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}{cost:>28.2f}{sent / 1e6:>21.1f} MB")
+        print(
+            f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}{cost:>28.2f}{sent / 1e6:>21.1f} MB"
+        )
 
 
 def settings(steps: int, batch: int, parallel: str) -> dict:
@@ -93,7 +105,11 @@ def settings(steps: int, batch: int, parallel: str) -> dict:
 
 def step_seconds(out: Path) -> float:
     """Median time between the rows of a run, without the first steps."""
-    times = [row["time"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if row["kind"] == "train"]
+    times = [
+        row["time"]
+        for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if row["kind"] == "train"
+    ]
     return statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
 
 

@@ -36,14 +36,18 @@ def read(folder: Path) -> tuple[Volume, np.ndarray]:
     """The volume, and the expert's rows."""
     facts = json.loads((folder / "medvisbonn_amd_spectralis_145.json").read_text())
     with np.load(folder / "medvisbonn_amd_spectralis_145.npz") as file:
-        return Volume(file["volume"], tuple(facts["spacing_mm_zyx"]), scanner="heidelberg_spectralis"), expert_rows(file["labels"])
+        return Volume(file["volume"], tuple(facts["spacing_mm_zyx"]), scanner="heidelberg_spectralis"), expert_rows(
+            file["labels"]
+        )
 
 
 Halves = list[list[float]]
 """µm of RPE and BM, trained on the first half and judged on the second, then the other way round."""
 
 
-def by_halves(sources: dict[str, tuple[Encoder, Tokens]], folder: Path, steps: int, decoder: str = "linear") -> dict[str, Halves]:
+def by_halves(
+    sources: dict[str, tuple[Encoder, Tokens]], folder: Path, steps: int, decoder: str = "linear"
+) -> dict[str, Halves]:
     """Errors of every source; all encoders must have one Preprocessing."""
     volume, truth = read(folder)
     _, dy, _ = volume.spacing_mm
@@ -71,9 +75,13 @@ def by_halves(sources: dict[str, tuple[Encoder, Tokens]], folder: Path, steps: i
             table.setdefault(name, []).append(score(native, test))
         mean = np.nanmean(np.where(np.isfinite(target.rows), target.rows, np.nan), axis=(1, 2))
         flat = Labelled(np.broadcast_to(mean[:, None, None], target.rows.shape).astype(np.float32), None)
-        table.setdefault("mean_height", []).append(score(np.stack([transform.rows_to_native(r) for r in flat.rows]), test))
+        table.setdefault("mean_height", []).append(
+            score(np.stack([transform.rows_to_native(r) for r in flat.rows]), test)
+        )
         found = without_labels(volume)
-        table.setdefault("no labels (tissue band's BM)", []).append([float("nan"), score(np.stack([found["bm"]] * 2), test)[1]])
+        table.setdefault("no labels (tissue band's BM)", []).append(
+            [float("nan"), score(np.stack([found["bm"]] * 2), test)[1]]
+        )
     return table
 
 

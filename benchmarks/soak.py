@@ -53,7 +53,9 @@ def main() -> None:
 
 
 def table(train: list[dict], validation: list[dict]) -> None:
-    print("| steps | masked / baseline | held out | effective rank | gradient norm | learning rate | teacher distance | volumes/s |")
+    print(
+        "| steps | masked / baseline | held out | effective rank | gradient norm | learning rate | teacher distance | volumes/s |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     held_out = {row["step"]: row["masked_over_baseline"] for row in validation}
     edges = [0, 250, 500, 750, 1000, 1500, 2000, 2500, train[-1]["step"] + 1]

@@ -203,7 +203,10 @@ def worker(chosen: argparse.Namespace) -> None:
         elif line.strip() == "count":
             answer = {"count": dispatches(step)}
         else:
-            answer = {"memory": resident("VmHWM") - before, "minor_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt}
+            answer = {
+                "memory": resident("VmHWM") - before,
+                "minor_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+            }
         print(json.dumps(answer), flush=True)
 
 
@@ -228,7 +231,12 @@ class Arm:
         command += ["--budget", str(chosen.budget), "--peer", chosen.peer]
         environment = {**os.environ, "OMP_NUM_THREADS": str(chosen.threads)}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
         self.steps: list[dict[str, float]] = []
 
@@ -272,7 +280,9 @@ def matmul_peak(precision: str, threads: int) -> float:
         "for _ in range(8):\n    t = time.perf_counter(); a @ a; best = min(best, time.perf_counter() - t)\n"
         "print(2 * 2048**3 / best / 1e9)"
     )
-    return float(subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": str(threads)}))
+    return float(
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    )
 
 
 def compare(size: str, precision: str, chosen: argparse.Namespace) -> dict:
@@ -295,10 +305,14 @@ def compare(size: str, precision: str, chosen: argparse.Namespace) -> dict:
             "gflops_per_s": work / middle["wall"] / 1e9,
         }
         for key in ("wall", "cpu"):
-            row[f"faster_{key}"] = statistics.median(p[key] / s[key] for p, s in zip(arms[0].steps, arm.steps, strict=True))
+            row[f"faster_{key}"] = statistics.median(
+                p[key] / s[key] for p, s in zip(arms[0].steps, arm.steps, strict=True)
+            )
         rows[arm.name] = row
         arm.end()
-    print(f"\n{list(SIZES[size])} {precision}, {chosen.batch} volume(s), {chosen.threads} thread(s), {chosen.rounds} rounds")
+    print(
+        f"\n{list(SIZES[size])} {precision}, {chosen.batch} volume(s), {chosen.threads} thread(s), {chosen.rounds} rounds"
+    )
     print(f"{'arm':<9}{'wall s':>9}{'cpu s':>9}{'x wall':>8}{'x cpu':>8}{'GB':>7}{'ops':>7}{'GFLOP/s':>9}")
     for name, r in rows.items():
         print(
@@ -319,7 +333,9 @@ def main() -> None:
     arguments.add_argument("--budget", type=int, default=3072)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--dispatches", action="store_true", help="count operators too, which takes one more step of each arm")
+    arguments.add_argument(
+        "--dispatches", action="store_true", help="count operators too, which takes one more step of each arm"
+    )
     arguments.add_argument("--json", type=Path, help="also write the figures here")
     for name in ("--worker", "--arm", "--size", "--precision"):
         arguments.add_argument(name, help=argparse.SUPPRESS, **({"action": "store_true"} if name == "--worker" else {}))
@@ -329,7 +345,11 @@ def main() -> None:
         return
     for precision in chosen.precisions.split(","):
         print(f"matrix product, {precision}: {matmul_peak(precision, chosen.threads):.0f} GFLOP/s")
-    rows = [compare(size, precision, chosen) for size in chosen.sizes.split(",") for precision in chosen.precisions.split(",")]
+    rows = [
+        compare(size, precision, chosen)
+        for size in chosen.sizes.split(",")
+        for precision in chosen.precisions.split(",")
+    ]
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1))
 

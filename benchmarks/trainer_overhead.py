@@ -43,7 +43,9 @@ def main() -> None:
             "masks.budget=384",
         ),
     )
-    learner = Learner(config, Preprocessing(image_size=SIZE, target_spacing=(0.19, 0.0104, 0.031)), start("fp32", "cpu"))
+    learner = Learner(
+        config, Preprocessing(image_size=SIZE, target_spacing=(0.19, 0.0104, 0.031)), start("fp32", "cpu")
+    )
     batch = random_batch(chosen.volumes)
 
     def step(look: bool = False) -> float:
@@ -95,7 +97,9 @@ def main() -> None:
         size = max(path.stat().st_size for path in Path(folder).glob("*.pt")) / 1e6
         writer.close()
     cost = statistics.median(held) + max(0.0, sum(slower) / 3)
-    print(f"checkpoint of {size:.0f} MB: loop held for {statistics.median(held):.3f} s, written after {statistics.median(wall):.2f} s")
+    print(
+        f"checkpoint of {size:.0f} MB: loop held for {statistics.median(held):.3f} s, written after {statistics.median(wall):.2f} s"
+    )
     print(f"steps while writing were longer by {sum(slower) / 3:+.2f} s per checkpoint")
     share, every = cost / (config.ckpt_every_steps * plain), config.ckpt_every_steps
     print(f"checkpoints: {share:.3%} of run time, one every {every} steps of {plain:.2f} s")
@@ -107,7 +111,9 @@ def random_batch(volumes: int) -> Batch:
     band = np.stack([np.full((volumes, d, w), 0.3 * h), np.full((volumes, d, w), 0.6 * h)], axis=1).astype(np.float32)
     valid = np.stack([np.zeros((volumes, d, w)), np.full((volumes, d, w), h)], axis=1).astype(np.int16)
     index = np.arange(volumes)
-    return Batch(rng.integers(0, 255, (volumes, d, h, w), dtype=np.uint8), band, valid, index, index, ("triton",) * volumes, 0.0)
+    return Batch(
+        rng.integers(0, 255, (volumes, d, h, w), dtype=np.uint8), band, valid, index, index, ("triton",) * volumes, 0.0
+    )
 
 
 if __name__ == "__main__":

@@ -26,5 +26,7 @@ def usual_way(path: str | Path, spacing_mm: Spacing3, preprocessing: Preprocessi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pixels = pydicom.dcmread(path).pixel_array
-        image = MetaTensor(torch.from_numpy(pixels.astype(np.float32))[None], affine=torch.diag(torch.tensor([*spacing_mm, 1.0])))
+        image = MetaTensor(
+            torch.from_numpy(pixels.astype(np.float32))[None], affine=torch.diag(torch.tensor([*spacing_mm, 1.0]))
+        )
         return np.asarray(way({"image": image})["image"])

@@ -10,7 +10,9 @@ GUIDE = Path(__file__).parent / "guide" / "data-codes.md"
 
 
 def reject_codes() -> str:
-    rows = [f"| `{code}` | {reason.meaning} | {reason.fix} |" for code, reason in REASONS.items() if not reason.expected]
+    rows = [
+        f"| `{code}` | {reason.meaning} | {reason.fix} |" for code, reason in REASONS.items() if not reason.expected
+    ]
     return "\n".join(["| code | what it means | what would put the file into the catalog |", "|---|---|---|", *rows])
 
 
@@ -25,12 +27,23 @@ def later_codes() -> str:
 
 
 def flags() -> str:
-    return "\n".join(["| flag | what is doubtful, and what is made of it |", "|---|---|", *(f"| `{f}` | {m} |" for f, m in FLAGS.items())])
+    return "\n".join(
+        [
+            "| flag | what is doubtful, and what is made of it |",
+            "|---|---|",
+            *(f"| `{f}` | {m} |" for f, m in FLAGS.items()),
+        ]
+    )
 
 
 def with_tables(text: str) -> str:
     """The guide with its four tables as the code has them now."""
-    for name, table in (("rejects", reject_codes()), ("skips", skip_codes()), ("later", later_codes()), ("flags", flags())):
+    for name, table in (
+        ("rejects", reject_codes()),
+        ("skips", skip_codes()),
+        ("later", later_codes()),
+        ("flags", flags()),
+    ):
         before, start, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- end of {name} -->")
         assert start and end, f"{GUIDE}: no place for the table of {name}"

@@ -35,7 +35,14 @@ def printed(command: str, folder: Path) -> str:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     source = str(Path(__file__).parent.parent / "src")
     environment = os.environ | {"PATH": path, "PYTHONPATH": source, "COLUMNS": "120", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(f"$ {command}\n{done.stdout}")
     lines = done.stdout.replace(f"{folder}/", "").replace(str(folder), ".").rstrip().splitlines()

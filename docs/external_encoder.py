@@ -13,7 +13,8 @@ def slices():
 
     torch.manual_seed(0)
     network = ViTModel(
-        ViTConfig(hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768), add_pooling_layer=False
+        ViTConfig(hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768),
+        add_pooling_layer=False,
     )
     # network = ViTModel.from_pretrained("folder/of/weights", local_files_only=True)
     network.eval()
@@ -22,7 +23,9 @@ def slices():
     def embed(voxels: np.ndarray) -> np.ndarray:
         """Every fourth B-scan as a grey picture of 224 x 224; their mean is the volume's vector."""
         chosen = torch.from_numpy(np.ascontiguousarray(voxels[:, 2::4])).float() / 127.5 - 1
-        pictures = torch.nn.functional.interpolate(chosen.flatten(0, 1)[:, None], (224, 224), mode="bilinear").expand(-1, 3, -1, -1)
+        pictures = torch.nn.functional.interpolate(chosen.flatten(0, 1)[:, None], (224, 224), mode="bilinear").expand(
+            -1, 3, -1, -1
+        )
         classes = torch.cat([network(part).last_hidden_state[:, 0] for part in pictures.split(32)])
         return classes.unflatten(0, chosen.shape[:2]).mean(1).numpy()
 

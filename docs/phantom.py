@@ -18,12 +18,22 @@ from octfm.data.phantom.render import FWHM
 
 SHOWN_MM = (1.25, 5.6)
 """Height and width of what the figure shows of each B-scan."""
-SEEDS = {"healthy": 4, "drusen": 30, "geographic_atrophy": 8, "dme": 21, "epiretinal_membrane": 6, "macular_hole": 5, "glaucoma": 4}
+SEEDS = {
+    "healthy": 4,
+    "drusen": 30,
+    "geographic_atrophy": 8,
+    "dme": 21,
+    "epiretinal_membrane": 6,
+    "macular_hole": 5,
+    "glaucoma": 4,
+}
 
 
 def b_scan(scanner: str, diagnosis: str, severity: float = 0.75) -> np.ndarray:
     """The B-scan nearest the fovea, cut to SHOWN_MM around the retina; glaucoma 1.2 mm inferior of it, where the arcs run."""
-    volume, truth = phantom_volume(SEEDS[diagnosis], diagnosis=diagnosis, severity=severity, scanner=scanner, size=(33, 384, 320), age=66)
+    volume, truth = phantom_volume(
+        SEEDS[diagnosis], diagnosis=diagnosis, severity=severity, scanner=scanner, size=(33, 384, 320), age=66
+    )
     dz, dy, dx = volume.spacing_mm
     inferior = -1 if not volume.superior_first else 1
     d = 16 + (round(1.2 / dz) * inferior if diagnosis == "glaucoma" else 0)
@@ -41,7 +51,9 @@ def figure(out: Path) -> None:
     grid = panel.subplots(len(DIAGNOSES), len(SCANNERS))
     for row, diagnosis in zip(grid, DIAGNOSES, strict=True):
         for axes, scanner in zip(row, SCANNERS, strict=True):
-            axes.imshow(b_scan(scanner, diagnosis), cmap="gray", vmin=0, vmax=255, aspect="auto", interpolation="antialiased")
+            axes.imshow(
+                b_scan(scanner, diagnosis), cmap="gray", vmin=0, vmax=255, aspect="auto", interpolation="antialiased"
+            )
             axes.set_xticks([])
             axes.set_yticks([])
         row[0].set_ylabel(diagnosis.replace("_", "\n"), fontsize=9)
@@ -53,11 +65,16 @@ def figure(out: Path) -> None:
 
 
 def thickness_table(eyes: int = 100) -> str:
-    found = [sectors_um(sample_eye((seed, 0), "R", participant="x", age=50, diagnosis="healthy", severity=0)) for seed in range(eyes)]
+    found = [
+        sectors_um(sample_eye((seed, 0), "R", participant="x", age=50, diagnosis="healthy", severity=0))
+        for seed in range(eyes)
+    ]
     lines = ["| phantom / published, µm | " + " | ".join(SECTORS) + " |", "|" + "---|" * (len(SECTORS) + 1)]
     for name, (published, _) in PUBLISHED_UM.items():
         mean = np.mean([sectors[name] for sectors in found], axis=0)
-        lines.append(f"| {name} | " + " | ".join(f"{a:.0f} / {b:.0f}" for a, b in zip(mean, published, strict=True)) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join(f"{a:.0f} / {b:.0f}" for a, b in zip(mean, published, strict=True)) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -86,7 +103,10 @@ def _width(field: np.ndarray, axis: int) -> float:
     """Full width at half maximum, in pixels, of the autocovariance along one axis."""
     size = field.shape[axis]
     lags = np.arange(12)
-    ratio = np.array([(np.take(field, range(size - k), axis) * np.take(field, range(k, size), axis)).mean() for k in lags]) / field.var()
+    ratio = (
+        np.array([(np.take(field, range(size - k), axis) * np.take(field, range(k, size), axis)).mean() for k in lags])
+        / field.var()
+    )
     below = int(np.argmax(ratio < 0.5))
     return 2 * float(np.interp(0.5, ratio[[below, below - 1]], [below, below - 1]))
 

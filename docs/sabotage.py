@@ -38,7 +38,12 @@ def draw(axes: Axes, name: str, rows: list[dict]) -> None:
     """One fault: its curves from the first steps on, and every step at which it was named."""
     train = [row for row in rows if row["kind"] == "train"]
     for (key, label), style in zip(CURVES[name].items(), ("-o", "-s"), strict=False):
-        axes.plot(*zip(*((row["step"], row[key]) for row in train if key in row), strict=True), style, markersize=4, label=label)
+        axes.plot(
+            *zip(*((row["step"], row[key]) for row in train if key in row), strict=True),
+            style,
+            markersize=4,
+            label=label,
+        )
     if name == "lr-restart":
         axes.set_yscale("log")
     if name != "nan-volume":
@@ -52,9 +57,15 @@ def draw(axes: Axes, name: str, rows: list[dict]) -> None:
         axes.set_ylim(0.95, 1.15)
     named = [row for row in rows if row["kind"] == "incident" and row["what"] == NAMES[name]]
     for row in named:
-        axes.axvline(row["step"], color="tab:red", linewidth=1, label=f'"{NAMES[name]}" is named' if row is named[0] else None)
-    what = {"stop": "the run stopped", "exclude": "its volume left out", "skip": "its update skipped"}[named[-1]["action"]]
-    axes.set_title(f"{name}, from step {SABOTAGED_AT}: named at {named[0]['step']}, {what} at {named[-1]['step']}", fontsize=10)
+        axes.axvline(
+            row["step"], color="tab:red", linewidth=1, label=f'"{NAMES[name]}" is named' if row is named[0] else None
+        )
+    what = {"stop": "the run stopped", "exclude": "its volume left out", "skip": "its update skipped"}[
+        named[-1]["action"]
+    ]
+    axes.set_title(
+        f"{name}, from step {SABOTAGED_AT}: named at {named[0]['step']}, {what} at {named[-1]['step']}", fontsize=10
+    )
     axes.set_xlim(-1, 60)
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(labelsize=8)

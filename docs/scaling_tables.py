@@ -75,7 +75,9 @@ class Model:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in model.parameters())
         cost = step_cost(config, Preprocessing(), 1, 1)
-        return cls(cost.flops, trained, 4 * (total + 2 * trained), config.data.global_batch_size, config.ckpt_every_steps)
+        return cls(
+            cost.flops, trained, 4 * (total + 2 * trained), config.data.global_batch_size, config.ckpt_every_steps
+        )
 
     def sent(self, devices: int) -> float:
         """Bytes that one device sends per update: a ring all-reduce of float32 gradients."""
@@ -101,10 +103,14 @@ def duration(seconds: float) -> str:
 
 
 def main() -> None:
-    for name, overrides in (("3,072 of 9,216 tokens (preset vit_s)", ()), ("all 9,216 tokens (masks.budget=null)", ("masks.budget=null",))):
+    for name, overrides in (
+        ("3,072 of 9,216 tokens (preset vit_s)", ()),
+        ("all 9,216 tokens (masks.budget=null)", ("masks.budget=null",)),
+    ):
         model = Model.of(load_config("vit_s", overrides))
         print(
-            f"\n**ViT-S/12, {name}**: {model.flops / 1e12:.2f} TFLOP per volume, {model.trained / 1e6:.1f} M trained parameters, ", end=""
+            f"\n**ViT-S/12, {name}**: {model.flops / 1e12:.2f} TFLOP per volume, {model.trained / 1e6:.1f} M trained parameters, ",
+            end="",
         )
         print(f"checkpoint {model.checkpoint_bytes / 1e6:.0f} MB, batch {model.batch} (64 on 64 GPUs).\n")
         print(
@@ -116,9 +122,16 @@ def main() -> None:
         for machine in MACHINES:
             epochs = [model.epoch(machine, n, "zstd") for n in VOLUMES]
             middle = epochs[1]
-            parts = (("compute", middle.compute), ("communication", middle.communication), ("checkpoints", middle.checkpoints))
+            parts = (
+                ("compute", middle.compute),
+                ("communication", middle.communication),
+                ("checkpoints", middle.checkpoints),
+            )
             busy = sum(seconds for _, seconds in parts)
-            shares = ", ".join(f"{what} {seconds / busy:.1%}" for what, seconds in parts) + f"; input {middle.input / busy:.0%} beside it"
+            shares = (
+                ", ".join(f"{what} {seconds / busy:.1%}" for what, seconds in parts)
+                + f"; input {middle.input / busy:.0%} beside it"
+            )
             cells = " | ".join(duration(e.total) for e in epochs)
             print(f"| {machine.name} | {model.sent(machine.devices) / 1e6:.0f} MB | {cells} | {shares} |")
 

@@ -24,5 +24,7 @@ def on_page_markdown(markdown, page, config, files):
         markdown = re.sub(r"\]\(docs/", "](", markdown)
     up = "../" * page.file.src_uri.count("/")
     for name, target in PAGES.items():
-        markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(name)}(#[\w-]+)?\)", lambda m, t=target: f"]({up}{t}{m[1] or ''})", markdown)
+        markdown = re.sub(
+            rf"\]\((?:\.\./)*{re.escape(name)}(#[\w-]+)?\)", lambda m, t=target: f"]({up}{t}{m[1] or ''})", markdown
+        )
     return markdown

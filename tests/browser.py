@@ -13,10 +13,21 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; install Debian's chromium to check how the page renders")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on PATH; install Debian's chromium to check how the page renders"
+)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-extensions", "--hide-scrollbars"]  # fmt: skip
-CODES = {"ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "PageUp": 33, "PageDown": 34, "Home": 36, "End": 35}
+CODES = {
+    "ArrowUp": 38,
+    "ArrowDown": 40,
+    "ArrowLeft": 37,
+    "ArrowRight": 39,
+    "PageUp": 33,
+    "PageDown": 34,
+    "Home": 36,
+    "End": 35,
+}
 
 
 def assert_renders(page: Path, heading: str, folder: Path) -> None:
@@ -41,7 +52,9 @@ class Browser:
         command = [CHROMIUM or "", *FLAGS, f"--window-size={size[0]},{size[1]}", f"--user-data-dir={folder / 'profile'}",
                    "--remote-debugging-pipe", "about:blank"]  # fmt: skip
         shell = ["bash", "-c", f'exec "$0" "$@" 3<&{here[0]} 4>&{theirs[1]}', *command]
-        self._process = subprocess.Popen(shell, pass_fds=(here[0], theirs[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            shell, pass_fds=(here[0], theirs[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         os.close(here[0])
         os.close(theirs[1])
         self._out, self._in = os.fdopen(here[1], "wb", buffering=0), os.fdopen(theirs[0], "rb", buffering=0)
@@ -102,11 +115,15 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, modifiers=8 if shift else 0, **facts)
 
-    def mouse(self, selector: str, x: float, y: float, *, to: tuple[float, float] | None = None, wheel: float = 0) -> None:
+    def mouse(
+        self, selector: str, x: float, y: float, *, to: tuple[float, float] | None = None, wheel: float = 0
+    ) -> None:
         """Click, drag to `to`, or turn the wheel at a place within an element, as shares of its width and height."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.js(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        box = self.js(f"(({{left, top, width, height}}) => [left, top, width, height])({element}.getBoundingClientRect())")
+        box = self.js(
+            f"(({{left, top, width, height}}) => [left, top, width, height])({element}.getBoundingClientRect())"
+        )
         at = {"x": box[0] + x * box[2], "y": box[1] + y * box[3]}
         if wheel:
             self.call("Input.dispatchMouseEvent", type="mouseWheel", deltaX=0, deltaY=wheel, **at)
@@ -142,7 +159,9 @@ class Browser:
             self.complaints.append(str(facts["args"]))
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(str(facts["exceptionDetails"]))
-        elif method == "Log.entryAdded" and "willReadFrequently" not in facts["entry"]["text"]:  # said of our own looking at pixels
+        elif (
+            method == "Log.entryAdded" and "willReadFrequently" not in facts["entry"]["text"]
+        ):  # said of our own looking at pixels
             self.complaints.append(str(facts["entry"]))
         elif method == "Network.requestWillBeSent":
             self.asked.append(facts["request"]["url"])

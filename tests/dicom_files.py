@@ -14,7 +14,12 @@ from pydicom.pixels import get_encoder
 
 PATIENT_NAME, BIRTH_DATE = "Planted^Secret", "19500102"
 
-NATIVE = (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian, uid.ExplicitVRBigEndian, uid.DeflatedExplicitVRLittleEndian)
+NATIVE = (
+    uid.ImplicitVRLittleEndian,
+    uid.ExplicitVRLittleEndian,
+    uid.ExplicitVRBigEndian,
+    uid.DeflatedExplicitVRLittleEndian,
+)
 LOSSLESS = (*NATIVE, uid.RLELossless, uid.JPEGLSLossless, uid.JPEG2000Lossless, uid.JPEGLossless, uid.JPEGLosslessSV1)
 LOSSY = (uid.JPEGBaseline8Bit, uid.JPEGLSNearLossless, uid.JPEG2000)
 
@@ -94,7 +99,9 @@ def item(**values) -> Dataset:
 def _describe_geometry(dataset, shape, spacing_mm, laterality, spacing_in, superior_first):
     dz, dy, dx = spacing_mm
     shared, frames = Dataset(), [Dataset() for _ in range(shape[0])]
-    measures = item(PixelSpacing=[dy, dx]) if spacing_in == "positions" else item(PixelSpacing=[dy, dx], SliceThickness=dz)
+    measures = (
+        item(PixelSpacing=[dy, dx]) if spacing_in == "positions" else item(PixelSpacing=[dy, dx], SliceThickness=dz)
+    )
     if spacing_in in ("shared", "positions"):
         shared.PixelMeasuresSequence = [measures]
     elif spacing_in == "per_frame":
@@ -188,7 +195,11 @@ def _encode_jpeg_lossless(frame: np.ndarray) -> bytes:
     text = "".join(coded)
     text += "1" * (-len(text) % 8)
     entropy = int(text, 2).to_bytes(len(text) // 8, "big").replace(b"\xff", b"\xff\x00")
-    frame_header = b"\xff\xc3" + (11).to_bytes(2, "big") + bytes([bits]) + rows.to_bytes(2, "big") + columns.to_bytes(2, "big")
-    huffman = b"\xff\xc4" + (2 + 17 + 17).to_bytes(2, "big") + b"\0" + bytes([0, 0, 0, 0, 17, *[0] * 11]) + bytes(range(17))
+    frame_header = (
+        b"\xff\xc3" + (11).to_bytes(2, "big") + bytes([bits]) + rows.to_bytes(2, "big") + columns.to_bytes(2, "big")
+    )
+    huffman = (
+        b"\xff\xc4" + (2 + 17 + 17).to_bytes(2, "big") + b"\0" + bytes([0, 0, 0, 0, 17, *[0] * 11]) + bytes(range(17))
+    )
     scan_header = b"\xff\xda" + (8).to_bytes(2, "big") + bytes([1, 1, 0, 1, 0, 0])
     return b"\xff\xd8" + frame_header + bytes([1, 1, 0x11, 0]) + huffman + scan_header + entropy + b"\xff\xd9"

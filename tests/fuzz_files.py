@@ -46,20 +46,31 @@ def seeds(folder: Path) -> list[Seed]:
     found = []
     for syntax in (*LOSSLESS, *LOSSY):
         found.append(_dicom(folder, f"dicom {uid.UID(syntax).name}", whole, transfer_syntax=syntax))
-    for codestream, syntax in (("ffmpeg_8bit.j2k", uid.JPEG2000Lossless), ("dcmtk_extended_8bit.jpg", uid.JPEGExtended12Bit)):
+    for codestream, syntax in (
+        ("ffmpeg_8bit.j2k", uid.JPEG2000Lossless),
+        ("dcmtk_extended_8bit.jpg", uid.JPEGExtended12Bit),
+    ):
         frame = (CODESTREAMS / codestream).read_bytes()
         rows, columns = _size(frame)
         blank = np.zeros((4, rows, columns), np.uint8)
-        found.append(_dicom(folder, f"dicom {codestream}", blank, transfer_syntax=syntax, encode=lambda _, frame=frame: frame))
+        found.append(
+            _dicom(folder, f"dicom {codestream}", blank, transfer_syntax=syntax, encode=lambda _, frame=frame: frame)
+        )
     found.append(_dicom(folder, "dicom positions", whole, spacing_in="positions"))
     found.append(_dicom(folder, "dicom no preamble", whole, preamble=False))
-    found.append(_dicom(folder, "dicom 16 bit", whole.astype(np.uint16) * 16, bits_stored=12, photometric="MONOCHROME1"))
-    found += [_several(folder / name, write, name) for name, write in (("concatenation", concatenation), ("series", series))]
+    found.append(
+        _dicom(folder, "dicom 16 bit", whole.astype(np.uint16) * 16, bits_stored=12, photometric="MONOCHROME1")
+    )
+    found += [
+        _several(folder / name, write, name) for name, write in (("concatenation", concatenation), ("series", series))
+    ]
     return found + _other_formats(folder, whole)
 
 
 def _dicom(folder: Path, name: str, content: np.ndarray, **options) -> Seed:
-    path = write_oct_dicom(folder / "seed.dcm", content, SPACING_MM, sop_instance_uid=f"1.2.3.{zlib.crc32(name.encode())}", **options)
+    path = write_oct_dicom(
+        folder / "seed.dcm", content, SPACING_MM, sop_instance_uid=f"1.2.3.{zlib.crc32(name.encode())}", **options
+    )
     return Seed(name, {"seed.dcm": path.read_bytes()}, "seed.dcm")
 
 
@@ -176,7 +187,9 @@ def absurd_element(dataset: Dataset, rng: np.random.Generator) -> str:
         del home[tag]
         return f"without {element.keyword}"
     if element.VR == "SQ":
-        home[tag].value = [] if rng.random() < 0.5 else [copy.deepcopy(item) for item in element.value for _ in range(3)]
+        home[tag].value = (
+            [] if rng.random() < 0.5 else [copy.deepcopy(item) for item in element.value for _ in range(3)]
+        )
         return f"{element.keyword} of other length"
     value = choices[int(rng.integers(len(choices)))]
     several = getattr(element.value, "__len__", lambda: 1)() if element.VM > 1 else 1
@@ -210,7 +223,11 @@ def mutate_dicom(content: bytes, rng: np.random.Generator) -> tuple[bytes, str] 
 
 def _mutated(dataset: Dataset, rng: np.random.Generator) -> tuple[bytes, str] | None:
     what = [absurd_element(dataset, rng) for _ in range(int(rng.integers(1, 4)))]
-    syntax = str(dataset.file_meta.get("TransferSyntaxUID", uid.ImplicitVRLittleEndian)) if hasattr(dataset, "file_meta") else ""
+    syntax = (
+        str(dataset.file_meta.get("TransferSyntaxUID", uid.ImplicitVRLittleEndian))
+        if hasattr(dataset, "file_meta")
+        else ""
+    )
     out = io.BytesIO()
     try:
         if "TransferSyntaxUID" in getattr(dataset, "file_meta", {}):

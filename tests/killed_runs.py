@@ -34,7 +34,9 @@ def main() -> None:
             time.sleep(rng.uniform(0, 0.5 + patience))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        print(kind, "killed" if os.WIFSIGNALED(status) else f"ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+        print(
+            kind, "killed" if os.WIFSIGNALED(status) else f"ended with {os.waitstatus_to_exitcode(status)}", flush=True
+        )
     pid = attempt_in_child(store, out, None)
     print("last", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
@@ -53,7 +55,12 @@ def attempt_in_child(store: str, out: str, fatal_operation: int | None) -> int:
     os._exit(0)
 
 
-SETTINGS = {"steps": 30, "ckpt_every_steps": 3, "validate_every_steps": 10, "model": {**TINY["model"], "width": 24, "heads": 2}}
+SETTINGS = {
+    "steps": 30,
+    "ckpt_every_steps": 3,
+    "validate_every_steps": 10,
+    "model": {**TINY["model"], "width": 24, "heads": 2},
+}
 
 
 def die_while_saving(operation: int) -> None:

@@ -21,7 +21,9 @@ class Ranks:
     def __init__(self, python: str = sys.executable) -> None:
         command = [python, __file__]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -37,7 +39,14 @@ class Ranks:
         with `apart` rank N has <out>-N, as on hosts that share no disk.
         """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")
-        job = {"world": world, "store": str(store), "out": str(out), "settings": settings, "plan": plan, "said": str(said)}
+        job = {
+            "world": world,
+            "store": str(store),
+            "out": str(out),
+            "settings": settings,
+            "plan": plan,
+            "said": str(said),
+        }
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
@@ -76,7 +85,12 @@ def serve() -> None:
             for rank in killed:
                 os.kill(children[rank], signal.SIGKILL)  # one that has ended already is a zombie until it is waited for
         ended = [os.wait4(pid, 0) for pid in children]
-        print(json.dumps([(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) for _, status, used in ended]), flush=True)
+        print(
+            json.dumps(
+                [(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) for _, status, used in ended]
+            ),
+            flush=True,
+        )
 
 
 def _fork(job: dict[str, Any], rank: int, port: int) -> int:
@@ -94,7 +108,10 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         own = job["plan"].pop("environment", {})
         os.environ.update(own[rank] if isinstance(own, list) else own)
         if job["world"] > 1:
-            os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+            os.environ.update(
+                {name: str(value) for name, value in names.items()}
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            )
         code = _ended(job, rank)
     except BaseException:
         import traceback
@@ -148,7 +165,14 @@ def _finetune(job: dict[str, Any], rank: int) -> None:
 
 
 def misbehave(
-    rank: int, out: Path, fault: str | None = None, at: int = 0, on: int = 0, until: int | None = None, nap: float = 600, most: int = 1
+    rank: int,
+    out: Path,
+    fault: str | None = None,
+    at: int = 0,
+    on: int = 0,
+    until: int | None = None,
+    nap: float = 600,
+    most: int = 1,
 ) -> None:
     """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank or other-store.
 
@@ -179,7 +203,12 @@ def misbehave(
 
     def short(config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = make_inputs(config, preprocessing, runtime, batch, *args, **kwargs)
-        if fault == "memory" and rank == on and len(batch) > most and int(batch.position[0]) >= at * config.data.global_batch_size:
+        if (
+            fault == "memory"
+            and rank == on
+            and len(batch) > most
+            and int(batch.position[0]) >= at * config.data.global_batch_size
+        ):
             raise MemoryError("no more memory on this rank")
         if (
             fault == "nan"
@@ -197,7 +226,9 @@ def misbehave(
 
         die_while_saving(at)
     if fault == "wrong-rank":
-        Loader.positions = lambda self, step: positions(self, step) % (self.global_batch_size // self.world) + step * self.global_batch_size
+        Loader.positions = lambda self, step: (
+            positions(self, step) % (self.global_batch_size // self.world) + step * self.global_batch_size
+        )
     if fault == "other-store" and rank == on:
         loop._identity = lambda store, rows: "f" * 64
 

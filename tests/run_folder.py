@@ -44,11 +44,27 @@ def probe_result() -> dict:
     """Numbers in the shape that `octfm probe` writes: one clear win, one inconclusive, one too small for an interval."""
     results, comparisons = [], []
     plan = {
-        ("disease", "binary", "auroc", "participant", 0.5): ((0.91, 0.86, 0.95), (0.80, 0.72, 0.87), (0.74, 0.65, 0.82)),
-        ("disease", "binary", "balanced_accuracy", "participant", 0.5): ((0.84, 0.77, 0.9), (0.74, 0.66, 0.81), (0.69, 0.6, 0.77)),
-        ("diagnosis", "multiclass", "auroc", "participant", 0.5): ((0.88, 0.83, 0.92), (0.85, 0.79, 0.9), (0.71, 0.63, 0.78)),
+        ("disease", "binary", "auroc", "participant", 0.5): (
+            (0.91, 0.86, 0.95),
+            (0.80, 0.72, 0.87),
+            (0.74, 0.65, 0.82),
+        ),
+        ("disease", "binary", "balanced_accuracy", "participant", 0.5): (
+            (0.84, 0.77, 0.9),
+            (0.74, 0.66, 0.81),
+            (0.69, 0.6, 0.77),
+        ),
+        ("diagnosis", "multiclass", "auroc", "participant", 0.5): (
+            (0.88, 0.83, 0.92),
+            (0.85, 0.79, 0.9),
+            (0.71, 0.63, 0.78),
+        ),
         ("cst_um", "regression", "r2", "eye", 0.0): ((0.62, 0.5, 0.71), (0.41, 0.26, 0.53), (0.2, 0.05, 0.33)),
-        ("study_group", "binary", "auroc", "participant", 0.5): ((0.52, None, None), (0.55, None, None), (0.49, None, None)),
+        ("study_group", "binary", "auroc", "participant", 0.5): (
+            (0.52, None, None),
+            (0.55, None, None),
+            (0.49, None, None),
+        ),
         ("scanner", "binary", "auroc", "acquisition", 0.5): ((0.97, 0.94, 0.99), (0.999, 0.99, 1.0), (1.0, 1.0, 1.0)),
     }
     for (target, kind, metric, unit, chance), numbers in plan.items():
@@ -95,7 +111,14 @@ def probe_result() -> dict:
         "results": results,
         "comparisons": comparisons,
         "skipped": [{"target": "iop", "sentence": "No acquisition has a label in column iop."}],
-        "settings": {"design": "recommended_split", "folds": None, "resamples": 2000, "seed": 0, "allow_seen": False, "level": 0.95},
+        "settings": {
+            "design": "recommended_split",
+            "folds": None,
+            "resamples": 2000,
+            "seed": 0,
+            "allow_seen": False,
+            "level": 0.95,
+        },
         "interval_meaning": "Intervals answer: what if other participants had been tested?",
         "commands": ["octfm scan clinic --out catalog", "octfm probe run --labels labels.tsv"],
     }
@@ -111,7 +134,14 @@ def _record() -> dict:
         "git": {"commit": "0" * 40, "dirty": False},
         "parameters": {"encoder": 2_700_000, "target_encoder": 2_700_000, "predictor": 500_000, "total": 5_900_000},
         "environment": {"python": "3.11", "torch": "2.13.0", "device": "cpu"},
-        "tokens": {"grid": [4, 12, 12], "tissue_mean": 0.21, "padding_mean": 0.04, "budget": 192, "context": 96, "target": 96},
+        "tokens": {
+            "grid": [4, 12, 12],
+            "tissue_mean": 0.21,
+            "padding_mean": 0.04,
+            "budget": 192,
+            "context": 96,
+            "target": 96,
+        },
     }
 
 
@@ -134,11 +164,32 @@ def _metrics(steps: int) -> list[dict]:
         rows.append(row)
         if step % 100 == 98:
             ratio = float(row["masked_over_baseline"]) + 0.02
-            rows.append({"kind": "validation", "step": step, "masked_over_baseline": ratio, "context_over_baseline": 0.8 * ratio})
             rows.append(
-                {"kind": "health", "step": step, "what": "masked loss", "verdict": "ok", "sentence": f"{ratio:.0%} of the baseline"}
+                {
+                    "kind": "validation",
+                    "step": step,
+                    "masked_over_baseline": ratio,
+                    "context_over_baseline": 0.8 * ratio,
+                }
             )
-            rows.append({"kind": "health", "step": step, "what": "effective rank", "verdict": "watch", "sentence": "20 of 192: low"})
+            rows.append(
+                {
+                    "kind": "health",
+                    "step": step,
+                    "what": "masked loss",
+                    "verdict": "ok",
+                    "sentence": f"{ratio:.0%} of the baseline",
+                }
+            )
+            rows.append(
+                {
+                    "kind": "health",
+                    "step": step,
+                    "what": "effective rank",
+                    "verdict": "watch",
+                    "sentence": "20 of 192: low",
+                }
+            )
     return rows
 
 
@@ -148,9 +199,14 @@ def _catalog(sentence: str) -> Catalog:
         scanner, split = SCANNERS[i % 4 == 0], ("train", "train", "train", "val", "test")[i // 2 % 5]
         where, spacing = ("macula", (8, 64, 48)), (0.75, 0.031, 0.125)
         acquisitions.append(
-            Acquisition(f"/clinic/{i}.dcm", f"p{i // 2:03d}", "RL"[i % 2], scanner, *where, spacing, "shared", f"1.2.{i}", split)
+            Acquisition(
+                f"/clinic/{i}.dcm", f"p{i // 2:03d}", "RL"[i % 2], scanner, *where, spacing, "shared", f"1.2.{i}", split
+            )
         )
-    rejects = [Reject(f"/clinic/bad{i}.dcm", code, sentence, 9) for i, code in enumerate(["truncated_pixel_data"] * 3 + ["not_oct"])]
+    rejects = [
+        Reject(f"/clinic/bad{i}.dcm", code, sentence, 9)
+        for i, code in enumerate(["truncated_pixel_data"] * 3 + ["not_oct"])
+    ]
     return Catalog("/clinic", tuple(acquisitions), tuple(rejects))
 
 
@@ -159,7 +215,14 @@ def _read(uri: str) -> Volume:
     if number == 6:
         raise ValueError("this one is broken")
     voxels = np.stack([_bscan(64, 48, number, z / 8, 20) for z in range(8)])
-    return Volume(voxels, (0.75, 0.031, 0.125), "RL"[number % 2], SCANNERS[number % 4 == 0], source=uri, acquisition=f"1.2.{number}")
+    return Volume(
+        voxels,
+        (0.75, 0.031, 0.125),
+        "RL"[number % 2],
+        SCANNERS[number % 4 == 0],
+        source=uri,
+        acquisition=f"1.2.{number}",
+    )
 
 
 def _bscan(rows: int, columns: int, seed: int, z: float, thickness: float) -> np.ndarray:
@@ -169,7 +232,9 @@ def _bscan(rows: int, columns: int, seed: int, z: float, thickness: float) -> np
     top = rows * 0.35 + 0.25 * thickness * np.exp(-(x**2 + (2 * z - 1) ** 2) / 0.05)
     bottom = np.broadcast_to(rows * 0.35 + thickness, x.shape)
     depth = (y - top) / (bottom - top)
-    bright = np.where((depth >= 0) & (depth < 1), 110 + 60 * np.cos(9 * depth), np.where(depth >= 1, 90 * np.exp(1 - depth), 12))
+    bright = np.where(
+        (depth >= 0) & (depth < 1), 110 + 60 * np.cos(9 * depth), np.where(depth >= 1, 90 * np.exp(1 - depth), 12)
+    )
     return np.clip(bright * rng.gamma(6, 1 / 6, (rows, columns)), 0, 255).astype(np.uint8)
 
 
@@ -189,9 +254,18 @@ def example_scenes() -> list[Scene]:
         mask = rng.integers(0, 3, (d, h, w)).astype(np.uint8)
         mask[mask == 2] = NONE
         overlays = (
-            Overlay("band", "Tissue band", "lines", band, (("upper", (240, 228, 66)), ("lower", (240, 228, 66))), "What counts as tissue."),
+            Overlay(
+                "band",
+                "Tissue band",
+                "lines",
+                band,
+                (("upper", (240, 228, 66)), ("lower", (240, 228, 66))),
+                "What counts as tissue.",
+            ),
             Overlay("tokens", "Tissue tokens", "classes", tissue, (("tissue", (0, 158, 115)),)),
-            Overlay("mask", "One training mask", "classes", mask, (("context", (86, 180, 233)), ("target", (230, 159, 0)))),
+            Overlay(
+                "mask", "One training mask", "classes", mask, (("context", (86, 180, 233)), ("target", (230, 159, 0)))
+            ),
             Overlay("pca", "PCA of tokens", "colours", rgba),
             Overlay("occlusion", "Occlusion", "scalar", scalar, unit="of it"),
         )

@@ -26,7 +26,13 @@ def prepared_eye(seed: int, preprocessing: Preprocessing) -> Prepared:
     d, h, w = SIZE
     rng = np.random.default_rng(seed)
     z, y, x = np.meshgrid(np.arange(d), np.arange(h), np.arange(w), indexing="ij")
-    top = 18 + rng.uniform(-6, 6) + rng.uniform(-0.3, 0.3) * (x - w / 2) + rng.uniform(-0.6, 0.6) * (z - d / 2) + 0.01 * (x - w / 2) ** 2
+    top = (
+        18
+        + rng.uniform(-6, 6)
+        + rng.uniform(-0.3, 0.3) * (x - w / 2)
+        + rng.uniform(-0.6, 0.6) * (z - d / 2)
+        + 0.01 * (x - w / 2) ** 2
+    )
     layers = [np.exp(-((y - top - offset) ** 2) / 8) * gain for offset, gain in ((2, 0.7), (9, 0.4), (17, 1.0))]
     voxels = np.clip(255 * (0.1 + 0.7 * np.sum(layers, 0) + rng.normal(0, 0.06, SIZE)), 0, 255).astype(np.uint8)
     band = np.stack([top[:, 0] - 2, top[:, 0] + 22]).astype(np.float32).clip(0, h)
@@ -40,7 +46,9 @@ def darkened(seed: int, prepared: Prepared) -> Prepared:
     return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
 
 
-def small_store(folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS, preprocessing: Preprocessing | None = None) -> Store:
+def small_store(
+    folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS, preprocessing: Preprocessing | None = None
+) -> Store:
     """One participant for every split named, with both eyes on two scanners; `edit` may change a prepared volume before it is written."""
     preprocessing = preprocessing or small_preprocessing()
     with StoreWriter(folder, preprocessing) as writer:

@@ -70,8 +70,12 @@ def prepared(number: int, image_size=SMALL.image_size) -> Prepared:
     d, h, w = image_size
     valid = np.stack([np.zeros((d, w), np.int16), np.full((d, w), h, np.int16)])
     band = np.stack([rng.uniform(0, h / 2, (d, w)), rng.uniform(h / 2, h, (d, w))]).astype(np.float32)
-    transform = Transform(NATIVE, SPACING_MM, image_size, (0.0, 0.0, 0.0), (1.5, 1.25, 1.25), (0.0,) * NATIVE[0], False, bool(number % 2))
-    return Prepared(rng.integers(0, 255, image_size, dtype=np.uint8), band, valid, number % 3 > 0, {"contrast": 0.5}, transform)
+    transform = Transform(
+        NATIVE, SPACING_MM, image_size, (0.0, 0.0, 0.0), (1.5, 1.25, 1.25), (0.0,) * NATIVE[0], False, bool(number % 2)
+    )
+    return Prepared(
+        rng.integers(0, 255, image_size, dtype=np.uint8), band, valid, number % 3 > 0, {"contrast": 0.5}, transform
+    )
 
 
 def write_store(path: Path, count: int, preprocessing: Preprocessing = SMALL, compression="none", change=None) -> Store:

@@ -39,18 +39,24 @@ def test_a_subject_that_counts_twice_is_two_subjects():
     twice = np.array([2, 1, 0, 3, 1, 1])
     repeated = np.repeat(JUDGES, twice, axis=0)
     for form in PUBLISHED:
-        assert agreement.icc(JUDGES, form, twice[None].astype(float))[0] == pytest.approx(agreement.icc(repeated, form)[0])
+        assert agreement.icc(JUDGES, form, twice[None].astype(float))[0] == pytest.approx(
+            agreement.icc(repeated, form)[0]
+        )
     subject, values = np.repeat(np.arange(6), 4), JUDGES.ravel()
     rows = np.concatenate([np.full(4, i) for i in range(6)])
     counted = agreement.icc_one_way(subject, values, twice[rows][None].astype(float))[0]
     assert counted == pytest.approx(agreement.icc_one_way(np.repeat(np.arange(len(repeated)), 4), repeated.ravel())[0])
     apart = WRIGHT - MINI
     weights = np.random.default_rng(0).integers(0, 3, len(apart))
-    assert agreement.spread(apart, weights[None].astype(float))[0] == pytest.approx(np.std(np.repeat(apart, weights), ddof=1))
+    assert agreement.spread(apart, weights[None].astype(float))[0] == pytest.approx(
+        np.std(np.repeat(apart, weights), ddof=1)
+    )
 
 
 def test_the_one_way_form_of_incomplete_designs_is_the_complete_one_where_nothing_is_missing():
-    assert agreement.icc_one_way(np.repeat(np.arange(6), 4), JUDGES.ravel())[0] == pytest.approx(agreement.icc(JUDGES, "ICC(1,1)")[0])
+    assert agreement.icc_one_way(np.repeat(np.arange(6), 4), JUDGES.ravel())[0] == pytest.approx(
+        agreement.icc(JUDGES, "ICC(1,1)")[0]
+    )
     rng = np.random.default_rng(1)
     subject = np.repeat(np.arange(4000), rng.integers(2, 5, 4000))
     values = rng.normal(0, 3**0.5, 4000)[subject] + rng.normal(size=len(subject))

@@ -38,7 +38,9 @@ def cohorts(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory) -> bytes:
     voxels = np.random.default_rng(0).integers(0, 255, (4, 32, 36), dtype=np.uint8)
-    return write_oct_dicom(tmp_path_factory.mktemp("image") / "a.dcm", voxels, SPACING_MM, sop_instance_uid="1.2.3").read_bytes()
+    return write_oct_dicom(
+        tmp_path_factory.mktemp("image") / "a.dcm", voxels, SPACING_MM, sop_instance_uid="1.2.3"
+    ).read_bytes()
 
 
 def outcomes(catalog: Catalog, root: Path) -> list[tuple]:
@@ -48,7 +50,17 @@ def outcomes(catalog: Catalog, root: Path) -> list[tuple]:
         return uri.removeprefix(str(root)).removeprefix("/retinal_oct/structural_oct").replace(".zip!", "")
 
     accepted = [
-        (place(a.uri), "", a.sop_instance_uid, a.laterality, a.shape, a.spacing_mm, a.split, tuple(a.participant_labels), a.flags)
+        (
+            place(a.uri),
+            "",
+            a.sop_instance_uid,
+            a.laterality,
+            a.shape,
+            a.spacing_mm,
+            a.split,
+            tuple(a.participant_labels),
+            a.flags,
+        )
         for a in catalog.acquisitions
     ]
     return sorted(accepted + [(place(r.uri), r.code, r.bytes) for r in (*catalog.rejects, *catalog.skipped)])
@@ -56,7 +68,9 @@ def outcomes(catalog: Catalog, root: Path) -> list[tuple]:
 
 def test_archives_in_place_unpacked_and_the_plain_tree_give_the_same_catalog(cohorts, tmp_path):
     tree, zipped = cohorts
-    assert {path.name for path in (zipped / "retinal_oct" / "structural_oct").iterdir()} == {f"{name}.zip" for name in DEFAULT_SCANNERS}
+    assert {path.name for path in (zipped / "retinal_oct" / "structural_oct").iterdir()} == {
+        f"{name}.zip" for name in DEFAULT_SCANNERS
+    }
     plain, in_place, extracted = scan(tree), scan(zipped), scan(zipped, extract=tmp_path / "unpacked")
     assert outcomes(plain, tree) == outcomes(in_place, zipped)
     base = tmp_path / "unpacked" / "retinal_oct" / "structural_oct"
@@ -154,7 +168,9 @@ def test_names_that_leave_the_archive_are_refused_by_code(tmp_path, image, name)
 
 
 names = st.lists(
-    st.sampled_from(["..", ".", "a", "b.dcm", "/", "\\", "//", "C:", "\0", "\n", "!", "!/", " ", "é", "\u202e", "~", "con", "..."]),
+    st.sampled_from(
+        ["..", ".", "a", "b.dcm", "/", "\\", "//", "C:", "\0", "\n", "!", "!/", " ", "é", "\u202e", "~", "con", "..."]
+    ),
     min_size=1,
     max_size=7,
 ).map("".join) | st.text(min_size=1, max_size=40)
@@ -223,7 +239,9 @@ def test_decompression_bombs_are_refused_before_they_inflate(tmp_path, image, mo
     opened = []
     inflate = archives._content
     monkeypatch.setattr(
-        archives, "_content", lambda file, start, member, uri: opened.append(member.name) or inflate(file, start, member, uri)
+        archives,
+        "_content",
+        lambda file, start, member, uri: opened.append(member.name) or inflate(file, start, member, uri),
     )
     noise = np.random.default_rng(0).bytes(2**22 + 1)
     write_zip(tmp_path / "x.zip", {"good.dcm": image, "zeros.dcm": bytes(2**21), "large.dcm": noise})
@@ -252,7 +270,11 @@ def test_damaged_and_unreadable_archives_have_a_code(tmp_path, image):
     whole = write_zip(tmp_path / "cut.zip", {"good.dcm": image}).read_bytes()
     (tmp_path / "cut.zip").write_bytes(whole[: len(whole) // 2])
     write_zip(tmp_path / "lzma.zip", {"exotic.dcm": image}, zipfile.ZIP_LZMA)
-    rotten = write_zip(tmp_path / "rotten.zip", {"pixels.dcm": image, "whole.dcm": image.replace(b"1.2.3", b"1.2.4")}, zipfile.ZIP_STORED)
+    rotten = write_zip(
+        tmp_path / "rotten.zip",
+        {"pixels.dcm": image, "whole.dcm": image.replace(b"1.2.3", b"1.2.4")},
+        zipfile.ZIP_STORED,
+    )
     content = bytearray(rotten.read_bytes())
     content[content.index(image[:200]) + len(image) - 1] ^= 1
     rotten.write_bytes(content)
@@ -267,8 +289,12 @@ def test_damaged_and_unreadable_archives_have_a_code(tmp_path, image):
         "secret.dcm": "unsupported_member",
         "inner.zip": "not_dicom",
     }
-    assert {Path(a.uri).name for a in catalog.acquisitions} == {"pixels.dcm", "whole.dcm", "dicom.zip"}, "content decides, not the name"
-    with pytest.raises(ReadError, match="checksum") as error:  # pixels of stored members are looked at when they are read
+    assert {Path(a.uri).name for a in catalog.acquisitions} == {"pixels.dcm", "whole.dcm", "dicom.zip"}, (
+        "content decides, not the name"
+    )
+    with pytest.raises(
+        ReadError, match="checksum"
+    ) as error:  # pixels of stored members are looked at when they are read
         read_volume(f"{rotten}!/pixels.dcm")
     assert error.value.code == "damaged_archive"
 
@@ -310,7 +336,10 @@ def test_mutated_archives_are_read_or_refused_with_a_code(tmp_path, compression)
 def test_the_command_unpacks_first_where_it_is_asked_to(tmp_path, image):
     (tmp_path / "data").mkdir()
     write_zip(tmp_path / "data" / "x.zip", {"1001/a.dcm": image})
-    for more, named in (([], tmp_path / "data" / "x.zip!/1001/a.dcm"), (["--extract", "out"], tmp_path / "out" / "x" / "1001" / "a.dcm")):
+    for more, named in (
+        ([], tmp_path / "data" / "x.zip!/1001/a.dcm"),
+        (["--extract", "out"], tmp_path / "out" / "x" / "1001" / "a.dcm"),
+    ):
         code, _, err = octfm_command("scan", "data", "--workers", "0", "--no-images", *more, cwd=tmp_path)
         assert code == 0, err
         assert [a.uri for a in Catalog.load(tmp_path / "catalog").acquisitions] == [str(named)]
@@ -327,6 +356,8 @@ def test_extract_refuses_a_folder_that_the_next_scan_would_see(tmp_path, image):
 def test_extract_refuses_what_does_not_fit_on_the_disk(tmp_path, image, monkeypatch):
     (tmp_path / "data").mkdir()
     write_zip(tmp_path / "data" / "x.zip", {"a.dcm": image})
-    monkeypatch.setattr("octfm.data.catalog.shutil.disk_usage", lambda path: type("Usage", (), {"free": len(image) - 1}))
+    monkeypatch.setattr(
+        "octfm.data.catalog.shutil.disk_usage", lambda path: type("Usage", (), {"free": len(image) - 1})
+    )
     with pytest.raises(CatalogError, match=f"{len(image):,} bytes to unpack, {len(image) - 1:,} free"):
         scan(tmp_path / "data", extract=tmp_path / "out")

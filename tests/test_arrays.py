@@ -21,7 +21,11 @@ def code_of(uri, **options) -> str:
 def test_real_arrays_with_and_without_millimetres(real_data):
     """The sidecar of one states them; of the other it says that nobody knows."""
     header = read_header(real_data / "medvisbonn_amd_spectralis_145.npz")
-    assert header.shape == (145, 496, 512) and header.spacing_mm == (0.03, 0.003872, 0.011182) and header.spacing_source == "sidecar"
+    assert (
+        header.shape == (145, 496, 512)
+        and header.spacing_mm == (0.03, 0.003872, 0.011182)
+        and header.spacing_source == "sidecar"
+    )
     assert header.laterality is None and "laterality_unknown" in header.flags
     assert read_header(real_data / "macular_hole_49.npz").spacing_mm is None
     assert code_of(real_data / "macular_hole_49.npz") == "missing_spacing"
@@ -33,7 +37,10 @@ def test_real_arrays_with_and_without_millimetres(real_data):
 def test_declared_axes_are_believed(tmp_path, axes):
     voxels = telling_voxels()
     stored = voxels.transpose(["DHW".index(axis) for axis in axes.upper()])
-    for uri in (write_npy(tmp_path / "a.npy", stored), write_nifti(tmp_path / "b.nii.gz", voxels, (0.03, 0.03, 0.03), axes=axes.upper())):
+    for uri in (
+        write_npy(tmp_path / "a.npy", stored),
+        write_nifti(tmp_path / "b.nii.gz", voxels, (0.03, 0.03, 0.03), axes=axes.upper()),
+    ):
         write_sidecar(uri, axes=axes)
         volume = read_volume(uri)
         np.testing.assert_array_equal(volume.voxels, voxels)
@@ -65,7 +72,12 @@ def test_gray_levels_stay_what_they_are(tmp_path):
         volume = read_volume(uri, spacing_mm=SPACING_MM)
         assert volume.voxels.dtype == expected
         np.testing.assert_array_equal(volume.voxels, voxels)
-    for bad in (voxels / 255.0, voxels.astype(np.int16) - 100, voxels * np.float32(1e4), np.where(voxels > 200, np.nan, voxels)):
+    for bad in (
+        voxels / 255.0,
+        voxels.astype(np.int16) - 100,
+        voxels * np.float32(1e4),
+        np.where(voxels > 200, np.nan, voxels),
+    ):
         assert code_of(write_npy(tmp_path / "a.npy", bad), spacing_mm=SPACING_MM) == "unsupported_pixels"
 
 
@@ -91,7 +103,9 @@ def test_arrays_that_are_no_volume(tmp_path):
     assert read_volume(tmp_path / "named.npz", spacing_mm=SPACING_MM).shape == SHAPE
 
 
-@pytest.mark.parametrize(("at", "value"), [(6, b"\xc8\0"), (8, b"\x01"), (8, b"\x40"), (10, b"\x63\0"), (10, b"\x0c\0"), (10, b"\x0e\0")])
+@pytest.mark.parametrize(
+    ("at", "value"), [(6, b"\xc8\0"), (8, b"\x01"), (8, b"\x40"), (10, b"\x63\0"), (10, b"\x0c\0"), (10, b"\x0e\0")]
+)
 def test_an_archive_that_asks_for_a_password_or_an_unknown_method_is_a_reject(tmp_path, at, value):
     """Version, flags and method of every member, in the directory of the .npz: a flipped bit must not stop a scan (found by seed 9090)."""
     np.savez_compressed(tmp_path / "a.npz", volume=np.arange(4 * 40 * 36, dtype=np.uint16).reshape(4, 40, 36))
@@ -114,7 +128,9 @@ def test_a_header_cannot_ask_for_memory_that_the_file_does_not_fill(tmp_path):
     assert code_of(uri) == "truncated_pixel_data"
 
 
-@pytest.mark.parametrize("facts", [{"spacing_mm": [1, 2]}, {"spacing_mm": "thin"}, {"spacing_mm": [0.1, -1, 0.1]}, {"axes": "XYZ"}])
+@pytest.mark.parametrize(
+    "facts", [{"spacing_mm": [1, 2]}, {"spacing_mm": "thin"}, {"spacing_mm": [0.1, -1, 0.1]}, {"axes": "XYZ"}]
+)
 def test_a_sidecar_that_cannot_be_meant_is_a_reject(tmp_path, facts):
     uri = write_npy(tmp_path / "a.npy", telling_voxels())
     (tmp_path / "a.json").write_text(json.dumps(facts))

@@ -43,7 +43,9 @@ def test_F13_augmentation_never_flips_an_axis(seed, reach):
         inside = moved > 0
         for number, along in enumerate((1, 2, 3)):
             step = np.diff(moved, axis=along)
-            both = np.take(inside, range(1, inside.shape[along]), along) & np.take(inside, range(inside.shape[along] - 1), along)
+            both = np.take(inside, range(1, inside.shape[along]), along) & np.take(
+                inside, range(inside.shape[along] - 1), along
+            )
             assert (step[both] >= 0).all(), f"axis {number} was turned round"
 
 
@@ -152,7 +154,9 @@ def test_the_token_map_follows_an_affine_too(seed):
 def test_an_affine_that_moves_nothing_gives_back_every_voxel():
     voxels = np.random.default_rng(0).integers(0, 256, (2, 3, 96, 48), dtype=np.uint8)
     drawn = augment.draw(EVERYTHING, rngs(2))
-    nothing = {name: np.zeros(2) for name in ("shift", "lateral_mm", "slope")} | {n: np.ones(2) for n in ("lateral_scale", "axial_scale")}
+    nothing = {name: np.zeros(2) for name in ("shift", "lateral_mm", "slope")} | {
+        n: np.ones(2) for n in ("lateral_scale", "axial_scale")
+    }
     np.testing.assert_array_equal(warp(voxels, replace(drawn, **nothing)), voxels)
 
 
@@ -187,7 +191,9 @@ def test_speckle_leaves_black_alone_and_noise_does_not():
     drawn = augment.draw(AugmentConfig(contrast=0, gamma=0, noise=0.05, speckle=0.2), rngs(1))
     for noise, speckle in ((0.0, 0.2), (0.05, 0.0), (0.03, 0.04)):
         strengths = replace(drawn, noise=np.array([noise], np.float32), speckle=np.array([speckle], np.float32))
-        patches = augment.recoloured(raw, torch.arange(3)[None], strengths.on_device(torch.from_numpy, 8, 8, SPACING), 0.0, 1.0)
+        patches = augment.recoloured(
+            raw, torch.arange(3)[None], strengths.on_device(torch.from_numpy, 8, 8, SPACING), 0.0, 1.0
+        )
         assert patches.min() >= 0
         for level, found in zip((0.0, 128 / 255, 1.0), patches[0], strict=True):
             if level:
@@ -227,4 +233,6 @@ def test_the_settings_in_the_guide_are_settings():
     settings_ = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])["augment"]
     config = AugmentConfig.model_validate(settings_)
     assert config.warps and config.is_noisy and not AugmentConfig().warps and not AugmentConfig().is_noisy
-    assert settings_.keys() == AugmentConfig.model_fields.keys() - {"axial_shift", "contrast", "gamma"}, "every one that is off by default"
+    assert settings_.keys() == AugmentConfig.model_fields.keys() - {"axial_shift", "contrast", "gamma"}, (
+        "every one that is off by default"
+    )

@@ -35,7 +35,17 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned_as_on_a_disk(plac
         asked = ["embed", str(run), "--store", where, "--out", str(tmp_path / name)]
         shown = CliRunner().invoke(app, asked)
         assert shown.exit_code == 0, shown
-        asked = ["probe", str(run), "--embeddings", str(tmp_path / name), "--labels", str(labels), "--target", "grade", "--allow-seen"]
+        asked = [
+            "probe",
+            str(run),
+            "--embeddings",
+            str(tmp_path / name),
+            "--labels",
+            str(labels),
+            "--target",
+            "grade",
+            "--allow-seen",
+        ]
         shown = CliRunner().invoke(app, asked)
         assert shown.exit_code == 0, shown
         settings = {

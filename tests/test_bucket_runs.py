@@ -68,10 +68,14 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     assert any("after 3 updates" in line for line in told)
     assert same_state(local_run(place / "run"), on_disk)
     pointer = read_pointer(place / "run")
-    assert list(pointer["checkpoints"]) == ["step-00000006.pt", "step-00000008.pt"], "the retention of the run holds in the bucket"
+    assert list(pointer["checkpoints"]) == ["step-00000006.pt", "step-00000008.pt"], (
+        "the retention of the run holds in the bucket"
+    )
     objects = {uri.removeprefix(f"{place}/run/") for uri in bucket.find(str(place / "run"))}
     assert objects >= {"config.yaml", "run.json", "metrics.jsonl", "checkpoints.json"} and "run.lease" not in objects
-    assert {name for name in objects if name.startswith("checkpoints/")} == {f"checkpoints/{name}" for name in pointer["checkpoints"]}
+    assert {name for name in objects if name.startswith("checkpoints/")} == {
+        f"checkpoints/{name}" for name in pointer["checkpoints"]
+    }
     steps = [row["step"] for row in read_metrics(local_run(place / "run") / "metrics.jsonl") if row["kind"] == "train"]
     assert steps == list(range(8)), "no step is told twice and none is missing"
     here, there = (load_encoder(run, device="cpu") for run in (on_disk, str(place / "run")))
@@ -120,7 +124,9 @@ def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, 
 
 
 @pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
-def test_with_a_tenth_of_requests_spoilt_training_loses_nothing_and_says_so(faulty, store, on_disk, tmp_path, monkeypatch):
+def test_with_a_tenth_of_requests_spoilt_training_loses_nothing_and_says_so(
+    faulty, store, on_disk, tmp_path, monkeypatch
+):
     place, proxy = faulty
 
     def echo(text: str) -> None:
@@ -144,7 +150,9 @@ def mirror(place, tmp_path):
 
 @pytest.mark.slow
 @buckets
-def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(place, store, on_disk, tmp_path, monkeypatch):
+def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(
+    place, store, on_disk, tmp_path, monkeypatch
+):
     proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
     monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(2, 0.001, 0.01))
@@ -156,7 +164,9 @@ def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(
         if text.startswith("step      2/"):
             proxy.fail_after(0)
 
-    with pytest.raises(CheckpointError, match=r"lacks the checkpoint after step 8; .* the same command on this machine sends it"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks the checkpoint after step 8; .* the same command on this machine sends it"
+    ):
         pretrain(config(), store, place / "run", "cpu", echo=echo)
     assert any("not yet in" in line and "training goes on" in line for line in told)
     folder = mirror_of(place / "run")
@@ -174,7 +184,9 @@ def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(
 
 @pytest.mark.slow
 @buckets
-def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(place, store, on_disk, tmp_path, monkeypatch):
+def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(
+    place, store, on_disk, tmp_path, monkeypatch
+):
     direct = os.environ[ENDPOINT[place.scheme]]
     proxy = FaultyProxy(direct, share=0)
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(1, 0.001, 0.001))

@@ -38,7 +38,13 @@ def on_disk(ranks, store, tmp_path_factory):
 
 def surroundings(place, cache) -> dict[str, str]:
     """What ranks are told of this test's bucket, and the disk of their machine."""
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED", ENDPOINT[place.scheme])
+    names = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_DEFAULT_REGION",
+        "AWS_EC2_METADATA_DISABLED",
+        ENDPOINT[place.scheme],
+    )
     return {name: os.environ[name] for name in names} | {"OCTFM_CACHE": str(cache)}
 
 
@@ -79,7 +85,12 @@ def test_with_a_tenth_of_requests_spoilt_no_shard_is_lost(ranks, faulty, store, 
     place, proxy = faulty
     to = str(place / "run")
     ended = ranks(
-        2, store.path, tmp_path / "a", SETTINGS | {"ckpt_every_steps": 1}, to=to, environment=surroundings(place, tmp_path / "here")
+        2,
+        store.path,
+        tmp_path / "a",
+        SETTINGS | {"ckpt_every_steps": 1},
+        to=to,
+        environment=surroundings(place, tmp_path / "here"),
     )
     assert codes(ended) == [0, 0], ended
     assert_same_state(local_run(place / "run"), on_disk)
@@ -94,13 +105,24 @@ def test_ranks_killed_while_shards_are_sent_leave_whole_checkpoints(ranks, place
     to, said = str(place / "run"), []
     for number, seconds in enumerate((3.0, 4.0, 5.0, 6.5, 8.0)):
         own = surroundings(place, tmp_path / f"machine {number}")
-        ended = ranks(2, store.path, tmp_path / f"{number}", SETTINGS, to=to, environment=own, kill_after=seconds, killed=[0, 1])
+        ended = ranks(
+            2, store.path, tmp_path / f"{number}", SETTINGS, to=to, environment=own, kill_after=seconds, killed=[0, 1]
+        )
         said.append(codes(ended))
         bucket.delete(f"{to}/run.lease")  # it would be stale in three minutes
         for entries in (read_pointer(place / "run") or {"checkpoints": {}})["checkpoints"].values():
             assert all(len(bucket.read(f"{to}/{entry['key']}")) == entry["bytes"] for entry in entries)
     assert [-9, -9] in said, said
-    assert codes(ranks(2, store.path, tmp_path / "last", SETTINGS, to=to, environment=surroundings(place, tmp_path / "last machine"))) == [
+    assert codes(
+        ranks(
+            2,
+            store.path,
+            tmp_path / "last",
+            SETTINGS,
+            to=to,
+            environment=surroundings(place, tmp_path / "last machine"),
+        )
+    ) == [
         0,
         0,
     ]

@@ -120,7 +120,9 @@ def test_a_body_that_is_cut_off_and_lied_about_is_noticed(faulty, monkeypatch):
     proxy.share, proxy.KINDS = 1.0, ("cut off, and lied about",)
     assert len(bucket._driver_of(str(place)).cat_file(str(place / "x"), start=1000, end=26_600)) == 12_800
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(3, 0.001, 0.001))
-    with pytest.raises(BucketError, match=r"cannot read it: 3 attempts in \d+ s failed, the last with: 12,800 of 25,600 bytes arrived"):
+    with pytest.raises(
+        BucketError, match=r"cannot read it: 3 attempts in \d+ s failed, the last with: 12,800 of 25,600 bytes arrived"
+    ):
         bucket.read(str(place / "x"), 1000, 26_600)
 
 
@@ -243,7 +245,12 @@ def below(catalog, root):
 
 @pytest.mark.parametrize(
     ("place", "kind"),
-    [("s3", "zipped"), ("gs", "clinic"), pytest.param("s3", "clinic", marks=SLOW), pytest.param("gs", "zipped", marks=SLOW)],
+    [
+        ("s3", "zipped"),
+        ("gs", "clinic"),
+        pytest.param("s3", "clinic", marks=SLOW),
+        pytest.param("gs", "zipped", marks=SLOW),
+    ],
     indirect=["place"],
 )
 def test_a_bucket_gives_the_catalog_of_the_folder(place, kind, request, tmp_path):
@@ -438,7 +445,10 @@ def test_a_store_whose_writer_was_killed_is_whole_and_goes_on(place, scanned, pr
 def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
     lock, purpose = place / "lock", "preparing this store"
     with Lease(lock, purpose) as first:
-        with pytest.raises(BucketError, match="is at preparing this store; wait for it or stop it"), Lease(lock, purpose):
+        with (
+            pytest.raises(BucketError, match="is at preparing this store; wait for it or stop it"),
+            Lease(lock, purpose),
+        ):
             pass
         # An owner that gave no sign of life is replaced, and knows it.
         monkeypatch.setattr("octfm.data.lease.STALE_S", 0.0)

@@ -46,8 +46,19 @@ def write_aireadi(root: Path, participants, column="person_id", **manifest_other
                 sop_instance_uid=identity,
                 superior_first=True,
             )
-            row = {column: participant, "manufacturer": "Heidelberg", "manufacturers_model_name": "Spectralis", "laterality": side}
-            row |= {"height": 32, "width": 36, "number_of_frames": 4, "pixel_spacing": "[0.0039, 0.0115]", "slice_thickness": 0.12}
+            row = {
+                column: participant,
+                "manufacturer": "Heidelberg",
+                "manufacturers_model_name": "Spectralis",
+                "laterality": side,
+            }
+            row |= {
+                "height": 32,
+                "width": 36,
+                "number_of_frames": 4,
+                "pixel_spacing": "[0.0039, 0.0115]",
+                "slice_thickness": 0.12,
+            }
             manifest.append(row | {"sop_instance_uid": identity, "filepath": listed} | manifest_other)
     write_table(root / "retinal_oct" / "manifest.tsv", manifest)
     table = [
@@ -87,7 +98,15 @@ def test_both_releases_of_the_aireadi_tables_are_joined(tmp_path, column):
 
 
 def test_manifest_and_header_that_disagree_are_flagged(tmp_path):
-    write_aireadi(tmp_path, ["1001"], laterality="L", participant_id="", height=31, manufacturers_model_name="Cirrus", manufacturer="Zeiss")
+    write_aireadi(
+        tmp_path,
+        ["1001"],
+        laterality="L",
+        participant_id="",
+        height=31,
+        manufacturers_model_name="Cirrus",
+        manufacturer="Zeiss",
+    )
     right, left = sorted(scan(tmp_path).acquisitions, key=lambda a: a.laterality is not None)
     assert (right.laterality, left.laterality) == (None, "L")
     assert "laterality_conflict" in right.flags and "laterality_conflict" not in left.flags
@@ -220,7 +239,9 @@ def test_roots_that_hold_nothing_are_one_clear_error(tmp_path):
         scan(tmp_path)
     write_oct_dicom(tmp_path / "a.dcm", ramp(), SPACING_MM, sop_class=uid.OphthalmicPhotography8BitImageStorage)
     (tmp_path / "b.dcm").write_bytes(b"")
-    with pytest.raises(CatalogError, match=r"none of 2 files is an acceptable OCT volume: 1 empty_file \(.*1 photograph \("):
+    with pytest.raises(
+        CatalogError, match=r"none of 2 files is an acceptable OCT volume: 1 empty_file \(.*1 photograph \("
+    ):
         scan(tmp_path)
     with pytest.raises(CatalogError, match="got a file"):
         scan(tmp_path / "a.dcm")

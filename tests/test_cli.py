@@ -12,7 +12,10 @@ from test_pretrain import TINY
 
 def octfm_command(*words, cwd):
     done = subprocess.run(
-        [sys.executable, "-c", "from octfm.cli import main; main()", *map(str, words)], capture_output=True, text=True, cwd=cwd
+        [sys.executable, "-c", "from octfm.cli import main; main()", *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -41,15 +44,27 @@ WRONG = {
     "no store": (["pretrain", "vit_s", "data.store=nowhere"], "no prepared store here"),
     "no store named": (["pretrain", "vit_s"], "data.store is not set"),
     "unknown key": (["pretrain", "vit_s", "model.widht=3"], "did you mean model.width?"),
-    "unknown config": (["pretrain", "vit_xxl"], "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa"),
+    "unknown config": (
+        ["pretrain", "vit_xxl"],
+        "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa",
+    ),
     "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected cpu or cuda"),
-    "patches that do not tile": (["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"], "FAIL  token grid"),
+    "patches that do not tile": (
+        ["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"],
+        "FAIL  token grid",
+    ),
     "options that --tpu ignores": (
         ["doctor", "vit_s", "--tpu", "v4-32", "--ranks", "1", "--out", "x"],
         "does nothing with --out, --ranks;",
     ),
-    "other options that --tpu ignores": (["doctor", "vit_s", "--tpu", "v4-32", "--plot", "x.png", "--device", "cpu"], "--device, --plot;"),
-    "whitened goals on a TPU": (["doctor", "vit_s", "--tpu", "v4-32", "objective.target_norm=whiten"], "use layer with xla_spmd"),
+    "other options that --tpu ignores": (
+        ["doctor", "vit_s", "--tpu", "v4-32", "--plot", "x.png", "--device", "cpu"],
+        "--device, --plot;",
+    ),
+    "whitened goals on a TPU": (
+        ["doctor", "vit_s", "--tpu", "v4-32", "objective.target_norm=whiten"],
+        "use layer with xla_spmd",
+    ),
     "no run": (["embed", "nowhere"], "nowhere"),
     "no embeddings": (["probe", "nowhere"], "no embeddings"),
     "no such run to report": (["report", "nowhere"], "nowhere"),
@@ -91,7 +106,9 @@ def test_doctor_then_pretrain_then_resume(store, tmp_path):
 
 
 def test_doctor_exits_with_1_when_a_check_fails(store, tmp_path):
-    code, out, err = octfm_command("doctor", "vit_s", *tiny(f"data.store={store}", "steps=4000", "schedule.ema_base=0.99999"), cwd=tmp_path)
+    code, out, err = octfm_command(
+        "doctor", "vit_s", *tiny(f"data.store={store}", "steps=4000", "schedule.ema_base=0.99999"), cwd=tmp_path
+    )
     assert code == 1 and "FAIL  teacher momentum" in out, (out, err)
 
 

@@ -19,9 +19,13 @@ def cluster():
 
 
 def test_a_dask_cluster_prepares_the_store_that_one_process_prepares(cluster, tmp_path):
-    files = [acquisition(n, {3: "truncated", 5: "crashes", 7: "slow", 8: "swallows"}.get(n, "reads")) for n in range(14)]
+    files = [
+        acquisition(n, {3: "truncated", 5: "crashes", 7: "slow", 8: "swallows"}.get(n, "reads")) for n in range(14)
+    ]
     before = {worker.pid for worker in cluster.workers.values()}
-    there = prepare(catalog(files), tmp_path / "there", SMALL, progress=False, read=read_sample, cluster=cluster.scheduler_address)
+    there = prepare(
+        catalog(files), tmp_path / "there", SMALL, progress=False, read=read_sample, cluster=cluster.scheduler_address
+    )
     prepare(catalog(files), tmp_path / "here", SMALL, workers=1, progress=False, read=read_sample)
     assert content(tmp_path / "there") == content(tmp_path / "here") and len(there) == 11
     assert [u.code for u in there.unprepared()] == ["truncated_pixel_data", "decoder_crashed", "decoder_memory"]
@@ -31,7 +35,14 @@ def test_a_dask_cluster_prepares_the_store_that_one_process_prepares(cluster, tm
 @pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_an_error_and_not_a_wait(tmp_path):
     with pytest.raises(ConfigError, match=r"no dask scheduler answers at tcp://127\.0\.0\.1:9"):
-        prepare(catalog([acquisition(0)]), tmp_path / "store", SMALL, progress=False, read=read_sample, cluster="tcp://127.0.0.1:9")
+        prepare(
+            catalog([acquisition(0)]),
+            tmp_path / "store",
+            SMALL,
+            progress=False,
+            read=read_sample,
+            cluster="tcp://127.0.0.1:9",
+        )
 
 
 @pytest.mark.slow

@@ -28,7 +28,11 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     made = {}
     for name in ("a", "b"):
         run = write_run(tmp_path_factory.mktemp(name), figures=False, probe=name == "a", steps=60)
-        base = {"model": {"width": 192, "depth": 6}, "steps": 400, "schedule": {"base_lr": 1e-3 if name == "a" else 2e-3}}
+        base = {
+            "model": {"width": 192, "depth": 6},
+            "steps": 400,
+            "schedule": {"base_lr": 1e-3 if name == "a" else 2e-3},
+        }
         (run / "config.yaml").write_text(yaml.safe_dump(base))
         record = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps(record | {"data": f"hash-{name}", "fingerprint": "same"}))
@@ -59,9 +63,14 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
     page = write_compare(runs, tmp_path / "c.html", together())
     text = words(page)
     assert "schedule.base_lr 0.001 0.002" in text and "model.width" not in text
-    assert "Training volumes (same letter: the same) A B" in text and "Preprocessing (same letter: the same) A A" in text
+    assert (
+        "Training volumes (same letter: the same) A B" in text and "Preprocessing (same letter: the same) A A" in text
+    )
     assert "hash-" not in text and "never-shown" not in text
-    assert "a against b: better for disease, cst um; inconclusive for diagnosis, study group." in text and "no clear winner" in text
+    assert (
+        "a against b: better for disease, cst um; inconclusive for diagnosis, study group." in text
+        and "no clear winner" in text
+    )
     assert "+0.11 (+0.06 to +0.16)" in text and "not after Holm" in text
     assert page.read_text().count("<svg") >= 7 and "<img" not in page.read_text()
 
@@ -70,7 +79,11 @@ def test_without_pairs_the_page_says_why_and_warns_of_overlaps(runs, tmp_path):
     with pytest.raises(EvaluationError, match=r"no embeddings; make them with `octfm embed") as missing:
         probe_together(runs)
     text = words(write_compare(runs, tmp_path / "c.html", None, str(missing.value)))
-    assert "Which run is better was not tested" in text and "There are no paired intervals" in text and "no embeddings" in text
+    assert (
+        "Which run is better was not tested" in text
+        and "There are no paired intervals" in text
+        and "no embeddings" in text
+    )
     assert "two overlapping intervals settle nothing" in text and "0.91 (0.86 to 0.95)" in text
 
 
@@ -98,7 +111,9 @@ def test_page_renders(runs, tmp_path):
 def test_runs_are_probed_on_the_same_participants_and_a_twin_differs_by_nothing(tmp_path):
     store = small_store(tmp_path / "prepared", darkened, ("train",) * 6 + ("val",) * 2 + ("test",) * 12)
     labels = tmp_path / "labels.tsv"
-    labels.write_text("participant_id\tbrightness\n" + "".join(f"P{i:03d}\t{(1.0, 0.7, 0.4)[i % 3] + i / 1000}\n" for i in range(20)))
+    labels.write_text(
+        "participant_id\tbrightness\n" + "".join(f"P{i:03d}\t{(1.0, 0.7, 0.4)[i % 3] + i / 1000}\n" for i in range(20))
+    )
     run = pretrain(config(steps=2), store, tmp_path / "a", echo=quiet)
     embed_store(load_encoder(run), store, run / "embeddings", echo=quiet)
     twin = Path(shutil.copytree(run, tmp_path / "b"))
@@ -119,7 +134,14 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_differs_by_nothing(
     for one in (run, twin):
         write_probe(
             one / "probe.json",
-            probe([one / "embeddings" / "pretrained.parquet"], labels, design="k-fold", folds=3, seen=seen_by(one), resamples=50),
+            probe(
+                [one / "embeddings" / "pretrained.parquet"],
+                labels,
+                design="k-fold",
+                folds=3,
+                seen=seen_by(one),
+                resamples=50,
+            ),
         )
     folded = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=200)
     assert (folded["settings"]["design"], folded["settings"]["folds"]) == ("k-fold", 3)

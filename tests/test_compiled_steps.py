@@ -35,7 +35,9 @@ def test_adamw_of_plain_operations_is_torchs_and_skips_what_is_no_number():
             optimizer.step()
         return weights, [optimizer.state[weight] for weight in weights]
 
-    fused, state = train(lambda groups, lr: torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    fused, state = train(
+        lambda groups, lr: torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    )
     plain, own = train(lambda groups, lr: CompiledAdamW(groups, lr, (0.9, 0.95), lambda tensor: tensor))
     for a, b, x, y in zip(fused, plain, state, own, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
@@ -50,10 +52,17 @@ def test_limits_are_where_the_spike_detector_begins_to_find_something():
     for _ in range(20):
         state = RunState()
         for _ in range(int(rng.integers(20, 64))):
-            state = state.accept(float(np.float32(np.exp(0.2 * rng.normal()))), float(np.float32(np.exp(0.5 * rng.normal()))), 64)
+            state = state.accept(
+                float(np.float32(np.exp(0.2 * rng.normal()))), float(np.float32(np.exp(0.5 * rng.normal()))), 64
+            )
         state = state.accept(2.5, 1.0, 64)  # the last step was hard, so that a lasting rise counts, too
         most = limits(health, state)
-        for loss, norm in [(most.loss, 1.0), (most.lasting_loss, 1.0), (1.0, most.grad_norm), *np.exp(rng.normal(0, 1.5, (50, 2)))]:
+        for loss, norm in [
+            (most.loss, 1.0),
+            (most.lasting_loss, 1.0),
+            (1.0, most.grad_norm),
+            *np.exp(rng.normal(0, 1.5, (50, 2))),
+        ]:
             for factor in (1, 1 + 1e-6):
                 loss, norm = float(np.float32(loss * factor)), float(np.float32(norm))
                 beyond = loss > most.loss or loss > most.lasting_loss or norm > most.grad_norm
@@ -69,13 +78,17 @@ def test_where_the_libraries_are_missing_one_error_says_which_and_how_to_get_the
 
 
 def test_whitened_goals_are_refused_where_steps_are_compiled():
-    with pytest.raises(ValueError, match=r"whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"):
+    with pytest.raises(
+        ValueError, match=r"whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"
+    ):
         PretrainConfig.model_validate({"runtime": {"parallel": "xla_spmd"}, "objective": {"target_norm": "whiten"}})
 
 
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")
 def test_doctor_tells_what_compiling_for_a_tpu_needs():
-    with pytest.raises(ConfigError, match=r"--tpu v4-32 compiles the step for a TPU and needs torch_xla.*tests/xla/environment\.sh"):
+    with pytest.raises(
+        ConfigError, match=r"--tpu v4-32 compiles the step for a TPU and needs torch_xla.*tests/xla/environment\.sh"
+    ):
         examine_tpu(PretrainConfig(), "v4-32", print)
     with pytest.raises(ConfigError, match=r"--tpu: expected one of v4-8, v4-16, v4-32.*got 'v3-8'"):
         examine_tpu(PretrainConfig(), "v3-8", print)
@@ -83,7 +96,9 @@ def test_doctor_tells_what_compiling_for_a_tpu_needs():
 
 def test_what_does_not_fit_a_tpu_becomes_smaller_step_by_step():
     """The same training first (smaller passes, then activations computed again), fewer tokens last."""
-    config = PretrainConfig.model_validate({"data": {"global_batch_size": 96, "per_device_batch_size": 6}, "masks": {"budget": None}})
+    config = PretrainConfig.model_validate(
+        {"data": {"global_batch_size": 96, "per_device_batch_size": 6}, "masks": {"budget": None}}
+    )
     tried = list(smaller_steps(config, Preprocessing()))
     again = "data.per_device_batch_size=1 model.activation_checkpointing=true"
     assert [words for words, _ in tried] == [
@@ -93,5 +108,9 @@ def test_what_does_not_fit_a_tpu_becomes_smaller_step_by_step():
         f"{again} masks.budget=3072",
     ]
     assert tried[0][1].data.per_device_batch_size == 3 and tried[0][1].data.global_batch_size == 96
-    assert tried[2][1].model.activation_checkpointing and tried[2][1].masks.budget is None and tried[3][1].masks.budget == 3072
+    assert (
+        tried[2][1].model.activation_checkpointing
+        and tried[2][1].masks.budget is None
+        and tried[3][1].masks.budget == 3072
+    )
     assert not list(smaller_steps(tried[3][1], Preprocessing()))

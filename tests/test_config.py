@@ -21,7 +21,9 @@ def yaml_file(tmp_path):
 
 
 def test_override_wins(yaml_file):
-    config = load_config(yaml_file("steps: 7\nmodel: {width: 192, heads: 3}"), ("model.depth=6", "steps=9", "masks.budget=null"))
+    config = load_config(
+        yaml_file("steps: 7\nmodel: {width: 192, heads: 3}"), ("model.depth=6", "steps=9", "masks.budget=null")
+    )
     assert (config.model.width, config.model.depth, config.steps, config.masks.budget) == (192, 6, 9, None)
 
 
@@ -37,12 +39,27 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("steps: 0", r"steps: .*greater than or equal to 1.*got 0"),
         ("model: {heads: 5}", r"model: width 384 must split into 5 heads of even size"),
         ("masks: {mask_ratio: 0.9}", r"mask_ratio 0\.9 \+ context_ratio 0\.35 exceeds 1.*lower context_ratio to 0\.10"),
-        ("objective: {goal_average: [2, 3, 4]}", r"objective\.goal_average \[2, 3, 4\] must divide model\.patch_size \[4, 16, 16\]"),
-        ("objective: {name: mae, goal_average: [4, 16, 16]}", r"goal_average \[4, 16, 16\] leaves one number of a patch.*halve it"),
-        ("objective: {name: data2vec, goal_average: [2, 1, 4]}", r"goal_average belongs to objective\.name vjepa2 or mae, not data2vec"),
-        ("objective: {name: mae, voxel_loss: 1}", r"objective\.voxel_loss belongs to objective\.name vjepa2, not mae; set it to 0"),
+        (
+            "objective: {goal_average: [2, 3, 4]}",
+            r"objective\.goal_average \[2, 3, 4\] must divide model\.patch_size \[4, 16, 16\]",
+        ),
+        (
+            "objective: {name: mae, goal_average: [4, 16, 16]}",
+            r"goal_average \[4, 16, 16\] leaves one number of a patch.*halve it",
+        ),
+        (
+            "objective: {name: data2vec, goal_average: [2, 1, 4]}",
+            r"goal_average belongs to objective\.name vjepa2 or mae, not data2vec",
+        ),
+        (
+            "objective: {name: mae, voxel_loss: 1}",
+            r"objective\.voxel_loss belongs to objective\.name vjepa2, not mae; set it to 0",
+        ),
         ("objective: {name: mae, target_levels: 2}", r"objective\.target_levels belongs to objective\.name vjepa2"),
-        ("objective: {name: data2vec, target_norm: whiten}", r"whiten belongs to objective\.name vjepa2; data2vec compares directions"),
+        (
+            "objective: {name: data2vec, target_norm: whiten}",
+            r"whiten belongs to objective\.name vjepa2; data2vec compares directions",
+        ),
         ("- a list", "expected a mapping of settings, got list"),
         ("a: [", "not valid YAML"),
     ],

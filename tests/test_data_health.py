@@ -36,15 +36,24 @@ def page(catalog, tmp_path_factory) -> Path:
 
 def text_of(page: Path) -> str:
     body = page.read_text().split("</head>")[1]
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<svg.*?</svg>", " ", body, flags=re.DOTALL))).replace("&nbsp;", " ")
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<svg.*?</svg>", " ", body, flags=re.DOTALL))).replace(
+        "&nbsp;", " "
+    )
 
 
 def test_page_says_what_the_catalog_says(catalog, page):
     text, summary = text_of(page), catalog.summary()
-    assert f"{summary['accepted']} volumes of 13 participants ({summary['eyes']} eyes of known side) are accepted" in text
-    assert f"{summary['rejected']} files ({100 * catalog.reject_share:.1f} %) are rejected; {summary['skipped']} are skipped" in text
+    assert (
+        f"{summary['accepted']} volumes of 13 participants ({summary['eyes']} eyes of known side) are accepted" in text
+    )
+    assert (
+        f"{summary['rejected']} files ({100 * catalog.reject_share:.1f} %) are rejected; {summary['skipped']} are skipped"
+        in text
+    )
     for code, count in (summary["rejects"] | summary["skips"]).items():
-        assert re.search(rf"{code} {count} [\d.,]+ {re.escape(REASONS[code].meaning)} {re.escape(REASONS[code].fix)}", text), code
+        assert re.search(
+            rf"{code} {count} [\d.,]+ {re.escape(REASONS[code].meaning)} {re.escape(REASONS[code].fix)}", text
+        ), code
     for flag, count in summary["flags"].items():
         assert f"{flag} {count} {FLAGS[flag]}" in text
     for site in {a.participant_labels["clinical_site"] for a in catalog.acquisitions}:
@@ -60,7 +69,9 @@ def test_page_says_what_the_catalog_says(catalog, page):
         same = [a for a in catalog.acquisitions if a.scanner == scanner and " × ".join(map(str, a.shape)) == size]
         assert re.search(rf"{scanner.replace('_', '.')} {size} {len(same)} ", text), (scanner, size)
     for name in (*AXES, *EXTENTS):
-        assert name[0].upper() + name[1:] in text and f"{name}: " in page.read_text(), "a chart, and its words for those who cannot see it"
+        assert name[0].upper() + name[1:] in text and f"{name}: " in page.read_text(), (
+            "a chart, and its words for those who cannot see it"
+        )
 
 
 def test_page_is_self_contained_and_names_no_file_folder_or_person(catalog, page):
@@ -87,7 +98,11 @@ def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
     assert outliers(write_clinic(tmp_path / "same").acquisitions) == []
     catalog = write_clinic(tmp_path / "odd", (0.48, 0.0039, 0.0115))
     (odd,) = outliers(catalog.acquisitions)
-    assert (odd.row, odd.why, odd.distance) == (3, "B-scan distance 0.48 mm, usual for its kind 0.12 mm", pytest.approx(4))
+    assert (odd.row, odd.why, odd.distance) == (
+        3,
+        "B-scan distance 0.48 mm, usual for its kind 0.12 mm",
+        pytest.approx(4),
+    )
     assert "Row 3: heidelberg spectralis" in text_of(write_data_health(catalog, tmp_path / "a.html"))
     without = write_data_health(catalog, tmp_path / "b.html", images=False).read_text()
     assert "<img" not in without and "Row 3" in without
@@ -101,7 +116,11 @@ def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]], count: 
     for i in range(count):
         side, own = flags.get(i, ("RL"[i % 2], ()))
         scanner = ("heidelberg_spectralis", "zeiss_cirrus")[i % 2]
-        rows.append(Acquisition(f"/{i}.dcm", f"P{i}", side, scanner, "macula", (4, 32, 36), SPACING_MM, "shared", f"1.2.{i}", flags=own))
+        rows.append(
+            Acquisition(
+                f"/{i}.dcm", f"P{i}", side, scanner, "macula", (4, 32, 36), SPACING_MM, "shared", f"1.2.{i}", flags=own
+            )
+        )
     return rows
 
 
@@ -129,8 +148,14 @@ def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
     plain = Catalog(str(tmp_path), tuple(flagged_clinic({})), ())
     text = text_of(write_data_health(plain, tmp_path / "b.html", images=False))
     assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "zeiss_cirrus 15 – 0" in text
-    many = Catalog(str(tmp_path), tuple(flagged_clinic(dict.fromkeys(range(SHOWN + 3), ("R", ("laterality_contradicts_anatomy",))))), ())
-    assert "3 more are flagged in catalog.parquet" in text_of(write_data_health(many, tmp_path / "c.html", images=False, looked=True))
+    many = Catalog(
+        str(tmp_path),
+        tuple(flagged_clinic(dict.fromkeys(range(SHOWN + 3), ("R", ("laterality_contradicts_anatomy",))))),
+        (),
+    )
+    assert "3 more are flagged in catalog.parquet" in text_of(
+        write_data_health(many, tmp_path / "c.html", images=False, looked=True)
+    )
 
 
 def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):
@@ -142,13 +167,28 @@ def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):
 
 def test_scan_stops_a_pipeline_when_too_much_is_rejected_and_still_writes_everything(clinic, catalog, tmp_path):
     share = catalog.reject_share
-    assert share == len(catalog.rejects) / (len(catalog.rejects) + len(catalog.acquisitions)), "skipped files count on neither side"
-    code, _, err = octfm_command("scan", clinic, "--out", "a", "--max-reject", f"{share - 0.01:.3f}", "--no-images", cwd=tmp_path)
-    assert code == 1 and err.count("\n") == 1 and err.startswith("octfm: ") and f"({share:.1%}), expected at most" in err
+    assert share == len(catalog.rejects) / (len(catalog.rejects) + len(catalog.acquisitions)), (
+        "skipped files count on neither side"
+    )
+    code, _, err = octfm_command(
+        "scan", clinic, "--out", "a", "--max-reject", f"{share - 0.01:.3f}", "--no-images", cwd=tmp_path
+    )
+    assert (
+        code == 1 and err.count("\n") == 1 and err.startswith("octfm: ") and f"({share:.1%}), expected at most" in err
+    )
     assert "empty_file" in err and "data_health.html" in err
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["catalog.parquet", "data_health.html", "rejects.parquet"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "catalog.parquet",
+        "data_health.html",
+        "rejects.parquet",
+    ]
     assert "too many rejects" in (tmp_path / "a" / "data_health.html").read_text()
-    assert octfm_command("scan", clinic, "--out", "b", "--max-reject", f"{share + 0.01:.3f}", "--no-images", cwd=tmp_path)[0] == 0
+    assert (
+        octfm_command("scan", clinic, "--out", "b", "--max-reject", f"{share + 0.01:.3f}", "--no-images", cwd=tmp_path)[
+            0
+        ]
+        == 0
+    )
     assert octfm_command("scan", clinic, "--max-reject", "20", cwd=tmp_path)[0] == 2
     with pytest.raises(CatalogError, match=r"expected at most 0\.0%"):
         catalog.expect_few_rejects(0)

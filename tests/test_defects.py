@@ -29,17 +29,28 @@ def assert_classified_without_a_mistake(root: Path, catalog: Catalog) -> None:
     """Each file of the cohort against its ground truth: outcome, code, and for good files that nothing is doubtful."""
     planted = {str(root / row["filepath"].lstrip("/")): row for row in table(root / "ground_truth" / "defects.tsv")}
     good = {str(root / row["filepath"].lstrip("/")): row for row in table(root / "ground_truth" / "labels.tsv")}
-    expected = {uri: (row["outcome"], row["code"]) for uri, row in planted.items()} | dict.fromkeys(good, ("accepted", ""))
+    expected = {uri: (row["outcome"], row["code"]) for uri, row in planted.items()} | dict.fromkeys(
+        good, ("accepted", "")
+    )
     for uri, row in planted.items():
         if row["kind"] == "reused_sop_uid":
-            expected[uri.replace("0_copy_", "")] = ("flagged", "reused_sop_uid")  # the good file, which the manifest lists, stays
+            expected[uri.replace("0_copy_", "")] = (
+                "flagged",
+                "reused_sop_uid",
+            )  # the good file, which the manifest lists, stays
     found = {a.uri: ("flagged", " ".join(a.flags)) if a.flags else ("accepted", "") for a in catalog.acquisitions}
-    found |= {r.uri: ("rejected", r.code) for r in catalog.rejects} | {s.uri: ("skipped", s.code) for s in catalog.skipped}
+    found |= {r.uri: ("rejected", r.code) for r in catalog.rejects} | {
+        s.uri: ("skipped", s.code) for s in catalog.skipped
+    }
     assert found == expected
     for a in catalog.acquisitions:
         if a.uri in good:
             truth = good[a.uri]
-            assert (a.participant, a.laterality, a.scanner) == (truth["participant_id"], truth["laterality"], truth["scanner"])
+            assert (a.participant, a.laterality, a.scanner) == (
+                truth["participant_id"],
+                truth["laterality"],
+                truth["scanner"],
+            )
         else:
             assert a.laterality is None, "which of two stated eyes it is would be a guess"
 
@@ -66,7 +77,10 @@ def test_a_thousand_files_with_12_percent_defects_are_classified_without_a_mista
 
 
 def test_defects_do_not_change_the_good_files(tmp_path):
-    clean, spoilt = (write_phantom(tmp_path / name, 3, 3, size=SIZE, defects=share, workers=1) for name, share in (("a", 0.0), ("b", 1.0)))
+    clean, spoilt = (
+        write_phantom(tmp_path / name, 3, 3, size=SIZE, defects=share, workers=1)
+        for name, share in (("a", 0.0), ("b", 1.0))
+    )
     files = [path.relative_to(clean) for path in clean.rglob("*.dcm")]
     assert files and all((clean / path).read_bytes() == (spoilt / path).read_bytes() for path in files)
     manifest = [row["filepath"] for row in table(clean / "retinal_oct" / "manifest.tsv")]
@@ -114,7 +128,13 @@ def test_what_comes_with_oct_is_told_by_its_sop_class_and_counted_but_is_no_erro
     catalog = scan(tmp_path)
     assert catalog.rejects == () and {Path(s.uri).name: s.code for s in catalog.skipped} == others
     assert catalog.summary()["rejects"] == {} and catalog.reject_share == 0
-    assert catalog.summary()["skips"] == {"photograph": 4, "not_oct": 2, "angiography": 1, "en_face": 1, "layer_heights": 1}
+    assert catalog.summary()["skips"] == {
+        "photograph": 4,
+        "not_oct": 2,
+        "angiography": 1,
+        "en_face": 1,
+        "layer_heights": 1,
+    }
     assert Catalog.load(catalog.save(tmp_path / "out")) == catalog
 
 

@@ -26,7 +26,9 @@ def test_the_whole_path_runs(finished):
     assert {r["encoder"] for r in probe["results"]} == {"pretrained", "random_init", "histogram"}
     assert "disease" in {r["target"] for r in probe["results"]}
     # All 18 whom pretraining has not seen are tested, after learning from the others.
-    assert {(r["design"], r["n_test_participants"]) for r in probe["results"] if r["target"] == "disease"} == {("k-fold", 18)}
+    assert {(r["design"], r["n_test_participants"]) for r in probe["results"] if r["target"] == "disease"} == {
+        ("k-fold", 18)
+    }
     assert {r["design"] for r in probe["label_efficiency"]} == {"k-fold"}
     page = report.read_text()
     assert "Each of 18 participants was tested by a model that had learned from others." in page
@@ -62,7 +64,9 @@ def test_the_other_objective_is_a_run_of_its_own(finished):
 def test_on_the_users_own_scans(finished, tmp_path):
     out, _, _ = finished
     said: list[str] = []
-    report = run_demo(tmp_path / "mine", data=out / "clinic" / "retinal_oct", max_samples=24, seed=1, quick=True, echo=said.append)
+    report = run_demo(
+        tmp_path / "mine", data=out / "clinic" / "retinal_oct", max_samples=24, seed=1, quick=True, echo=said.append
+    )
     assert report.is_file()
     assert any("24 accepted" in line for line in said)
 

@@ -19,7 +19,9 @@ from octfm.data.readers.dicom import scanner_slug
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
 lenient = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 
 
@@ -141,7 +143,13 @@ def test_F9_absurd_spacing_is_refused(tmp_path, spacing_mm):
 
 @pytest.mark.parametrize(
     "spacing_mm",
-    [(0.12, 0.0039, 0.0115), (0.047, 0.0026, 0.0118), (0.035, 0.0026, 0.0137), (0.047, 0.00196, 0.0117), (0.25, 0.0039, 0.0057)],
+    [
+        (0.12, 0.0039, 0.0115),
+        (0.047, 0.0026, 0.0118),
+        (0.035, 0.0026, 0.0137),
+        (0.047, 0.00196, 0.0117),
+        (0.25, 0.0039, 0.0057),
+    ],
 )
 def test_typical_spacing_of_every_scanner_is_accepted(tmp_path, spacing_mm):
     assert read_volume(write_oct_dicom(tmp_path / "a", ramp(), spacing_mm)).spacing_mm == pytest.approx(spacing_mm)
@@ -189,14 +197,18 @@ def test_radial_circular_and_single_scans_are_no_raster(tmp_path):
 
     def turn(dataset):
         for frame, a in zip(dataset.PerFrameFunctionalGroupsSequence, angles, strict=True):
-            frame.PlaneOrientationSequence = [item(ImageOrientationPatient=[float(np.cos(a)), 0, float(np.sin(a)), 0, 1, 0])]
+            frame.PlaneOrientationSequence = [
+                item(ImageOrientationPatient=[float(np.cos(a)), 0, float(np.sin(a)), 0, 1, 0])
+            ]
 
     assert code_of(write_oct_dicom(tmp_path / "e", ramp(), SPACING_MM, superior_first=True, edit=turn)) == "not_raster"
 
 
 def test_a_radial_name_does_not_make_a_raster_radial(tmp_path):
     assert read_volume(
-        write_oct_dicom(tmp_path / "triton_3d_radial.dcm", ramp(), SPACING_MM, protocol="triton_3d_radial", superior_first=True)
+        write_oct_dicom(
+            tmp_path / "triton_3d_radial.dcm", ramp(), SPACING_MM, protocol="triton_3d_radial", superior_first=True
+        )
     )
 
 
@@ -242,11 +254,15 @@ def test_scanner_slugs(manufacturer, model, slug):
 
 
 def test_lateralities_that_contradict_each_other_are_unknown_and_flagged(tmp_path):
-    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, laterality="R", edit=lambda ds: setattr(ds, "ImageLaterality", "L"))
+    path = write_oct_dicom(
+        tmp_path / "a", ramp(), SPACING_MM, laterality="R", edit=lambda ds: setattr(ds, "ImageLaterality", "L")
+    )
     header = read_header(path)
     assert header.laterality is None
     assert "laterality_conflict" in header.flags
-    assert "laterality_unknown" in read_header(write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM, laterality=None)).flags
+    assert (
+        "laterality_unknown" in read_header(write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM, laterality=None)).flags
+    )
 
 
 def test_no_name_or_birth_date_leaves_the_header(tmp_path):
@@ -268,7 +284,12 @@ def set_frames(count):
 def test_a_wrong_number_of_frames_is_detected(tmp_path, transfer_syntax, frames):
     for offset_table in (True, False):
         path = write_oct_dicom(
-            tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=transfer_syntax, offset_table=offset_table, edit=set_frames(frames)
+            tmp_path / "a",
+            ramp(),
+            SPACING_MM,
+            transfer_syntax=transfer_syntax,
+            offset_table=offset_table,
+            edit=set_frames(frames),
         )
         assert code_of(path) == "frame_count_mismatch"
 
@@ -277,12 +298,24 @@ def test_a_wrong_number_of_frames_is_detected(tmp_path, transfer_syntax, frames)
 @given(syntax=st.sampled_from([*NATIVE, *COMPRESSED]), keep=st.floats(0, 1), offset_table=st.booleans())
 def test_a_file_cut_anywhere_is_never_accepted(tmp_path, syntax, keep, offset_table):
     path = write_oct_dicom(
-        tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, offset_table=offset_table, sop_instance_uid="1.2.3.4"
+        tmp_path / "a",
+        ramp(),
+        SPACING_MM,
+        transfer_syntax=syntax,
+        offset_table=offset_table,
+        sop_instance_uid="1.2.3.4",
     )
     content = path.read_bytes()
     cut = int(keep * (len(content) - 9))  # at least the end marker and its length
     path.write_bytes(content[:cut])
-    assert code_of(path) in {"empty_file", "not_dicom", "unreadable", "missing_sop_uid", "missing_pixel_data", "truncated_pixel_data"}
+    assert code_of(path) in {
+        "empty_file",
+        "not_dicom",
+        "unreadable",
+        "missing_sop_uid",
+        "missing_pixel_data",
+        "truncated_pixel_data",
+    }
 
 
 @pytest.mark.parametrize("transfer_syntax", [*NATIVE, *COMPRESSED], ids=str)
@@ -310,7 +343,10 @@ def test_a_codestream_without_its_end_is_truncated_even_in_a_whole_file(tmp_path
 def test_blank_volumes_are_recognised(tmp_path, transfer_syntax):
     for value in (0, 255):
         blank = np.full((5, 40, 36), value, np.uint8)
-        assert code_of(write_oct_dicom(tmp_path / "a", blank, SPACING_MM, transfer_syntax=transfer_syntax)) == "blank_volume"
+        assert (
+            code_of(write_oct_dicom(tmp_path / "a", blank, SPACING_MM, transfer_syntax=transfer_syntax))
+            == "blank_volume"
+        )
     nearly = np.zeros((5, 40, 36), np.uint8)
     nearly[4, 39, 35] = 1
     assert read_volume(write_oct_dicom(tmp_path / "b", nearly, SPACING_MM, transfer_syntax=transfer_syntax))
@@ -321,7 +357,10 @@ def test_a_blank_scan_that_deflates_a_thousandfold_is_no_bomb(tmp_path, monkeypa
     """What its header declares explains it; what inflates beyond that is refused as before."""
     monkeypatch.setattr(dicom_file, "RATIO_FROM_BYTES", 2**18)
     blank = np.zeros((40, 200, 256), np.uint8)
-    assert code_of(write_oct_dicom(tmp_path / "a", blank, SPACING_MM, transfer_syntax=uid.DeflatedExplicitVRLittleEndian)) == "blank_volume"
+    assert (
+        code_of(write_oct_dicom(tmp_path / "a", blank, SPACING_MM, transfer_syntax=uid.DeflatedExplicitVRLittleEndian))
+        == "blank_volume"
+    )
     blank[39, 199, 255] = 7
     path = write_oct_dicom(tmp_path / "b", blank, SPACING_MM, transfer_syntax=uid.DeflatedExplicitVRLittleEndian)
     assert path.stat().st_size < blank.nbytes // 200, "beyond the ratio at which a file without a header is a bomb"
@@ -406,7 +445,9 @@ def test_F9_a_failed_decode_never_rewrites_the_transfer_syntax(tmp_path):
 def test_F9_mutated_bytes_are_read_or_refused_with_a_code(tmp_path, data):
     """Only syntaxes that Python decodes: native decoders may kill the process, which prepare survives by using others."""
     syntax = data.draw(st.sampled_from([*NATIVE, uid.RLELossless]))
-    path = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, superior_first=True, sop_instance_uid="1.2.3.4")
+    path = write_oct_dicom(
+        tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, superior_first=True, sop_instance_uid="1.2.3.4"
+    )
     content = bytearray(path.read_bytes())
     header = min(len(content), 2500)
     for _ in range(data.draw(st.integers(1, 6))):

@@ -85,7 +85,9 @@ def test_a_raster_in_any_oblique_plane_and_any_order_keeps_its_distance_and_orde
     spacing_mm=spacings, fundus_mm=st.floats(0.005, 0.03), tilt=st.floats(-0.6, 0.6), order=st.permutations(range(9)),
     backwards=st.lists(st.booleans(), min_size=9, max_size=9), middle=st.tuples(st.floats(200, 500), st.floats(200, 500)),
 )  # fmt: skip
-def test_lines_on_the_fundus_image_tell_the_same_at_any_scale_and_tilt(spacing_mm, fundus_mm, tilt, order, backwards, middle):
+def test_lines_on_the_fundus_image_tell_the_same_at_any_scale_and_tilt(
+    spacing_mm, fundus_mm, tilt, order, backwards, middle
+):
     along, across = np.array([np.sin(tilt), np.cos(tilt)]), np.array([np.cos(tilt), -np.sin(tilt)])  # (row, column)
     half = SHAPE[2] * spacing_mm[2] / fundus_mm / 2 * along
     frames = []
@@ -105,7 +107,9 @@ def test_lines_on_the_fundus_image_tell_the_same_at_any_scale_and_tilt(spacing_m
 
 def location(ends, orientation="LINEAR") -> Dataset:
     coordinates = [float(np.float32(value)) for end in ends for value in end]
-    return item(OphthalmicFrameLocationSequence=item(ReferenceCoordinates=coordinates, OphthalmicImageOrientation=orientation))
+    return item(
+        OphthalmicFrameLocationSequence=item(ReferenceCoordinates=coordinates, OphthalmicImageOrientation=orientation)
+    )
 
 
 def star(count: int, turn: float, radius=150.0) -> list[list[np.ndarray]]:
@@ -114,7 +118,9 @@ def star(count: int, turn: float, radius=150.0) -> list[list[np.ndarray]]:
 
 
 def circle(radius: float) -> list[np.ndarray]:
-    return [np.array([300 + radius * np.sin(a), 300 + radius * np.cos(a)]) for a in (0, np.pi / 2, np.pi, 3 * np.pi / 2, 0)]
+    return [
+        np.array([300 + radius * np.sin(a), 300 + radius * np.cos(a)]) for a in (0, np.pi / 2, np.pi, 3 * np.pi / 2, 0)
+    ]
 
 
 @many
@@ -138,7 +144,9 @@ def test_circles_are_told_by_their_lines(radius, count):
     with pytest.raises(ReadError) as refused:
         read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here")
     assert refused.value.code == "not_raster"
-    asked = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here", LAYOUTS)
+    asked = read_geometry(
+        dataset(frames, (0.1, 0.0039, 0.0115), thickness=0.1), (count, *SHAPE[1:]), "any", "here", LAYOUTS
+    )
     assert asked.layout == "circle"
 
 
@@ -165,7 +173,11 @@ def test_eye_tracking_jitter_does_not_change_the_order(jitter, spacing_mm):
 
 
 @many
-@given(times=st.integers(2, 4), places=st.integers(3, 9), moved=st.lists(st.floats(-0.001, 0.001), min_size=36, max_size=36))
+@given(
+    times=st.integers(2, 4),
+    places=st.integers(3, 9),
+    moved=st.lists(st.floats(-0.001, 0.001), min_size=36, max_size=36),
+)
 def test_places_that_were_scanned_again_are_no_raster_even_where_the_eye_moved(times, places, moved):
     """Repeats for angiography: a micrometre apart, and the next place some sixty further on."""
     at = -0.06 * np.repeat(np.arange(places), times) + moved[: times * places]
@@ -181,7 +193,9 @@ def test_places_that_were_scanned_again_are_no_raster_even_where_the_eye_moved(t
 @pytest.mark.parametrize(("degrees", "raster"), [(3, True), (8, False)])
 def test_a_fan_is_no_raster_and_torsion_of_the_eye_makes_none(degrees, raster):
     turned = np.deg2rad(np.linspace(0, degrees, 9))
-    ends = [(np.array([n * 20.0, 0]), np.array([n * 20.0 + 400 * np.sin(a), 400 * np.cos(a)])) for n, a in enumerate(turned)]
+    ends = [
+        (np.array([n * 20.0, 0]), np.array([n * 20.0 + 400 * np.sin(a), 400 * np.cos(a)])) for n, a in enumerate(turned)
+    ]
     data = dataset([location(pair) for pair in ends], (0.24, 0.0039, 0.0115), thickness=0.24)
     found = read_geometry(data, SHAPE, "any", "here", LAYOUTS)
     assert (found.layout == "raster") is raster

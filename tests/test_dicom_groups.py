@@ -27,7 +27,9 @@ def lengths(undefined: int):
     def edit(dataset: Dataset) -> None:
         for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):
             ends = [100.0 + number, 50.0, 100.0 + number, 86.5]
-            frame.OphthalmicFrameLocationSequence = [item(ReferenceCoordinates=ends, OphthalmicImageOrientation="LINEAR")]
+            frame.OphthalmicFrameLocationSequence = [
+                item(ReferenceCoordinates=ends, OphthalmicImageOrientation="LINEAR")
+            ]
             purpose = item(CodeValue="1", CodeMeaning="nested", CodingSchemeDesignator="99X")
             frame.add_new(0x00089215, "SQ", [item(PurposeOfReferenceCodeSequence=purpose)])  # DerivationCodeSequence
             frame.add_new(0x00211001, "LO", "private")
@@ -73,7 +75,9 @@ def numbers(value):
 @pytest.mark.parametrize("syntax", [*NATIVE, uid.RLELossless], ids=str)
 @pytest.mark.parametrize("undefined", range(8))
 def test_groups_are_those_that_pydicom_reads(tmp_path, syntax, undefined):
-    path = write_oct_dicom(tmp_path / "a", VOXELS, SPACING_MM, superior_first=True, transfer_syntax=syntax, edit=lengths(undefined))
+    path = write_oct_dicom(
+        tmp_path / "a", VOXELS, SPACING_MM, superior_first=True, transfer_syntax=syntax, edit=lengths(undefined)
+    )
     expected = dcmread(path)
     with parsed(str(path)) as file:
         for keyword in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
@@ -97,7 +101,9 @@ def test_a_sequence_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
 def test_groups_of_unknown_vr_are_implicit_inside(tmp_path, undefined):
     """What gateways that do not know the elements make of them."""
     explicit = write_oct_dicom(tmp_path / "a", VOXELS, SPACING_MM, superior_first=True)
-    implicit = write_oct_dicom(tmp_path / "b", VOXELS, SPACING_MM, superior_first=True, transfer_syntax=uid.ImplicitVRLittleEndian)
+    implicit = write_oct_dicom(
+        tmp_path / "b", VOXELS, SPACING_MM, superior_first=True, transfer_syntax=uid.ImplicitVRLittleEndian
+    )
     content, inside = explicit.read_bytes(), implicit.read_bytes()
     start, end = content.index(b"\x00\x52\x29\x92"), content.index(b"\xe0\x7f\x10\x00O")
     groups = b""
@@ -105,7 +111,13 @@ def test_groups_of_unknown_vr_are_implicit_inside(tmp_path, undefined):
         at = inside.index(tag)
         length = int.from_bytes(inside[at + 4 : at + 8], "little")
         said = b"\xff\xff\xff\xff" if undefined else inside[at + 4 : at + 8]
-        groups += tag + b"UN\0\0" + said + inside[at + 8 : at + 8 + length] + (b"\xfe\xff\xdd\xe0\0\0\0\0" if undefined else b"")
+        groups += (
+            tag
+            + b"UN\0\0"
+            + said
+            + inside[at + 8 : at + 8 + length]
+            + (b"\xfe\xff\xdd\xe0\0\0\0\0" if undefined else b"")
+        )
     (tmp_path / "c").write_bytes(content[:start] + groups + content[end:])
     header, plain_header = read_header(tmp_path / "c"), read_header(explicit)
     assert (header.spacing_mm, header.spacing_source, header.superior_first) == (
@@ -124,7 +136,9 @@ def test_sequences_nested_without_end_are_refused(tmp_path):
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), undefined=st.integers(0, 7))
 def test_damaged_groups_are_read_or_refused_with_a_code(tmp_path, data, undefined):
-    path = write_oct_dicom(tmp_path / "a", VOXELS[:3], SPACING_MM, superior_first=True, edit=lengths(undefined), sop_instance_uid="1.2.3.4")
+    path = write_oct_dicom(
+        tmp_path / "a", VOXELS[:3], SPACING_MM, superior_first=True, edit=lengths(undefined), sop_instance_uid="1.2.3.4"
+    )
     content = bytearray(path.read_bytes())
     start, end = content.index(b"\x00\x52\x29\x92"), content.index(b"\xe0\x7f\x10\x00O")
     for _ in range(data.draw(st.integers(1, 5))):

@@ -65,10 +65,14 @@ def eye(tmp_path):
 
 
 @pytest.mark.parametrize("refer", ["series", "image", "derivation"])
-@pytest.mark.parametrize("syntax", [uid.ExplicitVRLittleEndian, uid.ImplicitVRLittleEndian, uid.ExplicitVRBigEndian], ids=str)
+@pytest.mark.parametrize(
+    "syntax", [uid.ExplicitVRLittleEndian, uid.ImplicitVRLittleEndian, uid.ExplicitVRBigEndian], ids=str
+)
 def test_surfaces_lie_where_they_were_in_every_b_scan(eye, refer, syntax):
     path, true, stored = eye
-    found = read_height_map(write_height_map(path.with_name("h.dcm"), true[:, stored], "1.2.3.4", refer=refer, syntax=syntax))
+    found = read_height_map(
+        write_height_map(path.with_name("h.dcm"), true[:, stored], "1.2.3.4", refer=refer, syntax=syntax)
+    )
     assert found.volume_uids == ("1.2.3.4",) and found.surfaces.names == NAMES
     surfaces = surfaces_of_volume(path, found)
     volume = read_volume(path)
@@ -87,7 +91,9 @@ def test_padding_and_impossible_heights_are_no_surface(eye):
     path, true, stored = eye
     heights = true[:, stored].copy()
     heights[0, 0, :4] = (-1, np.nan, np.inf, 999)
-    written = write_height_map(path.with_name("h"), heights, "1.2.3.4", edit=lambda ds: setattr(ds, "FloatPixelPaddingValue", 999.0))
+    written = write_height_map(
+        path.with_name("h"), heights, "1.2.3.4", edit=lambda ds: setattr(ds, "FloatPixelPaddingValue", 999.0)
+    )
     found = read_height_map(written).surfaces.heights_px
     assert np.isnan(found[0, 0, :4]).all() and np.isfinite(found[0, 0, 4:]).all()
 

@@ -66,16 +66,22 @@ def test_every_verb_option_and_setting_exists(page):
         if words[1] in ("--help", "…"):
             continue
         assert words[1] in verbs, f"{command}: no such verb"
-        options = {option for parameter in verbs[words[1]].params for option in (*parameter.opts, *parameter.secondary_opts)}
+        options = {
+            option for parameter in verbs[words[1]].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         for word in words[2:]:
             if word.startswith("--"):
                 assert word.split("=")[0] in options | {"--help"}, f"{command}: {words[1]} has no {word}"
             elif match := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)*)=.*", word):
-                assert match[1] in keys or words[words.index(word) - 1].startswith("--"), f"{command}: no setting {match[1]}"
+                assert match[1] in keys or words[words.index(word) - 1].startswith("--"), (
+                    f"{command}: no setting {match[1]}"
+                )
     # Settings in running text, `section.key` or `section.key=value`.
     sections = {key.split(".")[0] for key in keys if "." in key}
     for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):
-        if key.split(".")[0] in sections and not key.endswith((".py", ".md", ".json", ".html", ".parquet", ".jsonl", ".yaml")):
+        if key.split(".")[0] in sections and not key.endswith(
+            (".py", ".md", ".json", ".html", ".parquet", ".jsonl", ".yaml")
+        ):
             assert key in keys, f"{key}: no such setting"
 
 
@@ -90,12 +96,18 @@ def test_every_verb_is_told_of_and_every_config_named_is_there():
 
     from octfm.cli import app
 
-    told = " ".join(command for page in PAGES for command in commands(page.read_text())) + (ROOT / "README.md").read_text()
+    told = (
+        " ".join(command for page in PAGES for command in commands(page.read_text())) + (ROOT / "README.md").read_text()
+    )
     assert not [verb for verb in typer.main.get_command(app).commands if not re.search(rf"\b{verb}\b", told)]
     for page in GUIDE:
         for command in commands(page.read_text()):
             words = command.split()
-            if words[1] in ("pretrain", "doctor", "bench", "finetune") and len(words) > 2 and re.fullmatch(r"[a-z_]+", words[2]):
+            if (
+                words[1] in ("pretrain", "doctor", "bench", "finetune")
+                and len(words) > 2
+                and re.fullmatch(r"[a-z_]+", words[2])
+            ):
                 find_config(words[2])
 
 
@@ -121,14 +133,30 @@ def test_the_thresholds_in_the_questions_are_those_of_the_code():
     def masked(ratio, **changes):
         return verdicts({**row, "masked_over_baseline": ratio, **changes}, 100)[0].verdict
 
-    assert [masked(r) for r in (0.019, 0.021, 0.969, 0.971)] == ["bad", "ok", "ok", "watch"] and "between 0.02 and 0.97" in page
+    assert [masked(r) for r in (0.019, 0.021, 0.969, 0.971)] == [
+        "bad",
+        "ok",
+        "ok",
+        "watch",
+    ] and "between 0.02 and 0.97" in page
     assert masked(1.0, step=3 * 10 + 49) == "ok" and "three warm-ups and 50 steps" in page
     assert f"within {health.window} steps" in page and "less than half" in page and health.drop == 0.5
-    assert f"one step {health.loss_factor:g} times" in page and f"{health.lasting_factor:g} times in two of three" in page
+    assert (
+        f"one step {health.loss_factor:g} times" in page and f"{health.lasting_factor:g} times in two of three" in page
+    )
     assert (health.max_skips, health.skip_window) == (4, 50) and "four doubtful steps within 50" in page
-    ranks = [verdicts({**row, "masked_over_baseline": 0.5, "effective_rank": r}, 100)[1].verdict for r in (1.9, 2.1, 3.9, 4.1)]
-    assert ranks == ["bad", "watch", "watch", "ok"] and "Below 4 % of the width" in page and "below 1 % of the width, plus 1" in page
-    waiting = [len(verdicts({**row, "masked_over_baseline": 0.5, "data_wait_share": share}, 100)) for share in (0.19, 0.21)]
+    ranks = [
+        verdicts({**row, "masked_over_baseline": 0.5, "effective_rank": r}, 100)[1].verdict
+        for r in (1.9, 2.1, 3.9, 4.1)
+    ]
+    assert (
+        ranks == ["bad", "watch", "watch", "ok"]
+        and "Below 4 % of the width" in page
+        and "below 1 % of the width, plus 1" in page
+    )
+    waiting = [
+        len(verdicts({**row, "masked_over_baseline": 0.5, "data_wait_share": share}, 100)) for share in (0.19, 0.21)
+    ]
     assert waiting[1] == waiting[0] + 1 and "More than 20 % waiting" in page
 
 
@@ -160,7 +188,9 @@ def workplace(tmp_path_factory):
 
 def run_block(code: str, folder: Path) -> str:
     (folder / "example.py").write_text(code)
-    done = subprocess.run([sys.executable, "-W", "ignore", "example.py"], cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "example.py"], cwd=folder, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -231,7 +261,11 @@ def test_the_pages_build_without_a_warning_and_fetch_nothing(tmp_path):
     """As `make docs` builds them, with the network out of reach."""
     pytest.importorskip("mkdocs", reason="the pages need octfm[docs]")
     site = tmp_path / "site"
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    environment = os.environ | {
+        "NO_MKDOCS_2_WARNING": "1",
+        "https_proxy": "http://127.0.0.1:9",
+        "http_proxy": "http://127.0.0.1:9",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,

@@ -47,11 +47,24 @@ def torchrun(store: Path, out: Path, *options: str) -> subprocess.Popen:
         for s in tiny(f"data.store={store}", *CHANGES)
         if not s.startswith(("steps=", "ckpt_every_steps=3", "data.per_device_batch_size=2"))
     ]
-    command = ["bash", str(ROOT / "launch" / "torchrun.sh"), *options, "--", "pretrain", "vit_s", *settings, f"steps={STEPS}"]
+    command = [
+        "bash",
+        str(ROOT / "launch" / "torchrun.sh"),
+        *options,
+        "--",
+        "pretrain",
+        "vit_s",
+        *settings,
+        f"steps={STEPS}",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     with Path(f"{out}.said").open("a") as said:
         return subprocess.Popen(
-            [*command, "--device", "cpu", "--out", str(out)], stdout=said, stderr=said, env=environment, start_new_session=True
+            [*command, "--device", "cpu", "--out", str(out)],
+            stdout=said,
+            stderr=said,
+            env=environment,
+            start_new_session=True,
         )
 
 
@@ -87,7 +100,9 @@ def assert_undisturbed(out: Path, undisturbed: dict, exactly: bool = True) -> No
     content = final(out)
     assert content["step"] == STEPS
     for name, tensor in undisturbed["model"].items():
-        torch.testing.assert_close(content["model"][name], tensor, rtol=0 if exactly else 1e-2, atol=0 if exactly else 1e-3)
+        torch.testing.assert_close(
+            content["model"][name], tensor, rtol=0 if exactly else 1e-2, atol=0 if exactly else 1e-3
+        )
     assert [row["step"] for row in rows(out)] == list(range(STEPS)), "every step is told once"
 
 
@@ -104,7 +119,9 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(store, undisturbed, 
 
 
 def test_five_more_at_random_moments():
-    done = subprocess.run([sys.executable, "benchmarks/elastic.py", "--runs", "5"], cwd=ROOT, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/elastic.py", "--runs", "5"], cwd=ROOT, capture_output=True, text=True, timeout=800
+    )
     assert done.returncode == 0 and "5 of 5 runs" in done.stdout, done.stdout + done.stderr[-2000:]
 
 

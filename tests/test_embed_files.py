@@ -48,7 +48,9 @@ def write_eye(path: Path, seed: int, participant: str) -> Path:
 
     volume, _ = phantom_volume(seed, size=(6, 64, 48))
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_oct_dicom(path, volume.voxels, volume.spacing_mm, participant=participant, sop_instance_uid=f"1.2.3.{seed + 1}")
+    return write_oct_dicom(
+        path, volume.voxels, volume.spacing_mm, participant=participant, sop_instance_uid=f"1.2.3.{seed + 1}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +85,28 @@ def same(a, b) -> bool:
 def test_the_vectors_are_those_of_a_store_and_failures_are_rows(run, clinic, tmp_path):
     done = embed_files(run, clinic, tmp_path / "out", baselines=True, workers=0, echo=quiet)
     assert done["embedded"] == COUNT - 1 and done["volumes"] == COUNT
-    failures = {row["uri"].split("/")[-2]: row for row in pq.read_table(tmp_path / "out" / "failures.parquet").to_pylist()}
+    failures = {
+        row["uri"].split("/")[-2]: row for row in pq.read_table(tmp_path / "out" / "failures.parquet").to_pylist()
+    }
     assert {name: row["code"] for name, row in failures.items()} == {
         "p03": "truncated_pixel_data", "p05": "not_dicom", "p99": "decode_failed",
     }  # fmt: skip
     assert all(row["sentence"] and row["fix"] for row in failures.values())
     store = prepare(scan(clinic, workers=0), tmp_path / "store", small_preprocessing(), workers=0, progress=False)
     from_store = {
-        read_embeddings(path).name: read_embeddings(path) for path in embed_all(run, store.path, tmp_path / "of_store", echo=quiet)
+        read_embeddings(path).name: read_embeddings(path)
+        for path in embed_all(run, store.path, tmp_path / "of_store", echo=quiet)
     }
     for path in embedding_files(run, tmp_path / "out"):
         ours, theirs = read_embeddings(path), from_store[read_embeddings(path).name]
-        assert ours.acquisition.tolist() == theirs.acquisition.tolist() and ours.participant.tolist() == theirs.participant.tolist()
+        assert (
+            ours.acquisition.tolist() == theirs.acquisition.tolist()
+            and ours.participant.tolist() == theirs.participant.tolist()
+        )
         assert ours.split == theirs.split
-        np.testing.assert_allclose(ours.vectors, theirs.vectors, atol=1e-5)  # batches of 8 and of 16 add up in another order
+        np.testing.assert_allclose(
+            ours.vectors, theirs.vectors, atol=1e-5
+        )  # batches of 8 and of 16 add up in another order
 
 
 def test_a_second_call_reads_nothing_a_changed_file_alone_is_read_again(run, clinic, tmp_path, monkeypatch):
@@ -210,7 +220,9 @@ def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(run, clinic, tmp_path, 
         embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
         assert same(place, tmp_path / "here")
         labels = tmp_path / "labels.tsv"
-        labels.write_text("participant_id\tsick\n" + "".join(f"Q{i:02d}\t{('yes', 'no')[i % 2]}\n" for i in range(COUNT)))
+        labels.write_text(
+            "participant_id\tsick\n" + "".join(f"Q{i:02d}\t{('yes', 'no')[i % 2]}\n" for i in range(COUNT))
+        )
         result = probe(embedding_files(run, place), labels, targets=["sick"], design="k-fold", folds=2, resamples=200)
         assert result["results"][0]["n_test_acquisitions"] == COUNT - 1
         from octfm.data import bucket

@@ -57,7 +57,11 @@ def test_the_encoder_that_is_asked_for_is_frozen(chosen, taken, store, tmp_path)
     settings = config(steps=3, objective={"frozen": chosen, "target_norm": "whiten"})
     run = pretrain(settings, store, tmp_path / "run", echo=quiet)
     kept = checkpoint.load(checkpoint.newest(run))["model"]
-    assert not all(torch.equal(kept[n], kept[n.replace("target_encoder.", "encoder.")]) for n in kept if n.startswith("target_encoder."))
+    assert not all(
+        torch.equal(kept[n], kept[n.replace("target_encoder.", "encoder.")])
+        for n in kept
+        if n.startswith("target_encoder.")
+    )
     for name, tensor in load_encoder(run).network.state_dict().items():
         torch.testing.assert_close(tensor, kept[f"{taken}.{name}"], rtol=0, atol=0)
 
@@ -88,7 +92,9 @@ def test_random_init_is_the_run_before_its_first_update(run):
 def test_key_changes_with_the_weights_and_the_budget(run):
     encoder = load_encoder(run)
     key = encoder.key
-    with_other_budget = encoder.config.model_copy(update={"masks": encoder.config.masks.model_copy(update={"budget": 32})})
+    with_other_budget = encoder.config.model_copy(
+        update={"masks": encoder.config.masks.model_copy(update={"budget": 32})}
+    )
     from dataclasses import replace
 
     assert replace(encoder, config=with_other_budget).key != key
@@ -118,9 +124,15 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
     encoder = load_encoder(run)
     budget = read_embeddings(embed_store(encoder, store, tmp_path, echo=said.append)).metadata["budget"]
     assert (budget["kept"], budget["grid"]) == (24, 128) and 0.1 < budget["tissue_dropped"] < 0.9
-    assert budget["by_scanner"].keys() == {"heidelberg_spectralis", "topcon_triton"} and budget["by_diagnosis"].keys() == {"healthy"}
+    assert budget["by_scanner"].keys() == {"heidelberg_spectralis", "topcon_triton"} and budget[
+        "by_diagnosis"
+    ].keys() == {"healthy"}
     assert budget["by_diagnosis"]["healthy"]["volumes"] == len(store)
-    assert budget["full_grid"]["volumes"] == COMPARED and budget["full_grid"]["own"] > 0 and budget["full_grid"]["offset"] > 0
+    assert (
+        budget["full_grid"]["volumes"] == COMPARED
+        and budget["full_grid"]["own"] > 0
+        and budget["full_grid"]["offset"] > 0
+    )
     assert "24 of 128 tokens are kept" in said[0] and "of the tissue has no room" in said[0]
     whole = pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
     assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
@@ -133,7 +145,10 @@ def test_what_old_embeddings_say_of_their_budget_is_not_believed(store, tmp_path
     encoder = load_encoder(pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet))
     file = embed_store(encoder, store, tmp_path, echo=quiet)
     fresh = read_embeddings(file)
-    old = fresh.metadata["budget"] | {"full_grid": {"volumes": 12, "difference": 1.3}, "sentence": "They differ by 1.30."}
+    old = fresh.metadata["budget"] | {
+        "full_grid": {"volumes": 12, "difference": 1.3},
+        "sentence": "They differ by 1.30.",
+    }
     rows = [{name: getattr(row, name) for name in (*WORDS, "participant_labels")} for row in store.rows]
     write_vectors(file, rows, fresh.vectors, fresh.metadata | {"budget": old}, store.preprocessing)
     said: list[str] = []

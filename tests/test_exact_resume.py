@@ -46,8 +46,16 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def killed_run(store, out, **plan):
     script = Path(__file__).parent / "killed_runs.py"
-    command = [sys.executable, str(script), str(store.path), str(out), *(str(plan[name]) for name in ("steps", "kills", "saves", "seed"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        str(script),
+        str(store.path),
+        str(out),
+        *(str(plan[name]) for name in ("steps", "kills", "saves", "seed")),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said[-1] == "last 0", said
@@ -74,7 +82,15 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
     words = [sys.executable, "-c", "from octfm.cli import main; main()", "pretrain", "vit_s"]
     settings = tiny(f"data.store={store.path}", "ckpt_every_steps=100000")
     run = tmp_path / "run"
-    arguments = [*words, *(s for s in settings if not s.startswith("steps=")), "steps=40", "--device", "cpu", "--out", str(run)]
+    arguments = [
+        *words,
+        *(s for s in settings if not s.startswith("steps=")),
+        "steps=40",
+        "--device",
+        "cpu",
+        "--out",
+        str(run),
+    ]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
@@ -83,7 +99,9 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
             break
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert said.startswith(f"octfm: {number.name}: saved after ") and said.endswith("of 40 updates; run again to continue\n"), said
+    assert said.startswith(f"octfm: {number.name}: saved after ") and said.endswith(
+        "of 40 updates; run again to continue\n"
+    ), said
     assert 3 <= final(run)["step"] < 40
 
 
@@ -169,7 +187,9 @@ def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     other = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=rf"another process \(pid {other.pid} since .*is training into this folder"):
+        with pytest.raises(
+            CheckpointError, match=rf"another process \(pid {other.pid} since .*is training into this folder"
+        ):
             pretrain(config(steps=1), store, run, echo=quiet)
         assert [p.name for p in run.iterdir()] == ["run.lock"], "nothing was written"
     finally:
@@ -321,14 +341,17 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_
             patch.setattr(CheckpointWriter, "save", lambda self, *of: (save(self, *of), self.wait()))
         disk_full_from(6, patch)
         with pytest.raises(
-            CheckpointError, match=r"after step 8 could not be written; free some space .* it continues from .*step-00000003\.pt"
+            CheckpointError,
+            match=r"after step 8 could not be written; free some space .* it continues from .*step-00000003\.pt",
         ):
             pretrain(config(), store, tmp_path / "run", echo=said.append)
     message = next(line for line in said if "was not written" in line)
     assert os.strerror(errno.EFBIG) in message and "step-00000003.pt, is intact; training goes on" in message
     assert rows(tmp_path / "run", "checkpoint")[0]["sentence"] in message
     assert any(line.startswith("step      8/8") for line in said), "training went on"
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003.pt"], "no half file is left"
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003.pt"], (
+        "no half file is left"
+    )
     run = pretrain(config(), store, tmp_path / "run", echo=quiet)
     assert_same_run(run, pretrain(config(), store, tmp_path / "whole", echo=quiet))
 
@@ -340,9 +363,18 @@ def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_pa
     monkeypatch.setattr(Session, "save", lambda self: (found.append(self), save(self))[1])
     pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     session = found[-1]
-    for lost, raises in (([100, session.learner.step], True), ([session.learner.step], True), ([100], False), ([], False)):
+    for lost, raises in (
+        ([100, session.learner.step], True),
+        ([session.learner.step], True),
+        ([100], False),
+        ([], False),
+    ):
         session.lost = -1
-        monkeypatch.setattr(session.writer, "failures", lambda lost=lost: [Failure(step, "the disk is full", lost=True) for step in lost])
+        monkeypatch.setattr(
+            session.writer,
+            "failures",
+            lambda lost=lost: [Failure(step, "the disk is full", lost=True) for step in lost],
+        )
         monkeypatch.setattr(session, "metrics", Mute())
         if raises:
             with pytest.raises(CheckpointError, match="could not be written"):
@@ -388,11 +420,19 @@ exit $code
 def test_a_disk_that_somebody_fills_sends_checkpoints_to_the_second_destination(store, tmp_path):
     """A real one, and the kernel's own refusal: the run goes on, its earlier checkpoint stays, and the message says what to do."""
     (tmp_path / "disk").mkdir()
-    settings = [s for s in tiny(f"data.store={store.path}", f"ckpt_second_dir={tmp_path / 'second'}") if not s.startswith("steps=")]
+    settings = [
+        s
+        for s in tiny(f"data.store={store.path}", f"ckpt_second_dir={tmp_path / 'second'}")
+        if not s.startswith("steps=")
+    ]
     words = [sys.executable, "-m", "octfm", "pretrain", "vit_s", *settings, "steps=60", "--device", "cpu"]
-    done = subprocess.run(["unshare", "-m", "sh", "-c", FILLED, "sh", *words], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", FILLED, "sh", *words], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert os.strerror(errno.ENOSPC) in done.stdout and "is intact" in done.stdout and "trying" in done.stdout, done.stdout
+    assert os.strerror(errno.ENOSPC) in done.stdout and "is intact" in done.stdout and "trying" in done.stdout, (
+        done.stdout
+    )
     assert (tmp_path / "kept").read_text().startswith("step-0000000"), "what was written before the disk was full"
     (place,) = (tmp_path / "second").iterdir()
     assert checkpoint.load(place / "step-00000060.pt")["step"] == 60

@@ -64,7 +64,9 @@ def tune(run, store, out, labels, **changes):
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory):
     path = tmp_path_factory.mktemp("labels") / "labels.tsv"
-    path.write_text("participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{50 + 3 * i}\n" for i in range(12)))
+    path.write_text(
+        "participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{50 + 3 * i}\n" for i in range(12))
+    )
     return path
 
 
@@ -89,7 +91,9 @@ module = octfm.OctEncoder.from_pretrained({str(folder)!r})
 assert not module.training
 np.save({str(tmp_path / "grid.npy")!r}, module(torch.full((2, 1, 8, 64, 32), 90, dtype=torch.uint8)).detach().numpy())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
     assert done.returncode == 0, done.stderr
     expected = load_encoder(run).encode_grid(np.full((2, 8, 64, 32), 90, np.uint8))
     np.testing.assert_array_equal(np.load(tmp_path / "grid.npy"), np.moveaxis(expected, -1, 1))
@@ -144,7 +148,12 @@ def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"lr_encoder": 0}, {"pool": "attention"}, {"lora_rank": 2, "lr_encoder": 3e-3}, {"target": "age", "order": [], "head_epochs": 0}],
+    [
+        {"lr_encoder": 0},
+        {"pool": "attention"},
+        {"lora_rank": 2, "lr_encoder": 3e-3},
+        {"target": "age", "order": [], "head_epochs": 0},
+    ],
     ids=["head only", "attentive", "low rank", "number"],
 )
 def test_a_fine_tuned_model_answers_as_it_did_when_it_was_tested(run, store, labels, tmp_path, changes):
@@ -158,7 +167,9 @@ def test_a_fine_tuned_model_answers_as_it_did_when_it_was_tested(run, store, lab
     np.testing.assert_allclose(answers[0], [said[store.rows[row].acquisition][0] for row in rows], atol=2e-5)
     volume = eye()
     np.testing.assert_array_equal(load_encoder(out).embed(volume), load_encoder(written).embed(volume))
-    assert np.array_equal(load_encoder(out).embed(volume), load_encoder(run).embed(volume)) == (changes.get("lr_encoder") == 0)
+    assert np.array_equal(load_encoder(out).embed(volume), load_encoder(run).embed(volume)) == (
+        changes.get("lr_encoder") == 0
+    )
     predicted = load_tuned(written).predict(volume)
     if changes.get("target") == "age":
         assert set(predicted) == {"age"} and 30 < predicted["age"] < 100
@@ -240,11 +251,16 @@ def test_the_verb(run, tmp_path):
     assert result.exit_code == 0 and "model.safetensors" in result.output and "--keep-key" in result.output
     card = (out / exported.CARD).read_text()
     assert card.startswith("---\n") and 'octfm.load_encoder("out")' in card
-    assert load(Preprocessing, json.loads((out / exported.CONFIG).read_text())["preprocessing"]) == load_encoder(run).preprocessing
+    assert (
+        load(Preprocessing, json.loads((out / exported.CONFIG).read_text())["preprocessing"])
+        == load_encoder(run).preprocessing
+    )
 
 
 @pytest.mark.slow
-def test_onnx_agrees_with_torch_for_any_batch_and_is_refused_where_it_does_not(run, store, labels, tmp_path, monkeypatch):
+def test_onnx_agrees_with_torch_for_any_batch_and_is_refused_where_it_does_not(
+    run, store, labels, tmp_path, monkeypatch
+):
     onnxruntime = pytest.importorskip("onnxruntime")
     tuned = tune(run, store, tmp_path / "tuned", labels, pool="attention")
     out = export(tuned, tmp_path / "tuned-out", onnx=True, echo=quiet)

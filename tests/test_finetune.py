@@ -86,7 +86,9 @@ def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_pat
         assert torch.equal(encoder["patch_embed.weight"], before["patch_embed.weight"])
         assert encoder["blocks.0.attn.qkv.up"].abs().max() > 0
     else:
-        moved = {n: float((encoder[n] - before[n]).abs().mean()) for n in ("blocks.0.mlp.0.weight", "blocks.1.mlp.0.weight")}
+        moved = {
+            n: float((encoder[n] - before[n]).abs().mean()) for n in ("blocks.0.mlp.0.weight", "blocks.1.mlp.0.weight")
+        }
         assert 0 < moved["blocks.0.mlp.0.weight"] < moved["blocks.1.mlp.0.weight"], "layer-wise decay"
     facts = result_of(out, "balanced_accuracy")
     assert (facts["kind"], facts["n_test_participants"], facts["unit"]) == ("ordinal", 2, "participant")
@@ -126,7 +128,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, store, labels, tmp_path,
     halves = finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
     a, b = (checkpoint.load(checkpoint.newest(path)) for path in (whole, halves))
     assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"]) and a["step"] == b["step"]
-    untimed = [[{k: v for k, v in r.items() if k != "time"} for r in read_metrics(p / "metrics.jsonl")] for p in (whole, halves)]
+    untimed = [
+        [{k: v for k, v in r.items() if k != "time"} for r in read_metrics(p / "metrics.jsonl")]
+        for p in (whole, halves)
+    ]
     assert untimed[0] == untimed[1]
     said = [read_predictions(p / "predictions.parquet").of_acquisition for p in (whole, halves)]
     assert all(np.array_equal(said[0][name][0], said[1][name][0]) for name in said[0])
@@ -155,7 +160,9 @@ def test_the_best_state_and_patience_survive_an_interruption(run, store, labels,
 
 
 def test_training_stops_when_validation_participants_no_longer_gain(run, store, labels, tmp_path):
-    out = finetune(settings(run, store, labels, lr_encoder=0, epochs=60, patience=2, lr_head=1e-9), tmp_path / "run", echo=quiet)
+    out = finetune(
+        settings(run, store, labels, lr_encoder=0, epochs=60, patience=2, lr_head=1e-9), tmp_path / "run", echo=quiet
+    )
     rows = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "validation"]
     assert len(rows) < 60
     best = json.loads((out / "finetune.json").read_text())
@@ -168,18 +175,24 @@ def test_F16_test_participants_are_never_trained_on_and_seen_ones_are_refused(ru
     assert not people[0] & people[1] and not people[0] & people[2] and not people[1] & people[2]
     with pytest.raises(EvaluationError, match="were in the encoder's pretraining"):
         find_task(settings(run, store, labels), store, lambda p: p == "P011", False)
-    assert find_task(settings(run, store, labels), store, lambda p: p == "P011", True).facts["seen_test_participants"] == 1
+    assert (
+        find_task(settings(run, store, labels), store, lambda p: p == "P011", True).facts["seen_test_participants"] == 1
+    )
     out = finetune(settings(run, store, labels, epochs=1, from_scratch=True), tmp_path / "scratch", echo=quiet)
     known = checkpoint.load(checkpoint.newest(out))["participants"]
     trained = set(checkpoint.participant_hashes(["P000", "P008"], known["key"]))
-    assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(known["hashes"])
+    assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(
+        known["hashes"]
+    )
 
 
 def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):
     other = tmp_path / "other"
     other.mkdir()
     for name in ("store.json", "rows.jsonl"):
-        (other / name).write_text((store.path / name).read_text().replace(store.fingerprint, "0" * len(store.fingerprint)))
+        (other / name).write_text(
+            (store.path / name).read_text().replace(store.fingerprint, "0" * len(store.fingerprint))
+        )
     with pytest.raises(EvaluationError, match="prepared with other settings"):
         finetune(settings(run, Store.open(other), labels), tmp_path / "run", echo=quiet)
 
@@ -237,13 +250,17 @@ def large(tmp_path_factory, run):
 def board(large, run, labels, tmp_path_factory):
     folder = tmp_path_factory.mktemp("board")
     table = folder / "labels.tsv"
-    table.write_text("participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{40 + i}\n" for i in range(60)))
+    table.write_text(
+        "participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{40 + i}\n" for i in range(60))
+    )
     tuned = []
     for seed in (0, 1):
         config = settings(run, large, table, seed=seed, epochs=3, batch_size=8)
         tuned.append(finetune(config, folder / f"tuned{seed}", echo=quiet))
     orders = {"grade": GRADES}
-    result = leaderboard([run, *tuned], [large.path], "grade", folder / "out", labels=table, orders=orders, resamples=200, echo=quiet)
+    result = leaderboard(
+        [run, *tuned], [large.path], "grade", folder / "out", labels=table, orders=orders, resamples=200, echo=quiet
+    )
     return result, tuned, table, folder
 
 
@@ -252,11 +269,18 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     entries = {r["encoder"]: r for r in result["results"] if r["metric"] == "auroc"}
     assert set(entries) == {"run", "tuned0", "random_init", "histogram", "metadata"}
     assert {r["n_test_participants"] for r in result["results"]} == {36}
-    assert (entries["tuned0"]["what"], entries["run"]["what"], entries["metadata"]["what"]) == ("fine-tuned", "frozen", "baseline")
+    assert (entries["tuned0"]["what"], entries["run"]["what"], entries["metadata"]["what"]) == (
+        "fine-tuned",
+        "frozen",
+        "baseline",
+    )
     assert entries["tuned0"]["seeds"] == 2, "runs that differ in their seed are one entry"
     assert entries["histogram"]["estimate"] > 0.9 > 0.75 > entries["metadata"]["estimate"]
     single = json.loads((tuned[0] / "finetune.json").read_text())["results"]
-    both = [next(r["estimate"] for r in json.loads((t / "finetune.json").read_text())["results"] if r["metric"] == "auroc") for t in tuned]
+    both = [
+        next(r["estimate"] for r in json.loads((t / "finetune.json").read_text())["results"] if r["metric"] == "auroc")
+        for t in tuned
+    ]
     assert entries["tuned0"]["estimate"] == pytest.approx(np.mean(both)) and single[0]["n_test_participants"] == 36
     planned = [c for c in result["comparisons"] if c["planned"]]
     assert {c["a"] for c in planned} == {"run"} and len(planned) == 8 and all(c["p_holm"] >= c["p"] for c in planned)
@@ -267,12 +291,16 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     rows = list(csv.DictReader(io.StringIO(to_csv(result))))
     assert {(r["entry"], r["metric"]) for r in rows} == {(r["encoder"], r["metric"]) for r in result["results"]}
     reference = next(r for r in rows if r["entry"] == "run")
-    assert reference["difference"] == "" and float(reference["low"]) <= float(reference["estimate"]) <= float(reference["high"])
+    assert reference["difference"] == "" and float(reference["low"]) <= float(reference["estimate"]) <= float(
+        reference["high"]
+    )
     shaky = [{**c, "verdict": "better", "p_holm": 0.2} if c["planned"] else c for c in result["comparisons"]]
     assert "better, not after Holm" in to_markdown({**result, "comparisons": shaky})
     text = to_markdown(result)
     assert "| metadata | baseline |" in text and "36 test participants" in text
-    page = write_leaderboard(result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html").read_text()
+    page = write_leaderboard(
+        result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html"
+    ).read_text()
     assert "<svg" in page and "quadratic kappa" in page and "http" not in page.replace("http-equiv", "")
 
 
@@ -292,11 +320,24 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
         "lr_encoder=0",
     ]
     done = CliRunner().invoke(app, ["finetune", "study_group_linear", *words, "--out", str(tmp_path / "linear")])
-    assert done.exit_code == 0 and "balanced_accuracy" in done.output and (tmp_path / "linear" / "predictions.parquet").is_file(), (
-        done.output
+    assert (
+        done.exit_code == 0
+        and "balanced_accuracy" in done.output
+        and (tmp_path / "linear" / "predictions.parquet").is_file()
+    ), done.output
+    words = [
+        str(tmp_path / "linear"),
+        str(tuned[0]),
+        "--store",
+        str(large.path),
+        "--labels",
+        str(table),
+        "--target",
+        "grade",
+    ]
+    done = CliRunner().invoke(
+        app, ["leaderboard", *words, "--order", "grade=low,middle,high", "--out", str(tmp_path / "out")]
     )
-    words = [str(tmp_path / "linear"), str(tuned[0]), "--store", str(large.path), "--labels", str(table), "--target", "grade"]
-    done = CliRunner().invoke(app, ["leaderboard", *words, "--order", "grade=low,middle,high", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert {p.suffix for p in (tmp_path / "out").glob("leaderboard.*")} == {".csv", ".md", ".html", ".json"}
     assert json.loads((tmp_path / "out" / "leaderboard.json").read_text())["reference"] == "linear"
@@ -319,13 +360,18 @@ def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, r
 
 
 def test_the_metadata_baseline_never_sees_the_target(large):
-    data = replace(of_store(large), participant_labels=tuple({"age": str(i), "clinical_site": "AB"[i % 2]} for i in range(len(large))))
+    data = replace(
+        of_store(large),
+        participant_labels=tuple({"age": str(i), "clinical_site": "AB"[i % 2]} for i in range(len(large))),
+    )
     assert metadata(data, "diagnosis").vectors.shape == (len(large), 5)
     assert metadata(data, "scanner").vectors.shape == (len(large), 3)
     assert metadata(data, "clinical_site").vectors.shape == (len(large), 3)
 
 
 def test_packaged_recipes_are_the_prototypes_task():
-    linear, tuned, attentive = (load(FinetuneConfig, f"study_group_{name}") for name in ("linear", "finetune", "attentive"))
+    linear, tuned, attentive = (
+        load(FinetuneConfig, f"study_group_{name}") for name in ("linear", "finetune", "attentive")
+    )
     assert (linear.target, linear.frozen, linear.lr_head) == ("study_group", True, 1e-3)
     assert (tuned.lr_encoder, tuned.class_weights, attentive.pool) == (3e-5, True, "attention")

@@ -44,7 +44,9 @@ def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, 
     assert codes(ended) == [0, 0] and "epoch" in ended[0].said and not ended[1].said, "rank 0 alone speaks"
     a, b = (told(tmp_path / name, "kind", "step", "lr_head") for name in ("one", "two"))
     assert a == b
-    for row, other in zip(*(told(tmp_path / name, "loss", "grad_norm", "score") for name in ("one", "two")), strict=True):
+    for row, other in zip(
+        *(told(tmp_path / name, "loss", "grad_norm", "score") for name in ("one", "two")), strict=True
+    ):
         np.testing.assert_allclose(row, other, rtol=1e-4, atol=1e-6)
     one, two = final(tmp_path / "one"), final(tmp_path / "two")
     for name, tensor in one["model"].items():
@@ -69,7 +71,9 @@ def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run,
     assert a["step"] == b["step"] and all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
     names = ("kind", "step", "loss", "grad_norm", "score", "lr_encoder")
     assert told(tmp_path / "whole", *names) == told(tmp_path / "halves", *names)
-    assert (tmp_path / "whole" / "predictions.parquet").read_bytes() == (tmp_path / "halves" / "predictions.parquet").read_bytes()
+    assert (tmp_path / "whole" / "predictions.parquet").read_bytes() == (
+        tmp_path / "halves" / "predictions.parquet"
+    ).read_bytes()
 
 
 def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, labels, tmp_path):  # noqa: F811
@@ -95,7 +99,10 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store
 def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path):  # noqa: F811
     config = settings(run, store, labels, epochs=1, lr_encoder=0)
     (tmp_path / "run").mkdir()
-    with locked(tmp_path / "run", quiet), pytest.raises(CheckpointError, match=r"another process .pid .* is training into this folder"):
+    with (
+        locked(tmp_path / "run", quiet),
+        pytest.raises(CheckpointError, match=r"another process .pid .* is training into this folder"),
+    ):
         finetune(config, tmp_path / "run", echo=quiet)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
     finetune(config, tmp_path / "run", echo=quiet)  # what a lock leaves behind keeps nobody out
@@ -109,8 +116,18 @@ def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path
 @pytest.mark.timeout(900)
 def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store, labels, tmp_path):  # noqa: F811
     """launch/torchrun.sh -- finetune, the packaged recipe, two ranks."""
-    words = [f"{key}={value}" for key, value in {"encoder": run, "store": store.path, "labels": labels, "target": "grade"}.items()]
-    words += ["order=[low,middle,high]", "epochs=4", "batch_size=4", "per_device_batch_size=2", "precision=fp32", "runtime.timeout_s=60"]
+    words = [
+        f"{key}={value}"
+        for key, value in {"encoder": run, "store": store.path, "labels": labels, "target": "grade"}.items()
+    ]
+    words += [
+        "order=[low,middle,high]",
+        "epochs=4",
+        "batch_size=4",
+        "per_device_batch_size=2",
+        "precision=fp32",
+        "runtime.timeout_s=60",
+    ]
     command = [
         "bash",
         str(ROOT / "launch" / "torchrun.sh"),
@@ -126,7 +143,9 @@ def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store
 
     def start() -> subprocess.Popen:
         with said.open("a") as file:
-            return subprocess.Popen([*command, *words, "--device", "cpu", "--out", str(out)], stdout=file, stderr=file, env=environment)
+            return subprocess.Popen(
+                [*command, *words, "--device", "cpu", "--out", str(out)], stdout=file, stderr=file, env=environment
+            )
 
     first = start()
     while not (out / "checkpoints").is_dir() or not list((out / "checkpoints").glob("*.pt")):
@@ -138,4 +157,6 @@ def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store
     assert start().wait(400) == 0, said.read_text()[-3000:]
     result = json.loads((out / "finetune.json").read_text())
     assert result["environment"]["ranks"] == "2" and result["environment"]["parallel"] == "ddp"
-    assert said.read_text().count("resuming") == 1 and said.read_text().count(str(Path(out / "finetune.json"))) == 1, "rank 0 alone speaks"
+    assert said.read_text().count("resuming") == 1 and said.read_text().count(str(Path(out / "finetune.json"))) == 1, (
+        "rank 0 alone speaks"
+    )

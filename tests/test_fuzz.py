@@ -42,7 +42,10 @@ def outcome(function, uri):
     """Shape, or reason code. Whatever is damaged, what identifies a person stays in the file (it is planted in every one)."""
     try:
         found = function(uri)
-        said, ending = repr(replace(found, voxels=np.zeros((1, 1, 1))) if isinstance(found, Volume) else found), tuple(found.shape)
+        said, ending = (
+            repr(replace(found, voxels=np.zeros((1, 1, 1))) if isinstance(found, Volume) else found),
+            tuple(found.shape),
+        )
     except ReadError as error:
         assert str(error).isprintable() and str(error), error
         said, ending = str(error), error.code

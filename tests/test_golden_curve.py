@@ -21,7 +21,13 @@ TOLERANCE = 1e-3
 
 def curve(objective: str, folder: Path) -> dict[str, list[float]]:
     """Losses and gradient norms of every step."""
-    run = pretrain(config(steps=50, objective={"name": objective}), small_store(folder / "store"), folder / "run", "cpu", echo=quiet)
+    run = pretrain(
+        config(steps=50, objective={"name": objective}),
+        small_store(folder / "store"),
+        folder / "run",
+        "cpu",
+        echo=quiet,
+    )
     return {name: [row[name] for row in rows(run)] for name in ("masked_loss", "context_loss", "grad_norm")}
 
 
@@ -43,7 +49,9 @@ def main() -> None:
         gaps = [abs(a / b - 1) for o in found for n in found[o] for a, b in zip(found[o][n], golden[o][n], strict=True)]
         print(f"largest relative difference {max(gaps):.1e}")
         return
-    rounded = {o: {name: [float(f"{v:.7g}") for v in values] for name, values in curves.items()} for o, curves in found.items()}
+    rounded = {
+        o: {name: [float(f"{v:.7g}") for v in values] for name, values in curves.items()} for o, curves in found.items()
+    }
     FIXTURE.write_text(json.dumps(rounded, indent=1) + "\n")
 
 

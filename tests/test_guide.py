@@ -32,7 +32,9 @@ def test_every_option_of_scan_that_it_names_exists():
 
     verbs = typer.main.get_command(app).commands
     options = {option for verb in ("scan", "prepare") for parameter in verbs[verb].params for option in parameter.opts}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", GUIDE, flags=re.S)))
+    named = set(
+        re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", GUIDE, flags=re.S))
+    )
     assert named and named <= options, named - options
 
 

@@ -18,7 +18,19 @@ from vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, writ
 DUMMY_VOL, DUMMY_XML = "heyex_vol/eyepy_dummy_10x40x50.vol", "heyex_xml/eyepy_dummy/test_dummy.xml"
 LINE, CIRCLE = "heyex_vol/Willis_B_716_0.vol", "heyex_vol/Willis_B_716_2.vol"
 
-LAYERS = {"ILM": 0, "BM": 1, "RNFL": 2, "GCL": 3, "IPL": 4, "INL": 5, "OPL": 6, "ELM": 8, "PR1": 14, "PR2": 15, "RPE": 16}
+LAYERS = {
+    "ILM": 0,
+    "BM": 1,
+    "RNFL": 2,
+    "GCL": 3,
+    "IPL": 4,
+    "INL": 5,
+    "OPL": 6,
+    "ELM": 8,
+    "PR1": 14,
+    "PR2": 15,
+    "RPE": 16,
+}
 """Rows of a segmentation in eyepy."""
 
 
@@ -46,7 +58,9 @@ def test_real_vol_and_xml_of_one_scan_agree(real_data):
     np.testing.assert_allclose(vol.spacing_mm, (0.031444, 0.003872, 0.011819), rtol=1e-4)
     np.testing.assert_allclose(xml.spacing_mm, vol.spacing_mm, rtol=1e-4)
     assert vol.laterality == xml.laterality == "R" and vol.participant == xml.participant == "Study-01"
-    assert vol.superior_first is xml.superior_first is False, "y falls from 6.807 to 6.524 mm, so the first B-scan is inferior"
+    assert vol.superior_first is xml.superior_first is False, (
+        "y falls from 6.807 to 6.524 mm, so the first B-scan is inferior"
+    )
 
 
 def test_real_xml_agrees_with_eyepy(real_data):
@@ -99,7 +113,9 @@ def test_real_line_and_circle_are_left_out_unless_asked_for(real_data, name, lay
     for read in (read_header, read_volume):
         with pytest.raises(ReadError) as caught:
             read(real_data / name)
-        assert caught.value.code == "not_raster" and {"line": "single B-scan", "circle": "circular"}[layout] in str(caught.value)
+        assert caught.value.code == "not_raster" and {"line": "single B-scan", "circle": "circular"}[layout] in str(
+            caught.value
+        )
     volume, surfaces = read_volume(real_data / name, raster_only=False), read_surfaces(real_data / name)
     with pytest.raises(ReadError, match="only a raster is a volume in space"):
         Preprocessing()(volume)
@@ -109,7 +125,10 @@ def test_real_line_and_circle_are_left_out_unless_asked_for(real_data, name, lay
     assert surfaces.names == ("ILM", "BM", "RNFL") and (bm > ilm)[~np.isnan(bm - ilm)].all()
     # The surfaces lie on the image: it is brighter just below the ILM than above it.
     columns = np.flatnonzero(~np.isnan(ilm))
-    below, above = (np.mean([volume.voxels[0, int(ilm[c]) + k, c] for c in columns for k in ks]) for ks in (range(2, 8), range(-12, -4)))
+    below, above = (
+        np.mean([volume.voxels[0, int(ilm[c]) + k, c] for c in columns for k in ks])
+        for ks in (range(2, 8), range(-12, -4))
+    )
     assert below > 1.5 * above
 
 
@@ -188,10 +207,16 @@ def test_the_folder_of_an_export_is_read_by_its_xml(tmp_path):
     uri = write_heyex_xml(tmp_path / "visit", telling_voxels(), shuffle=3, layers={"ILM": layers()[0]})
     by_folder, by_file = read_volume(uri.parent), read_volume(uri)
     np.testing.assert_array_equal(by_folder.voxels, by_file.voxels)
-    assert (by_folder.spacing_mm, by_folder.acquisition, by_folder.source) == (by_file.spacing_mm, by_file.acquisition, str(uri))
+    assert (by_folder.spacing_mm, by_folder.acquisition, by_folder.source) == (
+        by_file.spacing_mm,
+        by_file.acquisition,
+        str(uri),
+    )
     assert read_header(uri.parent) == read_header(uri) and read_surfaces(uri.parent).names == ("ILM",)
     shutil.copy(uri, uri.with_name("second.xml"))
-    with pytest.raises(ReadError, match=r"which of its 2 HEYEX exports\? give one of export\.xml, second\.xml") as caught:
+    with pytest.raises(
+        ReadError, match=r"which of its 2 HEYEX exports\? give one of export\.xml, second\.xml"
+    ) as caught:
         read_volume(uri.parent)
     assert caught.value.code == "several_volumes"
 

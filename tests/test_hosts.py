@@ -53,11 +53,16 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train(hosts, tmp_path):
     data = {"global_batch_size": 4, "per_device_batch_size": 1}
     jobs = Ranks()
     try:
-        assert [rank.code for rank in jobs(2, store.path, tmp_path / "one", TINY | {"steps": 6, "data": data})] == [0, 0]
+        assert [rank.code for rank in jobs(2, store.path, tmp_path / "one", TINY | {"steps": 6, "data": data})] == [
+            0,
+            0,
+        ]
     finally:
         jobs.close()
 
-    settings = [s for s in tiny(f"data.store={store.path}") if not s.startswith(("steps=", "data.per_device_batch_size="))]
+    settings = [
+        s for s in tiny(f"data.store={store.path}") if not s.startswith(("steps=", "data.per_device_batch_size="))
+    ]
     settings += ["steps=6", "data.per_device_batch_size=1", "runtime.timeout_s=120"]
     meet = (
         "--nnodes",
@@ -74,7 +79,15 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train(hosts, tmp_path):
     running = []
     for number, (name, address) in enumerate(zip(hosts, ADDRESSES, strict=True)):
         # Which of them serves torchrun could tell from host names only, and these have one name.
-        launcher = ["bash", str(ROOT / "launch" / "torchrun.sh"), *meet, "--local-addr", address, "--rdzv-conf", f"is_host={1 - number}"]
+        launcher = [
+            "bash",
+            str(ROOT / "launch" / "torchrun.sh"),
+            *meet,
+            "--local-addr",
+            address,
+            "--rdzv-conf",
+            f"is_host={1 - number}",
+        ]
         train = ["pretrain", "vit_s", *settings, "--device", "cpu", "--out", str(tmp_path / "two")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "oct"}
         said = (tmp_path / f"said-{name[-1]}").open("w")
@@ -87,7 +100,9 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train(hosts, tmp_path):
             process.kill()
     assert codes == [0, 0], [(tmp_path / f"said-{n}").read_text()[-2000:] for n in (0, 1)]
     asked = ["ip", "-json", "-stats", "-n", hosts[0], "link", "show", "oct"]
-    sent = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)[0]["stats64"]["tx"]["bytes"]
+    sent = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)[0]["stats64"]["tx"][
+        "bytes"
+    ]
     one, two = final(tmp_path / "one"), final(tmp_path / "two")
     assert one["step"] == two["step"] == 6
     assert all(torch.equal(tensor, two["model"][name]) for name, tensor in one["model"].items())

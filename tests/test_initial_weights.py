@@ -25,9 +25,14 @@ def released(peer) -> dict[str, torch.Tensor]:  # noqa: F811
         found[f"norm.{kind}"] = theirs[f"layernorm.{kind}"]
         for n in range(3):
             block, layer = f"blocks.{n}.", f"layer.{n}."
-            found[f"{block}attn.qkv.{kind}"] = torch.cat([theirs[f"{layer}attention.{p}.{kind}"] for p in ("query", "key", "value")])
+            found[f"{block}attn.qkv.{kind}"] = torch.cat(
+                [theirs[f"{layer}attention.{p}.{kind}"] for p in ("query", "key", "value")]
+            )
             found[f"{block}attn.proj.{kind}"] = theirs[f"{layer}attention.proj.{kind}"]
-            found |= {f"{block}{part}.{kind}": theirs[f"{layer}{part}.{kind}"] for part in ("norm1", "norm2", "mlp.fc1", "mlp.fc2")}
+            found |= {
+                f"{block}{part}.{kind}": theirs[f"{layer}{part}.{kind}"]
+                for part in ("norm1", "norm2", "mlp.fc1", "mlp.fc2")
+            }
     return {f"module.backbone.{name}": tensor.detach().clone() for name, tensor in found.items()}
 
 
@@ -64,7 +69,9 @@ def test_channels_that_were_turned_by_one_axis_still_are(peer, tmp_path):  # noq
         used[:, :, 2 * axis * (pairs // 3) : 2 * (axis + 1) * (pairs // 3)] = 1
         alone = dict(state)
         for n in range(3):
-            alone[f"module.backbone.blocks.{n}.attn.qkv.weight"] = state[f"module.backbone.blocks.{n}.attn.qkv.weight"] * used.flatten(0, 2)
+            alone[f"module.backbone.blocks.{n}.attn.qkv.weight"] = state[
+                f"module.backbone.blocks.{n}.attn.qkv.weight"
+            ] * used.flatten(0, 2)
             alone[f"module.backbone.blocks.{n}.attn.qkv.bias"] = torch.zeros(144)
         torch.save(alone, tmp_path / "one_axis.pt")
         model = objective()
@@ -91,13 +98,18 @@ def test_other_patches_and_colours_give_an_even_patch_the_same_answer(peer, tmp_
     model = objective()
     begin_with(tmp_path / "video.pt", model, MODEL)
     even = model.encoder.patch_embed(torch.ones(1, 1, 2 * 8 * 8))[0, 0]
-    torch.testing.assert_close(even, kernel.sum((1, 2, 3, 4)) + state["module.backbone.patch_embed.proj.bias"], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        even, kernel.sum((1, 2, 3, 4)) + state["module.backbone.patch_embed.proj.bias"], rtol=1e-4, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"width": 96, "heads": 8}, "expected .96., got .48.; found width 48 and depth 3, the config asks for model.width=96"),
+        (
+            {"width": 96, "heads": 8},
+            "expected .96., got .48.; found width 48 and depth 3, the config asks for model.width=96",
+        ),
         (
             {"depth": 4},
             "blocks.3.norm1.weight is missing; found width 48 and depth 3, the config asks for model.width=48 and model.depth=4",
@@ -141,7 +153,10 @@ def test_a_run_begins_with_the_weights_it_was_given_and_resumes_without_the_file
     run = pretrain(settings, store, tmp_path / "run", "cpu", echo=quiet)
     first, *_, last = sorted((run / "checkpoints").glob("*.pt"))
     started = checkpoint.load(first)["model"]
-    gap = {name: float((started[f"encoder.{name}"] - own[f"encoder.{name}"]).abs().max()) for name in ("norm.weight", "patch_embed.weight")}
+    gap = {
+        name: float((started[f"encoder.{name}"] - own[f"encoder.{name}"]).abs().max())
+        for name in ("norm.weight", "patch_embed.weight")
+    }
     assert max(gap.values()) < 0.01, f"one update away from what was given: {gap}"
 
     finished = checkpoint.load(last)["model"]

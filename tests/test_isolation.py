@@ -169,19 +169,26 @@ def test_a_scan_survives_a_reader_that_crashes_and_names_the_file(tmp_path, monk
     """The reader crashes for real, in the child only: the interpreter of the child runs this hook when it starts."""
     for name in ("a", "crash", "hang", "z"):
         write_oct_dicom(
-            tmp_path / "tree" / f"{name}.dcm", np.random.default_rng(0).integers(0, 255, (4, 64, 48), np.uint8), (0.5, 0.01, 0.1)
+            tmp_path / "tree" / f"{name}.dcm",
+            np.random.default_rng(0).integers(0, 255, (4, 64, 48), np.uint8),
+            (0.5, 0.01, 0.1),
         )
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'hook'}:{os.environ.get('PYTHONPATH', '')}")
     catalog = scan(tmp_path / "tree", workers=workers, limits=SHORT)
     assert [Path(a.uri).stem for a in catalog.acquisitions] == ["a", "z"]
-    assert {(Path(r.uri).stem, r.code) for r in catalog.rejects} == {("crash", "decoder_crashed"), ("hang", "decoder_timeout")}
+    assert {(Path(r.uri).stem, r.code) for r in catalog.rejects} == {
+        ("crash", "decoder_crashed"),
+        ("hang", "decoder_timeout"),
+    }
     assert all(r.uri in r.sentence and r.bytes > 0 and r.fix for r in catalog.rejects)
     # A file that is accepted by its header and crashes when it is decoded costs its picture on the page.
     from octfm.report.data_health import _pictures
 
-    assert list(spread(_pictures, [("crash.dcm", (0.5, 0.01, 0.1))], lambda _, lost: lost.code, workers=1, chunk=1)) == ["decoder_crashed"]
+    assert list(
+        spread(_pictures, [("crash.dcm", (0.5, 0.01, 0.1))], lambda _, lost: lost.code, workers=1, chunk=1)
+    ) == ["decoder_crashed"]
 
 
 def test_a_large_volume_has_more_time_and_a_bucket_too():
@@ -193,7 +200,9 @@ def test_a_large_volume_has_more_time_and_a_bucket_too():
 def test_waiting_for_a_core_is_no_fault_of_the_file():
     """More children than cores, each busy for most of its limit: on a crowded machine they would all be late by the clock."""
     busy = 3 * (os.cpu_count() or 1)
-    results = list(spread(spin, [0.5] * busy, lambda item, lost: lost.code, workers=busy, limits=Limits(seconds=2.5), chunk=1))
+    results = list(
+        spread(spin, [0.5] * busy, lambda item, lost: lost.code, workers=busy, limits=Limits(seconds=2.5), chunk=1)
+    )
     assert results == ["done"] * busy
 
 

@@ -50,7 +50,9 @@ def kill_again_and_again(
         hit += killed
         half += killed and bool(list((out / "checkpoints").glob("*.partial")))
         for rank in ended:
-            alone = rank.code == 1 and ("has gone" in rank.said or "did not find each other" in rank.said or "(elsewhere)" in rank.said)
+            alone = rank.code == 1 and (
+                "has gone" in rank.said or "did not find each other" in rank.said or "(elsewhere)" in rank.said
+            )
             assert rank.code in (0, -9) or alone, rank
     assert codes(ranks(2, store.path, out, settings)) == [0, 0]
     assert_same_weights(out, whole)

@@ -13,7 +13,11 @@ from conftest import ROOT
 
 LAUNCH = ROOT / "launch"
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-SCRIPTS = [*(LAUNCH / name for name in ("torchrun.sh", "slurm.sbatch", "tpu_pod.sh")), ROOT / "tests/xla/environment.sh", ROOT / ".ci/run"]
+SCRIPTS = [
+    *(LAUNCH / name for name in ("torchrun.sh", "slurm.sbatch", "tpu_pod.sh")),
+    ROOT / "tests/xla/environment.sh",
+    ROOT / ".ci/run",
+]
 
 
 @pytest.fixture
@@ -54,10 +58,21 @@ def test_scripts_pass_shellcheck(path):
 def test_torchrun_is_given_the_ranks_and_the_verb(machine):
     machine.fake("torchrun", 'echo "threads $OMP_NUM_THREADS"')
     done = script(
-        "torchrun.sh", "--standalone", "--nproc-per-node", "4", "--", "pretrain", "vit_s", "--out", "runs/a b", TORCHRUN="torchrun"
+        "torchrun.sh",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--",
+        "pretrain",
+        "vit_s",
+        "--out",
+        "runs/a b",
+        TORCHRUN="torchrun",
     )
     assert done.returncode == 0 and "threads 1" in done.stdout
-    assert machine.calls == ["torchrun --shutdown-timeout 100 --standalone --nproc-per-node 4 -m octfm pretrain vit_s --out runs/a b"]
+    assert machine.calls == [
+        "torchrun --shutdown-timeout 100 --standalone --nproc-per-node 4 -m octfm pretrain vit_s --out runs/a b"
+    ]
     assert script("torchrun.sh", "pretrain", "vit_s").returncode == 2
 
 
@@ -114,8 +129,21 @@ def test_sbatch_runs_a_copy_of_the_script_with_the_words_after_it(machine, tmp_p
     options = 'while [ "${1#-}" != "$1" ]; do shift 2; done'
     copied = f'mkdir -p {spool} && cp "$1" {spool}/slurm_script && shift && cd /'
     machine.fake("sbatch", f'{options}\n{copied}\nSLURM_SUBMIT_DIR={ROOT} bash {spool}/slurm_script "$@"')
-    words = ["--nodes", "2", "--gpus-per-node", "4", "launch/slurm.sbatch", "pretrain", "vit_s", "data.store=a b", "--out", "runs/a"]
-    done = subprocess.run(["sbatch", *words], capture_output=True, text=True, cwd=ROOT, env=os.environ | SLURM, timeout=60)
+    words = [
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "launch/slurm.sbatch",
+        "pretrain",
+        "vit_s",
+        "data.store=a b",
+        "--out",
+        "runs/a",
+    ]
+    done = subprocess.run(
+        ["sbatch", *words], capture_output=True, text=True, cwd=ROOT, env=os.environ | SLURM, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert machine.calls[0] == f"sbatch {' '.join(words)}"
     assert machine.calls[-1].startswith(f"srun --ntasks-per-node 1 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 ")
@@ -128,7 +156,9 @@ def test_slurm_directives_come_before_the_first_command():
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert directives[-1] < next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     text = "\n".join(lines)
-    assert "#SBATCH --requeue" in text and "#SBATCH --signal=B:TERM@300" in text and "#SBATCH --ntasks-per-node=1" in text
+    assert (
+        "#SBATCH --requeue" in text and "#SBATCH --signal=B:TERM@300" in text and "#SBATCH --ntasks-per-node=1" in text
+    )
 
 
 @pytest.fixture
@@ -138,7 +168,9 @@ def clone(tmp_path):
     shutil.copytree(LAUNCH, folder / "launch")
 
     def git(*words):
-        done = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -170,7 +202,11 @@ def test_F20_one_command_brings_one_commit_to_all_workers_and_starts_them(machin
     pod(machine, [commit] * 4, known=1)
     done = script("tpu_pod.sh", "start", *POD, "--type", "v4-32", *RUN, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert f"4 workers at commit {commit}" in done.stdout and "accelerators of w0 nobody" in done.stdout and "step 1" in done.stdout
+    assert (
+        f"4 workers at commit {commit}" in done.stdout
+        and "accelerators of w0 nobody" in done.stdout
+        and "step 1" in done.stdout
+    )
     calls = "\n".join(machine.calls)
     begun = "-m octfm pretrain vit_s data.store=gs://b/prepared runtime.parallel=xla_spmd > run.log"
     wanted = ["tpu-vm create oct --zone z1 --accelerator-type v4-32", "tpu-vm scp", f"checkout -q --detach {commit}",
@@ -194,14 +230,20 @@ def test_F20_uncommitted_changes_and_held_accelerators_are_refused(machine, clon
     folder, commit = clone
     pod(machine, [commit] * 4, holders="holder w0 nobody\\nholder w3 4711 someone python old.py\\n")
     done = script("tpu_pod.sh", "start", *POD, *RUN, cwd=folder)
-    assert done.returncode == 1 and "accelerators of w3 4711 someone python old.py" in done.stdout and "stop that first" in done.stderr
+    assert (
+        done.returncode == 1
+        and "accelerators of w3 4711 someone python old.py" in done.stdout
+        and "stop that first" in done.stderr
+    )
     assert not any("nohup" in call for call in machine.calls)
     (folder / "launch" / "torchrun.sh").write_text("changed")
     done = script("tpu_pod.sh", "start", *POD, *RUN, cwd=folder)
     assert done.returncode == 1 and "uncommitted changes would not reach the workers" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("embed", "run"), ("pretrain", "vit_s", "runtime.parallel=ddp"), ("finetune", "task")])
+@pytest.mark.parametrize(
+    "words", [("embed", "run"), ("pretrain", "vit_s", "runtime.parallel=ddp"), ("finetune", "task")]
+)
 def test_F10_what_every_worker_would_do_as_if_alone_is_refused(machine, clone, words):
     folder, commit = clone
     pod(machine, [commit] * 4)

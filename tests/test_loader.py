@@ -49,7 +49,9 @@ def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch
 
 
 @settings(deadline=None, max_examples=15)
-@given(world=st.sampled_from([1, 2, 3, 4, 6]), share=st.integers(1, 4), step=st.integers(0, 20), seed=st.integers(0, 1000))
+@given(
+    world=st.sampled_from([1, 2, 3, 4, 6]), share=st.integers(1, 4), step=st.integers(0, 20), seed=st.integers(0, 1000)
+)
 def test_F10_ranks_see_disjoint_data(store, world, share, step, seed):
     """Every rank had rank 0's shard and seed. Here the ranks' positions are disjoint and together are the global batch of one process."""
     size = world * share
@@ -143,7 +145,12 @@ def test_no_batch_changes_while_anything_of_it_is_held(store, held, prefetch, dr
     """Memory is used again, but never under the hands of somebody who kept a batch, a slice of it, or a tensor made from it."""
     import torch
 
-    keep = {"batch": lambda v: v, "slice": lambda v: v[1:, ::2, 3:], "tensor": lambda v: torch.from_numpy(v)[1:].view(-1), "nothing": None}
+    keep = {
+        "batch": lambda v: v,
+        "slice": lambda v: v[1:, ::2, 3:],
+        "tensor": lambda v: torch.from_numpy(v)[1:].view(-1),
+        "nothing": None,
+    }
     with Loader(store, range(VOLUMES), 3, 0, prefetch=prefetch) as loader:
         held_now = []
         for step, what in enumerate(held):
@@ -209,7 +216,8 @@ def test_F7_accumulation_must_divide():
     assert accumulation(32, 1, 16) == 2
     assert accumulation(32, 8, 1) == 4
     with pytest.raises(
-        ConfigError, match=r"global_batch_size 30 .*4 × 2 ranks = 8.*global_batch_size=24 or 32.*per_device_batch_size=3 or 5"
+        ConfigError,
+        match=r"global_batch_size 30 .*4 × 2 ranks = 8.*global_batch_size=24 or 32.*per_device_batch_size=3 or 5",
     ):
         accumulation(30, 4, 2)
     with pytest.raises(ConfigError, match=r"global_batch_size=8, or data.per_device_batch_size=3"):
@@ -232,8 +240,14 @@ def test_F7_what_the_refusal_proposes_works(size, per_device, world):
 
 
 def test_the_prototypes_settings_are_accepted():
-    config = load(DataConfig, {"global_batch_size": 32, "per_device_batch_size": 1, "scanners": ["topcon_triton"], "max_samples": None})
-    assert config.scanners == ("topcon_triton",) and accumulation(config.global_batch_size, config.per_device_batch_size, world=16) == 2
+    config = load(
+        DataConfig,
+        {"global_batch_size": 32, "per_device_batch_size": 1, "scanners": ["topcon_triton"], "max_samples": None},
+    )
+    assert (
+        config.scanners == ("topcon_triton",)
+        and accumulation(config.global_batch_size, config.per_device_batch_size, world=16) == 2
+    )
 
 
 @pytest.mark.parametrize("scanners", [(), SCANNERS[:1], SCANNERS[1:]])
@@ -251,7 +265,9 @@ def test_a_smaller_sample_is_part_of_a_larger_one(store):
 
 
 def test_unknown_names_are_refused_with_those_present(store):
-    with pytest.raises(ConfigError, match=r"no scanner 'topcon_tritan'; it has heidelberg_spectralis, topcon_triton, zeiss_cirrus"):
+    with pytest.raises(
+        ConfigError, match=r"no scanner 'topcon_tritan'; it has heidelberg_spectralis, topcon_triton, zeiss_cirrus"
+    ):
         select(store, "train", ["topcon_tritan"])
     with pytest.raises(ConfigError, match=r"split 'training'; splits present: test, train, val"):
         select(store, "training")
@@ -276,7 +292,9 @@ def test_balanced_scanners_are_seen_equally_often_and_each_volume_in_turn(tmp_pa
         index = np.concatenate([loader.indices(loader.positions(step)) for step in range(12)])
         seen = [names[i] for i in index]
         for start in range(0, 72, 3):
-            assert sorted(seen[start : start + 3]) == ["a", "b", "c"], "balanced within every three volumes, so within every batch"
+            assert sorted(seen[start : start + 3]) == ["a", "b", "c"], (
+                "balanced within every three volumes, so within every batch"
+            )
         assert len({tuple(seen[start : start + 3]) for start in range(0, 72, 3)}) > 3, "in an order drawn anew"
         for name, size in sizes.items():
             mine = [i for i in index if names[i] == name]
@@ -294,7 +312,9 @@ def test_balanced_scanners_are_seen_equally_often_and_each_volume_in_turn(tmp_pa
 def test_F10_the_sequence_of_volumes_does_not_depend_on_the_number_of_ranks(store, world, seed, balance):
     def run(world):
         loaders = [Loader(store, range(VOLUMES), 6, seed, rank, world, 0, balance) for rank in range(world)]
-        found = [np.concatenate([loader.indices(loader.positions(step)) for loader in loaders]).tolist() for step in range(9)]
+        found = [
+            np.concatenate([loader.indices(loader.positions(step)) for loader in loaders]).tolist() for step in range(9)
+        ]
         for loader in loaders:
             loader.close()
         return found
@@ -320,7 +340,9 @@ def test_a_list_of_limits_has_one_for_each_scanner(store):
     assert set(chosen) <= set(select(store, "train", SCANNERS[:2], (None, 3)))
     with pytest.raises(ConfigError, match=r"one limit for each of the 2 data\.scanners, got 1"):
         select(store, "train", SCANNERS[:2], (1,))
-    config = load(DataConfig, {"scanners": list(SCANNERS[:2]), "max_samples": [5, None], "leave_out_scanners": [SCANNERS[2]]})
+    config = load(
+        DataConfig, {"scanners": list(SCANNERS[:2]), "max_samples": [5, None], "leave_out_scanners": [SCANNERS[2]]}
+    )
     assert config.max_samples == (5, None)
 
 

@@ -84,7 +84,10 @@ def test_reduced_features_keep_similarities_as_far_as_they_say(seen):
     full = maps.fit_basis(encoder, tokens, kinds, directions=tokens.shape[-1])
     assert full.explained == pytest.approx(1) and maps.similarity_error(tissue, full)[1] < 0.05  # rounding alone
     few = maps.fit_basis(encoder, tokens, kinds, directions=2)
-    assert few.explained < basis.explained and maps.similarity_error(tissue, few)[0] > maps.similarity_error(tissue, basis)[0]
+    assert (
+        few.explained < basis.explained
+        and maps.similarity_error(tissue, few)[0] > maps.similarity_error(tissue, basis)[0]
+    )
 
 
 def test_occlusion_is_what_leaving_out_a_block_changes(seen, run, attentive):
@@ -130,13 +133,17 @@ def test_a_head_of_another_encoder_is_refused_and_a_run_brings_its_own(attentive
 def test_pictures_show_both_eyes_of_every_scanner_in_common_colours(run, store, attentive, tmp_path):
     encoder = load_encoder(run)
     scenes = load_scenes(maps.save_pictures(encoder, store, tmp_path, load_head(attentive, encoder)))
-    assert sorted((s.scanner, s.laterality) for s in scenes) == sorted((n, e) for n in {r.scanner for r in store.rows} for e in "RL")
+    assert sorted((s.scanner, s.laterality) for s in scenes) == sorted(
+        (n, e) for n in {r.scanner for r in store.rows} for e in "RL"
+    )
     for scene in scenes:
         assert scene.mirrored == (scene.laterality == "L")
         keys = [o.key for o in scene.overlays]
         assert {"band", "tokens", "mask", "pca", "attention"} <= set(keys)
         tissue = scene.overlay("tokens") != NONE
-        assert ((scene.overlay("pca")[..., 3] > 0) == tissue).all() and (np.isfinite(scene.overlay("attention")) <= tissue).all()
+        assert ((scene.overlay("pca")[..., 3] > 0) == tissue).all() and (
+            np.isfinite(scene.overlay("attention")) <= tissue
+        ).all()
         assert scene.features.shape[:3] == tissue.shape and "% of their variance" in scene.about_features
     assert sum("occlusion" in [o.key for o in s.overlays] for s in scenes) == 2
     # One basis: tokens of equal features have equal colours, in whichever volume.
@@ -179,9 +186,15 @@ def test_a_star_is_viewed_as_the_raster_that_its_encoder_gets(run, laterality, t
     shown = np.broadcast_to((raster.voxels != 0).any(axis=1, keepdims=True), raster.shape)
     inside, above = (np.mean(raster.voxels[shown & place]) for place in ((rows > upper) & (rows < lower), rows < upper))
     assert inside > 1.5 * above
-    text = {name: " ".join(re.sub(r"<[^>]+>", " ", page.read_text().split("About this volume")[1]).split()) for name, page in pages.items()}
+    text = {
+        name: " ".join(re.sub(r"<[^>]+>", " ", page.read_text().split("About this volume")[1]).split())
+        for name, page in pages.items()
+    }
     assert " × ".join(map(str, raster.shape)) in text["run"] and "interpolated from 14 radial B-scans" in text["run"]
     assert "14 × 128 × 128" in text["plain"] and "radial; the distance between B-scans means nothing" in text["plain"]
-    facts = [json.loads(re.search(r"<script[^>]*json[^>]*>(.*?)</script>", p.read_text(), re.S)[1])["volumes"][0] for p in pages.values()]
+    facts = [
+        json.loads(re.search(r"<script[^>]*json[^>]*>(.*?)</script>", p.read_text(), re.S)[1])["volumes"][0]
+        for p in pages.values()
+    ]
     assert [bool(one["front"]) for one in facts] == [True, False] and facts[0]["shape"] == list(raster.shape)
     assert ["As it lies in its file." in page.read_text() for page in pages.values()] == [False, True]

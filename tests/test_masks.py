@@ -157,7 +157,9 @@ def test_token_map_equals_counting_voxels(top, thickness, first, seed):
     np.testing.assert_array_equal(token_map(band, valid, size, patch), expected)
 
 
-@pytest.mark.parametrize(("bscans", "columns"), [(slice(7, 9), slice(None)), (slice(6, 8), slice(20, 44)), (slice(15, 16), slice(31, 33))])
+@pytest.mark.parametrize(
+    ("bscans", "columns"), [(slice(7, 9), slice(None)), (slice(6, 8), slice(20, 44)), (slice(15, 16), slice(31, 33))]
+)
 def test_a_scan_narrower_than_a_token_has_tokens_and_changes_no_other(bscans, columns):
     """Five lines 0.05 mm apart are a volume to a clinic: it must neither stop a run nor be taken for background."""
     band, valid = np.zeros((2, 2, 16, 64), np.float32), np.zeros((2, 2, 16, 64), np.float32)

@@ -24,7 +24,12 @@ def train(store, out, *limit):
     script = Path(__file__).parent / "short_of_memory.py"
     command = [sys.executable, str(script), str(store.path), str(out), *map(str, limit)]
     # Freed memory goes back to the system at once, and threads reserve no address space of their own: the limit then means what it says.
-    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    malloc = {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | malloc)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -36,7 +41,9 @@ def test_F7_a_real_allocation_limit_halves_the_micro_batch_and_keeps_the_maths(s
     needed = int(train(store, tmp_path / "whole")[-1].split()[1])
     said = train(store, tmp_path / "short", needed * 6 // 10)
     (incident,) = [row for row in rows(tmp_path / "short", "incident") if row["step"] == 0][:1]
-    assert incident["what"] == "memory" and "the same global batch of 32 and the same images (F7)" in incident["sentence"]
+    assert (
+        incident["what"] == "memory" and "the same global batch of 32 and the same images (F7)" in incident["sentence"]
+    )
     assert any("memory ran out; the step was computed again with" in line for line in said)
     whole, short = final(tmp_path / "whole"), final(tmp_path / "short")
     assert short["state"]["micro_batch"] in (4, 8, 16) and short["step"] == 2
@@ -65,12 +72,16 @@ def no_room_for_more_than(volumes, monkeypatch, error=None):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError()])
 def test_F7_a_failed_pass_leaves_nothing_behind(store, tmp_path, monkeypatch, error):
     """Gradients and moments of the passes before the failure are not counted twice; the size is kept after a restart."""
-    settings = config(steps=2, data={"global_batch_size": 4, "per_device_batch_size": 2}, objective={"target_norm": "whiten"})
+    settings = config(
+        steps=2, data={"global_batch_size": 4, "per_device_batch_size": 2}, objective={"target_norm": "whiten"}
+    )
     with monkeypatch.context() as patch:
         sizes = no_room_for_more_than(1, patch, error)
         short = pretrain(settings, store, tmp_path / "short", echo=quiet)
         assert sizes[:6] == [2, 2, 1, 1, 1, 1] and final(short)["state"]["micro_batch"] == 1
-    ones = config(steps=2, data={"global_batch_size": 4, "per_device_batch_size": 1}, objective={"target_norm": "whiten"})
+    ones = config(
+        steps=2, data={"global_batch_size": 4, "per_device_batch_size": 1}, objective={"target_norm": "whiten"}
+    )
     single = pretrain(ones, store, tmp_path / "single", echo=quiet)
     for name, tensor in final(short)["model"].items():
         assert torch.equal(tensor, final(single)["model"][name]), name

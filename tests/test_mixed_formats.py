@@ -44,11 +44,21 @@ def test_scan_and_prepare_take_a_tree_of_many_formats(clinic, tmp_path):
         ("p4", "L"),
         ("p5", None),
     ]
-    assert "participant_from_folder" in catalog.acquisitions[-1].flags and "laterality_unknown" in catalog.acquisitions[-1].flags
-    assert [a.spacing_source for a in catalog.acquisitions] == ["shared", *["header+positions"] * 2, "sidecar", "header"]
+    assert (
+        "participant_from_folder" in catalog.acquisitions[-1].flags
+        and "laterality_unknown" in catalog.acquisitions[-1].flags
+    )
+    assert [a.spacing_source for a in catalog.acquisitions] == [
+        "shared",
+        *["header+positions"] * 2,
+        "sidecar",
+        "header",
+    ]
     for a in catalog.acquisitions:
         np.testing.assert_allclose(a.spacing_mm, SPACING_MM, rtol=2e-3)
-    assert [(Path(r.uri).name, r.code) for r in catalog.rejects] == [("undeclared", "missing_spacing")] and catalog.rejects[0].bytes > 1000
+    assert [(Path(r.uri).name, r.code) for r in catalog.rejects] == [
+        ("undeclared", "missing_spacing")
+    ] and catalog.rejects[0].bytes > 1000
     # Every file is told of: 12 B-scans in each of three places, a fundus image and a sidecar.
     assert catalog.companions == 3 * SHAPE[0] + 1 + 1
 
@@ -64,13 +74,21 @@ def test_a_table_or_a_nominal_spacing_gives_millimetres(clinic):
     table.write_text("filepath,spacing_mm,laterality,participant\np6/undeclared,0.12 0.0039 0.0115,OS,p66\n")
     row = next(a for a in scan(clinic, table=table, workers=1).acquisitions if a.uri.endswith("undeclared"))
     assert (row.spacing_mm, row.spacing_source, row.participant, row.laterality) == (SPACING_MM, "table", "p66", "L")
-    nominal = next(a for a in scan(clinic, nominal_spacing_mm=(0.1, 0.004, 0.01), workers=1).acquisitions if a.uri.endswith("undeclared"))
+    nominal = next(
+        a
+        for a in scan(clinic, nominal_spacing_mm=(0.1, 0.004, 0.01), workers=1).acquisitions
+        if a.uri.endswith("undeclared")
+    )
     assert nominal.spacing_mm == (0.1, 0.004, 0.01) and "nominal_spacing" in nominal.flags
-    others = [a for a in scan(clinic, nominal_spacing_mm=(0.1, 0.004, 0.01), workers=1).acquisitions if a.uri != nominal.uri]
+    others = [
+        a for a in scan(clinic, nominal_spacing_mm=(0.1, 0.004, 0.01), workers=1).acquisitions if a.uri != nominal.uri
+    ]
     assert all(a.spacing_source != "nominal" for a in others), "what a file states is never overridden"
 
 
-@pytest.mark.parametrize(("stated", "error"), [("1 1 1", "absurd_spacing"), ("0.12 0.0039", TableError), ("0.12 0 0.01", TableError)])
+@pytest.mark.parametrize(
+    ("stated", "error"), [("1 1 1", "absurd_spacing"), ("0.12 0.0039", TableError), ("0.12 0 0.01", TableError)]
+)
 def test_millimetres_that_cannot_be_meant_are_refused(clinic, stated, error):
     table = clinic.parent / "files.csv"
     table.write_text(f"filepath,spacing_mm\np6/undeclared,{stated}\n")
@@ -87,7 +105,10 @@ def test_an_archive_is_read_in_place_or_unpacked_with_its_folders(clinic, tmp_pa
     archive.parent.mkdir()
     shutil.make_archive(str(archive.with_suffix("")), "zip", clinic)
     for catalog in (scan(archive.parent, workers=1), scan(archive.parent, extract=tmp_path / "unpacked", workers=1)):
-        facts = [[(a.participant, a.shape, a.spacing_mm, a.sop_instance_uid, a.flags) for a in c.acquisitions] for c in (catalog, expected)]
+        facts = [
+            [(a.participant, a.shape, a.spacing_mm, a.sop_instance_uid, a.flags) for a in c.acquisitions]
+            for c in (catalog, expected)
+        ]
         assert facts[0] == facts[1]
         assert [r.code for r in catalog.rejects] == ["missing_spacing"]
         for a, b in zip(catalog.acquisitions, expected.acquisitions, strict=True):

@@ -44,7 +44,9 @@ def test_the_hub_reads_the_card_and_gets_the_numbers_of_the_probe(card):
 
 def test_every_estimate_with_its_interval_and_every_verdict_is_in_the_card(card):
     for row in probe_result()["results"]:
-        assert f"{row['estimate']:.2f}" in card and (row["low"] is None or f"({row['low']:.2f} to {row['high']:.2f})" in card)
+        assert f"{row['estimate']:.2f}" in card and (
+            row["low"] is None or f"({row['low']:.2f} to {row['high']:.2f})" in card
+        )
     assert "| disease | AUROC | pretrained − random_init | +0.11 (+0.06 to +0.16) | better |" in card
     assert "inconclusive" in card and "tell scanner apart with AUROC 0.97" in card
     assert "not a medical device" in card
@@ -55,9 +57,15 @@ def test_every_estimate_with_its_interval_and_every_verdict_is_in_the_card(card)
 )
 def test_licence_and_agreement_are_what_was_stated_or_said_to_be_missing(parts, card, licence, found):
     assert "licence of the weights is not stated" in card and "data agreement is not stated" in card
-    text = model_card(parts["run"], statements=Statements(licence, "AI-READI v3, weights stay here", "AI-READI v3", "a@b.example"))
+    text = model_card(
+        parts["run"], statements=Statements(licence, "AI-READI v3, weights stay here", "AI-READI v3", "a@b.example")
+    )
     assert found.items() <= front(text).items() and front(text)["datasets"] == ["AI-READI-v3"]
-    assert "not stated" not in text.split("## Licence")[1].split("## Data")[0] and "weights stay here" in text and "a@b.example" in text
+    assert (
+        "not stated" not in text.split("## Licence")[1].split("## Data")[0]
+        and "weights stay here" in text
+        and "a@b.example" in text
+    )
 
 
 def test_nobody_and_no_place_is_named(parts, card):

@@ -17,10 +17,14 @@ SPACING_MM = (0.12, 0.0039, 0.0115)
 
 
 def cube(d=7, h=40, w=36) -> np.ndarray:
-    return (np.arange(d)[:, None, None] * 20 + np.arange(h)[None, :, None] * 2 + np.arange(w)[None, None, :]).astype(np.uint8)
+    return (np.arange(d)[:, None, None] * 20 + np.arange(h)[None, :, None] * 2 + np.arange(w)[None, None, :]).astype(
+        np.uint8
+    )
 
 
-def concatenation(folder: Path, voxels=None, sizes=(3, 2, 2), total=True, edit=None, names="part{}.dcm", **options) -> list[Path]:
+def concatenation(
+    folder: Path, voxels=None, sizes=(3, 2, 2), total=True, edit=None, names="part{}.dcm", **options
+) -> list[Path]:
     """One acquisition cut into parts of `sizes` B-scans; every part has the functional groups of its own frames only."""
     voxels = cube() if voxels is None else voxels
     series, source, start, paths = uid.generate_uid(), uid.generate_uid(), 0, []
@@ -28,7 +32,11 @@ def concatenation(folder: Path, voxels=None, sizes=(3, 2, 2), total=True, edit=N
         own = slice(start, start + size)
 
         def part(dataset, own=own, number=number, start=start):
-            dataset.ConcatenationUID, dataset.InConcatenationNumber, dataset.ConcatenationFrameOffsetNumber = series, number, start
+            dataset.ConcatenationUID, dataset.InConcatenationNumber, dataset.ConcatenationFrameOffsetNumber = (
+                series,
+                number,
+                start,
+            )
             dataset.SOPInstanceUIDOfConcatenationSource = source
             if total:
                 dataset.InConcatenationTotalNumber = len(sizes)
@@ -37,12 +45,18 @@ def concatenation(folder: Path, voxels=None, sizes=(3, 2, 2), total=True, edit=N
             if edit:
                 edit(dataset, number)
 
-        paths.append(write_oct_dicom(folder / names.format(number), voxels[own], SPACING_MM, superior_first=True, edit=part, **options))
+        paths.append(
+            write_oct_dicom(
+                folder / names.format(number), voxels[own], SPACING_MM, superior_first=True, edit=part, **options
+            )
+        )
         start += size
     return paths
 
 
-def series(folder: Path, voxels=None, *, order=None, positions=True, numbers=True, enhanced=True, edit=None) -> list[Path]:
+def series(
+    folder: Path, voxels=None, *, order=None, positions=True, numbers=True, enhanced=True, edit=None
+) -> list[Path]:
     """One file per B-scan. `order`: which B-scan is stored first, second, ...; not `enhanced`: attributes at the top level, no groups."""
     voxels = cube() if voxels is None else voxels
     one, paths = uid.generate_uid(), []
@@ -56,10 +70,18 @@ def series(folder: Path, voxels=None, *, order=None, positions=True, numbers=Tru
             measures = dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
             if enhanced:
                 if positions:
-                    dataset.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence = [item(ImageOrientationPatient=[1, 0, 0, 0, 1, 0])]
-                    dataset.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence = [item(ImagePositionPatient=where)]
+                    dataset.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence = [
+                        item(ImageOrientationPatient=[1, 0, 0, 0, 1, 0])
+                    ]
+                    dataset.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence = [
+                        item(ImagePositionPatient=where)
+                    ]
             else:
-                del dataset.SharedFunctionalGroupsSequence, dataset.PerFrameFunctionalGroupsSequence, dataset.NumberOfFrames
+                del (
+                    dataset.SharedFunctionalGroupsSequence,
+                    dataset.PerFrameFunctionalGroupsSequence,
+                    dataset.NumberOfFrames,
+                )
                 dataset.PixelSpacing, dataset.SliceThickness = measures.PixelSpacing, measures.SliceThickness
                 if positions:
                     dataset.ImagePositionPatient, dataset.ImageOrientationPatient = where, [1, 0, 0, 0, 1, 0]
@@ -90,7 +112,9 @@ def test_a_concatenation_is_one_volume_whichever_part_is_asked(tmp_path, syntax)
     for path in paths:
         volume = read_volume(path)
         np.testing.assert_array_equal(volume.voxels, cube())
-        assert volume.spacing_mm == pytest.approx(SPACING_MM) and volume.superior_first and volume.source == str(paths[0])
+        assert (
+            volume.spacing_mm == pytest.approx(SPACING_MM) and volume.superior_first and volume.source == str(paths[0])
+        )
         assert read_header(path).shape == (7, 40, 36) and "several_files" in read_header(path).flags
     assert volume.acquisition == str(dcmread(paths[0]).SOPInstanceUIDOfConcatenationSource)
 
@@ -230,7 +254,9 @@ def test_a_concatenation_is_prepared_like_a_file(tmp_path):
     from octfm.data.preprocessing import Preprocessing
 
     rng = np.random.default_rng(0)
-    voxels = np.clip(np.where((np.arange(64) > 20)[None, :, None], 150, 20) + rng.integers(0, 40, (8, 64, 48)), 0, 255).astype(np.uint8)
+    voxels = np.clip(
+        np.where((np.arange(64) > 20)[None, :, None], 150, 20) + rng.integers(0, 40, (8, 64, 48)), 0, 255
+    ).astype(np.uint8)
     concatenation(tmp_path / "clinic", voxels, (5, 3))
     small = Preprocessing(image_size=(8, 64, 48), target_spacing=(0.12, 0.0039, 0.0115))
     store = prepare(scan(tmp_path / "clinic"), tmp_path / "store", small, workers=1, progress=False)

@@ -107,7 +107,9 @@ def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
         goals = output.masked_goal_BTD.flatten(0, 1)
         best = goals.mean(0) if name == "mae" else goals.median(0).values
         for other in (best + 0.1, best - 0.1):
-            assert (distance(name, other.expand_as(output.masked_goal_BTD), output.masked_goal_BTD).mean() > baseline.mean()).all()
+            assert (
+                distance(name, other.expand_as(output.masked_goal_BTD), output.masked_goal_BTD).mean() > baseline.mean()
+            ).all()
     wide = output.masked_goal_BTD.repeat(1, 1, 4)
     torch.testing.assert_close(content_free_baseline(name, wide), baseline)
 
@@ -317,9 +319,13 @@ def test_activation_checkpointing_changes_no_bit_and_needs_less_memory(name, way
     monkeypatch.setattr(recompute, "checkpoint", way)
     found = {}
     for again in (False, True):
-        monkeypatch.setattr(sys.modules[__name__], "MODEL", MODEL.model_copy(update={"activation_checkpointing": again}))
+        monkeypatch.setattr(
+            sys.modules[__name__], "MODEL", MODEL.model_copy(update={"activation_checkpointing": again})
+        )
         model, x, kept = build(name), patches(), []
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.nbytes), t)[1], lambda t: t)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: (kept.append(t.nbytes), t)[1], lambda t: t
+        )
         with hooks, torch.autocast("cpu", enabled=precision == "bf16"):
             loss = model(x, x, INDEX, 0.5).loss
         bytes_kept = sum(kept)  # before the backward pass, which keeps what it computes again

@@ -73,8 +73,12 @@ def test_a_better_arm_is_told_from_an_equal_one_and_from_a_worse_one(out):
         assert gains["worse", metric]["low"] > 0 > gains["better", metric]["high"], metric
         assert -0.05 < gains["equal", metric]["low"] <= gains["equal", metric]["high"] < 0.05
     assert gains["worse", "disease, drop"]["gain_of_ours"] > 0.05, "ours falls less on a scanner nobody has seen"
-    against = {line.split("|")[1].strip(): line for line in text[text.index("Gain of") :].splitlines() if line.startswith("| ")}
-    assert against["worse"].count("**no loss**") == against["equal"].count("**no loss**") == 4, "the planned metrics; others have no margin"
+    against = {
+        line.split("|")[1].strip(): line for line in text[text.index("Gain of") :].splitlines() if line.startswith("| ")
+    }
+    assert against["worse"].count("**no loss**") == against["equal"].count("**no loss**") == 4, (
+        "the planned metrics; others have no margin"
+    )
     assert "**no loss**" not in against["better"]
     assert "240 test participants, one eye each; 60 of them on the held-out scanner" in text
 
@@ -88,7 +92,8 @@ def test_arms_are_compared_over_the_seeds_that_both_have(out):
 def test_seeds_that_differ_widen_an_interval(out):
     def width(skills):
         _, gains = out(
-            *[planted("ours", seed, skill) for seed, skill in enumerate(skills)], *[planted("other", seed, 0.5) for seed in range(3)]
+            *[planted("ours", seed, skill) for seed, skill in enumerate(skills)],
+            *[planted("other", seed, 0.5) for seed in range(3)],
         )
         gain = gains["other", "disease AUROC"]
         return gain["high"] - gain["low"]
@@ -117,12 +122,25 @@ def test_native_bscans_are_neither_registered_nor_averaged_with_another():
 @pytest.mark.slow
 def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_path):
     """The whole benchmark at a size of seconds, stopped in the middle of an arm."""
-    command = [sys.executable, str(BENCHMARKS / "objectives.py"), "--train", "6", "--test", "12", "--held-out", "4", "--seeds", "1"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "objectives.py"),
+        "--train",
+        "6",
+        "--test",
+        "12",
+        "--held-out",
+        "4",
+        "--seeds",
+        "1",
+    ]
     command += ["--arms", "random,prototype,vjepa2_budget,ours", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(steps):
-        return subprocess.run([*command, "--steps", str(steps)], env=environment, capture_output=True, text=True, timeout=1500)
+        return subprocess.run(
+            [*command, "--steps", str(steps)], env=environment, capture_output=True, text=True, timeout=1500
+        )
 
     with subprocess.Popen(
         [*command, "--steps", "9"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -145,13 +163,22 @@ def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_pa
     )
     assert found["vjepa2_budget"]["steps"] == 9 < found["ours"]["steps"] and found["random"]["flops"] == 0
     for name in ("prototype", "ours"):
-        assert found[name]["flops"] == pytest.approx(found["vjepa2_budget"]["flops"], rel=0.6 / found[name]["steps"]), "to half an update"
+        assert found[name]["flops"] == pytest.approx(found["vjepa2_budget"]["flops"], rel=0.6 / found[name]["steps"]), (
+            "to half an update"
+        )
     text = (tmp_path / "objectives.md").read_text()
     assert "| prototype |" in text and (tmp_path / "objectives.png").stat().st_size > 5000
-    otherwise = subprocess.run([*command, "--steps", "9", "--pool", "extremes"], env=environment, capture_output=True, timeout=900)
+    otherwise = subprocess.run(
+        [*command, "--steps", "9", "--pool", "extremes"], env=environment, capture_output=True, timeout=900
+    )
     assert otherwise.returncode == 0
-    again = {p.name.removesuffix("-0.json"): json.loads(p.read_text()) for p in (tmp_path / "extremes" / "arms").glob("*.json")}
-    assert all(again[name]["dense"] == arm["dense"] and again[name]["probes"] != arm["probes"] for name, arm in found.items())
+    again = {
+        p.name.removesuffix("-0.json"): json.loads(p.read_text())
+        for p in (tmp_path / "extremes" / "arms").glob("*.json")
+    }
+    assert all(
+        again[name]["dense"] == arm["dense"] and again[name]["probes"] != arm["probes"] for name, arm in found.items()
+    )
     assert (tmp_path / "extremes" / "objectives.md").is_file()
     changed = run(10)
     assert changed.returncode != 0 and "made with other settings" in changed.stderr

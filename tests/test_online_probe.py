@@ -123,7 +123,9 @@ def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
-def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_feel_it(store, labels, tmp_path, monkeypatch, every):
+def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_feel_it(
+    store, labels, tmp_path, monkeypatch, every
+):
     monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
     scores = iter([0.1, 0.6, 0.3])
     monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)
@@ -137,7 +139,9 @@ def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_fee
         return next(scores)
 
     monkeypatch.setattr(probe, "_score", score)
-    settings = config(keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3})
+    settings = config(
+        keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3}
+    )
     run = pretrain(settings, store, tmp_path / "probed", echo=quiet)
     found = rows(run, "probe")
     assert [(row["step"], row["score"]) for row in found] == [(2, 0.1), (5, 0.6), (7, 0.3)]
@@ -145,4 +149,6 @@ def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_fee
     assert best_step(run / "checkpoints") == 6
     assert sorted(p.name for p in (run / "checkpoints").glob("*.pt")) == ["step-00000006.pt", "step-00000008.pt"]
     plain = pretrain(config(keep_checkpoints=1), store, tmp_path / "plain", echo=quiet)
-    assert all(torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True)
+    )

@@ -14,7 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from octfm.models.attention import BlockedAttention, attend
 from octfm.models.objective import distance
 from octfm.models.products import Linear, Times
-from octfm.models.vit3d import Attention, TokenGrid, VisionTransformer3D, ViTConfig, rotary, rotate, take_patches, turn_qkv
+from octfm.models.vit3d import (
+    Attention,
+    TokenGrid,
+    VisionTransformer3D,
+    ViTConfig,
+    rotary,
+    rotate,
+    take_patches,
+    turn_qkv,
+)
 
 SIZE, PATCH = (8, 32, 32), (2, 8, 8)
 GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
@@ -54,7 +63,13 @@ def ours(peer):
             mine[f"blocks.{n}.attn.qkv.{kind}"] = torch.cat(
                 [theirs[f"{layer}attention.{part}.{kind}"] for part in ("query", "key", "value")]
             )
-            names = {"attn.out": "attention.proj", "norm1": "norm1", "norm2": "norm2", "mlp.0": "mlp.fc1", "mlp.2": "mlp.fc2"}
+            names = {
+                "attn.out": "attention.proj",
+                "norm1": "norm1",
+                "norm2": "norm2",
+                "mlp.0": "mlp.fc1",
+                "mlp.2": "mlp.fc2",
+            }
             mine |= {f"blocks.{n}.{our}.{kind}": theirs[f"{layer}{their}.{kind}"] for our, their in names.items()}
     model.load_state_dict(mine)
     return model
@@ -114,7 +129,8 @@ def textbook_attention(x_MD: np.ndarray, layer: Attention, positions_mm: np.ndar
     out = np.zeros_like(x_MD)
     for head in range(layer.heads):
         q, k, v = (
-            x_MD @ weight[s : s + head_width].T + bias[s : s + head_width] for s in (head * head_width + i * width for i in range(3))
+            x_MD @ weight[s : s + head_width].T + bias[s : s + head_width]
+            for s in (head * head_width + i * width for i in range(3))
         )
         q, k = ((part[:, :pairs] + 1j * part[:, pairs:]) * np.exp(1j * angle_Mk) for part in (q, k))
         score = (q @ k.conj().T).real / np.sqrt(head_width)
@@ -168,7 +184,9 @@ def test_blocked_attention_has_the_gradient_of_attention(precision, kept, monkey
     torch.manual_seed(0)
     qkv = torch.randn(2, 39, 3, 3, 8, dtype=precision, requires_grad=True)  # strided, as Attention has them
     mine = torch.autograd.grad(BlockedAttention.apply(*qkv.permute(2, 0, 3, 1, 4)).square().sum(), qkv)
-    expected = torch.autograd.grad(F.scaled_dot_product_attention(*qkv.double().permute(2, 0, 3, 1, 4)).square().sum(), qkv)
+    expected = torch.autograd.grad(
+        F.scaled_dot_product_attention(*qkv.double().permute(2, 0, 3, 1, 4)).square().sum(), qkv
+    )
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -214,5 +232,7 @@ def test_who_counts_or_exports_sees_torchs_own_operators(monkeypatch):
     layer = Linear(6, 5)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
-    operators = {str(node.target) for node in torch.export.export(layer, (x,)).graph.nodes if node.op == "call_function"}
+    operators = {
+        str(node.target) for node in torch.export.export(layer, (x,)).graph.nodes if node.op == "call_function"
+    }
     assert operators == {"aten.linear.default"}

@@ -25,11 +25,17 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def digest(root: Path) -> dict[str, str]:
-    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(root.rglob("*"))
+        if p.is_file()
+    }
 
 
 def a_cohort(count: int, seed: int = 0, second_scanner: float = 0.25):
-    return draw_cohort(count, seed, scanners=DEFAULT_SCANNERS, second_scanner=second_scanner, fractions=(0.7, 0.15, 0.15))
+    return draw_cohort(
+        count, seed, scanners=DEFAULT_SCANNERS, second_scanner=second_scanner, fractions=(0.7, 0.15, 0.15)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +70,15 @@ def test_manifest_header_reader_and_ground_truth_agree(cohort):
         scanner = SCANNERS[label["scanner"]]
         assert volume.scanner == scanner.name and volume.superior_first == scanner.superior_first
         assert volume.spacing_mm == pytest.approx(scanner.spacing_mm(SMALL), rel=1e-5)
-        assert [float(mm) for mm in row["pixel_spacing"].strip("[]").split(",")] == pytest.approx(volume.spacing_mm[1:], rel=1e-3)
+        assert [float(mm) for mm in row["pixel_spacing"].strip("[]").split(",")] == pytest.approx(
+            volume.spacing_mm[1:], rel=1e-3
+        )
         with np.load(cohort / "ground_truth" / f"{label['sop_instance_uid']}.npz") as truth:
             assert truth["lesions"].shape == SMALL and truth["surfaces"].shape[1:] == (SMALL[0], SMALL[2])
             ilm, bm = (truth["surfaces"][list(truth["surface_names"]).index(name)] for name in ("ilm", "bm"))
-        inside = (np.arange(SMALL[1])[None, :, None] > ilm[:, None]) & (np.arange(SMALL[1])[None, :, None] < bm[:, None])
+        inside = (np.arange(SMALL[1])[None, :, None] > ilm[:, None]) & (
+            np.arange(SMALL[1])[None, :, None] < bm[:, None]
+        )
         assert volume.voxels[inside].mean() > volume.voxels[~inside].mean()
         assert label["phantom_version"] == PHANTOM_VERSION
 
@@ -91,7 +101,9 @@ def test_defects_are_extra_files_so_that_nobody_is_lost(cohort):
     assert set(good) == {(person, side) for person in people for side in "RL"}
     files = {"/" + str(p.relative_to(cohort)) for p in cohort.rglob("*.dcm")}
     planted = {row["filepath"] for row in table(cohort / "ground_truth" / "defects.tsv")}
-    copies = {row["filepath"] for row in table(cohort / "ground_truth" / "defects.tsv") if row["kind"].endswith("_sop_uid")}
+    copies = {
+        row["filepath"] for row in table(cohort / "ground_truth" / "defects.tsv") if row["kind"].endswith("_sop_uid")
+    }
     assert files - copies == {row["filepath"] for row in table(cohort / "retinal_oct" / "manifest.tsv")}
     assert len(planted) == len(files) - len(planted)
 
@@ -119,17 +131,29 @@ def test_cohort_is_balanced_split_by_participant_and_grows_without_changing():
 
 
 def test_cohort_of_some_diagnoses_keeps_two_fifths_healthy():
-    people = draw_cohort(100, 0, scanners=TWO, second_scanner=0, fractions=(0.7, 0.15, 0.15), diagnoses=("healthy", "drusen", "dme"))
+    people = draw_cohort(
+        100, 0, scanners=TWO, second_scanner=0, fractions=(0.7, 0.15, 0.15), diagnoses=("healthy", "drusen", "dme")
+    )
     assert Counter(person.diagnosis for person in people) == {"healthy": 40, "drusen": 30, "dme": 30}
-    ill = draw_cohort(60, 0, scanners=TWO, second_scanner=0, fractions=(0.7, 0.15, 0.15), diagnoses=("glaucoma", "macular_hole"))
+    ill = draw_cohort(
+        60, 0, scanners=TWO, second_scanner=0, fractions=(0.7, 0.15, 0.15), diagnoses=("glaucoma", "macular_hole")
+    )
     assert Counter(person.diagnosis for person in ill) == {"glaucoma": 30, "macular_hole": 30}
 
 
 def test_membranes_and_holes_are_mostly_of_one_eye_other_diseases_of_both():
     people = a_cohort(1000)
     assert all((p.severity[side] > 0) == (p.eye_diagnosis[side] != "healthy") for p in people for side in "RL")
-    assert all({*p.eye_diagnosis.values()} - {"healthy"} == {p.diagnosis} - {"healthy"} for p in people), "the participant's label follows"
-    for diagnosis, share in (("macular_hole", 0.12), ("epiretinal_membrane", 0.31), ("glaucoma", 1), ("dme", 1), ("drusen", 1)):
+    assert all({*p.eye_diagnosis.values()} - {"healthy"} == {p.diagnosis} - {"healthy"} for p in people), (
+        "the participant's label follows"
+    )
+    for diagnosis, share in (
+        ("macular_hole", 0.12),
+        ("epiretinal_membrane", 0.31),
+        ("glaucoma", 1),
+        ("dme", 1),
+        ("drusen", 1),
+    ):
         both = [len(set(p.eye_diagnosis.values())) == 1 for p in people if p.diagnosis == diagnosis]
         assert np.mean(both) == pytest.approx(share, abs=0.12)
         fellow = np.array([[p.severity[side] for side in "RL"] for p in people if p.diagnosis == diagnosis])
@@ -139,7 +163,10 @@ def test_membranes_and_holes_are_mostly_of_one_eye_other_diseases_of_both():
 
 def test_study_group_follows_oedema_moderately():
     people = a_cohort(800)
-    insulin = {p.diagnosis: np.mean([q.study_group == "insulin_dependent" for q in people if q.diagnosis == p.diagnosis]) for p in people}
+    insulin = {
+        p.diagnosis: np.mean([q.study_group == "insulin_dependent" for q in people if q.diagnosis == p.diagnosis])
+        for p in people
+    }
     assert max(insulin, key=lambda name: insulin[name]) == "dme" and 0.35 < insulin["dme"] < 0.65
     assert not any(person.diagnosis == "dme" for person in people if person.study_group == "healthy")
 
@@ -154,13 +181,19 @@ def test_held_out_scanner_scans_only_where_it_is_named(tmp_path):
 
 def test_null_cohort_has_the_same_labels_and_no_disease(tmp_path):
     arguments = {"participants": 6, "seed": 3, "size": SMALL, "workers": 1, "scanners": TWO}
-    real, null = (write_phantom(tmp_path / name, **arguments, effect=effect) for name, effect in (("real", True), ("null", False)))
+    real, null = (
+        write_phantom(tmp_path / name, **arguments, effect=effect) for name, effect in (("real", True), ("null", False))
+    )
     assert (real / "participants.tsv").read_bytes() == (null / "participants.tsv").read_bytes()
-    with_effect, without = ({row["sop_instance_uid"]: row for row in table(root / "ground_truth" / "labels.tsv")} for root in (real, null))
+    with_effect, without = (
+        {row["sop_instance_uid"]: row for row in table(root / "ground_truth" / "labels.tsv")} for root in (real, null)
+    )
     assert with_effect.keys() == without.keys()
     assert {row["diagnosis"] for row in without.values()} > {"healthy"}
     for uid, row in without.items():
-        assert {k: v for k, v in row.items() if k != "cst_um"} == {k: v for k, v in with_effect[uid].items() if k != "cst_um"}
+        assert {k: v for k, v in row.items() if k != "cst_um"} == {
+            k: v for k, v in with_effect[uid].items() if k != "cst_um"
+        }
         with np.load(null / "ground_truth" / f"{uid}.npz") as truth:
             assert set(np.unique(truth["lesions"])) <= {0, LESIONS["drusen"]}, "only the drupelets of age"
         files = [root / row["filepath"].lstrip("/") for root in (real, null)]

@@ -33,7 +33,11 @@ SEEDS = (9, 10)
 
 
 def a_cohort(count: int, seed: int = SEEDS[0], **arguments) -> tuple[Participant, ...]:
-    return draw_cohort(count, seed, **({"scanners": DEFAULT_SCANNERS, "second_scanner": 0.25, "fractions": (0.7, 0.15, 0.15)} | arguments))
+    return draw_cohort(
+        count,
+        seed,
+        **({"scanners": DEFAULT_SCANNERS, "second_scanner": 0.25, "fractions": (0.7, 0.15, 0.15)} | arguments),
+    )
 
 
 def scanned(person: Participant, side: Laterality, seed: int = SEEDS[0], *, effect: bool = True, size=SMALL):
@@ -91,7 +95,17 @@ def _scan(seed: int) -> Scanned:
     volumes = [[scanned(person, side, seed) for side in SIDES] for person in people]
     size = [
         [
-            len(to_bytes(to_dataset(replace(volume, acquisition="1.2.3"), SCANNERS[volume.scanner], person, PHANTOM_VERSION, rle=True)))
+            len(
+                to_bytes(
+                    to_dataset(
+                        replace(volume, acquisition="1.2.3"),
+                        SCANNERS[volume.scanner],
+                        person,
+                        PHANTOM_VERSION,
+                        rle=True,
+                    )
+                )
+            )
             for volume in pair
         ]
         for person, pair in zip(people, volumes, strict=True)
@@ -116,7 +130,9 @@ def test_nothing_else_about_a_participant_depends_on_the_diagnosis():
 def test_null_images_do_not_depend_on_the_labels():
     for person in a_cohort(4):
         for diagnosis in ("dme", "glaucoma"):
-            labelled = replace(person, eye_diagnosis=dict.fromkeys(SIDES, diagnosis), severity=dict.fromkeys(SIDES, 1.0))
+            labelled = replace(
+                person, eye_diagnosis=dict.fromkeys(SIDES, diagnosis), severity=dict.fromkeys(SIDES, 1.0)
+            )
             null, other = (scanned(p, "R", effect=False).voxels for p in (person, labelled))
             assert np.array_equal(null, other)
             assert not np.array_equal(null, scanned(labelled, "R").voxels), "with effect, the disease shows"
@@ -147,7 +163,15 @@ def test_header_fields_alone_predict_nothing():
         scanner = SCANNERS[person.scanners[0]]
         day = date.fromisoformat(person.study_date).timetuple().tm_yday
         one_hot = [float(name in person.scanners) for name in DEFAULT_SCANNERS]
-        return [*scanner.vendor_size, *scanner.field_mm, day, day % 7, len(person.scanners), int(person.participant) % 97, *one_hot]
+        return [
+            *scanner.vendor_size,
+            *scanner.field_mm,
+            day,
+            day % 7,
+            len(person.scanners),
+            int(person.participant) % 97,
+            *one_hot,
+        ]
 
     features = tuple(np.array([fields(person) for person in cohort]) for cohort in people)
     assert auroc(features, positive) == pytest.approx(0.5, abs=0.02)
@@ -185,7 +209,11 @@ def truth_features(eye: Eye) -> np.ndarray:
     x, y = np.meshgrid(grid, -grid)
     r, octant = np.hypot(x, y), np.floor((np.arctan2(y, x) + np.pi) / np.pi * 4).astype(int) % 8
     sectors = [r < 0.2, (r >= 0.2) & (r < 0.5)]
-    sectors += [(r >= a) & (r < b) & (octant == k) for a, b in ((0.5, 1.0), (1.0, 1.5), (1.5, 2.2), (2.2, 3.0)) for k in range(8)]
+    sectors += [
+        (r >= a) & (r < b) & (octant == k)
+        for a, b in ((0.5, 1.0), (1.0, 1.5), (1.5, 2.2), (2.2, 3.0))
+        for k in range(8)
+    ]
     layers = layers_um(eye, x, y)[: LAYER["choroid"]]
     thickness = [layers[:, sector].mean(axis=1) for sector in sectors]
     found = eye.lesions

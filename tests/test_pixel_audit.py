@@ -72,7 +72,10 @@ def test_stores_from_before_fingerprints_are_read(tmp_path):
 
     run([acquisition(n) for n in range(2)], tmp_path / "a", read_sample)
     rows = tmp_path / "a" / "rows.jsonl"
-    old = [{k: v for k, v in json.loads(line).items() if k not in ("pixels", "found")} for line in rows.read_text().splitlines()]
+    old = [
+        {k: v for k, v in json.loads(line).items() if k not in ("pixels", "found")}
+        for line in rows.read_text().splitlines()
+    ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in old))
     store = run([acquisition(n) for n in range(3)], tmp_path / "a", read_sample)
     assert len(store) == 3 and store.rows[0].pixels == "" and store.rows[2].pixels
@@ -118,9 +121,17 @@ def test_the_audit_of_laterality_hardly_ever_errs():
     verdicts: dict[str, Counter] = {}
     for seed in range(2000, 2140):
         scanner, laterality, diagnosis = list(SCANNERS)[seed % 5], "RL"[seed // 35 % 2], list(DIAGNOSES)[seed // 5 % 7]
-        eye = phantom(seed, scanner=scanner, laterality=laterality, diagnosis=diagnosis, severity=0.3 + seed * 7 % 10 / 16)
+        eye = phantom(
+            seed, scanner=scanner, laterality=laterality, diagnosis=diagnosis, severity=0.3 + seed * 7 % 10 / 16
+        )
         found = side(eye)
-        verdict = "unclear" if found == "unclear" else "agrees" if (found == "right") == (laterality == "R") else "contradicts"
+        verdict = (
+            "unclear"
+            if found == "unclear"
+            else "agrees"
+            if (found == "right") == (laterality == "R")
+            else "contradicts"
+        )
         verdicts.setdefault(scanner, Counter())[verdict] += 1
     print(verdicts)
     total = sum(verdicts.values(), Counter())
@@ -141,7 +152,13 @@ def clinic(tmp_path_factory):
 
     def write(name, volume, participant, laterality, **options):
         write_oct_dicom(
-            root / name, volume.voxels, volume.spacing_mm, participant=participant, laterality=laterality, superior_first=True, **options
+            root / name,
+            volume.voxels,
+            volume.spacing_mm,
+            participant=participant,
+            laterality=laterality,
+            superior_first=True,
+            **options,
         )
 
     eyes = [phantom(n, scanner="zeiss_cirrus", laterality="R") for n in (11, 12, 13)]
@@ -161,14 +178,19 @@ def test_a_scan_that_looks_at_pixels_finds_copies_and_wrong_sides_and_changes_no
         "d_copy.dcm": "duplicate_pixels",
         "e_leak.dcm": "pixels_of_two_participants",
     }
-    assert {key: [f for f in row.flags if f.startswith(("laterality_con", "disc", "pixels"))] for key, row in name.items()} == {
+    assert {
+        key: [f for f in row.flags if f.startswith(("laterality_con", "disc", "pixels"))] for key, row in name.items()
+    } == {
         "a_right.dcm": [],
         "b_wrong.dcm": ["laterality_contradicts_anatomy", "pixels_of_two_participants"],
         "c_unknown.dcm": ["disc_on_the_right"],
     }
     assert [name[key].laterality for key in sorted(name)] == ["R", "L", None]
     before = {row.uri: row for row in plain.acquisitions}
-    assert all(replace(row, flags=(), split=None) == replace(before[row.uri], flags=(), split=None) for row in looked.acquisitions)
+    assert all(
+        replace(row, flags=(), split=None) == replace(before[row.uri], flags=(), split=None)
+        for row in looked.acquisitions
+    )
     splits = {}
     for row in looked.acquisitions:
         assert splits.setdefault(row.participant, row.split) == row.split

@@ -207,10 +207,23 @@ def test_planted_bug_turns_its_test_red(bug, tmp_path):
     shutil.copytree(ROOT / "src" / "octfm", tmp_path / "octfm", ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "octfm" / bug.file
     source = path.read_text()
-    assert source.count(bug.old) == 1, f"{bug.file} holds the text to replace {source.count(bug.old)} times; bring this table up to date"
+    assert source.count(bug.old) == 1, (
+        f"{bug.file} holds the text to replace {source.count(bug.old)} times; bring this table up to date"
+    )
     path.write_text(source.replace(bug.old, bug.new))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{bug.test}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"tests/{bug.test}",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and " failed" in done.stdout, (
         f"{bug.test} did not notice {bug.name}:\n{done.stdout[-2000:]}{done.stderr[-999:]}"

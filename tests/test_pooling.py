@@ -50,7 +50,10 @@ def test_a_lesion_on_few_tokens_moves_the_extremes_further_than_the_mean():
     healthy, everyone = torch.from_numpy(rng.normal(size=(64, 100, 8))), torch.ones(64, 100, dtype=torch.bool)
     ill = healthy.clone()
     ill[:, :5, 0] += 4
-    shift = {f: (f(ill, everyone) - f(healthy, everyone))[:, 0].mean() / f(healthy, everyone)[:, 0].std() for f in (mean, extremes)}
+    shift = {
+        f: (f(ill, everyone) - f(healthy, everyone))[:, 0].mean() / f(healthy, everyone)[:, 0].std()
+        for f in (mean, extremes)
+    }
     assert shift[extremes] > 1.5 * shift[mean]
 
 
@@ -69,7 +72,9 @@ def test_the_pool_is_a_setting_of_the_run_and_an_option_of_embed_and_a_key_of_it
     other = encoder.pooling("extremes")
     assert (other.width, other.vector_width) == (encoder.width, 2 * encoder.width)
     assert other.key == encoder.key, "the tokens are the same"
-    assert other.vector_key != encoder.vector_key == encoder.pooling("mean").vector_key == encoder.pooling(None).vector_key
+    assert (
+        other.vector_key != encoder.vector_key == encoder.pooling("mean").vector_key == encoder.pooling(None).vector_key
+    )
     arrays = store.read([0, 1])
     tokens, tissue = encoder.tissue_tokens(arrays)
     expected = extremes(torch.from_numpy(tokens), torch.from_numpy(tissue)).numpy()

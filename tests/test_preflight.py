@@ -70,7 +70,8 @@ def test_F11_an_encoder_that_sees_the_answers_is_stopped_before_step_0(store, tm
 
     monkeypatch.setattr(jepa, "take_tokens", everything)
     with pytest.raises(
-        ConfigError, match=r"stopped the run before step 0: context is blind to targets: gradient .* the encoder sees the answers"
+        ConfigError,
+        match=r"stopped the run before step 0: context is blind to targets: gradient .* the encoder sees the answers",
     ):
         preflight.require(list(table(config(), store, tmp_path / "run").values()), lambda _: None)
 
@@ -91,7 +92,10 @@ def test_destination_for_full_disks_is_write_tested_too(store, tmp_path):
     found = table(config(ckpt_second_dir="/proc/octfm"), store, tmp_path / "run")["second destination"]
     assert found.status == "FAIL" and "cannot be written" in found.measured
     settings = config(ckpt_second_dir=str(tmp_path / "other"))
-    assert table(settings, store, tmp_path / "run")["second destination"].status == "PASS" and not (tmp_path / "other").exists()
+    assert (
+        table(settings, store, tmp_path / "run")["second destination"].status == "PASS"
+        and not (tmp_path / "other").exists()
+    )
 
 
 def test_missing_validation_participants_are_named(store):
@@ -139,13 +143,17 @@ def test_a_full_disk_is_told_before_step_0(store, tmp_path, monkeypatch):
 
 
 def test_disk_counts_what_is_kept_for_good(store, tmp_path):
-    plain, forever = (resources.disk(config(steps=3000, **more), store, tmp_path, 16) for more in ({}, {"keep_every_steps": 100}))
+    plain, forever = (
+        resources.disk(config(steps=3000, **more), store, tmp_path, 16) for more in ({}, {"keep_every_steps": 100})
+    )
     assert "up to 3 checkpoints" in plain.measured and "up to 33 checkpoints" in forever.measured
 
 
 def test_preflight_never_reads_more_than_a_sample(store, tmp_path, monkeypatch):
     read, seen = type(store).read, []
-    monkeypatch.setattr(type(store), "read", lambda self, index, out=None: seen.append(len(index)) or read(self, index, out))
+    monkeypatch.setattr(
+        type(store), "read", lambda self, index, out=None: seen.append(len(index)) or read(self, index, out)
+    )
     table(config(), store, tmp_path / "run")
     assert max(seen) <= data.AT_ONCE
     assert sum(seen) <= data.SAMPLE + data.CHECKSUMS + 8
@@ -158,7 +166,9 @@ def test_small_volume_helper_is_deterministic():
 
 
 def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp_path):
-    found = table(config(data={"global_batch_size": 4, "per_device_batch_size": 3}), store, tmp_path / "run")["batch arithmetic"]
+    found = table(config(data={"global_batch_size": 4, "per_device_batch_size": 3}), store, tmp_path / "run")[
+        "batch arithmetic"
+    ]
     assert found.status == "FAIL" and "global_batch_size 4 is not a multiple" in found.measured
 
 
@@ -208,7 +218,9 @@ def test_F16_a_store_with_leaking_splits_is_a_row_of_the_table(tmp_path):
 
 def sampled(monkeypatch, edit):
     original = tokens.sampler.sample_masks
-    monkeypatch.setattr(tokens.sampler, "sample_masks", lambda settings, maps, rngs: edit(original(settings, maps, rngs), maps))
+    monkeypatch.setattr(
+        tokens.sampler, "sample_masks", lambda settings, maps, rngs: edit(original(settings, maps, rngs), maps)
+    )
 
 
 def test_sorted_masks_cut_at_the_end_are_stopped(store, tmp_path, monkeypatch):
@@ -220,7 +232,10 @@ def test_sorted_masks_cut_at_the_end_are_stopped(store, tmp_path, monkeypatch):
     sampled(monkeypatch, cut)
     found = table(config(), store, tmp_path / "run")
     assert found["mask coverage"].status == "FAIL" and "slice 3 of D is a target" in found["mask coverage"].measured
-    assert found["masks"].status == "FAIL" and "should be 64 + 22 + 38 tokens, and are 64 + 22 + 28" in found["masks"].measured
+    assert (
+        found["masks"].status == "FAIL"
+        and "should be 64 + 22 + 38 tokens, and are 64 + 22 + 28" in found["masks"].measured
+    )
 
 
 @pytest.mark.parametrize("axis", [1, 2])
@@ -286,7 +301,10 @@ def test_F11_a_teacher_that_gets_gradients_is_stopped(store, monkeypatch):
         return model
 
     monkeypatch.setattr(objective, "build_objective", trained_teacher)
-    assert by_name(objective.integrity(config(), store, select(store, "train")))["teacher gets no gradient"].status == "FAIL"
+    assert (
+        by_name(objective.integrity(config(), store, select(store, "train")))["teacher gets no gradient"].status
+        == "FAIL"
+    )
 
 
 def test_F11_two_views_that_were_moved_apart_are_stopped(store, monkeypatch):
@@ -318,7 +336,11 @@ def test_F12_validation_without_targets_is_stopped(store, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, fault",
-    [(name, fault) for name in ("vjepa2", "data2vec") for fault in ("constant teacher", "blind context", "learning rate 0")]
+    [
+        (name, fault)
+        for name in ("vjepa2", "data2vec")
+        for fault in ("constant teacher", "blind context", "learning rate 0")
+    ]
     + [("mae", "blind context")],
 )
 def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, name, fault):
@@ -372,7 +394,9 @@ def test_a_sound_objective_is_told_by_its_content(store):
 def test_a_resumed_run_is_not_examined_at_length(store, tmp_path):
     rows = select(store, "train"), select(store, "val")
     found = preflight.checks(config(), store, start("fp32", "cpu"), *rows, tmp_path, resumed=True)
-    assert not {"objective learns", "forecast"} & {c.name for c in found} and {"ranks", "destination", "store"} <= {c.name for c in found}
+    assert not {"objective learns", "forecast"} & {c.name for c in found} and {"ranks", "destination", "store"} <= {
+        c.name for c in found
+    }
 
 
 def test_plot_is_a_picture(store, tmp_path):

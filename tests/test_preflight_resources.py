@@ -55,7 +55,10 @@ print(peak * 1e9 - before)
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs /proc to tell what a process uses")
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(sized(384, 16, 8, 128), id="wide"), pytest.param(sized(192, 48, 48, 128), id="many volumes", marks=pytest.mark.slow)],
+    [
+        pytest.param(sized(384, 16, 8, 128), id="wide"),
+        pytest.param(sized(192, 48, 48, 128), id="many volumes", marks=pytest.mark.slow),
+    ],
 )
 def test_F7_memory_estimate_is_within_20_percent_of_a_real_run(store, tmp_path, settings):
     """The prototype's pool died of memory that nobody had estimated."""
@@ -93,7 +96,9 @@ def test_F7_memory_estimate_of_a_share_is_within_20_percent_of_a_real_rank(store
         peaks.append(max(row["peak_memory_gb"] for row in rows(tmp_path / name)) * 1e9)
     measured = peaks[1] - peaks[0]  # code and threads are not the step's
     chosen = load(PretrainConfig, settings | fsdp)
-    estimate, whole = (step_cost(chosen, store.preprocessing, 2, passes, 2, sharded).peak_bytes for sharded in (True, False))
+    estimate, whole = (
+        step_cost(chosen, store.preprocessing, 2, passes, 2, sharded).peak_bytes for sharded in (True, False)
+    )
     print(f"estimated {estimate / 1e6:.0f} MB, measured {measured / 1e6:.0f} MB, without shards {whole / 1e6:.0f} MB")
     assert estimate == pytest.approx(measured, rel=0.2)
     assert whole > 1.3 * measured, "an estimate that knows no shares would be told apart"
@@ -104,10 +109,15 @@ def test_F7_the_doctor_tells_what_a_rank_would_need(store):
     settings = load(
         PretrainConfig,
         sized(384, 16, 4, 64, depth=8)
-        | {"runtime": {"parallel": "fsdp"}, "data": {"store": str(store.path), "global_batch_size": 16, "per_device_batch_size": 4}},
+        | {
+            "runtime": {"parallel": "fsdp"},
+            "data": {"store": str(store.path), "global_batch_size": 16, "per_device_batch_size": 4},
+        },
     )
     alone, shared = (
-        next(check for check in examine(settings, store.path.parent / "run", "cpu", ranks=n) if check.name == "memory").measured
+        next(
+            check for check in examine(settings, store.path.parent / "run", "cpu", ranks=n) if check.name == "memory"
+        ).measured
         for n in (1, 4)
     )
     assert "on each rank" in shared and "a share of weights" in shared and "share" not in alone
@@ -142,7 +152,9 @@ def test_attention_costs_what_it_costs_by_every_kernel(monkeypatch):
     for blocked in (False, True):
         monkeypatch.setattr("octfm.models.attention.onednn_is_faster", lambda blocked=blocked: blocked)
         _step_cost.cache_clear()
-        found.append(step_cost(load_config("vit_s", ["precision=fp32", "masks.budget=1000"]), Preprocessing(), 1, 1).flops)
+        found.append(
+            step_cost(load_config("vit_s", ["precision=fp32", "masks.budget=1000"]), Preprocessing(), 1, 1).flops
+        )
     _step_cost.cache_clear()
     # The fused backward pass makes the scores again, kept ones are not made again: a part in seven of attention's.
     assert 0.95 * found[0] < found[1] <= found[0]
@@ -172,4 +184,10 @@ def test_F8_a_store_that_is_slower_than_the_device_is_named(store, monkeypatch):
 
 
 def test_durations_are_told_as_people_tell_them():
-    assert [resources.duration(s) for s in (0.041, 12, 600, 12600, 400_000)] == ["41 ms", "12 s", "10 min", "3.5 h", "4.63 days"]
+    assert [resources.duration(s) for s in (0.041, 12, 600, 12600, 400_000)] == [
+        "41 ms",
+        "12 s",
+        "10 min",
+        "3.5 h",
+        "4.63 days",
+    ]

@@ -53,7 +53,9 @@ def answers(monkeypatch):
 
 def test_a_step_that_fits_is_the_only_one_that_is_compiled(answers):
     check, asked, read = answers(None)
-    assert check.status == "PASS" and check.measured.startswith("3.00 of 30.75 GiB") and asked == [CONFIG] and read == []
+    assert (
+        check.status == "PASS" and check.measured.startswith("3.00 of 30.75 GiB") and asked == [CONFIG] and read == []
+    )
 
 
 def test_the_first_smaller_step_that_fits_is_the_advice_and_each_refusal_is_told_as_it_comes(answers):
@@ -70,7 +72,9 @@ def test_a_search_that_finds_nothing_ends_with_the_last_answer(answers):
     check, asked, read = answers("needs 60", "needs 40", "needs 35", "needs 34", "needs 33")
     assert len(asked) == 5 and asked[-1].masks.budget == tpu.BUDGET and read[-1] == f"needs 34; trying {TRIED[3]}"
     assert (check.status, check.measured) == ("FAIL", "needs 60")
-    assert check.advice.startswith(f"nothing that was tried fits either, {TRIED[3]} last (needs 33): a smaller model.width")
+    assert check.advice.startswith(
+        f"nothing that was tried fits either, {TRIED[3]} last (needs 33): a smaller model.width"
+    )
 
 
 def test_where_nothing_smaller_is_left_to_try_nothing_is_said_to_have_been_tried(answers):
@@ -84,7 +88,9 @@ def smallest() -> PretrainConfig:
 
 def test_whitened_goals_are_refused_as_in_a_run_with_xla_and_before_any_library_is_looked_for():
     config = PretrainConfig.model_validate({"objective": {"target_norm": "whiten"}})
-    with pytest.raises(ConfigError, match="whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"):
+    with pytest.raises(
+        ConfigError, match="whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"
+    ):
         tpu.examine(config, Preprocessing(), "v4-32", print)
 
 
@@ -97,9 +103,18 @@ ABORTED = "print('F1122 10:00 plan.cc:7] Check failed: n > 0\\n@ 0x7f libtpu.so'
 CRASHES = {
     "killed": (KILLED, ("SIGKILL", "memory ran out", "GB are free now")),
     "no memory": ("bytearray(10**18)", ("exit status 1", "MemoryError", "memory ran out")),
-    "no library": ("import libtpu_of_another_world", ("No module named 'libtpu_of_another_world'", "tests/xla/environment.sh .venv-xla")),
-    "locked": ("raise RuntimeError('The TPU is already in use by process 7')", ("in use by process 7", "delete /tmp/libtpu_lockfile")),
-    "segmentation fault": ("import signal; os.kill(os.getpid(), signal.SIGSEGV)", ("SIGSEGV", "Fatal Python error: Segmentation fault")),
+    "no library": (
+        "import libtpu_of_another_world",
+        ("No module named 'libtpu_of_another_world'", "tests/xla/environment.sh .venv-xla"),
+    ),
+    "locked": (
+        "raise RuntimeError('The TPU is already in use by process 7')",
+        ("in use by process 7", "delete /tmp/libtpu_lockfile"),
+    ),
+    "segmentation fault": (
+        "import signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        ("SIGSEGV", "Fatal Python error: Segmentation fault"),
+    ),
     "aborted": (ABORTED, ("SIGABRT", "plan.cc:7] Check failed: n > 0", "try again")),
     "no such operator": ("raise KeyError('aten::new')", ("exit status 1", "KeyError: 'aten::new'", "report it")),
     "silent": ("os._exit(3)", ("exit status 3", "it said nothing")),
@@ -112,7 +127,9 @@ def programs(monkeypatch, tmp_path):
     """Programs that take the place of the two that need libraries: this Python code, with `write` for an answer."""
 
     def give(**codes: str) -> None:
-        script = "#!/bin/sh\n" + "".join(f"case $2 in *.{name}) code={quoted(code)};; esac\n" for name, code in (GOOD | codes).items())
+        script = "#!/bin/sh\n" + "".join(
+            f"case $2 in *.{name}) code={quoted(code)};; esac\n" for name, code in (GOOD | codes).items()
+        )
         start = "import os, sys; from pathlib import Path; write = lambda name, text: (Path(sys.argv[1]) / name).write_text(text)\n"
         (tmp_path / "python").write_text(script + f'exec {sys.executable} -c {quoted(start)}"$code" "$3"\n')
         (tmp_path / "python").chmod(0o755)
@@ -139,14 +156,23 @@ def test_a_program_that_crashes_is_one_line_with_what_to_do(programs, tmp_path, 
         compile_step()
     told = str(caught.value)
     task = {"tpu_record": "recording the step (torch_xla)", "tpu_compile": "compiling the step (libtpu)"}[program]
-    assert "\n" not in told and "Traceback" not in told and told.startswith(f"--tpu: {task} ") and all(word in told for word in words)
+    assert (
+        "\n" not in told
+        and "Traceback" not in told
+        and told.startswith(f"--tpu: {task} ")
+        and all(word in told for word in words)
+    )
     log = Path(told.rpartition(" is in ")[2])
-    assert log.parent == tmp_path and not list(tmp_path.glob("octfm-tpu-*")), "what the program said is kept, its working folder is not"
+    assert log.parent == tmp_path and not list(tmp_path.glob("octfm-tpu-*")), (
+        "what the program said is kept, its working folder is not"
+    )
     assert bool(log.read_text()) == (crash not in ("silent", "no answer"))
 
 
 def test_an_error_of_octfm_itself_is_told_as_it_is(programs):
-    programs(tpu_record="from octfm.errors import ConfigError; raise ConfigError('masks.budget: expected 8 or more, got 3; raise it')")
+    programs(
+        tpu_record="from octfm.errors import ConfigError; raise ConfigError('masks.budget: expected 8 or more, got 3; raise it')"
+    )
     with pytest.raises(ConfigError, match=r"^masks.budget: expected 8 or more, got 3; raise it$"):
         compile_step()
 

@@ -29,11 +29,17 @@ from store_samples import SMALL, acquisition, catalog, read_sample
 
 def content(path: Path) -> dict[str, bytes]:
     """Every file that a reader of the store may look at."""
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")}
+    return {
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and not p.name.startswith(".")
+    }
 
 
 def run(acquisitions, out, *, preprocessing=SMALL, workers=1, **other) -> Store:
-    return prepare(catalog(acquisitions), out, preprocessing, workers=workers, progress=False, read=read_sample, **other)
+    return prepare(
+        catalog(acquisitions), out, preprocessing, workers=workers, progress=False, read=read_sample, **other
+    )
 
 
 class Counting:
@@ -59,7 +65,9 @@ def undisturbed(tmp_path_factory) -> Path:
 
 def test_the_store_holds_what_preprocessing_makes_of_each_file(undisturbed):
     store = Store.open(undisturbed)
-    assert [row.acquisition for row in store.rows] == [a.sop_instance_uid for a in MIXED if a.uri.endswith(("reads", "slow"))]
+    assert [row.acquisition for row in store.rows] == [
+        a.sop_instance_uid for a in MIXED if a.uri.endswith(("reads", "slow"))
+    ]
     for row in store.rows:
         volume = replace(read_sample(row.uri), laterality=row.laterality)
         wanted = SMALL(volume)
@@ -156,7 +164,8 @@ def test_other_settings_are_refused_and_named(tmp_path):
     before = content(tmp_path / "store")
     other = Preprocessing(image_size=(4, 32, 32), target_spacing=SMALL.target_spacing)
     with pytest.raises(
-        StoreError, match=r"prepared differently \(image_size \[4, 32, 16\] there, \[4, 32, 32\] here\).*prepare into a new folder"
+        StoreError,
+        match=r"prepared differently \(image_size \[4, 32, 16\] there, \[4, 32, 32\] here\).*prepare into a new folder",
     ):
         run([acquisition(0), acquisition(1)], tmp_path / "store", preprocessing=other)
     with pytest.raises(StoreError, match=r"compression is none there, zstd was asked"):
@@ -172,7 +181,9 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
 
 
 def test_nothing_prepared_is_an_error_with_the_reason(tmp_path):
-    with pytest.raises(StoreError, match=r"none of 2 volumes.*2 with truncated_pixel_data, for example: .*frame 3 of 6"):
+    with pytest.raises(
+        StoreError, match=r"none of 2 volumes.*2 with truncated_pixel_data, for example: .*frame 3 of 6"
+    ):
         run([acquisition(n, "truncated") for n in range(2)], tmp_path / "store")
     with pytest.raises(StoreError, match="no accepted acquisition"):
         run([], tmp_path / "empty")
@@ -186,7 +197,9 @@ def test_a_file_that_changed_since_the_scan_is_quarantined(tmp_path):
 def test_the_catalog_decides_geometry(tmp_path):
     """The catalog cross-checked spacing and laterality; the file's own word is only one of its sources."""
     store = run([acquisition(0, spacing_mm=(0.3, 0.05, 0.2), laterality="L")], tmp_path / "store")
-    assert store.rows[0].transform["native_spacing_mm"] == [0.3, 0.05, 0.2] and store.rows[0].transform["mirrored"] is True
+    assert (
+        store.rows[0].transform["native_spacing_mm"] == [0.3, 0.05, 0.2] and store.rows[0].transform["mirrored"] is True
+    )
 
 
 ENDS = {3: "crashes", 4: "slow", 5: "hangs", 6: "swallows", 8: "aborts", 9: "kills"}
@@ -198,7 +211,9 @@ def test_a_file_that_ends_its_process_is_named_and_the_rest_is_prepared(tmp_path
     files = [acquisition(n, ENDS.get(n, "reads")) for n in range(12)]
     store = run(files, tmp_path / "store", workers=workers, limits=Limits(seconds=3))
     assert {(u.acquisition, u.code) for u in store.unprepared()} == {(f"1.2.3.{n}", code) for n, code in CODES.items()}
-    assert [row.acquisition for row in store.rows] == [a.sop_instance_uid for n, a in enumerate(files) if n not in CODES]
+    assert [row.acquisition for row in store.rows] == [
+        a.sop_instance_uid for n, a in enumerate(files) if n not in CODES
+    ]
     assert store.verify() == len(files) - len(CODES)
     sentences = {u.code: u.sentence for u in store.unprepared()}
     assert "SIG" in sentences["decoder_crashed"] and "not done after" in sentences["decoder_timeout"]
@@ -217,7 +232,14 @@ def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch):
     seen = tmp_path / "seen"
     seen.mkdir()
     monkeypatch.setenv("OCTFM_TEST_SEEN", str(seen))
-    prepare(catalog([acquisition(n) for n in range(4)]), tmp_path / "store", SMALL, workers=2, progress=False, read=threads_of_worker)
+    prepare(
+        catalog([acquisition(n) for n in range(4)]),
+        tmp_path / "store",
+        SMALL,
+        workers=2,
+        progress=False,
+        read=threads_of_worker,
+    )
     assert {p.read_text() for p in seen.iterdir()} == {"1 1"}
 
 
@@ -310,7 +332,11 @@ def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, 
         if draw.random() < 0.5:
             time.sleep(draw.uniform(0, duration))
         else:
-            while process.poll() is None and time.monotonic() - began < 30 and not (rows.exists() and rows.stat().st_size > size):
+            while (
+                process.poll() is None
+                and time.monotonic() - began < 30
+                and not (rows.exists() and rows.stat().st_size > size)
+            ):
                 time.sleep(0.0005)
             time.sleep(draw.uniform(0, 0.02))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")

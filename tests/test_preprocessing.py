@@ -34,7 +34,9 @@ def inside(surfaces: np.ndarray, height: int) -> np.ndarray:
 
 def exactly(volume: Volume, **more) -> Preprocessing:
     """Settings whose grid is that of the volume itself."""
-    return Preprocessing(image_size=volume.shape, target_spacing=volume.spacing_mm, center="field", register_bscans=False, **more)
+    return Preprocessing(
+        image_size=volume.shape, target_spacing=volume.spacing_mm, center="field", register_bscans=False, **more
+    )
 
 
 # Geometry
@@ -55,7 +57,9 @@ def test_landmarks_are_found_where_the_transform_says(laterality, superior_first
     ball = np.array([rng.integers(7, 13), rng.integers(60, 90), rng.integers(35, 55)])
     distance = (np.stack(np.indices(shape), axis=-1) - ball) * spacing
     glow = 250 * np.exp(-0.5 * (np.square(distance) / np.square([0.25, 0.02, 0.06])).sum(axis=-1))
-    volume = Volume((glow + rng.uniform(0, 5, shape)).astype(np.uint8), spacing, laterality, superior_first=superior_first)
+    volume = Volume(
+        (glow + rng.uniform(0, 5, shape)).astype(np.uint8), spacing, laterality, superior_first=superior_first
+    )
     prepared = Preprocessing(image_size=(44, 260, 160), target_spacing=target)(volume)
     expected = prepared.transform.points_to_prepared(ball[None])[0]
     weight = np.where(prepared.voxels > 30, prepared.voxels, 0).astype(float)
@@ -116,7 +120,9 @@ def test_F13_axial_axis_is_never_flipped():
             prepared = SMALL(replace(base, laterality=laterality, superior_first=superior_first))
             rows = np.linspace(-50, 300, 30)
             for across in (0.0, 15.0):
-                points = prepared.transform.points_to_prepared(np.stack([rows * 0 + across, rows, rows * 0 + across], axis=1))
+                points = prepared.transform.points_to_prepared(
+                    np.stack([rows * 0 + across, rows, rows * 0 + across], axis=1)
+                )
                 assert (np.diff(points[:, 1]) > 0).all()
             ilm, bm = (prepared.transform.rows_to_prepared(truth.surface(name)) for name in ("ilm", "bm"))
             seen = prepared.valid[1] > 0
@@ -134,7 +140,12 @@ def test_F13_axial_axis_is_never_flipped():
 def test_left_eyes_become_right_eyes_and_unknown_ones_are_left_alone():
     base, _ = phantom_volume(2, scanner="topcon_triton")
     right, left, unknown = (
-        SMALL(volume) for volume in (base, replace(base, voxels=base.voxels[:, :, ::-1], laterality="L"), replace(base, laterality=None))
+        SMALL(volume)
+        for volume in (
+            base,
+            replace(base, voxels=base.voxels[:, :, ::-1], laterality="L"),
+            replace(base, laterality=None),
+        )
     )
     assert np.array_equal(right.voxels, left.voxels)
     assert np.array_equal(right.band, left.band)
@@ -144,7 +155,10 @@ def test_left_eyes_become_right_eyes_and_unknown_ones_are_left_alone():
 
 def test_superior_comes_first():
     base, _ = phantom_volume(2, scanner="topcon_triton")
-    up, down = SMALL(replace(base, superior_first=True)), SMALL(replace(base, voxels=base.voxels[::-1], superior_first=False))
+    up, down = (
+        SMALL(replace(base, superior_first=True)),
+        SMALL(replace(base, voxels=base.voxels[::-1], superior_first=False)),
+    )
     assert np.array_equal(up.voxels, down.voxels)
     assert down.transform.reversed_bscans
     assert not up.transform.reversed_bscans
@@ -266,7 +280,8 @@ def test_motion_is_undone_before_bscans_are_averaged():
     shift = np.random.default_rng(0).integers(-10, 11, 64)
     moved = replace(volume, voxels=np.stack([np.roll(b, s, axis=0) for b, s in zip(volume.voxels, shift, strict=True)]))
     sharp, smeared = (
-        SMALL.model_copy(update={"register_bscans": on})(moved).voxels.astype(float).std(axis=1).mean() for on in (True, False)
+        SMALL.model_copy(update={"register_bscans": on})(moved).voxels.astype(float).std(axis=1).mean()
+        for on in (True, False)
     )
     assert sharp > 1.1 * smeared
 
@@ -342,7 +357,9 @@ def test_settings_survive_yaml(tmp_path: Path):
     assert load(Preprocessing, path) == SMALL
 
 
-@pytest.mark.parametrize("bad", [{"image_size": (0, 4, 4)}, {"target_spacing": (0.1, -1, 0.1)}, {"margin_mm": -1}, {"intensity_std": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"image_size": (0, 4, 4)}, {"target_spacing": (0.1, -1, 0.1)}, {"margin_mm": -1}, {"intensity_std": 0}]
+)
 def test_impossible_settings_are_refused(bad):
     with pytest.raises(ConfigError):
         load(Preprocessing, bad)
@@ -385,7 +402,10 @@ def test_real_amd_volume_is_upright_and_whole(real_data: Path):
     assert held.mean() / inside(prepared.valid, preprocessing.image_size[1]).mean() <= 0.5
     tissue = prepared.voxels[held].mean()
     rows = np.arange(preprocessing.image_size[1])[None, :, None]
-    assert prepared.voxels[(rows < prepared.band[0][:, None]) & inside(prepared.valid, preprocessing.image_size[1])].mean() < 0.2 * tissue
+    assert (
+        prepared.voxels[(rows < prepared.band[0][:, None]) & inside(prepared.valid, preprocessing.image_size[1])].mean()
+        < 0.2 * tissue
+    )
     assert prepared.transform.to_native(prepared.voxels, order=1).shape == volume.shape
 
 

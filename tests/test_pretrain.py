@@ -65,7 +65,9 @@ def timeless(run):
 
 @pytest.mark.parametrize("objective, precision", [*product(("vjepa2", "data2vec"), ("fp32", "bf16")), ("mae", "fp32")])
 def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, objective, precision):
-    settings = config(steps=80, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=10)
+    settings = config(
+        steps=80, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=10
+    )
     run = pretrain(settings, store, tmp_path / "run", echo=quiet)
     curve = [row["masked_over_baseline"] for row in rows(run)]
     assert curve[-1] < 0.9 * curve[0]
@@ -137,7 +139,9 @@ def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
     rows_file = moved / "rows.jsonl"
     swap = {"train": "test", "test": "train"}
     lines = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    rows_file.write_text("".join(json.dumps({**row, "split": swap.get(row["split"], row["split"])}) + "\n" for row in lines))
+    rows_file.write_text(
+        "".join(json.dumps({**row, "split": swap.get(row["split"], row["split"])}) + "\n" for row in lines)
+    )
     with pytest.raises(CheckpointError, match="training volumes of the store are not those it began on"):
         pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
 
@@ -146,7 +150,9 @@ def test_validation_does_not_depend_on_the_micro_batch(store, tmp_path):
     found = []
     for size in (1, 4):
         settings = config(steps=1, data={"global_batch_size": 4, "per_device_batch_size": size})
-        found.append(rows(pretrain(settings, store, tmp_path / str(size), echo=quiet), "validation")[0]["masked_over_baseline"])
+        found.append(
+            rows(pretrain(settings, store, tmp_path / str(size), echo=quiet), "validation")[0]["masked_over_baseline"]
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
@@ -214,7 +220,9 @@ def test_F16_no_participant_is_trained_and_validated_on(store, tmp_path):
 def test_F7_accumulation_does_not_change_the_maths(store, tmp_path):
     """Halving the micro-batch after an out-of-memory must give the same run."""
     halves = pretrain(config(steps=3), store, tmp_path / "a", echo=quiet)
-    whole = pretrain(config(steps=3, data={"global_batch_size": 4, "per_device_batch_size": 4}), store, tmp_path / "b", echo=quiet)
+    whole = pretrain(
+        config(steps=3, data={"global_batch_size": 4, "per_device_batch_size": 4}), store, tmp_path / "b", echo=quiet
+    )
     for name, tensor in final(halves)["model"].items():
         torch.testing.assert_close(tensor, final(whole)["model"][name], rtol=1e-4, atol=1e-5)
 
@@ -233,10 +241,21 @@ def test_F19_parameter_count_is_stored_with_the_run(store, tmp_path):
 
 
 def test_metrics_tell_losses_apart_per_scanner(store, tmp_path):
-    run = pretrain(config(steps=6, data={"global_batch_size": 8, "per_device_batch_size": 4}), store, tmp_path / "run", echo=quiet)
+    run = pretrain(
+        config(steps=6, data={"global_batch_size": 8, "per_device_batch_size": 4}), store, tmp_path / "run", echo=quiet
+    )
     row = rows(run)[-1]
     assert set(row["by_scanner"]) <= {"heidelberg_spectralis", "topcon_triton"} and row["by_scanner"]
-    for key in ("masked_loss", "context_loss", "weight_decay", "ema", "effective_rank", "feature_std", "data_wait_share", "peak_memory_gb"):
+    for key in (
+        "masked_loss",
+        "context_loss",
+        "weight_decay",
+        "ema",
+        "effective_rank",
+        "feature_std",
+        "data_wait_share",
+        "peak_memory_gb",
+    ):
         assert np.isfinite(row[key]), key
     assert rows(run, "health"), "verdicts in words"
 

@@ -38,7 +38,15 @@ def clinic(tmp_path) -> Path:
         table = csv.DictWriter(file, ["person_id", "PatientName", "dateOfBirth", "surname", "age"], delimiter="\t")
         table.writeheader()
         for i in range(4):
-            table.writerow({"person_id": f"p{i}", "PatientName": PATIENT_NAME, "dateOfBirth": "1950-01-02", "surname": "Geheim", "age": 71})
+            table.writerow(
+                {
+                    "person_id": f"p{i}",
+                    "PatientName": PATIENT_NAME,
+                    "dateOfBirth": "1950-01-02",
+                    "surname": "Geheim",
+                    "age": 71,
+                }
+            )
     return root
 
 
@@ -49,7 +57,9 @@ def everything_in(folder: Path) -> bytes:
 def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tmp_path):
     assert all(secret.encode() in everything_in(clinic) for secret in SECRETS), "they must be there to leak"
     said = [octfm_command("scan", clinic, "--out", "catalog", cwd=tmp_path)]
-    said.append(octfm_command("prepare", "catalog", "image_size=[4,32,32]", "target_spacing=[0.12,0.0039,0.0115]", cwd=tmp_path))
+    said.append(
+        octfm_command("prepare", "catalog", "image_size=[4,32,32]", "target_spacing=[0.12,0.0039,0.0115]", cwd=tmp_path)
+    )
     assert [code for code, *_ in said] == [0, 0], said
     catalog, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
     assert len(catalog.acquisitions) == len(store) == 4 and len(catalog.rejects) == 4
@@ -110,10 +120,16 @@ def test_nothing_leaves_the_machine_unless_it_is_asked_to(clinic, tmp_path, monk
     asked = tmp_path / "asked.txt"
     (tmp_path / "guard").mkdir()
     (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD.format(asked=str(asked)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     for words in VERBS[kind]:
         code, _, err = octfm_command(*words, cwd=tmp_path)
         assert code == 0, (words, err)
         assert not asked.exists(), (words, asked.read_text())
-    refused = subprocess.run([sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 9))"], capture_output=True)
-    assert refused.returncode and b"no network here" in refused.stderr and "127.0.0.1" in asked.read_text(), "the guard guards"
+    refused = subprocess.run(
+        [sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 9))"], capture_output=True
+    )
+    assert refused.returncode and b"no network here" in refused.stderr and "127.0.0.1" in asked.read_text(), (
+        "the guard guards"
+    )

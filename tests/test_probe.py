@@ -30,7 +30,9 @@ class Cohort:
         self.rng, self.width, self.rows = rng, width, []
         for i in range(participants):
             diagnosis = ("healthy", "drusen", "dme")[i % 3]
-            part = ("train", "val", "test")[int(np.searchsorted(np.cumsum(split), (i // 3) / (participants / 3), side="right"))]
+            part = ("train", "val", "test")[
+                int(np.searchsorted(np.cumsum(split), (i // 3) / (participants / 3), side="right"))
+            ]
             for laterality in "RL":
                 self.rows.append(
                     {
@@ -52,9 +54,23 @@ class Cohort:
         direction = rng.normal(size=(4, self.width))
         vectors = []
         for row in self.rows:
-            known = [row["diagnosis"] == "drusen", row["diagnosis"] == "dme", (row["cst_um"] - 270) / 30, row["scanner"] == SCANNERS[0]]
+            known = [
+                row["diagnosis"] == "drusen",
+                row["diagnosis"] == "dme",
+                (row["cst_um"] - 270) / 30,
+                row["scanner"] == SCANNERS[0],
+            ]
             vectors.append(signal * np.array(known, float) @ direction / 4 + rng.normal(size=self.width))
-        keep = ["acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split", "participant_labels"]
+        keep = [
+            "acquisition",
+            "participant",
+            "eye_id",
+            "laterality",
+            "scanner",
+            "protocol",
+            "split",
+            "participant_labels",
+        ]
         table = pa.table({k: [r[k] for r in self.rows] for k in keep}).append_column(
             "vector", pa.array([v.astype(np.float32) for v in vectors], pa.list_(pa.float32()))
         )
@@ -66,7 +82,10 @@ class Cohort:
 
     def labels(self, path, *, by="eye", order=None, header="participant_id"):
         rows = self.rows if order is None else [self.rows[i] for i in order]
-        columns = {"eye": [header, "laterality"], "acquisition": [header, "sop_instance_uid"]}[by] + ["diagnosis", "cst_um"]
+        columns = {"eye": [header, "laterality"], "acquisition": [header, "sop_instance_uid"]}[by] + [
+            "diagnosis",
+            "cst_um",
+        ]
         lines = ["\t".join(columns)]
         for r in rows:
             ids = [r["participant"], r["laterality"] if by == "eye" else r["acquisition"]]
@@ -86,7 +105,9 @@ def cohort():
 
 def test_results_do_not_depend_on_the_order_of_any_file(cohort, tmp_path):
     rng = np.random.default_rng(1)
-    straight = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=100)
+    straight = probe(
+        [cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=100
+    )
     shuffled = probe(
         [cohort.embeddings(tmp_path / "b.parquet", order=rng.permutation(len(cohort.rows)))],
         cohort.labels(tmp_path / "m.tsv", order=rng.permutation(len(cohort.rows)), header="person_id"),
@@ -106,7 +127,9 @@ def test_labels_join_by_uid_as_well_as_by_eye(cohort, tmp_path):
 
 
 def test_every_target_of_the_cohort_is_probed_at_the_right_unit(cohort, tmp_path):
-    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, design="k-fold")
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, design="k-fold"
+    )
     units = {r["target"]: (r["kind"], r["unit"]) for r in result["results"]}
     assert units == {
         "disease": ("binary", "participant"),
@@ -201,7 +224,9 @@ def test_noise_scores_at_chance_however_wide_the_vectors(tmp_path):
 def test_encoder_that_saw_test_participants_is_refused_or_flagged(cohort, tmp_path):
     path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
     tested = sorted({r["participant"] for r in cohort.rows if r["split"] == "test"})
-    with pytest.raises(EvaluationError, match=f"3 of {len(tested)} test participants were in the encoder's pretraining"):
+    with pytest.raises(
+        EvaluationError, match=f"3 of {len(tested)} test participants were in the encoder's pretraining"
+    ):
         probe([path], labels, seen=set(tested[:3]), resamples=50)
     flagged = probe([path], labels, seen=lambda p: p in tested[:3], allow_seen=True, resamples=50)
     assert row(flagged, "disease", "auroc")["seen_test_participants"] == 3
@@ -216,7 +241,11 @@ def test_k_fold_tests_only_unseen_participants_and_refuses_when_there_are_none(c
     result = probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50)
     facts = row(result, "disease", "auroc")
     # In each of five folds, the 20 of pretraining and four fifths of the others.
-    assert (facts["n_test_participants"], facts["n_train_participants"], facts["seen_test_participants"]) == (40, 20 + 32, 0)
+    assert (facts["n_test_participants"], facts["n_train_participants"], facts["seen_test_participants"]) == (
+        40,
+        20 + 32,
+        0,
+    )
     with pytest.raises(EvaluationError, match="all 60 participants"):
         probe([path], labels, seen=set(everyone), design="k-fold", resamples=50)
     with pytest.raises(EvaluationError, match="at least 2 folds, got 1"):
@@ -290,12 +319,22 @@ def test_rare_class_is_left_out_and_named(tmp_path):
     cohort = Cohort()
     for r in cohort.rows[:2]:
         r["diagnosis"] = "macular_hole"
-    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, targets=["diagnosis"])
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet")],
+        cohort.labels(tmp_path / "l.tsv"),
+        resamples=50,
+        targets=["diagnosis"],
+    )
     assert row(result, "diagnosis", "auroc")["left_out_classes"] == ["macular_hole"]
 
 
 def test_result_is_strict_json_written_whole(cohort, tmp_path):
-    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50, commands=["octfm probe x"])
+    result = probe(
+        [cohort.embeddings(tmp_path / "a.parquet")],
+        cohort.labels(tmp_path / "l.tsv"),
+        resamples=50,
+        commands=["octfm probe x"],
+    )
     path = write_probe(tmp_path / "run" / "probe.json", result)
     read = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (read["format"], read["version"], read["commands"]) == ("octfm-probe", 1, ["octfm probe x"])
@@ -352,8 +391,12 @@ def graded(cohort, path):
     lines = ["participant_id\tlaterality\tseverity\tfindings\tstage"]
     for r in cohort.rows:
         grade = int(np.clip((r["cst_um"] - 250) // 30, 0, 3))
-        found = [name for name in ("drusen", "dme") if r["diagnosis"] == name] + ["erm"] * (int(r["participant"]) // 6 % 4 == 0)
-        lines.append(f"{r['participant']}\t{r['laterality']}\t{GRADES[grade]}\t{';'.join(found) or 'none'}\t{12 if grade == 3 else grade}")
+        found = [name for name in ("drusen", "dme") if r["diagnosis"] == name] + ["erm"] * (
+            int(r["participant"]) // 6 % 4 == 0
+        )
+        lines.append(
+            f"{r['participant']}\t{r['laterality']}\t{GRADES[grade]}\t{';'.join(found) or 'none'}\t{12 if grade == 3 else grade}"
+        )
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -362,7 +405,12 @@ def test_grades_are_scored_in_their_order(tmp_path):
     cohort = Cohort(participants=120)
     files, table = [cohort.embeddings(tmp_path / "a.parquet", signal=6)], graded(cohort, tmp_path / "l.tsv")
     result = probe(
-        files, table, design="k-fold", resamples=100, targets=["severity", "stage"], orders={"severity": tuple(reversed(GRADES))}
+        files,
+        table,
+        design="k-fold",
+        resamples=100,
+        targets=["severity", "stage"],
+        orders={"severity": tuple(reversed(GRADES))},
     )
     kappa = row(result, "severity", "kappa")
     assert kappa["kind"] == "ordinal" and kappa["classes"] == list(reversed(GRADES)) and kappa["estimate"] > 0.4
@@ -417,7 +465,11 @@ def test_neighbours_see_what_a_line_cannot(tmp_path):
     ]
     (tmp_path / "l.tsv").write_text("\n".join(lines) + "\n")
     score = {
-        name: row(probe([path], tmp_path / "l.tsv", design="k-fold", resamples=50, targets=["parity"], readout=name), "parity", "auroc")
+        name: row(
+            probe([path], tmp_path / "l.tsv", design="k-fold", resamples=50, targets=["parity"], readout=name),
+            "parity",
+            "auroc",
+        )
         for name in ("linear", "knn")
     }
     assert score["knn"]["estimate"] > 0.9 > 0.7 > score["linear"]["estimate"]
@@ -426,7 +478,10 @@ def test_neighbours_see_what_a_line_cannot(tmp_path):
 
 def test_planned_comparisons_are_corrected_for_their_number(tmp_path):
     cohort = Cohort(participants=90)
-    files = [cohort.embeddings(tmp_path / f"{n}.parquet", n, s) for n, s in (("pretrained", 2), ("random_init", 1), ("histogram", 0))]
+    files = [
+        cohort.embeddings(tmp_path / f"{n}.parquet", n, s)
+        for n, s in (("pretrained", 2), ("random_init", 1), ("histogram", 0))
+    ]
     result = probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", resamples=200)
     planned = [c for c in result["comparisons"] if c["planned"]]
     assert {c["metric"] for c in planned} == {"auroc", "r2"} and not any(c["leakage"] for c in planned)
@@ -460,7 +515,9 @@ def test_label_efficiency_uses_nested_participants_and_rises(tmp_path):
     # Folds test everybody whom pretraining has not seen, after learning from the same share of all others.
     unseen = {r["participant"] for r in cohort.rows[60:]}
     thirds: dict[str, Any] = {"design": "k-fold", "folds": 3, "seen": lambda p: p not in unseen}
-    folded, _ = label_efficiency(files, table, targets=["disease"], fractions=(0.3, 1.0), seeds=2, resamples=50, **thirds)
+    folded, _ = label_efficiency(
+        files, table, targets=["disease"], fractions=(0.3, 1.0), seeds=2, resamples=50, **thirds
+    )
     assert [r["n_test_participants"] for r in folded] == [90, 90] and [r["design"] for r in folded] == ["k-fold"] * 2
     assert [r["n_train_participants"] for r in folded] == [pytest.approx(27, abs=2), 30 + 60]
     whole = row(probe(files, table, targets=["disease"], resamples=50, **thirds), "disease", "auroc")
@@ -472,23 +529,33 @@ def test_label_efficiency_uses_nested_participants_and_rises(tmp_path):
 
 def test_what_pretraining_saves_in_labels_is_paired_and_corrected(tmp_path):
     cohort = Cohort(participants=200)
-    files = [cohort.embeddings(tmp_path / f"{name}.parquet", name=name, signal=signal) for name, signal in (("good", 3), ("poor", 0.5))]
-    rows, compared = label_efficiency(files, cohort.labels(tmp_path / "l.tsv"), targets=["disease"], fractions=(0.2, 1.0), resamples=200)
+    files = [
+        cohort.embeddings(tmp_path / f"{name}.parquet", name=name, signal=signal)
+        for name, signal in (("good", 3), ("poor", 0.5))
+    ]
+    rows, compared = label_efficiency(
+        files, cohort.labels(tmp_path / "l.tsv"), targets=["disease"], fractions=(0.2, 1.0), resamples=200
+    )
     assert [(c["a"], c["b"], c["fraction"]) for c in compared] == [("good", "poor", 0.2), ("good", "poor", 1.0)]
     for c in compared:
-        good, poor = (next(r for r in rows if (r["encoder"], r["fraction"]) == (name, c["fraction"])) for name in ("good", "poor"))
+        good, poor = (
+            next(r for r in rows if (r["encoder"], r["fraction"]) == (name, c["fraction"])) for name in ("good", "poor")
+        )
         assert c["difference"] == pytest.approx(good["estimate"] - poor["estimate"], abs=1e-9)
         assert c["n_train_participants"] == good["n_train_participants"]
         assert c["low"] < c["difference"] < c["high"] and c["verdict"] == "better" and c["p_holm"] >= c["p"]
     good = read_embeddings(files[0])
-    _, equal = label_efficiency([good, replace(good, name="twin")], cohort.labels(tmp_path / "l.tsv"), targets=["disease"], resamples=50)
+    _, equal = label_efficiency(
+        [good, replace(good, name="twin")], cohort.labels(tmp_path / "l.tsv"), targets=["disease"], resamples=50
+    )
     assert {c["verdict"] for c in equal} == {"inconclusive"} and {c["difference"] for c in equal} == {0.0}
 
 
 def test_several_seeds_widen_what_one_seed_claims(cohort, tmp_path):
     files, table = [cohort.embeddings(tmp_path / "a.parquet", signal=1)], cohort.labels(tmp_path / "l.tsv")
     one, three = (
-        row(probe(files, table, design="k-fold", targets=["disease"], resamples=200, seeds=n), "disease", "auroc") for n in (1, 3)
+        row(probe(files, table, design="k-fold", targets=["disease"], resamples=200, seeds=n), "disease", "auroc")
+        for n in (1, 3)
     )
     assert (one["seeds"], three["seeds"]) == (1, 3)
     assert three["high"] - three["low"] > 0.8 * (one["high"] - one["low"])
@@ -499,11 +566,15 @@ def test_the_demo_sized_probe_takes_under_40_seconds(tmp_path):
     cohort = Cohort(participants=300, width=384)
     files = [cohort.embeddings(tmp_path / f"{n}.parquet", n) for n in ("pretrained", "random_init", "histogram")]
     start = time.process_time()  # of this process, whoever else is at work
-    probe(files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", targets=["disease", "diagnosis", "cst_um", "scanner"])
+    probe(
+        files, cohort.labels(tmp_path / "l.tsv"), design="k-fold", targets=["disease", "diagnosis", "cst_um", "scanner"]
+    )
     assert time.process_time() - start < 40
 
 
-@pytest.mark.parametrize(("readout", "seed"), [("linear", 0), ("linear", 1), ("ordinal", 0), ("ordinal", 1), ("knn", 1), ("knn", 6)])
+@pytest.mark.parametrize(
+    ("readout", "seed"), [("linear", 0), ("linear", 1), ("ordinal", 0), ("ordinal", 1), ("knn", 1), ("knn", 6)]
+)
 def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.MonkeyPatch, readout, seed) -> None:
     """The hardly penalised fits took half the time of a probe and were never chosen (docs/LOG.md). Neighbours are all tried: with a rare
     class their loss has several valleys."""

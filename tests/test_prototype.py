@@ -104,23 +104,44 @@ def test_a_misspelt_key_of_ours_is_not_taken_for_the_prototype(tmp_path):
 
 def test_F19_presets_have_the_prototypes_values():
     """Its smoke test had 5.8 M parameters; its real runs trained another model than its config said."""
-    for name, epochs, scanners in (("pretrain_vjepa_single_domain", 120, ("topcon_triton",)), ("pretrain_vjepa_multi_domain", 150, ())):
+    for name, epochs, scanners in (
+        ("pretrain_vjepa_single_domain", 120, ("topcon_triton",)),
+        ("pretrain_vjepa_multi_domain", 150, ()),
+    ):
         c = load_config(name)
-        assert (c.epochs, c.data.scanners, c.ckpt_every_epochs, c.log_every_steps, c.precision) == (epochs, scanners, 5, 2, "bf16")
-        assert (c.schedule.base_lr, c.schedule.min_lr_ratio, c.schedule.warmup_ratio, c.schedule.weight_decay) == (1e-4, 0.1, 0.03, 0.05)
+        assert (c.epochs, c.data.scanners, c.ckpt_every_epochs, c.log_every_steps, c.precision) == (
+            epochs,
+            scanners,
+            5,
+            2,
+            "bf16",
+        )
+        assert (c.schedule.base_lr, c.schedule.min_lr_ratio, c.schedule.warmup_ratio, c.schedule.weight_decay) == (
+            1e-4,
+            0.1,
+            0.03,
+            0.05,
+        )
         assert (c.schedule.ema_base, c.schedule.ema_end, c.betas, c.masks.mask_ratio) == (0.996, 1.0, (0.9, 0.95), 0.6)
         assert (c.model.patch_size, c.model.width, c.model.depth, c.data.global_batch_size) == ((4, 16, 16), 384, 6, 32)
         assert c.objective.name == "vjepa2"
     c = load_config("smoke_test")
     assert (c.steps, c.data.max_samples) == (10, 8)
     with torch.device("meta"):
-        assert count_parameters(build_objective(c, Preprocessing(image_size=(16, 128, 128)))) == pytest.approx(5.8e6, rel=0.01)
+        assert count_parameters(build_objective(c, Preprocessing(image_size=(16, 128, 128)))) == pytest.approx(
+            5.8e6, rel=0.01
+        )
 
 
 def test_epochs_become_steps_when_the_store_is_known(store):
     c = config(steps=100_000, epochs=3, ckpt_every_epochs=1, data={"global_batch_size": 4})
     resolved = in_steps(c, 16)
-    assert (resolved.steps, resolved.epochs, resolved.ckpt_every_steps, resolved.ckpt_every_epochs) == (12, None, 4, None)
+    assert (resolved.steps, resolved.epochs, resolved.ckpt_every_steps, resolved.ckpt_every_epochs) == (
+        12,
+        None,
+        4,
+        None,
+    )
     assert in_steps(config(), 16) == config()
     with pytest.raises(ConfigError, match="give one of them"):
         config(epochs=3)
@@ -140,7 +161,10 @@ def test_epochs_train_and_resume(store, tmp_path):
 def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     """What `--smoke` runs; under a minute on two cores, here on 8 small volumes in seconds."""
     c = smoke(load_config(name))
-    small, plain = c.model.model_copy(update={"patch_size": (2, 8, 8)}), c.objective.model_copy(update={"goal_average": (2, 1, 2)})
+    small, plain = (
+        c.model.model_copy(update={"patch_size": (2, 8, 8)}),
+        c.objective.model_copy(update={"goal_average": (2, 1, 2)}),
+    )
     c = c.model_copy(update={"model": small, "objective": c.objective if c.objective.name == "data2vec" else plain})
     assert c.steps <= 10 and c.data.max_samples <= 8 and c.objective.name == load_config(name).objective.name
     rows = preflight.training_rows(c, store)
@@ -150,7 +174,8 @@ def test_every_preset_shrinks_and_passes_its_preflight(name, store):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["smoke_test", "pretrain_vjepa_single_domain", "pretrain_vjepa_multi_domain", "vit_s", "data2vec_prototype", "mae"]
+    "name",
+    ["smoke_test", "pretrain_vjepa_single_domain", "pretrain_vjepa_multi_domain", "vit_s", "data2vec_prototype", "mae"],
 )
 def test_smoke_of_every_preset_takes_less_than_a_minute(name, tmp_path):
     import resource
@@ -221,7 +246,10 @@ def containers(old):
     yield "ddp", {f"module.{k}": v for k, v in state.items()}
     yield (
         "whole model",
-        {"epoch": 3, "model": {f"context_encoder.{k}": v for k, v in state.items()} | {"predictor.0.weight": torch.ones(2, 2)}},
+        {
+            "epoch": 3,
+            "model": {f"context_encoder.{k}": v for k, v in state.items()} | {"predictor.0.weight": torch.ones(2, 2)},
+        },
     )
     teacher = {f"target_encoder.{k}": torch.zeros_like(v) for k, v in state.items()}
     yield "with teacher", {"state_dict": teacher | {f"encoder.{k}": v for k, v in state.items()}}
@@ -229,7 +257,8 @@ def containers(old):
         "multihead",
         {
             "encoder": {
-                re.sub(r"attn\.qkv\.(\w+)", r"attn.in_proj_\1", k).replace("attn.proj", "attn.out_proj"): v for k, v in state.items()
+                re.sub(r"attn\.qkv\.(\w+)", r"attn.in_proj_\1", k).replace("attn.proj", "attn.out_proj"): v
+                for k, v in state.items()
             }
         },
     )
@@ -269,10 +298,16 @@ def test_prototype_files_that_do_not_fit_are_named(old, store, tmp_path):
         return tmp_path / "x.pt"
 
     state = old.state_dict()
-    with pytest.raises(CheckpointError, match=r"position: expected \[1, 128, 48\], got \[1, 100, 48\]; volumes .* 4 x 8 x 4 tokens"):
-        load_prototype_encoder(saved({**state, "pos_embed": state["pos_embed"][:, :100]}), small_preprocessing(), heads=2)
+    with pytest.raises(
+        CheckpointError, match=r"position: expected \[1, 128, 48\], got \[1, 100, 48\]; volumes .* 4 x 8 x 4 tokens"
+    ):
+        load_prototype_encoder(
+            saved({**state, "pos_embed": state["pos_embed"][:, :100]}), small_preprocessing(), heads=2
+        )
     with pytest.raises(CheckpointError, match=r"blocks\.1\.norm1\.weight is missing"):
-        load_prototype_encoder(saved({k: v for k, v in state.items() if k != "blocks.1.norm1.weight"}), small_preprocessing(), heads=2)
+        load_prototype_encoder(
+            saved({k: v for k, v in state.items() if k != "blocks.1.norm1.weight"}), small_preprocessing(), heads=2
+        )
     with pytest.raises(CheckpointError, match=r"cls_token is not of this layout"):
         load_prototype_encoder(saved({**state, "cls_token": torch.zeros(1, 1, 48)}), small_preprocessing(), heads=2)
     with pytest.raises(CheckpointError, match=r"no patch_embed\.weight among 1 tensors"):

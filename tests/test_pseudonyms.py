@@ -45,7 +45,16 @@ def secrets_of(catalog: Catalog) -> set[str]:
 def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalog, tmp_path):
     code, out, err = octfm_command("scan", clinic, "--out", "catalog", "--pseudonymise", "key", cwd=tmp_path)
     assert code == 0, err
-    command = ("prepare", "catalog", "image_size=[8,64,48]", "target_spacing=[0.9,0.03,0.15]", "--key", "key", "--root", clinic)
+    command = (
+        "prepare",
+        "catalog",
+        "image_size=[8,64,48]",
+        "target_spacing=[0.9,0.03,0.15]",
+        "--key",
+        "key",
+        "--root",
+        clinic,
+    )
     code, more, err = octfm_command(*command, cwd=tmp_path)
     assert code == 0, err
     hidden, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
@@ -57,7 +66,10 @@ def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalo
     key = read_key(tmp_path / "key")
     for a in catalog.acquisitions:  # one by one: a shifted date may be another person's true one
         (own,) = pseudonymise(replace(catalog, acquisitions=(a,)), key).acquisitions
-        assert own in hidden.acquisitions and own.participant_labels["study_visit_date"] != a.participant_labels["study_visit_date"]
+        assert (
+            own in hidden.acquisitions
+            and own.participant_labels["study_visit_date"] != a.participant_labels["study_visit_date"]
+        )
     assert "<img" in (tmp_path / "catalog" / "data_health.html").read_text(), "outliers are found through the key"
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
 
@@ -66,7 +78,9 @@ def test_everything_else_stays_true(catalog):
     hidden = pseudonymise(catalog, KEY)
 
     def told(c: Catalog) -> dict:
-        return c.summary() | {"shapes": sorted((a.shape, a.spacing_mm, a.scanner, a.split, a.flags) for a in c.acquisitions)}
+        return c.summary() | {
+            "shapes": sorted((a.shape, a.spacing_mm, a.scanner, a.split, a.flags) for a in c.acquisitions)
+        }
 
     assert told(hidden) == told(catalog)
     assert [a.uri for a in hidden.acquisitions] == sorted(a.uri for a in hidden.acquisitions)
@@ -85,10 +99,19 @@ def test_layer_heights_stay_linked_to_their_volume_and_name_it_by_its_pseudonym(
 def test_the_key_decides_and_dates_keep_their_intervals(catalog):
     def dated(a, day):
         return replace(
-            a, participant_labels={"visit": day, "scan_date": "20240301", "note": "seen 3.12.2023", "bad": "2024-02-31", "hba1c": "6.1"}
+            a,
+            participant_labels={
+                "visit": day,
+                "scan_date": "20240301",
+                "note": "seen 3.12.2023",
+                "bad": "2024-02-31",
+                "hba1c": "6.1",
+            },
         )
 
-    first, second = (replace(catalog.acquisitions[0], uri=f"{catalog.root}/{i}", sop_instance_uid=f"1.{i}") for i in range(2))
+    first, second = (
+        replace(catalog.acquisitions[0], uri=f"{catalog.root}/{i}", sop_instance_uid=f"1.{i}") for i in range(2)
+    )
     two = replace(catalog, acquisitions=(dated(first, "2024-03-01"), dated(second, "2024-03-31")))
     one, again, other = pseudonymise(two, KEY), pseudonymise(two, KEY), pseudonymise(two, KEY + b"!")
     assert one == again
@@ -97,7 +120,9 @@ def test_the_key_decides_and_dates_keep_their_intervals(catalog):
     assert (visits[1] - visits[0]).days == 30 and 0 < (date(2024, 3, 1) - visits[0]).days <= 365
     labels = one.acquisitions[0].participant_labels
     assert labels["scan_date"] == visits[0].strftime("%Y%m%d"), "the same shift for every date of a person"
-    assert (labels["note"], labels["bad"], labels["hba1c"]) == ("", "", "6.1"), "unreadable dates are emptied, numbers kept"
+    assert (labels["note"], labels["bad"], labels["hba1c"]) == ("", "", "6.1"), (
+        "unreadable dates are emptied, numbers kept"
+    )
 
 
 def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, catalog, tmp_path):
@@ -110,7 +135,9 @@ def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, ca
             Path(a.uri).relative_to(clinic) for a in catalog.acquisitions
         }
     for root, key in ((clinic, KEY + b"!"), (clinic / "retinal_oct", KEY)):
-        with pytest.raises(CatalogError, match=r"\d+ of \d+ acquisitions of the catalog are not below it under this key"):
+        with pytest.raises(
+            CatalogError, match=r"\d+ of \d+ acquisitions of the catalog are not below it under this key"
+        ):
             locate(hidden, root, key)
 
 

@@ -54,7 +54,9 @@ def scanned(eye: Volume, lines: Lines, centre=(3.4, 3.1), columns: int = 384, mo
     dz, _, dx = eye.spacing_mm
     share = np.linspace(0, 1, columns)[:, None]
     planes = []
-    for start, end, move in zip(lines.start, lines.end, np.random.default_rng(seed).normal(0, 1, len(lines.start)), strict=True):
+    for start, end, move in zip(
+        lines.start, lines.end, np.random.default_rng(seed).normal(0, 1, len(lines.start)), strict=True
+    ):
         x, y = ((1 - share) * start + share * end - centre).T
         rows = np.arange(height)[:, None] - move * motion_px
         at = np.broadcast_arrays((depth - 1) / 2 + y / dz, rows, (width - 1) / 2 + x / dx)
@@ -83,14 +85,20 @@ def write_star(path, star: Volume, where="fundus", circles: int = 0, **options):
         for frame, start, end in zip(frames, star.lines.start, star.lines.end, strict=False):
             if where == "fundus":
                 ends = [float(v) for (x, y) in (start, end) for v in (y / FUNDUS_MM, x / FUNDUS_MM)]
-                frame.OphthalmicFrameLocationSequence = [item(ReferenceCoordinates=ends, OphthalmicImageOrientation="LINEAR")]
+                frame.OphthalmicFrameLocationSequence = [
+                    item(ReferenceCoordinates=ends, OphthalmicImageOrientation="LINEAR")
+                ]
             else:
                 right, down = (end - start) / np.linalg.norm(end - start)
                 frame.PlanePositionSequence = [item(ImagePositionPatient=[float(v) for v in (start[0], 7, -start[1])])]
-                frame.PlaneOrientationSequence = [item(ImageOrientationPatient=[float(v) for v in (right, 0, -down, 0, 1, 0)])]
+                frame.PlaneOrientationSequence = [
+                    item(ImageOrientationPatient=[float(v) for v in (right, 0, -down, 0, 1, 0)])
+                ]
         for number, frame in enumerate(frames[len(star.voxels) :]):
             ring = [(300 + (50 + 9 * number) * f(a)) for a in np.linspace(0, 2 * np.pi, 9) for f in (np.sin, np.cos)]
-            frame.OphthalmicFrameLocationSequence = [item(ReferenceCoordinates=ring, OphthalmicImageOrientation="NONLINEAR")]
+            frame.OphthalmicFrameLocationSequence = [
+                item(ReferenceCoordinates=ring, OphthalmicImageOrientation="NONLINEAR")
+            ]
 
     options = {"protocol": "spectralis_onh_rc_hr", "spacing_in": "per_frame", "laterality": star.laterality} | options
     return write_oct_dicom(path, voxels, star.spacing_mm, edit=positions, **options)
@@ -119,8 +127,12 @@ def test_a_star_enters_when_asked_for_and_is_the_raster_of_the_same_eye(eye, tmp
     rows = {row.layout: row for row in store.rows}
     arrays = {name: store.read([row.index]) for name, row in rows.items()}
     shown = {name: found.valid[0, 1] > found.valid[0, 0] for name, found in arrays.items()}
-    disc = np.hypot(*((np.indices(shown["radial"].shape) - np.array([[[15.5]], [[95.5]]])) * np.array([[[0.15]], [[0.025]]])))
-    assert shown["radial"][disc < RADIUS_MM - 0.3].all() and not shown["radial"][disc > RADIUS_MM + 0.3].any(), "padding outside the star"
+    disc = np.hypot(
+        *((np.indices(shown["radial"].shape) - np.array([[[15.5]], [[95.5]]])) * np.array([[[0.15]], [[0.025]]]))
+    )
+    assert shown["radial"][disc < RADIUS_MM - 0.3].all() and not shown["radial"][disc > RADIUS_MM + 0.3].any(), (
+        "padding outside the star"
+    )
     # The windows of the two may lie some rows apart: they are centred on the retina that each shows.
     thickness = {name: (found.band[0, 1] - found.band[0, 0])[disc < 2] * 10.4 for name, found in arrays.items()}
     np.testing.assert_allclose(np.median(thickness["radial"] - thickness["raster"]), 0, atol=10)
@@ -147,7 +159,9 @@ def test_a_heidelberg_star_is_read_from_vol_as_from_dicom(tmp_path, eye):
     vol = write_vol(tmp_path / "vol" / "star.vol", star.voxels, ends=ends, spacing_mm=star.spacing_mm, pattern=5)
     (row,) = scan(tmp_path / "vol", layouts=BOTH, workers=0).acquisitions
     assert row.layout == "radial"
-    rasters = [to_raster(read_volume(path, raster_only=False)) for path in (vol, write_star(tmp_path / "star.dcm", star))]
+    rasters = [
+        to_raster(read_volume(path, raster_only=False)) for path in (vol, write_star(tmp_path / "star.dcm", star))
+    ]
     # Positions are rounded differently, so that here and there the A-scan beside is taken.
     assert np.mean(rasters[0].voxels != rasters[1].voxels) < 0.03
 
@@ -174,7 +188,10 @@ def test_a_catalog_of_before_there_were_layouts_is_still_read(eye, tmp_path):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    turn=st.floats(-4, 4), seed=st.integers(0, 99), place=st.tuples(st.floats(-1.2, 1.2), st.floats(-1.2, 1.2)), count=st.integers(12, 40)
+    turn=st.floats(-4, 4),
+    seed=st.integers(0, 99),
+    place=st.tuples(st.floats(-1.2, 1.2), st.floats(-1.2, 1.2)),
+    count=st.integers(12, 40),
 )
 def test_what_lies_somewhere_on_the_fundus_lies_there_in_the_raster(turn, seed, place, count):
     """A bright spot, whatever the order, the direction and the angle of the first B-scan."""
@@ -185,7 +202,12 @@ def test_what_lies_somewhere_on_the_fundus_lies_there_in_the_raster(turn, seed, 
     voxels = np.repeat(np.rint(bright)[:, None], 40, axis=1).astype(np.uint8)
     star = Volume(voxels, (0.02, 0.0105, 2 * RADIUS_MM / 239), layout="radial", lines=lines, laterality="R")
     raster = to_raster(shuffled(star, seed))
-    assert raster.layout == "raster" and raster.superior_first and raster.lines is None and raster.spacing_mm[0] == BSCAN_MM
+    assert (
+        raster.layout == "raster"
+        and raster.superior_first
+        and raster.lines is None
+        and raster.spacing_mm[0] == BSCAN_MM
+    )
     light = (raster.voxels[:, 20].astype(float) - 20).clip(0)
     d, _, w = raster.shape
     y, x = ((np.arange(n) - n // 2) * mm for n, mm in ((d, raster.spacing_mm[0]), (w, raster.spacing_mm[2])))
@@ -253,7 +275,8 @@ def test_the_side_of_the_disc_is_told_of_a_star_as_of_the_raster_of_the_eye(eye)
 def test_the_command_takes_stars_when_asked_and_refuses_other_layouts(eye, tmp_path):
     write_star(tmp_path / "dicom" / "star.dcm", scanned(eye, lines_of(12), columns=96))
     told = CliRunner().invoke(
-        app, ["scan", str(tmp_path / "dicom"), "--layouts", "raster,radial", "--out", str(tmp_path / "c"), "--workers", "0"]
+        app,
+        ["scan", str(tmp_path / "dicom"), "--layouts", "raster,radial", "--out", str(tmp_path / "c"), "--workers", "0"],
     )
     assert told.exit_code == 0 and "1 accepted" in told.output, told
     page = (tmp_path / "c" / "data_health.html").read_text()
@@ -281,7 +304,9 @@ def test_training_takes_rasters_and_stars_only_when_asked(mixed):
     assert len(preflight.training_rows(asked, mixed)[0]) == len(select(mixed, "train", layouts=BOTH)) == 16
     told = preflight.data.arithmetic(load(PretrainConfig, config), mixed, 1, 10)
     only = load(PretrainConfig, {"data": {**config["data"], "scanners": [mixed.rows[1].scanner]}})
-    assert "6 radial" not in preflight.data.arithmetic(only, mixed, 1, 10).measured, "those of other scanners are not left out for that"
+    assert "6 radial" not in preflight.data.arithmetic(only, mixed, 1, 10).measured, (
+        "those of other scanners are not left out for that"
+    )
     assert "6 radial scans left out; data.layouts=[raster,radial] takes them" in told.measured
     with pytest.raises(ConfigError, match=r"data\.layouts"):
         load(PretrainConfig, {"data": {"layouts": ["circle"]}})

@@ -38,7 +38,9 @@ def assert_same_curves(one: Path, other: Path, measures: float = 1e-5) -> None:
         assert [row["step"] for row in a] == [row["step"] for row in b] and a
         for name in (name for name in (*LOSSES, *MEASURES) if name in a[0]):
             tolerance = 1e-5 if name in LOSSES else measures
-            np.testing.assert_allclose([row[name] for row in a], [row[name] for row in b], rtol=tolerance, err_msg=f"{kind} {name}")
+            np.testing.assert_allclose(
+                [row[name] for row in a], [row[name] for row in b], rtol=tolerance, err_msg=f"{kind} {name}"
+            )
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -81,7 +83,9 @@ def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, worl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "objective", [{"name": "vjepa2"}, {"name": "data2vec"}, {"target_norm": "whiten"}], ids=["layer", "data2vec", "whiten"]
+    "objective",
+    [{"name": "vjepa2"}, {"name": "data2vec"}, {"target_norm": "whiten"}],
+    ids=["layer", "data2vec", "whiten"],
 )
 def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
     """Accumulation 4; 2 ranks x 2; 4 ranks x 1; FSDP2 on 2 ranks.
@@ -103,7 +107,9 @@ def test_F10_ranks_train_on_disjoint_data_and_only_rank_0_writes(ranks, store, t
     ended = ranks(2, store.path, out, settings, preflight=True)
     assert codes(ended) == [0, 0], ended
     for step, shares in places(out, 2).items():
-        assert not set(shares[0]) & set(shares[1]) and sorted(shares[0] + shares[1]) == list(range(4 * step, 4 * step + 4))
+        assert not set(shares[0]) & set(shares[1]) and sorted(shares[0] + shares[1]) == list(
+            range(4 * step, 4 * step + 4)
+        )
     assert [row["step"] for row in rows(out)] == list(range(8)), "every step is told once"
     assert len(list((out / "tensorboard").iterdir())) == 1
     assert "step      8/8" in ended[0].said and ended[1].said == "", "rank 0 alone speaks"
@@ -123,7 +129,9 @@ def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path
     from octfm.training.runtime import RuntimeConfig, join
 
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(ConfigError, match=r"SLURM started 4 tasks and none of them knows its rank.*launch/slurm\.sbatch"):
+    with pytest.raises(
+        ConfigError, match=r"SLURM started 4 tasks and none of them knows its rank.*launch/slurm\.sbatch"
+    ):
         join(RuntimeConfig(), "fp32", "cpu")
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -259,7 +267,9 @@ def test_F7_with_shards_the_next_start_goes_on_with_half_the_micro_batch(ranks, 
     ended = ranks(2, store.path, out, settings, fault="memory", on=1, at=4)
     assert codes(ended) == [0, 0] and "resuming" in ended[0].said
     (incident,) = rows(out, "incident")
-    assert incident["step"] == 3 and "1 instead of 2 volumes at a time, the same global batch of 4" in incident["sentence"]
+    assert (
+        incident["step"] == 3 and "1 instead of 2 volumes at a time, the same global batch of 4" in incident["sentence"]
+    )
     assert codes(ranks(1, store.path, tmp_path / "one", settings | {"runtime": {}})) == [0]
     assert_same_curves(tmp_path / "one", out)
     assert codes(ranks(2, store.path, out, settings)) == [0, 0] and len(rows(out, "incident")) == 1, "told once"
@@ -267,7 +277,10 @@ def test_F7_with_shards_the_next_start_goes_on_with_half_the_micro_batch(ranks, 
 
 def test_F7_what_memory_allowed_fits_another_number_of_ranks(ranks, store, tmp_path):
     """Six at a time on one rank; of a share of three on each of four, three."""
-    out, settings = tmp_path / "run", SMALL | {"steps": 1, "data": {"global_batch_size": 12, "per_device_batch_size": 12}}
+    out, settings = (
+        tmp_path / "run",
+        SMALL | {"steps": 1, "data": {"global_batch_size": 12, "per_device_batch_size": 12}},
+    )
     ended = ranks(1, store.path, out, settings, fault="memory", most=6)
     assert codes(ended) == [0] and final(out)["state"]["micro_batch"] == 6, ended
     fewer = settings | {"steps": 2, "data": {"global_batch_size": 12, "per_device_batch_size": 3}}
@@ -283,7 +296,10 @@ def test_a_hung_rank_ends_the_job_within_the_timeout_and_is_named(ranks, store, 
     ended = ranks(2, store.path, tmp_path / "run", settings, fault="sleep", at=3, on=1, nap=12)
     assert ended[0].code == 1 and time.monotonic() - begun < 60
     told = ended[0].said
-    assert "rank 0 of 2: another rank did not answer within 6 s (runtime.timeout_s) (rank 1 was waiting for the device" in told, ended
+    assert (
+        "rank 0 of 2: another rank did not answer within 6 s (runtime.timeout_s) (rank 1 was waiting for the device"
+        in told
+    ), ended
     assert "waiting for the other ranks for" in told, "it spoke up before"
 
 
@@ -304,8 +320,14 @@ def test_the_online_probe_is_shared_and_judged_once(ranks, store, tmp_path):
     labels.write_text("participant_id,group\n" + "".join(f"{p},{'ab'[i % 2]}\n" for i, p in enumerate(people)))
     settings = SMALL | {"probe": {"target": "group", "labels": str(labels), "every_steps": 4}}
     for name, world, parallel in (("one", 1, "ddp"), ("two", 2, "ddp"), ("sharded", 2, "fsdp")):
-        assert codes(ranks(world, store.path, tmp_path / name, settings | {"runtime": {"parallel": parallel}})) == [0] * world
-    scores = [[(row["step"], row["score"], row["knn"]) for row in rows(tmp_path / name, "probe")] for name in ("one", "two", "sharded")]
+        assert (
+            codes(ranks(world, store.path, tmp_path / name, settings | {"runtime": {"parallel": parallel}}))
+            == [0] * world
+        )
+    scores = [
+        [(row["step"], row["score"], row["knn"]) for row in rows(tmp_path / name, "probe")]
+        for name in ("one", "two", "sharded")
+    ]
     assert len(scores[0]) == 2
     for other in scores[1:]:
         np.testing.assert_allclose(scores[0], other, atol=1e-6)

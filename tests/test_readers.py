@@ -53,7 +53,9 @@ def test_header_knows_what_the_volume_has(form, tmp_path):
     np.testing.assert_allclose(header.spacing_mm, SPACING_MM, rtol=2e-3)
     assert (header.shape, header.spacing_mm, header.laterality) == (volume.shape, volume.spacing_mm, volume.laterality)
     assert header.laterality == "R" and volume.acquisition == header.sop_instance_uid
-    assert header.superior_first is (True if "positions" in form.states else None), "no positions, no claim about which is superior"
+    assert header.superior_first is (True if "positions" in form.states else None), (
+        "no positions, no claim about which is superior"
+    )
     assert header.participant == ("1001" if "participant" in form.states else None)
 
 
@@ -65,7 +67,9 @@ def test_nothing_is_guessed_where_nothing_is_stated(form, tmp_path):
     assert ("laterality_unknown" in header.flags) is ("laterality" not in form.states) is (header.laterality is None)
     if "spacing" in form.states:
         np.testing.assert_allclose(header.spacing_mm, SPACING_MM, rtol=2e-3)
-        assert read_volume(uri, spacing_mm=(0.3, 0.002, 0.02)).spacing_mm == header.spacing_mm, "a file that states it is believed"
+        assert read_volume(uri, spacing_mm=(0.3, 0.002, 0.02)).spacing_mm == header.spacing_mm, (
+            "a file that states it is believed"
+        )
     else:
         assert header.spacing_mm is None
         with pytest.raises(ReadError, match=r"declare spacing_mm, \[dz, dy, dx\], in .*\.json beside it") as caught:

@@ -60,7 +60,9 @@ def test_real_volumes_are_right_side_up(clinic):
         prepared = preprocessing(octfm.read_volume(root / f"{name}.dcm"))
         rows = np.arange(192)[:, None]
         above, below, brightest = [], [], []
-        for voxels, band, valid in zip(prepared.voxels, prepared.band.swapaxes(0, 1), prepared.valid.swapaxes(0, 1), strict=True):
+        for voxels, band, valid in zip(
+            prepared.voxels, prepared.band.swapaxes(0, 1), prepared.valid.swapaxes(0, 1), strict=True
+        ):
             held = (rows >= valid[0]) & (rows < valid[1])
             inside = held & (rows >= band[0]) & (rows < band[1])
             above.append(voxels[held & (rows < band[0])])

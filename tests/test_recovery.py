@@ -105,7 +105,12 @@ def test_F1_a_learning_rate_times_100_at_step_300_is_named_at_once(store, tmp_pa
 def test_twenty_clean_runs_of_500_steps_raise_no_alarm(store, tmp_path):
     for seed in range(20):
         objective, base_lr = ("vjepa2", "data2vec")[seed % 2], (1e-3, 3e-3)[seed // 2 % 2]
-        changes = {"steps": 500, "seed": seed, "objective": {"name": objective}, "schedule": {"base_lr": base_lr, "warmup_ratio": 0.1}}
+        changes = {
+            "steps": 500,
+            "seed": seed,
+            "objective": {"name": objective},
+            "schedule": {"base_lr": base_lr, "warmup_ratio": 0.1},
+        }
         run = pretrain(config(**SMALL | changes | {"ckpt_every_steps": 100}), store, tmp_path / str(seed), echo=quiet)
         assert rows(run, "incident") == [], (seed, objective)
 
@@ -131,7 +136,9 @@ def test_a_nan_volume_is_skipped_then_excluded_and_named(store, tmp_path, monkey
     assert not any(culprit in index for step, index in seen if step > last)
     content = final(tmp_path / "run")
     assert all(bool(tensor.isfinite().all()) for tensor in content["model"].values())
-    assert len(content["state"]["excluded"]) == 1 and uri not in str(content["state"]), "a checkpoint does not give volumes away"
+    assert len(content["state"]["excluded"]) == 1 and uri not in str(content["state"]), (
+        "a checkpoint does not give volumes away"
+    )
 
 
 def test_a_skipped_update_changes_no_weight(store, tmp_path, monkeypatch):
@@ -179,7 +186,9 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     with sabotage("inf-gradient", 26, until=30):
         run = pretrain(settings, store, tmp_path / "run", echo=quiet)
     back = next(i for i, (a, b) in enumerate(pairwise(seen)) if b[0] <= a[0])
-    assert seen[back][0] == 29 and seen[back + 1][0] == 20, "four skips, then the checkpoint five steps before the first"
+    assert seen[back][0] == 29 and seen[back + 1][0] == 20, (
+        "four skips, then the checkpoint five steps before the first"
+    )
     assert seen[back + 1][1][0] == 30 * 4, "data goes on where it was"
     positions = [position for _, batch in seen for position in batch]
     assert len(positions) == len(set(positions)), "no batch is repeated"
@@ -296,7 +305,11 @@ def test_spikes_stand_out_from_noise_and_from_a_falling_loss():
         now = state.losses[-1]
         assert monitors.spike(health, state, now * 1.1, 1.5) is None
         found = monitors.spike(health, state, now * 4, 1.5)
-        assert found is not None and found.what == "loss spike" and "times the median of the 8 steps before" in found.sentence
+        assert (
+            found is not None
+            and found.what == "loss spike"
+            and "times the median of the 8 steps before" in found.sentence
+        )
         assert monitors.spike(health, state, now * 2.0, 1.5) is None, "one hard batch is no spike"
         state = state.accept(now * 2.0, 1.5, 64)
         found = monitors.spike(health, state, now * 2.0, 1.5)

@@ -52,7 +52,11 @@ def test_page_loads_nothing_from_anywhere(page):
     scripts = [attributes for tag, attributes in elements.tags if tag == "script"]
     assert [a.get("type") for a in scripts] == ["application/json", None]
     policy = next(a["content"] for t, a in elements.tags if t == "meta" and a.get("http-equiv"))
-    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy and "unsafe-inline'; script" in policy
+    assert (
+        policy.startswith("default-src 'none'")
+        and "script-src 'sha256-" in policy
+        and "unsafe-inline'; script" in policy
+    )
     # In style sheets only references within the page.
     assert not re.search(r"url\((?!#|\"#|data:)|@import|@font-face", page.read_text())
 
@@ -147,7 +151,9 @@ def test_metrics_with_nan_gaps_and_a_cut_last_line_are_drawn(tmp_path):
 
 def test_inconclusive_is_said_in_so_many_words():
     result = probe_result()
-    main = next(c for c in result["comparisons"] if (c["target"], c["metric"], c["b"]) == ("disease", "auroc", "random_init"))
+    main = next(
+        c for c in result["comparisons"] if (c["target"], c["metric"], c["b"]) == ("disease", "auroc", "random_init")
+    )
     main.update(low=-0.01, verdict="inconclusive")
     tone, text = key_result(result)
     assert tone == "inconclusive" and "is inconclusive" in text and "includes 0" in text
@@ -227,8 +233,19 @@ def corner_scene(laterality: str) -> Scene:
     pca[:, :3, :, 0] = 255  # red above
     pca[:2, :, :, 1] = 255  # green superior
     pca[:, :, 3:, 2] = 255  # blue on the right
-    overlays = (Overlay("pca", "PCA", "colours", pca), Overlay("tokens", "tokens", "classes", np.zeros((4, 6, 6), np.uint8)))
-    return Scene("s", voxels, (0.75, 0.03, 0.18), laterality, laterality == "L", overlays=overlays, placement=Placement.whole((D, H, W)))
+    overlays = (
+        Overlay("pca", "PCA", "colours", pca),
+        Overlay("tokens", "tokens", "classes", np.zeros((4, 6, 6), np.uint8)),
+    )
+    return Scene(
+        "s",
+        voxels,
+        (0.75, 0.03, 0.18),
+        laterality,
+        laterality == "L",
+        overlays=overlays,
+        placement=Placement.whole((D, H, W)),
+    )
 
 
 @pytest.mark.parametrize("laterality", ["R", "L"])

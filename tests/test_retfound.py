@@ -18,12 +18,23 @@ def random_file(path, **changes):
     def draw(*shape):
         return torch.randn(*shape, generator=generator) * 0.05
 
-    state = {"cls_token": draw(1, 1, WIDTH), "pos_embed": draw(1, 1 + (SIDE // PATCH) ** 2, WIDTH), "mask_token": draw(1, 1, 32)}
+    state = {
+        "cls_token": draw(1, 1, WIDTH),
+        "pos_embed": draw(1, 1 + (SIDE // PATCH) ** 2, WIDTH),
+        "mask_token": draw(1, 1, 32),
+    }
     state |= {"patch_embed.proj.weight": draw(WIDTH, 3, PATCH, PATCH), "patch_embed.proj.bias": draw(WIDTH)}
     for i in range(DEPTH):
         block = f"blocks.{i}."
-        state |= {f"{block}norm{k}.weight": 1 + draw(WIDTH) for k in (1, 2)} | {f"{block}norm{k}.bias": draw(WIDTH) for k in (1, 2)}
-        sizes = {"attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH), "mlp.fc1": (256, WIDTH), "mlp.fc2": (WIDTH, 256)}
+        state |= {f"{block}norm{k}.weight": 1 + draw(WIDTH) for k in (1, 2)} | {
+            f"{block}norm{k}.bias": draw(WIDTH) for k in (1, 2)
+        }
+        sizes = {
+            "attn.qkv": (3 * WIDTH, WIDTH),
+            "attn.proj": (WIDTH, WIDTH),
+            "mlp.fc1": (256, WIDTH),
+            "mlp.fc2": (WIDTH, 256),
+        }
         for name, (out, into) in sizes.items():
             state |= {f"{block}{name}.weight": draw(out, into), f"{block}{name}.bias": draw(out)}
     state |= {"norm.weight": 1 + draw(WIDTH), "norm.bias": draw(WIDTH), "decoder_embed.weight": draw(32, WIDTH)}
@@ -54,7 +65,10 @@ def oracle(state, images):
     put("projection.bias", state["patch_embed.proj.bias"])
     for i in range(DEPTH):
         for kind in ("weight", "bias"):
-            ours = {name: state[f"blocks.{i}.{name}.{kind}"] for name in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+            ours = {
+                name: state[f"blocks.{i}.{name}.{kind}"]
+                for name in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+            }
             of_block = sorted(n for n in names if f".{i}." in n and n.endswith(kind))
             targets = {
                 "norm1": ("layernorm_before",), "norm2": ("layernorm_after",), "attn.proj": ("attention.output.dense", "o_proj"),
@@ -83,13 +97,20 @@ def test_the_same_numbers_as_an_independent_vit_slice_by_slice(tmp_path):
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
     for volume, vector in zip(voxels, found, strict=True):
         images = torch.from_numpy(volume[[0, 2, 4]]).unsqueeze(1).float() / 255
-        images = (F.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True).expand(-1, 3, -1, -1) - mean) / std
+        images = (
+            F.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True).expand(-1, 3, -1, -1) - mean
+        ) / std
         np.testing.assert_allclose(vector, oracle(state, images).mean(0), atol=2e-5)
 
 
 def test_fine_tuned_files_have_their_norm_elsewhere(tmp_path):
     state = random_file(tmp_path / "a.pth")
-    moved = {"norm.weight": None, "norm.bias": None, "fc_norm.weight": state["norm.weight"], "fc_norm.bias": state["norm.bias"]}
+    moved = {
+        "norm.weight": None,
+        "norm.bias": None,
+        "fc_norm.weight": state["norm.weight"],
+        "fc_norm.bias": state["norm.bias"],
+    }
     random_file(tmp_path / "b.pth", **moved, **{"head.weight": torch.zeros(5, WIDTH)})
     voxels = np.random.default_rng(0).integers(0, 256, (1, 4, 64, 64)).astype(np.uint8)
     np.testing.assert_array_equal(*(load_retfound(tmp_path / f"{name}.pth")(voxels) for name in "ab"))

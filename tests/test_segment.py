@@ -65,7 +65,9 @@ def settings(run, made, **changes) -> SegmentConfig:
     return load(SegmentConfig, base | changes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"decoder": "light"}, {"lr_encoder": 1e-3}], ids=["linear", "light", "finetuned"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"decoder": "light"}, {"lr_encoder": 1e-3}], ids=["linear", "light", "finetuned"]
+)
 def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_path, changes):
     result = segment(settings(run, store, **changes), tmp_path / "seg", baselines=not changes, echo=quiet)
     found = {(r["target"], r["encoder"]): r["estimate"] for r in result["results"]}
@@ -154,7 +156,9 @@ def test_results_come_back_to_the_native_frame(run, store, laterality, superior_
     encoder = replace(encoder, preprocessing=pre, fingerprint=pre.fingerprint())
     prepared = pre(volume)
     oracle = Oracle(config, encoder, to_prepared(native, prepared.transform))
-    found = oracle.in_native(Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform)
+    found = oracle.in_native(
+        Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
+    )
     gap = np.abs(found.surfaces["ilm"] - native["rows"][0])
     assert np.nanmedian(gap) < 0.1 and np.isfinite(gap).mean() > 0.9
     errors = errors_of(config, found, native, prepared.transform)
@@ -203,7 +207,9 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     assert done.exit_code == 0 and "mean_height" in done.output, done.output
     clinic = write_phantom(tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], workers=1)
     source = str(next(iter(sorted(clinic.rglob("*.dcm")))))
-    done = CliRunner().invoke(app, ["segment", source, "--apply", str(tmp_path / "seg"), "--dicom", "--out", str(tmp_path / "found")])
+    done = CliRunner().invoke(
+        app, ["segment", source, "--apply", str(tmp_path / "seg"), "--dicom", "--out", str(tmp_path / "found")]
+    )
     assert done.exit_code == 0, done.output
     kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
     assert kinds == ["heights.dcm", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
@@ -242,7 +248,9 @@ def test_dicom_segments_and_heights_refer_to_the_file_they_came_from(tmp_path):
     from octfm.data.phantom import write_phantom
     from octfm.data.readers import read_volume
 
-    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], diagnoses=["dme"], workers=1)
+    clinic = write_phantom(
+        tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], diagnoses=["dme"], workers=1
+    )
     source = next(iter(sorted(clinic.rglob("*.dcm"))))
     volume = read_volume(str(source))
     with np.load(clinic / "ground_truth" / f"{volume.acquisition}.npz") as file:
@@ -266,7 +274,14 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
     """octfm finetune (a pooling probe), octfm segment, octfm embed --head --segment, octfm report: both are in the viewer."""
     labels = tmp_path / "labels.tsv"
     labels.write_text("participant_id\tsick\n" + "".join(f"P{i:03d}\t{('yes', 'no')[i % 2]}\n" for i in range(12)))
-    base = {"encoder": str(run), "store": str(store[0].path), "labels": str(labels), "target": "sick", "epochs": 1, "tokens_per_volume": 16}
+    base = {
+        "encoder": str(run),
+        "store": str(store[0].path),
+        "labels": str(labels),
+        "target": "sick",
+        "epochs": 1,
+        "tokens_per_volume": 16,
+    }
     head = finetune(load(FinetuneConfig, base | {"lr_encoder": 0, "pool": "attention"}), tmp_path / "head", echo=quiet)
     segment(settings(run, store, steps=20), tmp_path / "seg", baselines=False, echo=quiet)
     embed = ["embed", str(run), "--store", str(store[0].path), "--no-baselines"]
@@ -288,7 +303,9 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
     page = write_report(run, tmp_path / "report.html").read_text()
     data = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.S)[1])
     for volume in data["volumes"]:
-        assert {"attention", "segmentation", "lesions", "pca", "mask", "band"} <= {overlay["key"] for overlay in volume["overlays"]}
+        assert {"attention", "segmentation", "lesions", "pca", "mask", "band"} <= {
+            overlay["key"] for overlay in volume["overlays"]
+        }
     with pytest.raises(EvaluationError, match="trained on volumes that were prepared with other settings"):
         other = small_preprocessing().model_copy(update={"margin_mm": 0.02})
         embedding._segmenter(tmp_path / "seg", small_store(tmp_path / "other", splits=("train",), preprocessing=other))

@@ -10,7 +10,13 @@ from octfm.data.readers import read_header, read_volume
 from octfm.errors import ReadError
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
-EXACT = (uid.ImplicitVRLittleEndian, uid.ExplicitVRBigEndian, uid.DeflatedExplicitVRLittleEndian, uid.RLELossless, uid.JPEGLSLossless)
+EXACT = (
+    uid.ImplicitVRLittleEndian,
+    uid.ExplicitVRBigEndian,
+    uid.DeflatedExplicitVRLittleEndian,
+    uid.RLELossless,
+    uid.JPEGLSLossless,
+)
 
 
 def gray(bits: int) -> np.ndarray:
@@ -49,7 +55,9 @@ def test_an_image_shifted_into_signed_numbers_is_what_it_was(tmp_path, bits, gro
     expected = np.rint(image * (full / (2**bits - 1))).astype(image.dtype)
     np.testing.assert_array_equal(read_volume(path).voxels, expected)
     if not groups:
-        np.testing.assert_array_equal(apply_modality_lut(pixel_array(path), item(RescaleSlope=1, RescaleIntercept=half)), image)
+        np.testing.assert_array_equal(
+            apply_modality_lut(pixel_array(path), item(RescaleSlope=1, RescaleIntercept=half)), image
+        )
     assert read_header(path).shape == image.shape
 
 
@@ -57,7 +65,9 @@ def test_an_image_shifted_into_signed_numbers_is_what_it_was(tmp_path, bits, gro
 @pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
 def test_in_every_encoding_that_keeps_bits(tmp_path, syntax, photometric):
     image = gray(16)
-    path = write(tmp_path / "a", image.astype(int) - 2**15, 16, 1, 2**15, transfer_syntax=syntax, photometric=photometric)
+    path = write(
+        tmp_path / "a", image.astype(int) - 2**15, 16, 1, 2**15, transfer_syntax=syntax, photometric=photometric
+    )
     np.testing.assert_array_equal(read_volume(path).voxels, 65535 - image if photometric == "MONOCHROME1" else image)
 
 
@@ -70,7 +80,9 @@ def test_in_a_jpeg_2000_codestream_that_is_signed_itself(tmp_path):
             pixel_representation=1, photometric_interpretation="MONOCHROME2", encoding_plugin="pylibjpeg",
         )  # fmt: skip
 
-    path = write(tmp_path / "a", image.astype(int) - 2**15, 16, 1, 2**15, transfer_syntax=uid.JPEG2000Lossless, encode=encode)
+    path = write(
+        tmp_path / "a", image.astype(int) - 2**15, 16, 1, 2**15, transfer_syntax=uid.JPEG2000Lossless, encode=encode
+    )
     np.testing.assert_array_equal(read_volume(path).voxels, image)
 
 
@@ -123,7 +135,9 @@ def test_a_rescale_that_changes_from_b_scan_to_b_scan_is_refused(tmp_path):
     dataset = dcmread(path)
     dataset.SharedFunctionalGroupsSequence[0].PixelValueTransformationSequence[0].RescaleSlope = 2
     for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):
-        frame.PixelValueTransformationSequence = [item(RescaleSlope=1 + number, RescaleIntercept=2**15, RescaleType="US")]
+        frame.PixelValueTransformationSequence = [
+            item(RescaleSlope=1 + number, RescaleIntercept=2**15, RescaleType="US")
+        ]
     save(dataset, tmp_path / "b", uid.ExplicitVRLittleEndian)
     with pytest.raises(ReadError, match="differ from B-scan to B-scan") as refused:
         read_volume(tmp_path / "b")

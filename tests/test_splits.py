@@ -12,10 +12,22 @@ from octfm.data.splits import SPLITS, parse_split
 from octfm.errors import ConfigError
 
 
-def acquisition(participant="p1", laterality="R", scanner="zeiss_cirrus", number=0, split=None, **labels) -> Acquisition:
+def acquisition(
+    participant="p1", laterality="R", scanner="zeiss_cirrus", number=0, split=None, **labels
+) -> Acquisition:
     uid = f"1.2.{number}"
     return Acquisition(
-        f"/data/{uid}.dcm", participant, laterality, scanner, "cube", (8, 64, 64), (0.1, 0.004, 0.012), "shared", uid, split, labels
+        f"/data/{uid}.dcm",
+        participant,
+        laterality,
+        scanner,
+        "cube",
+        (8, 64, 64),
+        (0.1, 0.004, 0.012),
+        "shared",
+        uid,
+        split,
+        labels,
     )
 
 
@@ -91,7 +103,9 @@ def test_every_scanner_diagnosis_and_eye_count_gets_its_share_of_every_split(see
     placed = {a.participant: a for a in assign_splits(rows, seed=seed)}
     eyes = Counter(a.participant for a in rows)
     for part in ("zeiss_cirrus", "topcon_triton", "healthy", "insulin_dependent", 1, 2):
-        members = [a for a in placed.values() if part in (a.scanner, a.participant_labels["study_group"], eyes[a.participant])]
+        members = [
+            a for a in placed.values() if part in (a.scanner, a.participant_labels["study_group"], eyes[a.participant])
+        ]
         for split, share in zip(SPLITS, (0.8, 0.1, 0.1), strict=True):
             got = sum(a.split == split for a in members) / len(members)
             assert abs(got - share) < 0.03, f"{part}: {split} has {got:.0%} of {len(members)}"

@@ -63,7 +63,9 @@ def test_multiclass_metrics_equal_scikit_learn(cases, seed):
     rng = np.random.default_rng(seed)
     probability = rng.dirichlet(np.ones(3), len(label))
     predicted = probability.argmax(1)
-    assert macro_auroc(label, probability) == pytest.approx(roc_auc_score(label, probability, multi_class="ovr", average="macro"))
+    assert macro_auroc(label, probability) == pytest.approx(
+        roc_auc_score(label, probability, multi_class="ovr", average="macro")
+    )
     expected = [balanced_accuracy_score(label, predicted, sample_weight=w) for w in weights]
     np.testing.assert_allclose(balanced_accuracy(label, predicted, weights), expected)
     assert balanced_accuracy(label, predicted) == pytest.approx(balanced_accuracy_score(label, predicted))
@@ -175,7 +177,9 @@ def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
     np.testing.assert_allclose(auprc(label == 1, score, weights), expected, atol=1e-9)
     probability = rng.dirichlet(np.ones(3), len(label))
     one_hot = np.eye(3, dtype=int)[label]
-    assert macro_auprc(label, probability) == pytest.approx(average_precision_score(one_hot, probability, average="macro"))
+    assert macro_auprc(label, probability) == pytest.approx(
+        average_precision_score(one_hot, probability, average="macro")
+    )
     predicted = rng.integers(0, 3, len(label))
     assert macro_f1(label, predicted) == pytest.approx(f1_score(label, predicted, average="macro"))
     expected = [f1_score(label, predicted, average="macro", sample_weight=w) for w in weights]
@@ -194,7 +198,9 @@ def test_brier_calibration_error_and_mae_equal_their_references(cases, seed):
     np.testing.assert_allclose(brier(label, probability, weights), [np.average(wrong, weights=w) for w in weights])
     two = probability[:, :2] / probability[:, :2].sum(1, keepdims=True)
     assert brier((label == 1).astype(int), two) == pytest.approx(2 * brier_score_loss(label == 1, two[:, 1]))
-    np.testing.assert_allclose(mae(label, score, weights), [mean_absolute_error(label, score, sample_weight=w) for w in weights])
+    np.testing.assert_allclose(
+        mae(label, score, weights), [mean_absolute_error(label, score, sample_weight=w) for w in weights]
+    )
     confidence, right = probability.max(1), probability.argmax(1) == label
     gaps = []
     for low in np.arange(10) / 10:
@@ -282,7 +288,9 @@ def test_proportional_odds_equal_statsmodels():
     direction, thresholds = proportional_odds(x, grade, 4, c=1e6)
     reference = OrderedModel(grade, x, distr="logit").fit(method="bfgs", disp=False)
     np.testing.assert_allclose(direction, reference.params[:3], atol=2e-3)
-    np.testing.assert_allclose(thresholds, reference.model.transform_threshold_params(reference.params)[1:-1], atol=5e-3)
+    np.testing.assert_allclose(
+        thresholds, reference.model.transform_threshold_params(reference.params)[1:-1], atol=5e-3
+    )
     np.testing.assert_allclose(grade_probability(x, direction, thresholds), reference.predict(x), atol=2e-3)
 
 
@@ -318,7 +326,9 @@ def test_intervals_over_seeds_cover_the_recipes_mean():
     for _ in range(400):
         label, scores = seeded_scores(rng, seeds=5)
         names = np.arange(len(label)).astype(str)
-        low, high = interval(over_seeds([bootstrap(partial(auroc, label, s), names, resamples=400) for s in scores]), method="percentile")
+        low, high = interval(
+            over_seeds([bootstrap(partial(auroc, label, s), names, resamples=400) for s in scores]), method="percentile"
+        )
         covered += low <= truth <= high
     assert 0.88 <= covered / 400 <= 0.99
 

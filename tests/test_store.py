@@ -90,7 +90,9 @@ def test_uncompressed_shards_are_what_zarr_writes(size):
     for name in ("voxels", "band", "valid"):
         array = getattr(volume, name)
         assert encode(name, array, size, "none") == _encode_by_zarr(name, array, size, "none")
-        assert encode(name, np.zeros_like(array), size, "none") == _encode_by_zarr(name, np.zeros_like(array), size, "none")
+        assert encode(name, np.zeros_like(array), size, "none") == _encode_by_zarr(
+            name, np.zeros_like(array), size, "none"
+        )
 
 
 def test_given_memory_is_filled(store):
@@ -227,7 +229,11 @@ def test_a_damaged_row_is_named_by_its_line(own):
 
 
 def test_two_writers_cannot_share_a_store(own):
-    with StoreWriter(own.path, SMALL), pytest.raises(StoreError, match="another process is preparing"), StoreWriter(own.path, SMALL):
+    with (
+        StoreWriter(own.path, SMALL),
+        pytest.raises(StoreError, match="another process is preparing"),
+        StoreWriter(own.path, SMALL),
+    ):
         pass
 
 
@@ -252,4 +258,6 @@ def test_a_store_of_version_1_stays_readable(tmp_path):
 def test_opening_the_store_module_loads_no_heavy_package():
     heavy = "('zarr', 'tensorstore', 'joblib', 'torch', 'rich')"
     code = f"import sys, octfm.data.store, octfm.data.loader; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -25,7 +25,9 @@ def clinic(tmp_path) -> Path:
     for number, (pid, side) in enumerate((p, s) for p in ("p1", "p2") for s in "RL"):
         voxels = np.random.default_rng(number).integers(0, 255, (4, 32, 36), dtype=np.uint8)
         name = f"{pid}/{number}.dcm"
-        write_oct_dicom(root / name, voxels, SPACING_MM, laterality=None, participant=None, sop_instance_uid=f"1.2.{number}")
+        write_oct_dicom(
+            root / name, voxels, SPACING_MM, laterality=None, participant=None, sop_instance_uid=f"1.2.{number}"
+        )
         lines.append(f"{name},{pid},{'OD' if side == 'R' else 'os'},3")
     (tmp_path / "files.csv").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")  # as spreadsheets save it
     (tmp_path / "people.csv").write_text(
@@ -51,7 +53,9 @@ def test_a_written_cohort_reads_the_same_with_the_columns_of_release_2_and_3(tmp
 
 
 def test_own_tables_are_joined_by_path_and_by_id(clinic):
-    catalog = scan(clinic, table=clinic.parent / "files.csv", participants=clinic.parent / "people.csv", columns=COLUMNS | PEOPLE)
+    catalog = scan(
+        clinic, table=clinic.parent / "files.csv", participants=clinic.parent / "people.csv", columns=COLUMNS | PEOPLE
+    )
     assert [(a.participant, a.laterality, a.split) for a in catalog.acquisitions] == [
         ("p1", "R", "train"),
         ("p1", "L", "train"),
@@ -59,7 +63,9 @@ def test_own_tables_are_joined_by_path_and_by_id(clinic):
         ("p2", "L", "test"),
     ]
     first = catalog.acquisitions[0]
-    assert first.participant_labels == {"recommended_split": "train", "diagnosis": "dme", "years": "61"}, "no name, AI-READI's words"
+    assert first.participant_labels == {"recommended_split": "train", "diagnosis": "dme", "years": "61"}, (
+        "no name, AI-READI's words"
+    )
     assert first.flags == ("laterality_from_manifest",)
 
 
@@ -70,7 +76,9 @@ def test_own_table_may_name_files_absolutely_by_uid_or_beside_itself(clinic):
     absolute.write_text("\n".join([lines[0], *(f"{clinic}/{line}" for line in lines[1:])]).replace(",", "\t"))
     assert rows(scan(clinic, table=absolute, columns=COLUMNS)) == expected
     by_uid = clinic.parent / "uids.csv"
-    by_uid.write_text("\n".join(["uid,pid,eye,room", *(f"1.2.{i},{line.split(',', 1)[1]}" for i, line in enumerate(lines[1:]))]))
+    by_uid.write_text(
+        "\n".join(["uid,pid,eye,room", *(f"1.2.{i},{line.split(',', 1)[1]}" for i, line in enumerate(lines[1:]))])
+    )
     columns = {"participant": "pid", "sop_instance_uid": "uid", "laterality": "eye"}
     assert rows(scan(clinic, table=by_uid, columns=columns)) == expected
     beside = clinic / "p1" / "mine.csv"
@@ -98,7 +106,11 @@ def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path):
         (["partisipant=pid"], ConfigError, "unknown field partisipant; did you mean participant?"),
         (["participant"], ConfigError, "expected field=column pairs"),
         (["file=path", "file=pid"], ConfigError, "file is mapped to path and to pid"),
-        (["participant=pid"], TableError, "neither a column of files nor of SOP Instance UIDs.*columns: path, pid, eye, room"),
+        (
+            ["participant=pid"],
+            TableError,
+            "neither a column of files nor of SOP Instance UIDs.*columns: path, pid, eye, room",
+        ),
         (["participant=pid,file=room"], TableError, "line 4: another line says other things of .*/3"),
         (["participant=pid,file=path,laterality=room"], TableError, "line 2: laterality is '3'; expected R, L, OD"),
     ],
@@ -116,9 +128,13 @@ def test_tables_that_fit_none_of_the_files_are_refused(clinic):
         scan(clinic, table=table, columns={"participant": "pid", "file": "path"})
     people = clinic.parent / "others.csv"
     people.write_text("pid,set\nsomeone,train\n")
-    with pytest.raises(TableError, match="none of its 1 participants is among the images, for example 'someone' against 'p1'"):
+    with pytest.raises(
+        TableError, match="none of its 1 participants is among the images, for example 'someone' against 'p1'"
+    ):
         scan(clinic, participants=people, columns={"participant": "pid"})
-    with pytest.raises(TableError, match=r"expected a column person_id or participant_id .* --columns participant=COLUMN"):
+    with pytest.raises(
+        TableError, match=r"expected a column person_id or participant_id .* --columns participant=COLUMN"
+    ):
         scan(clinic, participants=people)
     with pytest.raises(TableError, match="cannot be read as a table: No such file"):
         scan(clinic, table=clinic / "absent.csv", columns=COLUMNS)

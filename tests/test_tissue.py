@@ -72,7 +72,9 @@ def detachment(volume: Volume, ilm: np.ndarray, bm: np.ndarray) -> Case:
     dome = np.maximum(0.35 * (1 - (off_centre_mm(volume) / 1.8) ** 2), 0) / volume.spacing_mm[1]
     seam = bm - 0.035 / volume.spacing_mm[1]
     rows = np.arange(volume.shape[1])[None, :, None]
-    lifted = np.take_along_axis(volume.voxels, np.clip(np.rint(rows + dome[:, None]), 0, volume.shape[1] - 1).astype(int), 1)
+    lifted = np.take_along_axis(
+        volume.voxels, np.clip(np.rint(rows + dome[:, None]), 0, volume.shape[1] - 1).astype(int), 1
+    )
     fluid = (rows >= (seam - dome)[:, None]) & (rows < seam[:, None])
     voxels = np.where(fluid, vitreous(volume, volume.shape), np.where(rows < seam[:, None], lifted, volume.voxels))
     return replace(volume, voxels=voxels), ilm - dome, bm
@@ -97,7 +99,9 @@ def macular_hole(volume: Volume, ilm: np.ndarray, bm: np.ndarray) -> Case:
 
 def tilted(volume: Volume, ilm: np.ndarray, bm: np.ndarray, um_per_mm: float = 180) -> Case:
     """A retina that crosses the frame obliquely; on fields wider than 6 mm less steeply, so that it stays in the frame as before."""
-    lateral_mm = (np.arange(volume.shape[2]) - volume.shape[2] / 2) * volume.spacing_mm[2] * min(1, 6 / volume.extent_mm[2])
+    lateral_mm = (
+        (np.arange(volume.shape[2]) - volume.shape[2] / 2) * volume.spacing_mm[2] * min(1, 6 / volume.extent_mm[2])
+    )
     shift = np.rint(lateral_mm * um_per_mm / 1000 / volume.spacing_mm[1]).astype(int)
     rows = np.arange(volume.shape[1])[:, None] - shift
     voxels = volume.voxels[:, np.clip(rows, 0, volume.shape[1] - 1), np.arange(volume.shape[2])]
@@ -108,7 +112,9 @@ def tilted(volume: Volume, ilm: np.ndarray, bm: np.ndarray, um_per_mm: float = 1
 def clipped_above(volume: Volume, ilm: np.ndarray, bm: np.ndarray) -> Case:
     """The retina leaves the frame at the top on up to a third of the A-scans, wholly on less than a tenth."""
     volume, ilm, bm = tilted(volume, ilm, bm, 80)
-    cut = int(min(np.quantile(ilm + 0.1 / volume.spacing_mm[1], 0.33), np.quantile(bm - 0.11 / volume.spacing_mm[1], 0.08)))
+    cut = int(
+        min(np.quantile(ilm + 0.1 / volume.spacing_mm[1], 0.33), np.quantile(bm - 0.11 / volume.spacing_mm[1], 0.08))
+    )
     return replace(volume, voxels=volume.voxels[:, cut:]), ilm - cut, bm - cut
 
 
@@ -147,12 +153,16 @@ CASES: tuple[Callable[..., Case], ...] = (
 
 
 def phantom(scanner: str, diagnosis: str = "healthy", severity: float = 0.5, seed: int = 0) -> Case:
-    volume, truth = phantom_volume(seed, diagnosis=diagnosis, severity=severity, scanner=scanner, laterality="RL"[seed % 2])
+    volume, truth = phantom_volume(
+        seed, diagnosis=diagnosis, severity=severity, scanner=scanner, laterality="RL"[seed % 2]
+    )
     return volume, truth.surface("ilm"), truth.surface("bm")
 
 
 @pytest.mark.parametrize("scanner", SCANNERS)
-@pytest.mark.parametrize(("diagnosis", "severity"), [("healthy", 0.5), ("drusen", 0.4), ("drusen", 1.0), ("dme", 0.3), ("dme", 1.0)])
+@pytest.mark.parametrize(
+    ("diagnosis", "severity"), [("healthy", 0.5), ("drusen", 0.4), ("drusen", 1.0), ("dme", 0.3), ("dme", 1.0)]
+)
 def test_band_holds_the_retina_of_every_phantom_and_is_tight(scanner, diagnosis, severity):
     for seed in (1, 2):
         volume, ilm, bm = phantom(scanner, diagnosis, severity, seed)
@@ -208,7 +218,9 @@ def no_retina(volume: Volume, what: str) -> np.ndarray:
             return volume.voxels[:1, :8, :4]
 
 
-@pytest.mark.parametrize("what", ["noise", "vitreous", "constant", "ramp", "upside_down", "axes_swapped", "shuffled_bscans", "crumb"])
+@pytest.mark.parametrize(
+    "what", ["noise", "vitreous", "constant", "ramp", "upside_down", "axes_swapped", "shuffled_bscans", "crumb"]
+)
 @pytest.mark.parametrize("scanner", SCANNERS)
 def test_no_retina_no_confidence(scanner, what):
     volume, _, _ = phantom(scanner)
@@ -240,7 +252,9 @@ def test_registration_undoes_motion_and_keeps_the_curvature(scanner):
     d = np.arange(volume.shape[0])[:, None, None]
     bowl = np.rint(0.02 * (d - d.mean()) ** 2 + 0.5 * d).astype(int)
     rows = np.clip(np.arange(volume.shape[1]) - bowl, 0, volume.shape[1] - 1)
-    still = np.take_along_axis(np.repeat(coarse[15:16], volume.shape[0], axis=0), np.broadcast_to(rows, coarse.shape), axis=2)
+    still = np.take_along_axis(
+        np.repeat(coarse[15:16], volume.shape[0], axis=0), np.broadcast_to(rows, coarse.shape), axis=2
+    )
     assert np.abs(register_bscans(still, volume.spacing_mm)).max() < 1
 
 
@@ -251,7 +265,10 @@ def test_fovea_is_found_or_not_claimed():
         thickness = np.where(off_centre_mm(volume) < 1, bm - ilm, np.inf)
         truth = np.unravel_index(thickness.argmin(), thickness.shape)
         assert tissue.fovea is not None
-        assert np.hypot(*((a - b) * mm for a, b, mm in zip(tissue.fovea, truth, volume.spacing_mm[::2], strict=True))) < 0.5
+        assert (
+            np.hypot(*((a - b) * mm for a, b, mm in zip(tissue.fovea, truth, volume.spacing_mm[::2], strict=True)))
+            < 0.5
+        )
         noise = find_tissue(vitreous(volume, volume.shape), volume.spacing_mm)
         assert noise.fovea is None or not noise.confident
 
@@ -291,8 +308,12 @@ def test_real_scans_at_the_optic_disc(real_data: Path, name: str):
     width, _, height = struct.unpack_from("<3i", data, 12)
     dx, _, dy = struct.unpack_from("<3d", data, 24)
     start = 2048 + int(np.prod(struct.unpack_from("<2i", data, 48)))
-    surfaces = np.frombuffer(data, np.float32, 2 * width, start + struct.unpack_from("<i", data, start + 52)[0]).reshape(2, 1, width)
-    power = np.frombuffer(data, np.float32, width * height, start + struct.unpack_from("<i", data, 100)[0]).reshape(1, height, width)
+    surfaces = np.frombuffer(
+        data, np.float32, 2 * width, start + struct.unpack_from("<i", data, start + 52)[0]
+    ).reshape(2, 1, width)
+    power = np.frombuffer(data, np.float32, width * height, start + struct.unpack_from("<i", data, 100)[0]).reshape(
+        1, height, width
+    )
     volume = Volume((255 * np.where(power > 1, 0, power) ** 0.25).astype(np.uint8), (0.1, dy, dx))
     known = (surfaces < height).all(axis=0)
     ilm, bm = (np.where(known, surface, side) for surface, side in zip(surfaces, (height, -1), strict=True))

@@ -18,9 +18,12 @@ from octfm.training.waiting import Waiting
 from small_store import small_store
 from test_pretrain import Killed, config, quiet, rows
 
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install octfm[wandb]")
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install octfm[wandb]"
+)
 needs_tensorboard = pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed: pip install octfm[tensorboard]"
+    importlib.util.find_spec("tensorboard") is None,
+    reason="tensorboard is not installed: pip install octfm[tensorboard]",
 )
 
 
@@ -62,7 +65,9 @@ def test_F10_tensorboard_tells_every_step_once_after_a_kill(store, tmp_path, mon
     loss = events.Scalars("train/loss")
     assert [event.step for event in loss] == list(range(8)), "from the first step, none twice"
     np.testing.assert_allclose([event.value for event in loss], [row["loss"] for row in rows(run)], rtol=1e-6)
-    assert {"validation/masked_over_baseline", "health/teacher", "train/by_scanner/topcon_triton"} <= set(events.Tags()["scalars"])
+    assert {"validation/masked_over_baseline", "health/teacher", "train/by_scanner/topcon_triton"} <= set(
+        events.Tags()["scalars"]
+    )
     picture = events.Images("masks")[0]
     assert (picture.height, picture.width) == (64, 4 * 32)
 
@@ -172,7 +177,11 @@ def test_F8_a_data_path_that_stands_still_is_named(store, tmp_path, monkeypatch)
     monkeypatch.setattr(loop.Loader, "batches", stuck)
     run = pretrain(config(steps=2, tracking={"step_deadline_s": 0.05}), store, tmp_path / "run", echo=echo)
     row = rows(run, "waiting")[0]
-    assert row["what"] == "data" and row["seconds"] >= 0.05 and "no step has finished yet: waiting for data" in row["sentence"]
+    assert (
+        row["what"] == "data"
+        and row["seconds"] >= 0.05
+        and "no step has finished yet: waiting for data" in row["sentence"]
+    )
     assert "local prepared store" in row["sentence"]
 
 
@@ -200,7 +209,10 @@ def test_F8_training_metrics_come_from_the_first_step(store, tmp_path):
 
 def test_rows_from_two_threads_stay_whole(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    threads = [threading.Thread(target=lambda k=k: [metrics.write("x", i, k=k, text="y" * 200) for i in range(200)]) for k in range(4)]
+    threads = [
+        threading.Thread(target=lambda k=k: [metrics.write("x", i, k=k, text="y" * 200) for i in range(200)])
+        for k in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -219,4 +231,6 @@ def test_mask_picture_shows_what_is_seen_and_what_is_predicted(store):
     colour = picture.astype(int)
     orange, blue = (colour[..., 0] - colour[..., 2] > 30).mean(), (colour[..., 2] - colour[..., 0] > 20).mean()
     assert orange > blue > 0.02, "targets are 60 % of the kept tokens, context 35 %"
-    assert not np.array_equal(picture, sample_picture(config(), store, select(store, "val")[:3], 1)), "masks change from step to step"
+    assert not np.array_equal(picture, sample_picture(config(), store, select(store, "val")[:3], 1)), (
+        "masks change from step to step"
+    )

@@ -31,7 +31,9 @@ SPACING_MM = (0.12, 0.0039, 0.0115)
 SHAPE = (48, 64)
 
 lenient = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 
 
@@ -75,7 +77,9 @@ def _pydicom(syntax: str, bits: int, plugin: str, **options) -> Callable[[np.nda
         layout = {"rows": image.shape[0], "columns": image.shape[1], "number_of_frames": 1, "samples_per_pixel": 1}
         depth = {"bits_allocated": 8 * image.dtype.itemsize, "bits_stored": bits, "pixel_representation": 0}
         encoder = get_encoder(uid.UID(syntax))
-        return encoder.encode(image, encoding_plugin=plugin, photometric_interpretation="MONOCHROME2", **layout, **depth, **options)
+        return encoder.encode(
+            image, encoding_plugin=plugin, photometric_interpretation="MONOCHROME2", **layout, **depth, **options
+        )
 
     return encode
 
@@ -110,13 +114,36 @@ def _cases() -> list[Case]:
             # liblj92; libjpeg-turbo decodes.
             Case(uid.JPEGLosslessSV1, bits, "lj92", _imagecodecs("ljpeg", bitspersample=bits)),
             Case(uid.JPEGLSLossless, bits, "pyjpegls", _pydicom(uid.JPEGLSLossless, bits, "pyjpegls")),
-            Case(uid.JPEGLSNearLossless, bits, "pyjpegls", _pydicom(uid.JPEGLSNearLossless, bits, "pyjpegls", jls_error=3), 3),
-            Case(uid.JPEG2000Lossless, bits, "imagecodecs", _imagecodecs("jpeg2k", codecformat="J2K", reversible=True, bitspersample=bits)),
-            Case(uid.JPEG2000, bits, "imagecodecs", _imagecodecs("jpeg2k", level=50, codecformat="J2K", bitspersample=bits), 8 * scale),
+            Case(
+                uid.JPEGLSNearLossless,
+                bits,
+                "pyjpegls",
+                _pydicom(uid.JPEGLSNearLossless, bits, "pyjpegls", jls_error=3),
+                3,
+            ),
+            Case(
+                uid.JPEG2000Lossless,
+                bits,
+                "imagecodecs",
+                _imagecodecs("jpeg2k", codecformat="J2K", reversible=True, bitspersample=bits),
+            ),
+            Case(
+                uid.JPEG2000,
+                bits,
+                "imagecodecs",
+                _imagecodecs("jpeg2k", level=50, codecformat="J2K", bitspersample=bits),
+                8 * scale,
+            ),
             # OpenJPH writes RPCL streams; OpenJPEG is the other decoder.
             Case(uid.HTJ2KLossless, bits, "openjph", _imagecodecs("htj2k", reversible=True)),
             Case(uid.HTJ2KLosslessRPCL, bits, "openjph", _imagecodecs("htj2k", reversible=True)),
-            Case(uid.HTJ2K, bits, "openjph", _imagecodecs("htj2k", reversible=False, level=0.002 if bits != 12 else 0.0002), 4 * scale),
+            Case(
+                uid.HTJ2K,
+                bits,
+                "openjph",
+                _imagecodecs("htj2k", reversible=False, level=0.002 if bits != 12 else 0.0002),
+                4 * scale,
+            ),
         ]
     return cases
 
@@ -127,7 +154,13 @@ CASES = _cases()
 def write(path: Path, case: Case, d: int = 3, **options) -> Path:
     image = picture(case.bits)
     return write_oct_dicom(
-        path, np.stack([image] * d), SPACING_MM, transfer_syntax=case.syntax, bits_stored=case.bits, encode=case.encode, **options
+        path,
+        np.stack([image] * d),
+        SPACING_MM,
+        transfer_syntax=case.syntax,
+        bits_stored=case.bits,
+        encode=case.encode,
+        **options,
     )
 
 
@@ -137,10 +170,16 @@ def test_every_transfer_syntax_is_read(tmp_path, case):
     volume = read_volume(path)
     expected = np.stack([picture(case.bits)] * 3)
     shift = 8 * expected.itemsize - case.bits
-    assert (volume.voxels.dtype, volume.shape) == (expected.dtype, expected.shape) == (expected.dtype, read_header(path).shape)
+    assert (
+        (volume.voxels.dtype, volume.shape)
+        == (expected.dtype, expected.shape)
+        == (expected.dtype, read_header(path).shape)
+    )
     error = np.abs((volume.voxels >> shift).astype(int) - expected.astype(int))
     assert error.max() <= case.bound
-    assert not case.bound or error.max() > 0 or case.encoder == "ffmpeg", "a lossy case that loses nothing tests nothing"
+    assert not case.bound or error.max() > 0 or case.encoder == "ffmpeg", (
+        "a lossy case that loses nothing tests nothing"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -170,7 +209,9 @@ def test_lossy_htj2k_does_not_wrap_black_into_white(tmp_path):
     assert np.abs(read_volume(path).voxels[0].astype(int) - checks).max() <= 16
 
 
-@pytest.mark.parametrize("syntax", [*NATIVE, uid.RLELossless, uid.JPEGLSLossless, uid.JPEG2000Lossless, uid.JPEGLosslessSV1], ids=str)
+@pytest.mark.parametrize(
+    "syntax", [*NATIVE, uid.RLELossless, uid.JPEGLSLossless, uid.JPEG2000Lossless, uid.JPEGLosslessSV1], ids=str
+)
 @pytest.mark.parametrize("bits", [8, 10, 12, 16])
 @pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
 def test_white_is_full_scale_in_every_syntax(tmp_path, syntax, bits, photometric):
@@ -186,7 +227,9 @@ def test_white_is_full_scale_in_every_syntax(tmp_path, syntax, bits, photometric
 
 # Fragments and offset tables
 
-_FRAGMENTED = [case for case in CASES if case.syntax not in NATIVE and case.syntax != uid.RLELossless and case.bits != 12]
+_FRAGMENTED = [
+    case for case in CASES if case.syntax not in NATIVE and case.syntax != uid.RLELossless and case.bits != 12
+]
 
 
 @lenient
@@ -201,11 +244,15 @@ def test_frames_are_found_whatever_the_fragments_and_the_offset_table(tmp_path, 
     def edit(dataset):
         dataset.PixelData, offsets = _fragmented(frames, cuts)
         if table == "extended" and not cuts:
-            dataset.PixelData, dataset.ExtendedOffsetTable, dataset.ExtendedOffsetTableLengths = encapsulate_extended(frames)
+            dataset.PixelData, dataset.ExtendedOffsetTable, dataset.ExtendedOffsetTableLengths = encapsulate_extended(
+                frames
+            )
         elif table in ("right", "wrong", "too short"):
             values = {"right": offsets, "wrong": [4 * n + 1 for n in offsets], "too short": offsets[:1]}[table]
             content = b"".join(n.to_bytes(4, "little") for n in values)
-            dataset.PixelData = b"\xfe\xff\x00\xe0" + len(content).to_bytes(4, "little") + content + dataset.PixelData[8:]
+            dataset.PixelData = (
+                b"\xfe\xff\x00\xe0" + len(content).to_bytes(4, "little") + content + dataset.PixelData[8:]
+            )
 
     whole = read_volume(write(tmp_path / "whole", case)).voxels
     path = write(tmp_path / "cut", case, edit=edit)
@@ -246,7 +293,9 @@ def test_scrambled_zeiss_pixels_are_named_and_never_decoded(tmp_path):
 
     options = {"transfer_syntax": uid.JPEG2000Lossless, "encode": scrambled}
     voxels = np.stack([picture(8)] * 2)
-    zeiss = write_oct_dicom(tmp_path / "a", voxels, SPACING_MM, manufacturer="Carl Zeiss Meditec", model="CIRRUS HD-OCT 5000", **options)
+    zeiss = write_oct_dicom(
+        tmp_path / "a", voxels, SPACING_MM, manufacturer="Carl Zeiss Meditec", model="CIRRUS HD-OCT 5000", **options
+    )
     other = write_oct_dicom(tmp_path / "b", voxels, SPACING_MM, **options)
     for path, code in ((zeiss, "scrambled_pixels"), (other, "decode_failed")):
         for read in (read_header, read_volume):
@@ -258,11 +307,15 @@ def test_scrambled_zeiss_pixels_are_named_and_never_decoded(tmp_path):
 # Header and codestream that disagree
 
 
-@pytest.mark.parametrize("syntax", [uid.JPEGBaseline8Bit, uid.JPEGLSLossless, uid.JPEG2000Lossless, uid.HTJ2KLossless], ids=str)
+@pytest.mark.parametrize(
+    "syntax", [uid.JPEGBaseline8Bit, uid.JPEGLSLossless, uid.JPEG2000Lossless, uid.HTJ2KLossless], ids=str
+)
 def test_a_codestream_of_another_size_is_refused_before_it_is_decoded(tmp_path, syntax):
     case = next(case for case in CASES if case.syntax == syntax and case.bits == 8)
     for keyword, value in (("Rows", 47), ("Columns", 65)):
-        path = write(tmp_path / keyword, case, edit=lambda ds, keyword=keyword, value=value: setattr(ds, keyword, value))
+        path = write(
+            tmp_path / keyword, case, edit=lambda ds, keyword=keyword, value=value: setattr(ds, keyword, value)
+        )
         with pytest.raises(ReadError, match="48 x 64") as refused:
             read_header(path)
         assert refused.value.code == "decode_failed"
@@ -276,7 +329,9 @@ def test_colour_in_a_grayscale_file_is_refused(tmp_path):
         Image.fromarray(np.stack([frame] * 3, -1)).save(buffer, "JPEG")
         return buffer.getvalue()
 
-    path = write_oct_dicom(tmp_path / "a", np.stack([picture(8)] * 2), SPACING_MM, transfer_syntax=uid.JPEGBaseline8Bit, encode=colour)
+    path = write_oct_dicom(
+        tmp_path / "a", np.stack([picture(8)] * 2), SPACING_MM, transfer_syntax=uid.JPEGBaseline8Bit, encode=colour
+    )
     with pytest.raises(ReadError, match="3 component") as refused:
         read_header(path)
     assert refused.value.code == "decode_failed"
@@ -306,9 +361,14 @@ def test_a_missing_decoder_is_named(tmp_path):
     source = Path(sys.modules["octfm"].__file__).parents[1]
     code = f"from octfm.data.readers import read_header\ntry: read_header({str(path)!r})\nexcept Exception as e: print(e.code, e)"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{source}:{packages}"}
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{source}:{packages}"},
     )
-    assert done.stdout.startswith("unsupported_transfer_syntax") and "install imagecodecs" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.startswith("unsupported_transfer_syntax") and "install imagecodecs" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_the_real_volume_survives_every_syntax(tmp_path, real_data):
@@ -317,7 +377,12 @@ def test_the_real_volume_survives_every_syntax(tmp_path, real_data):
         if case.bits != 8 or case.encoder in ("dcmtk", "ffmpeg", "dcmtk-sv4"):
             continue
         path = write_oct_dicom(
-            tmp_path / "a", voxels, (0.87, 0.003872, 0.011182), transfer_syntax=case.syntax, encode=case.encode, superior_first=True
+            tmp_path / "a",
+            voxels,
+            (0.87, 0.003872, 0.011182),
+            transfer_syntax=case.syntax,
+            encode=case.encode,
+            superior_first=True,
         )
         volume = read_volume(path)
         error = np.abs(volume.voxels.astype(int) - voxels.astype(int))

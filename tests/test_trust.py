@@ -103,7 +103,9 @@ def test_a_probe_that_hangs_on_the_scanner_drops_and_one_that_does_not_claims_no
 def test_scanners_with_too_few_participants_get_words(cohort):
     few = Cohort(30, TWO, test=0.2)
     part = leave_one_scanner_out(study_of(few, few.embeddings("run"), targets=["cst_um"]))
-    assert all(r["low"] is None for r in part["results"]) and not [c for c in part["comparisons"] if c["claim"] != "inconclusive"]
+    assert all(r["low"] is None for r in part["results"]) and not [
+        c for c in part["comparisons"] if c["claim"] != "inconclusive"
+    ]
     assert any("fewer than 10" in (r["note"] or "") for r in part["results"])
 
 
@@ -113,7 +115,10 @@ def claims_without_an_effect(seed):
     names = ("run", "other", "random_init", "histogram")
     encoders = [null.embeddings(name, signal=0, noise=1.0, seed=10 * seed + i) for i, name in enumerate(names)]
     study = study_of(null, *encoders, metadata_of(encoders[0]), targets=["disease"], kinds={"other": "other run"})
-    found = {ask.__name__: ask(study)["comparisons"] for ask in (baselines, leave_one_scanner_out, domains, subgroups, neighbours)}
+    found = {
+        ask.__name__: ask(study)["comparisons"]
+        for ask in (baselines, leave_one_scanner_out, domains, subgroups, neighbours)
+    }
     return {
         name: (
             len(own),
@@ -169,11 +174,17 @@ def test_a_scanner_in_the_vectors_is_found(cohort):
     assert row(part, encoder="random_init", metric="balanced_accuracy")["low"] < 0.5
     assert next(c for c in part["comparisons"] if c["planned"])["claim"] == "worse"
     around = neighbours(study_of(cohort, marked, plain))
-    assert row(around, encoder="run", target="scanner")["low"] > row(around, encoder="run", target="scanner")["chance"] + 0.2
+    assert (
+        row(around, encoder="run", target="scanner")["low"]
+        > row(around, encoder="run", target="scanner")["chance"] + 0.2
+    )
 
 
 def test_the_same_eye_is_found_and_agrees_as_far_as_the_vectors_know_it(cohort):
-    knows, blind = cohort.embeddings("run", identity=3.0), cohort.embeddings("random_init", identity=0.0, signal=0.0, noise=1.0)
+    knows, blind = (
+        cohort.embeddings("run", identity=3.0),
+        cohort.embeddings("random_init", identity=0.0, signal=0.0, noise=1.0),
+    )
     part = same_eye(study_of(cohort, knows, blind))
     found = {r["encoder"]: r for r in part["retrieval"]}
     assert found["run"]["first"]["low"] > 0.7 and found["random_init"]["first"]["low"] < 0.03
@@ -184,7 +195,11 @@ def test_the_same_eye_is_found_and_agrees_as_far_as_the_vectors_know_it(cohort):
     assert icc["cst_um", "run"]["low"] > 0.9 > icc["cst_um", "random_init"]["estimate"]
     pair = next(p for p in part["pairs"] if p["target"] == "cst_um")
     assert [i["form"] for i in pair["icc"]] == ["ICC(2,1)", "ICC(3,1)"] and len(pair["points"]) == 120
-    assert pair["bland_altman"]["lower"]["estimate"] < pair["bland_altman"]["bias"]["estimate"] < pair["bland_altman"]["upper"]["estimate"]
+    assert (
+        pair["bland_altman"]["lower"]["estimate"]
+        < pair["bland_altman"]["bias"]["estimate"]
+        < pair["bland_altman"]["upper"]["estimate"]
+    )
 
 
 def only(scanner, *encoders):
@@ -204,7 +219,10 @@ def only(scanner, *encoders):
 def test_without_a_second_scanner_it_says_so(cohort):
     part = same_eye(study_of(cohort, *only(TWO[0], cohort.embeddings("run"))))
     assert part["sentence"] == "No tested eye was seen by several scanners." and not part["comparisons"]
-    assert "Fewer than two scanners" in leave_one_scanner_out(study_of(cohort, *only(TWO[0], cohort.embeddings("run"))))["sentence"]
+    assert (
+        "Fewer than two scanners"
+        in leave_one_scanner_out(study_of(cohort, *only(TWO[0], cohort.embeddings("run"))))["sentence"]
+    )
 
 
 def test_a_group_that_is_served_worse_is_named_and_small_groups_are_not(cohort):
@@ -219,11 +237,15 @@ def test_a_group_that_is_served_worse_is_named_and_small_groups_are_not(cohort):
     narrow = subgroups(study_of(cohort, run), age_bands=(46, 47, 88))
     small = row(narrow, target="disease", group="age", value="46 to under 47")
     assert small["low"] is None and "fewer than 10" in small["note"]
-    assert not next(c for c in narrow["comparisons"] if (c["target"], c["value"]) == ("disease", "46 to under 47"))["planned"]
+    assert not next(c for c in narrow["comparisons"] if (c["target"], c["value"]) == ("disease", "46 to under 47"))[
+        "planned"
+    ]
 
 
 def test_groups_that_are_not_there_are_an_error(study):
-    with pytest.raises(EvaluationError, match="--group ethnicity: no label column ethnicity; columns: age, clinical_site"):
+    with pytest.raises(
+        EvaluationError, match="--group ethnicity: no label column ethnicity; columns: age, clinical_site"
+    ):
         group_columns(study, ["ethnicity"], (60,))
     with pytest.raises(EvaluationError, match="expected rising years"):
         group_columns(study, [], (60, 50))
@@ -289,7 +311,9 @@ def small_pictures(store):
     voxels = store.read([place[a] for a in data.acquisition[order]]).voxels
     vectors = voxels.reshape(len(order), 4, 2, 16, 4, 8, 4).mean((2, 4, 6)).reshape(len(order), -1).astype(float)
     arrays = {n: getattr(data, n)[order] for n in ("acquisition", "participant", "eye_id", "scanner")}
-    tuples = {n: tuple(np.array(getattr(data, n), dtype=object)[order]) for n in ("laterality", "split", "participant_labels")}
+    tuples = {
+        n: tuple(np.array(getattr(data, n), dtype=object)[order]) for n in ("laterality", "split", "participant_labels")
+    }
     return replace(data, name="run", vectors=vectors, **arrays, **tuples)
 
 
@@ -365,7 +389,11 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
             embed_external(f"{tmp_path}/own.py:mine", store, data)
     with pytest.raises(EvaluationError, match="has no function yours; functions there: mine"):
         load_external(f"{tmp_path}/own.py:yours")
-    for spec, message in {"own.py": "expected FILE.py:FUNCTION", "none.py:f": "no such file", "no_such_module:f": "cannot import"}.items():
+    for spec, message in {
+        "own.py": "expected FILE.py:FUNCTION",
+        "none.py:f": "no such file",
+        "no_such_module:f": "cannot import",
+    }.items():
         with pytest.raises(EvaluationError, match=message):
             load_external(spec)
 
@@ -382,7 +410,9 @@ def test_the_tissue_map_knows_the_thickness_and_no_voxel(tmp_path):
     extra = np.array([row.index % 7 for row in store.rows])
     assert vectors.shape == (len(store), 130) and np.isfinite(vectors).all()
     # A prepared row is 30 µm.
-    assert np.corrcoef(vectors[:, :64].mean(1), extra)[0, 1] > 0.99 and np.ptp(vectors[:, :64].mean(1)) == pytest.approx(180, rel=0.1)
+    assert np.corrcoef(vectors[:, :64].mean(1), extra)[0, 1] > 0.99 and np.ptp(
+        vectors[:, :64].mean(1)
+    ) == pytest.approx(180, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -422,10 +452,18 @@ def test_the_page_is_self_contained_names_nobody_and_says_what_it_found(judged, 
     text = page.read_text()
     assert_renders(page, "Findings", tmp_path)
     assert "http" not in text.replace("http-equiv", "") and "<script" not in text and page.stat().st_size < 10_000_000
-    assert not any(name in text for row in store.rows for name in (row.participant, row.acquisition)) and str(folder) not in text
-    assert text.count("<img") >= 16 and "<img" not in write_trust(result, store, tmp_path / "plain.html", images=False).read_text()
+    assert (
+        not any(name in text for row in store.rows for name in (row.participant, row.acquisition))
+        and str(folder) not in text
+    )
+    assert (
+        text.count("<img") >= 16
+        and "<img" not in write_trust(result, store, tmp_path / "plain.html", images=False).read_text()
+    )
     lines = summary_lines(result)
-    assert len(lines) == len(words.findings(result)) and all(f.sentence in " ".join(lines) for f in words.findings(result))
+    assert len(lines) == len(words.findings(result)) and all(
+        f.sentence in " ".join(lines) for f in words.findings(result)
+    )
 
 
 def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
@@ -459,9 +497,18 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, m
     ]
     done = CliRunner().invoke(app, [*base, "--no-images"])
     assert done.exit_code == 0, done.output
-    assert "vectors of these weights and volumes are already there" in done.output and "Does it beat every baseline" in done.output
-    saved = json.loads((folder / "out" / "trust.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert (saved["format"], saved["version"], saved["from_scratch_note"]) == ("octfm-trust", 1, "Left out by --from-scratch-epochs 0.")
+    assert (
+        "vectors of these weights and volumes are already there" in done.output
+        and "Does it beat every baseline" in done.output
+    )
+    saved = json.loads(
+        (folder / "out" / "trust.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )
+    assert (saved["format"], saved["version"], saved["from_scratch_note"]) == (
+        "octfm-trust",
+        1,
+        "Left out by --from-scratch-epochs 0.",
+    )
     assert "<img" not in (folder / "out" / "trust.html").read_text()
     for words_, message in (
         (["--age-bands", "young"], "expected rising years"),
@@ -504,6 +551,8 @@ def test_a_null_phantom_clinic_gets_no_claim_about_disease(tmp_path):
         external=[f"{adapter}:slices"], from_scratch_epochs=2, echo=quiet,
     )  # fmt: skip
     assert "slices" in {r["encoder"] for r in result["results"]}
-    about = [c for key in ("left_out_scanner", "domains", "subgroups", "neighbours") for c in result[key]["comparisons"]]
+    about = [
+        c for key in ("left_out_scanner", "domains", "subgroups", "neighbours") for c in result[key]["comparisons"]
+    ]
     assert [c for c in [*result["comparisons"], *about] if c["claim"] == "better"] == []
     assert all(f.tone != "better" for f in words.findings(result)[:2]) and not result["copies"]["near"]

@@ -111,7 +111,9 @@ def test_brighter_codes_of_e2e_are_never_darker():
 def test_a_scan_is_the_same_as_vol_and_e2e(tmp_path, multiple):
     voxels = telling_voxels()
     vol = read_volume(write_vol(tmp_path / "a.vol", voxels))
-    e2e = read_volume(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}, multiple=multiple), spacing_mm=SPACING_MM)
+    e2e = read_volume(
+        write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}, multiple=multiple), spacing_mm=SPACING_MM
+    )
     np.testing.assert_array_equal(vol.voxels, e2e.voxels)
 
 
@@ -124,16 +126,23 @@ def test_each_series_of_an_e2e_is_a_volume(tmp_path):
     assert uris == [f"{uri}!/series_1_2_3", f"{uri}!/series_1_2_4"]
     assert [read_volume(u, spacing_mm=SPACING_MM).laterality for u in uris] == ["R", "L"]
     catalog = scan(tmp_path / "clinic", nominal_spacing_mm=SPACING_MM, workers=0)
-    assert [(a.uri, a.participant, a.laterality) for a in catalog.acquisitions] == [(uris[0], "p7", "R"), (uris[1], "p7", "L")]
+    assert [(a.uri, a.participant, a.laterality) for a in catalog.acquisitions] == [
+        (uris[0], "p7", "R"),
+        (uris[1], "p7", "L"),
+    ]
     preprocessing = octfm.Preprocessing(image_size=(8, 32, 32), target_spacing=(0.18, 0.0078, 0.0172))
     store = octfm.prepare(catalog, tmp_path / "store", preprocessing, workers=1, progress=False)
     assert len(store) == 2 and not store.unprepared()
     hidden = pseudonymise(catalog, b"0123456789abcdef")
-    assert sorted(locate(hidden, tmp_path / "clinic", b"0123456789abcdef").values()) == uris and "p7" not in repr(hidden)
+    assert sorted(locate(hidden, tmp_path / "clinic", b"0123456789abcdef").values()) == uris and "p7" not in repr(
+        hidden
+    )
 
 
 def test_series_are_found_in_an_e2e_inside_an_archive(tmp_path):
-    uri = write_e2e(tmp_path / "p7.e2e", {(1, 2, n): e2e_codes(np.roll(telling_voxels(), n, 2)) for n in (3, 4)}, eyes="RL")
+    uri = write_e2e(
+        tmp_path / "p7.e2e", {(1, 2, n): e2e_codes(np.roll(telling_voxels(), n, 2)) for n in (3, 4)}, eyes="RL"
+    )
     (tmp_path / "clinic").mkdir()
     with zipfile.ZipFile(tmp_path / "clinic" / "all.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(uri, "p7.e2e")
@@ -141,7 +150,9 @@ def test_series_are_found_in_an_e2e_inside_an_archive(tmp_path):
         catalog = scan(tmp_path / "clinic", nominal_spacing_mm=SPACING_MM, workers=0, **options)
         assert [a.uri.rpartition("!/")[2] for a in catalog.acquisitions] == ["series_1_2_3", "series_1_2_4"]
         for a, n in zip(catalog.acquisitions, (3, 4), strict=True):
-            np.testing.assert_array_equal(read_volume(a.uri, spacing_mm=SPACING_MM).voxels, np.roll(telling_voxels(), n, 2))
+            np.testing.assert_array_equal(
+                read_volume(a.uri, spacing_mm=SPACING_MM).voxels, np.roll(telling_voxels(), n, 2)
+            )
 
 
 def test_degrees_of_an_e2e_order_bscans_and_are_not_taken_for_millimetres(tmp_path):
@@ -188,12 +199,18 @@ def test_older_topcon_files_state_the_field_in_another_chunk(tmp_path):
     at = content.index(name) + len(name)
     size = int.from_bytes(content[at : at + 4], "little")
     older = bytes(9) + content[at + 4 : at + 4 + size]
-    uri.write_bytes(content.replace(name + content[at : at + 4 + size], b"@PARAM_SCAN_02" + len(older).to_bytes(4, "little") + older))
+    uri.write_bytes(
+        content.replace(
+            name + content[at : at + 4 + size], b"@PARAM_SCAN_02" + len(older).to_bytes(4, "little") + older
+        )
+    )
     assert read_volume(uri).spacing_mm == pytest.approx(SPACING_MM)
 
 
 def test_topcon_without_a_field_size_asks_for_millimetres(tmp_path):
-    assert code_of(write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16), states_spacing=False)) == "missing_spacing"
+    assert (
+        code_of(write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16), states_spacing=False)) == "missing_spacing"
+    )
 
 
 def test_an_encrypted_topcon_id_is_not_taken_for_one(tmp_path):
@@ -206,11 +223,17 @@ def test_cirrus_cubes_are_told_by_their_size_or_by_their_name(tmp_path):
     """Stored upside down and mirrored; the eye is in the instrument's name and nowhere else."""
     voxels = telling_voxels(shape=(12, 1024, 36))
     header = read_header(write_img(tmp_path / "Macular Cube 36x12_1-2-2001_1-2-3_OS_sn4_cube_z.img", voxels))
-    assert header.laterality == "L" and "laterality_from_name" in header.flags and header.protocol == "macular_cube_36x12"
+    assert (
+        header.laterality == "L" and "laterality_from_name" in header.flags and header.protocol == "macular_cube_36x12"
+    )
     cube = np.zeros((128, 1024, 512), np.uint8)
     cube[:, -1, -1] = np.arange(128)
     unnamed = read_volume(write_img(tmp_path / "a.img", cube), spacing_mm=(0.047, 0.002, 0.0117))
-    assert unnamed.shape == cube.shape and unnamed.laterality is None and np.array_equal(unnamed.voxels[:, -1, -1], np.arange(128))
+    assert (
+        unnamed.shape == cube.shape
+        and unnamed.laterality is None
+        and np.array_equal(unnamed.voxels[:, -1, -1], np.arange(128))
+    )
     assert code_of(write_img(tmp_path / "b.img", voxels)) == "not_dicom", "no instrument's size, no instrument's name"
 
 
@@ -225,4 +248,7 @@ def test_optovue_needs_its_text_and_one_group(tmp_path):
 
 @pytest.mark.parametrize(("scan_type", "scans"), [(0, 1), (3, 1), (1, 4)])
 def test_bioptigen_scans_that_are_no_raster_are_left_out(tmp_path, scan_type, scans):
-    assert code_of(write_bioptigen(tmp_path / "a.OCT", telling_voxels(np.uint16), scan_type=scan_type, scans=scans)) == "not_raster"
+    assert (
+        code_of(write_bioptigen(tmp_path / "a.OCT", telling_voxels(np.uint16), scan_type=scan_type, scans=scans))
+        == "not_raster"
+    )

@@ -115,7 +115,14 @@ def focus(browser) -> None:
 @needs_chromium
 def test_keys_scrub_and_the_picture_follows(page):
     focus(page)
-    plan = [(["Home"], 0), (["ArrowDown"] * 3, 3), (["ArrowUp"], 2), (["PageDown"], 4), (["End"], D - 1), (["ArrowDown"], D - 1)]
+    plan = [
+        (["Home"], 0),
+        (["ArrowDown"] * 3, 3),
+        (["ArrowUp"], 2),
+        (["PageDown"], 4),
+        (["End"], D - 1),
+        (["ArrowDown"], D - 1),
+    ]
     for keys, expected in [*plan, (["PageUp"], D - 3)]:
         for key in keys:
             page.key(key)
@@ -158,7 +165,9 @@ def test_mouse_goes_where_it_points(page):
     assert (settled(page)["row"], settled(page)["column"]) == ("24", "32")
     page.mouse(BSCAN, 0.5, 0.5, wheel=-120)
     page.wait(f"document.querySelector({json.dumps(ROOT)}).dataset.bscan === '{D - 4}'")
-    page.js('((s) => { s.value = 5; s.dispatchEvent(new Event("input")); })(document.querySelector(\'[data-part="slider"]\'))')
+    page.js(
+        '((s) => { s.value = 5; s.dispatchEvent(new Event("input")); })(document.querySelector(\'[data-part="slider"]\'))'
+    )
     assert settled(page)["bscan"] == "5"
     page.assert_quiet()
 
@@ -211,9 +220,12 @@ def test_values_and_distances_are_told_in_words(page):
     text = page.js("document.querySelector('[data-part=\"readout\"]').textContent")
     along, across = 30 * SPACING[2], 4 * SPACING[0]
     assert (
-        f"from the anchor: {np.hypot(along, across):.3f} mm ({along:.3f} mm along, 0.000 mm deep, {across:.3f} mm across B-scans)" in text
+        f"from the anchor: {np.hypot(along, across):.3f} mm ({along:.3f} mm along, 0.000 mm deep, {across:.3f} mm across B-scans)"
+        in text
     )
-    assert page.js('document.querySelector(\'[data-part="slider"]\').getAttribute("aria-valuetext")') == f"B-scan 5 of {D}"
+    assert (
+        page.js('document.querySelector(\'[data-part="slider"]\').getAttribute("aria-valuetext")') == f"B-scan 5 of {D}"
+    )
     page.assert_quiet()
 
 
@@ -257,7 +269,9 @@ def volumes_of(made) -> list[dict]:
 
 def test_size_is_kept_by_giving_up_pixels_before_bscans_and_the_page_says_so():
     rng = np.random.default_rng(0)
-    noisy = scene(voxels=rng.integers(0, 255, (48, 200, 200), dtype=np.uint8), overlays=(), features=None, placement=None)
+    noisy = scene(
+        voxels=rng.integers(0, 255, (48, 200, 200), dtype=np.uint8), overlays=(), features=None, placement=None
+    )
     sizes = []
     for budget in (3_000_000, 900_000, 300_000):
         made = viewer([noisy, noisy], budget)
@@ -272,14 +286,25 @@ def test_size_is_kept_by_giving_up_pixels_before_bscans_and_the_page_says_so():
 
 def test_page_of_a_file_is_self_contained_and_says_what_it_is(tmp_path):
     page = write_view(scene("Spectralis <b>"), tmp_path / "view.html", [("Scanner", "a & b")], "detail").read_text()
-    assert "Spectralis &lt;b&gt;" in page and "a &amp; b" in page and "about similarity" in page and "not a medical device" in page
+    assert (
+        "Spectralis &lt;b&gt;" in page
+        and "a &amp; b" in page
+        and "about similarity" in page
+        and "not a medical device" in page
+    )
     assert "http://" not in page and "https://" not in page
 
 
 def test_scenes_come_back_as_they_were_written(tmp_path):
     made = [
         scene(),
-        scene("left", laterality="L", mirrored=True, placement=Placement((1.0, 2.0), (9.0, 3.0), ((0.0, 1.0),) * D), features=None),
+        scene(
+            "left",
+            laterality="L",
+            mirrored=True,
+            placement=Placement((1.0, 2.0), (9.0, 3.0), ((0.0, 1.0),) * D),
+            features=None,
+        ),
     ]
     back = load_scenes(save_scenes(made, tmp_path / "scenes.npz"))
     for a, b in zip(made, back, strict=True):
@@ -306,7 +331,14 @@ def test_tokens_are_placed_where_the_transform_says(mirrored, reverse):
     rng = np.random.default_rng(3)
     native, prepared, patch = (20, 90, 70), (16, 64, 32), (4, 8, 8)
     transform = Transform(
-        native, (0.1, 0.01, 0.02), prepared, (1.3, -4.2, 5.1), (1.1, 1.3, 1.9), tuple(rng.normal(0, 3, 20)), reverse, mirrored
+        native,
+        (0.1, 0.01, 0.02),
+        prepared,
+        (1.3, -4.2, 5.1),
+        (1.1, 1.3, 1.9),
+        tuple(rng.normal(0, 3, 20)),
+        reverse,
+        mirrored,
     )
     placed = Placement.native(transform)
     shown = np.stack(

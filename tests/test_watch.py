@@ -16,7 +16,15 @@ from run_folder import write_run
 
 def probe_rows(*scores, metric="r2", chance=0.0):
     return [
-        {"kind": "probe", "step": 100 * i + 99, "target": "cst_um", "metric": metric, "score": s, "knn": s / 2, "chance": chance}
+        {
+            "kind": "probe",
+            "step": 100 * i + 99,
+            "target": "cst_um",
+            "metric": metric,
+            "score": s,
+            "knn": s / 2,
+            "chance": chance,
+        }
         for i, s in enumerate(scores)
     ]
 
@@ -70,7 +78,15 @@ def test_once_prints_curves_verdicts_and_advice(tmp_path):
     out = io.StringIO()
     watch(run, once=True, console=Console(file=out, width=120))
     told = out.getvalue()
-    for expected in ("step 399 of 400", "masked loss / baseline", "effective rank", "watch", "low", "Take step-00000200.pt", "█"):
+    for expected in (
+        "step 399 of 400",
+        "masked loss / baseline",
+        "effective rank",
+        "watch",
+        "low",
+        "Take step-00000200.pt",
+        "█",
+    ):
         assert expected in told, expected
 
 
@@ -88,10 +104,15 @@ def test_no_run_is_named(tmp_path):
 
 def test_F12_the_probe_chooses_and_says_when_the_loss_disagrees():
     """The SSL loss was lowest in the first epoch while features kept getting better."""
-    loss = [{"kind": "validation", "step": 100 * i + 99, "masked_over_baseline": v} for i, v in enumerate((0.5, 0.6, 0.7, 0.8))]
+    loss = [
+        {"kind": "validation", "step": 100 * i + 99, "masked_over_baseline": v}
+        for i, v in enumerate((0.5, 0.6, 0.7, 0.8))
+    ]
     told = checkpoint_advice([*probe_rows(0.1, 0.2, 0.3, 0.4), *loss])
     assert told.startswith("Take step-00000400.pt") and "lowest at step 100. Trust the probe" in told
-    agree = checkpoint_advice([*probe_rows(0.1, 0.2, 0.3, 0.4), *({**row, "masked_over_baseline": -i} for i, row in enumerate(loss))])
+    agree = checkpoint_advice(
+        [*probe_rows(0.1, 0.2, 0.3, 0.4), *({**row, "masked_over_baseline": -i} for i, row in enumerate(loss))]
+    )
     assert "disagrees" not in agree
     assert checkpoint_advice(loss) == ""
     assert "do not trust any" in checkpoint_advice(probe_rows(0.4, 0.45, metric="balanced_accuracy", chance=0.5))

@@ -15,7 +15,11 @@ from conftest import ROOT
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT],
+        check=True,
+        capture_output=True,
+    )
     return next(out.glob("*.whl"))
 
 
@@ -36,7 +40,9 @@ def test_command_runs_from_the_wheel_outside_the_clone(wheel, tmp_path):
     code = "import octfm, sys; from octfm.cli import main; sys.argv = ['octfm', *sys.argv[1:]]; main()"
 
     def octfm(*words):
-        done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -59,7 +65,11 @@ def test_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path):
     subprocess.run([*pip, "torch"], check=True, env=clean)
     subprocess.run([*pip, wheel], check=True, env=clean)
     done = subprocess.run(
-        [tmp_path / "venv" / "bin" / "octfm", "demo", "--quick", "--out", "demo"], cwd=tmp_path, env=clean, capture_output=True, text=True
+        [tmp_path / "venv" / "bin" / "octfm", "demo", "--quick", "--out", "demo"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "report:" in done.stdout and (tmp_path / "demo" / "report.html").is_file()

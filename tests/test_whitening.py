@@ -67,7 +67,11 @@ def build() -> tuple[JEPA, torch.Tensor, TokenIndex]:
     torch.manual_seed(0)
     grid = TokenGrid((2, 3, 4), (0.4, 0.08, 0.25))
     model = JEPA(
-        ViTConfig(patch_size=(2, 2, 2), width=24, depth=2, heads=2), PredictorConfig(width=24, depth=1, heads=2), grid, 2, "whiten"
+        ViTConfig(patch_size=(2, 2, 2), width=24, depth=2, heads=2),
+        PredictorConfig(width=24, depth=1, heads=2),
+        grid,
+        2,
+        "whiten",
     )
     kept = torch.arange(12).repeat(3, 1)
     index = TokenIndex(kept, torch.arange(5).repeat(3, 1), torch.arange(6, 11).repeat(3, 1))
@@ -86,7 +90,9 @@ def test_moments_come_from_training_alone_and_travel_in_the_state():
     assert int(model.whitening.updates) == 1
     other, _, _ = build()
     other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other(patches, patches, index, 0.5).loss, model(patches, patches, index, 0.5).loss, rtol=0, atol=0)
+    torch.testing.assert_close(
+        other(patches, patches, index, 0.5).loss, model(patches, patches, index, 0.5).loss, rtol=0, atol=0
+    )
 
 
 def test_a_batch_does_not_influence_its_own_goals():

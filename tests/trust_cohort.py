@@ -79,7 +79,9 @@ class Cohort:
                 rng = np.random.default_rng([7, index])
                 gain = 1 - 0.25 * SCANNERS.index(r["scanner"])
                 speckle = 25 * rng.normal(size=prepared.voxels.shape)
-                voxels = np.clip(gain * (prepared.voxels * (0.6 if r["ill"] else 1.0) + speckle), 0, 255).astype(np.uint8)
+                voxels = np.clip(gain * (prepared.voxels * (0.6 if r["ill"] else 1.0) + speckle), 0, 255).astype(
+                    np.uint8
+                )
                 prepared = edit(index, replace(prepared, voxels=voxels))
                 checksum = stage(prepared, writer.staging, str(index), writer.compression)
                 writer.append(

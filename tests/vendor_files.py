@@ -47,14 +47,29 @@ def write_vol(
     slo = np.full((20, 30), 7, np.uint8)
     head_bytes = 256 + 17 * 4 * width
     head = struct.pack(
-        "<12s3I3d2I2dId", b"HSF-OCT-103", width, count, height, dx, dz, dy, slo.shape[1], slo.shape[0], 0.0118, 0.0118, 30, -1.5
+        "<12s3I3d2I2dId",
+        b"HSF-OCT-103",
+        width,
+        count,
+        height,
+        dx,
+        dz,
+        dy,
+        slo.shape[1],
+        slo.shape[0],
+        0.0118,
+        0.0118,
+        30,
+        -1.5,
     )
     head += struct.pack("<4sQiI16s16sI24sdI24sd", laterality.encode(), 10**17, pattern, head_bytes, b"716.0", b"", 86, participant.encode(), 18904.0, 145, b"", 42736.0)  # fmt: skip  # noqa: E501
     content = [head.ljust(2048, b"\0"), slo.tobytes()]
     raw = (gray / 255.0) ** 4 if reflectivity is None else reflectivity
     for i in range(count):
         surfaces = [] if layers is None else [layer[i] for layer in layers]
-        bscan = struct.pack("<12sI4d2IfI", b"HSF-BS-103", head_bytes, *ends[i], len(surfaces), 256, 30.0, 0).ljust(256, b"\0")
+        bscan = struct.pack("<12sI4d2IfI", b"HSF-BS-103", head_bytes, *ends[i], len(surfaces), 256, 30.0, 0).ljust(
+            256, b"\0"
+        )
         lines = np.full((17, width), np.finfo(np.float32).max, "<f4")
         for row, surface in zip(lines, surfaces, strict=False):
             row[:] = np.where(np.isnan(surface), np.finfo(np.float32).max, surface)
@@ -81,10 +96,17 @@ def write_heyex_xml(
     count, height, width = gray.shape
     ends = ends_of(count, width, spacing_mm) if ends is None else ends
     root = ElementTree.Element("HEDX")
-    patient = _element(_element(root, "BODY"), "Patient", ID="00077", PatientID=participant, LastName=SURNAME, FirstNames=NAME)
+    patient = _element(
+        _element(root, "BODY"), "Patient", ID="00077", PatientID=participant, LastName=SURNAME, FirstNames=NAME
+    )
     _element(_element(patient, "Birthdate"), "Date", Year=BIRTH_DATE[:4], Month="01", Day="02")
     series = _element(
-        _element(patient, "Study"), "Series", Modality="OCT", ModalityProcedure="IR_OCT", Type="Volume", Laterality=laterality
+        _element(patient, "Study"),
+        "Series",
+        Modality="OCT",
+        ModalityProcedure="IR_OCT",
+        Type="Volume",
+        Laterality=laterality,
     )
     _element(series, "GeneralEquipment", Manufacturer="Heidelberg Engineering", ManufacturerModelName="Spectralis")
     numbers = np.arange(count) if shuffle is None else np.random.default_rng(shuffle).permutation(count)
@@ -129,7 +151,9 @@ def write_tiff(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, **options) -
     return path
 
 
-def write_images(folder: Path, gray: np.ndarray, spacing_mm=SPACING_MM, *, suffix: str = "png", name: str = "oct {:d}", **facts) -> Path:
+def write_images(
+    folder: Path, gray: np.ndarray, spacing_mm=SPACING_MM, *, suffix: str = "png", name: str = "oct {:d}", **facts
+) -> Path:
     """A folder of images by Pillow, and millimetres in a sidecar beside it."""
     from PIL import Image
 
@@ -150,7 +174,9 @@ def write_npy(path: Path, gray: np.ndarray, **facts) -> Path:
     return path
 
 
-def write_nifti(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, axes: str = "WHD", version: int = 1, unit: str = "mm") -> Path:
+def write_nifti(
+    path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, axes: str = "WHD", version: int = 1, unit: str = "mm"
+) -> Path:
     """By nibabel, whose first axis is the first letter of `axes`."""
     import nibabel
 
@@ -191,14 +217,22 @@ def write_topcon(
             content += struct.pack("<I", len(stream.getvalue())) + stream.getvalue()
         chunks = [("@IMG_JPEG", content)]
     else:
-        content = struct.pack("<B4IBI", scan_mode, width, height, 16, count, 0, gray.size * 2) + gray.astype("<u2").tobytes()
+        content = (
+            struct.pack("<B4IBI", scan_mode, width, height, 16, count, 0, gray.size * 2) + gray.astype("<u2").tobytes()
+        )
         chunks = [("@IMG_SCAN_03", content)]
-    patient = struct.pack("<32s32s32s8sB3H", participant.encode(), NAME.encode(), SURNAME.encode(), b"", 1, 1950, 1, 2).ljust(700, b"\0")
+    patient = struct.pack(
+        "<32s32s32s8sB3H", participant.encode(), NAME.encode(), SURNAME.encode(), b"", 1, 1950, 1, 2
+    ).ljust(700, b"\0")
     chunks.insert(0, ("@PATIENT_INFO_02", patient))
-    chunks.append(("@CAPTURE_INFO_02", struct.pack("<BBI100s6H", "RL".index(laterality), 2, 7, b"", 2020, 1, 2, 3, 4, 5)))
+    chunks.append(
+        ("@CAPTURE_INFO_02", struct.pack("<BBI100s6H", "RL".index(laterality), 2, 7, b"", 2020, 1, 2, 3, 4, 5))
+    )
     chunks.append(("@HW_INFO_03", struct.pack("<16s", b"3DOCT-2000").ljust(100, b"\0")))
     if states_spacing:
-        chunks.append(("@PARAM_SCAN_04", struct.pack("<3I5d2B", 0, 0, 0, dx * width, dz * count, dy * 1000, 0, 0, 0, 0)))
+        chunks.append(
+            ("@PARAM_SCAN_04", struct.pack("<3I5d2B", 0, 0, 0, dx * width, dz * count, dy * 1000, 0, 0, 0, 0))
+        )
     body = b"".join(bytes([len(name)]) + name.encode() + struct.pack("<I", len(data)) + data for name, data in chunks)
     kind = b"FDA" if compressed else b"FDS"
     return _write(path, b"FOCT" + kind + struct.pack("<2I", 2, 3) + body + b"\0")
@@ -219,18 +253,28 @@ def write_e2e(
     parts: list[tuple[tuple, int, int, int, bytes]] = []
     for ((patient, study, number), codes), eye in zip(series.items(), eyes, strict=True):
         count, height, width = codes.shape
-        who = struct.pack("<31s51s15sI1s25s", NAME.encode(), SURNAME.encode(), b"", int(BIRTH_DATE), b"M", participant.encode())
+        who = struct.pack(
+            "<31s51s15sI1s25s", NAME.encode(), SURNAME.encode(), b"", int(BIRTH_DATE), b"M", participant.encode()
+        )
         parts.append(((patient, -1 & 0xFFFFFFFF, -1 & 0xFFFFFFFF), -1, 0, 9, who))
         parts.append(((patient, study, number), -1, 0, 3, struct.pack("<I1s", 0, eye.encode()).ljust(96, b"\0")))
         parts.append(((patient, study, number), -1, 0, 11, (bytes(14) + eye.encode()).ljust(27, b"\0")))
         slo = np.full((6, 5), 9, np.uint8)
-        parts.append(((patient, study, number), -1, 0, 0x40000000, struct.pack("<5I", 30, 33620481, 30, 6, 5) + slo.tobytes()))
+        parts.append(
+            ((patient, study, number), -1, 0, 0x40000000, struct.pack("<5I", 30, 33620481, 30, 6, 5) + slo.tobytes())
+        )
         where = ends_of(count, width) if ends is None else ends
         for i in range(count):
             meta = struct.pack("<3I4fI3fI2fI", 0, height, width, *where[i], 0, 1.0, SPACING_MM[1], 1.0, 0, 0.0, 0.0, 0)
             meta += struct.pack("<4I2fIQIf", width, count, i, pattern, 0.0, 0.0, 0, 132223104000000000, 1, 0.8)
-            image = struct.pack("<5I", codes[i].nbytes, 35652097, height * width, height, width) + codes[i].astype("<u2").tobytes()
-            parts += [((patient, study, number), 2 * i, 0, 10004, meta), ((patient, study, number), 2 * i, 1, 0x40000000, image)]
+            image = (
+                struct.pack("<5I", codes[i].nbytes, 35652097, height * width, height, width)
+                + codes[i].astype("<u2").tobytes()
+            )
+            parts += [
+                ((patient, study, number), 2 * i, 0, 10004, meta),
+                ((patient, study, number), 2 * i, 1, 0x40000000, image),
+            ]
     start = 36 + directory.size
     at = start + directory.size + entry.size * len(parts)
     entries, content = b"", b""
@@ -252,7 +296,13 @@ def write_img(path: Path, gray: np.ndarray) -> Path:
 def write_optovue(path: Path, values: np.ndarray, eye: str = "OD") -> Path:
     """`values` float32 [D, H, W] as NAME.OCT with NAME.txt."""
     depth, height, width = values.shape
-    lines = ["Eye Scanned = " + eye, f"OCT Window Height={height}", f"XY Scan Length={width}", f"Scan Usage={depth}", "Video Height=480"]
+    lines = [
+        "Eye Scanned = " + eye,
+        f"OCT Window Height={height}",
+        f"XY Scan Length={width}",
+        f"Scan Usage={depth}",
+        "Video Height=480",
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".txt").write_text("\n".join(line.replace("=", " = ") for line in lines) + "\n")
     return _write(path, np.ascontiguousarray(values.transpose(0, 2, 1)[:, :, ::-1]).astype("<f4").tobytes())
@@ -265,7 +315,12 @@ def write_bioptigen(
     dz, dy, dx = spacing_mm
 
     def entry(key: str, value: bytes | None = None, length: int = 0) -> bytes:
-        return struct.pack("<I", len(key)) + key.encode() + struct.pack("<I", len(value) if value is not None else length) + (value or b"")
+        return (
+            struct.pack("<I", len(key))
+            + key.encode()
+            + struct.pack("<I", len(value) if value is not None else length)
+            + (value or b"")
+        )
 
     def whole(key: str, number: int) -> bytes:
         return entry(key, struct.pack("<I", number))
@@ -274,15 +329,25 @@ def write_bioptigen(
         return entry(key, struct.pack("<d", number))
 
     content = struct.pack("<IH", 0x0101, 160) + entry("FRAMEHEADER")
-    content += whole("FRAMECOUNT", depth) + whole("LINECOUNT", width) + whole("LINELENGTH", height) + whole("SAMPLEFORMAT", 2)
+    content += (
+        whole("FRAMECOUNT", depth) + whole("LINECOUNT", width) + whole("LINELENGTH", height) + whole("SAMPLEFORMAT", 2)
+    )
     content += entry("DESCRIPTION", b"phantom") + real("XMIN", 0) + real("XMAX", dx * width) + entry("XCAPTION", b"mm")
     content += real("YMIN", 0) + real("YMAX", dy * height) + entry("YCAPTION", b"mm") + whole("SCANTYPE", scan_type)
     content += real("SCANDEPTH", dy * height) + real("SCANLENGTH", dx * width) + real("AZSCANLENGTH", dx * width)
     content += real("ELSCANLENGTH", dz * depth) + real("OBJECTDISTANCE", 0) + real("SCANANGLE", 0)
-    content += whole("SCANS", scans) + whole("FRAMES", depth // scans) + whole("DOPPLERFLAG", 0) + entry("CONFIG", config) + bytes(4)
+    content += (
+        whole("SCANS", scans)
+        + whole("FRAMES", depth // scans)
+        + whole("DOPPLERFLAG", 0)
+        + entry("CONFIG", config)
+        + bytes(4)
+    )
     for bscan in gray:
         content += entry("FRAMEDATA", length=99) + entry("FRAMEDATETIME", struct.pack("<8H", 2020, 1, 3, 2, 3, 4, 5, 6))
-        content += real("FRAMETIMESTAMP", 1.0) + whole("FRAMELINES", width) + entry("FRAMESAMPLES", length=2 * height * width)
+        content += (
+            real("FRAMETIMESTAMP", 1.0) + whole("FRAMELINES", width) + entry("FRAMESAMPLES", length=2 * height * width)
+        )
         content += bscan.T.astype("<u2").tobytes() + bytes(4)
     return _write(path, content)
 
@@ -326,24 +391,39 @@ _HEYEX = frozenset({"spacing", "laterality", "participant", "positions"})
 FORMATS: dict[str, Format] = {
     "heyex_vol": Format(lambda at, v: write_vol(at.with_suffix(".vol"), v), states=_HEYEX),
     "heyex_xml": Format(lambda at, v: write_heyex_xml(at, v, shuffle=3), states=_HEYEX, cut=lambda uri: uri),
-    "heyex_xml_png": Format(lambda at, v: write_heyex_xml(at, v, suffix="png"), states=_HEYEX, cut=lambda uri: uri.parent / "scan 2.png"),
-    "tiff_imagej": Format(lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True), (np.uint8, np.uint16), frozenset({"spacing"})),
-    "tiff_imagej_micron": Format(
-        lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True, unit="micron", of_mm=1000), states=frozenset({"spacing"})
+    "heyex_xml_png": Format(
+        lambda at, v: write_heyex_xml(at, v, suffix="png"), states=_HEYEX, cut=lambda uri: uri.parent / "scan 2.png"
     ),
-    "tiff_ome": Format(lambda at, v: write_tiff(at.with_suffix(".tiff"), v, ome=True), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "tiff_imagej": Format(
+        lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True), (np.uint8, np.uint16), frozenset({"spacing"})
+    ),
+    "tiff_imagej_micron": Format(
+        lambda at, v: write_tiff(at.with_suffix(".tif"), v, imagej=True, unit="micron", of_mm=1000),
+        states=frozenset({"spacing"}),
+    ),
+    "tiff_ome": Format(
+        lambda at, v: write_tiff(at.with_suffix(".tiff"), v, ome=True), (np.uint8, np.uint16), frozenset({"spacing"})
+    ),
     "tiff_big_deflated": Format(
         lambda at, v: write_tiff(at.with_suffix(".tif"), v, bigtiff=True, compression="zlib"), (np.uint8, np.uint16)
     ),
-    "tiff_big_endian": Format(lambda at, v: write_tiff(at.with_suffix(".tif"), v, byteorder=">"), (np.uint8, np.uint16)),
+    "tiff_big_endian": Format(
+        lambda at, v: write_tiff(at.with_suffix(".tif"), v, byteorder=">"), (np.uint8, np.uint16)
+    ),
     "npy": Format(lambda at, v: write_npy(at.with_suffix(".npy"), v), (np.uint8, np.uint16)),
     "npz": Format(
         lambda at, v: write_npy(at.with_suffix(".npz"), v, spacing_mm=SPACING_MM, laterality="OD"),
         (np.uint8, np.uint16),
         frozenset({"spacing", "laterality"}),
     ),
-    "nifti": Format(lambda at, v: write_nifti(at.with_suffix(".nii"), v), (np.uint8, np.uint16), frozenset({"spacing"})),
-    "nifti_gz": Format(lambda at, v: write_nifti(at.with_suffix(".nii.gz"), v, axes="DHW"), (np.uint8, np.uint16), frozenset({"spacing"})),
+    "nifti": Format(
+        lambda at, v: write_nifti(at.with_suffix(".nii"), v), (np.uint8, np.uint16), frozenset({"spacing"})
+    ),
+    "nifti_gz": Format(
+        lambda at, v: write_nifti(at.with_suffix(".nii.gz"), v, axes="DHW"),
+        (np.uint8, np.uint16),
+        frozenset({"spacing"}),
+    ),
     "nifti_2": Format(
         lambda at, v: write_nifti(at.with_suffix(".nii"), v, axes="HDW", version=2, unit="micron"),
         (np.uint8, np.uint16),
@@ -355,7 +435,9 @@ FORMATS: dict[str, Format] = {
         frozenset({"spacing", "laterality", "participant"}),
     ),
     "topcon_fds": Format(
-        lambda at, v: write_topcon(at.with_suffix(".fds"), v), (np.uint16,), frozenset({"spacing", "laterality", "participant"})
+        lambda at, v: write_topcon(at.with_suffix(".fds"), v),
+        (np.uint16,),
+        frozenset({"spacing", "laterality", "participant"}),
     ),
     "heidelberg_e2e": Format(
         lambda at, v: write_e2e(at.with_suffix(".e2e"), {(1, 2, 3): e2e_codes(v)}),
@@ -381,8 +463,12 @@ FORMATS: dict[str, Format] = {
     "bioptigen": Format(lambda at, v: write_bioptigen(at.with_suffix(".OCT"), v), (np.uint16,), frozenset({"spacing"})),
     "png_folder": Format(write_images, (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.png"),
     "bmp_folder": Format(lambda at, v: write_images(at, v, suffix="bmp"), cut=lambda uri: uri / "oct 10.bmp"),
-    "tiff_folder": Format(lambda at, v: write_images(at, v, suffix="tif"), (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.tif"),
-    "jpeg_folder": Format(lambda at, v: write_images(at, v, suffix="jpg"), cut=lambda uri: uri / "oct 10.jpg", tolerance=40),
+    "tiff_folder": Format(
+        lambda at, v: write_images(at, v, suffix="tif"), (np.uint8, np.uint16), cut=lambda uri: uri / "oct 10.tif"
+    ),
+    "jpeg_folder": Format(
+        lambda at, v: write_images(at, v, suffix="jpg"), cut=lambda uri: uri / "oct 10.jpg", tolerance=40
+    ),
 }
 """Formats without spacing of their own get a sidecar from the test."""
 

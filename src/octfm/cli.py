@@ -36,22 +36,36 @@ def _place(text: Any) -> Any:
 Place = Any
 """Path or BucketPath: typer knows no unions."""
 Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
-OutPlace = Annotated[Place, typer.Option("--out", parser=_place, metavar="PLACE", help="Folder, or s3:// or gs:// address, to write into.")]
+OutPlace = Annotated[
+    Place,
+    typer.Option("--out", parser=_place, metavar="PLACE", help="Folder, or s3:// or gs:// address, to write into."),
+]
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.")]
-FileSeconds = Annotated[float, typer.Option(help="Reject a file that takes longer; large ones have one more per megabyte.", min=0.1)]
+FileSeconds = Annotated[
+    float, typer.Option(help="Reject a file that takes longer; large ones have one more per megabyte.", min=0.1)
+]
 FileGB = Annotated[float, typer.Option(help="Reject a file that needs more memory (GB).", min=0.3)]
 
 
 @app.command()
 def demo(
     out: Out = Path("demo"),
-    data: Annotated[Path | None, typer.Option(help="Your own folder of OCT files instead of the phantom cohort.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Your own folder of OCT files instead of the phantom cohort.")
+    ] = None,
     max_samples: Annotated[int | None, typer.Option(help="Use at most so many acquisitions of --data.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the phantom cohort and of training; reported results use 100 and above.")] = 100,
-    quick: Annotated[bool, typer.Option(help="A few participants and steps: shows the path in a minute, proves nothing.")] = False,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the phantom cohort and of training; reported results use 100 and above.")
+    ] = 100,
+    quick: Annotated[
+        bool, typer.Option(help="A few participants and steps: shows the path in a minute, proves nothing.")
+    ] = False,
     objective: Annotated[str, typer.Option(help="What is trained: mae (best in minutes) or vjepa2.")] = "mae",
     sabotage: Annotated[
-        str | None, typer.Option(help="Plant a fault and watch it being named: teacher-frozen, context-unmasked, lr-restart or nan-volume.")
+        str | None,
+        typer.Option(
+            help="Plant a fault and watch it being named: teacher-frozen, context-unmasked, lr-restart or nan-volume."
+        ),
     ] = None,
 ) -> None:
     """The whole path in ten minutes: cohort, catalog, store, pretraining, probe, report."""
@@ -60,7 +74,9 @@ def demo(
 
     if sabotage is not None:
         if data is not None or max_samples is not None or objective != "mae":
-            raise ConfigError("--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples and --objective out")
+            raise ConfigError(
+                "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples and --objective out"
+            )
         run_sabotage(sabotage, out, echo=typer.echo)
         return
     run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick, objective=objective)
@@ -71,14 +87,21 @@ def phantom(
     out: Annotated[Path, typer.Argument(help="New folder for the cohort.")],
     participants: Annotated[int, typer.Option(help="How many people; both eyes of each are scanned.")] = 20,
     seed: Annotated[int, typer.Option(help="0-99 for development, 100 and above for reported results.")] = 0,
-    size: Annotated[str, typer.Option(help="B-scans x rows x columns, or `native` for each scanner's own.")] = "32x256x192",
+    size: Annotated[
+        str, typer.Option(help="B-scans x rows x columns, or `native` for each scanner's own.")
+    ] = "32x256x192",
     defects: Annotated[float, typer.Option(help="Spoilt files per good one.")] = 0.0,
     zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
-    diagnosis: Annotated[list[str] | None, typer.Option(help="Draw only this diagnosis; repeat for several. Default: all seven.")] = None,
-    scanner: Annotated[
-        list[str] | None, typer.Option(help="Scan on this instrument; repeat for several. Default: the four of AI-READI.")
+    diagnosis: Annotated[
+        list[str] | None, typer.Option(help="Draw only this diagnosis; repeat for several. Default: all seven.")
     ] = None,
-    null_effect: Annotated[bool, typer.Option("--null-effect", help="Draw labels as ever but render every eye healthy.")] = False,
+    scanner: Annotated[
+        list[str] | None,
+        typer.Option(help="Scan on this instrument; repeat for several. Default: the four of AI-READI."),
+    ] = None,
+    null_effect: Annotated[
+        bool, typer.Option("--null-effect", help="Draw labels as ever but render every eye healthy.")
+    ] = False,
     workers: Workers = None,
 ) -> None:
     """Write a synthetic cohort with known truth, laid out like AI-READI."""
@@ -102,27 +125,46 @@ def phantom(
 @app.command()
 def scan(
     root: Annotated[
-        str, typer.Argument(help="Folder or s3:// or gs:// address, in AI-READI layout or any tree of DICOM, vendor or image files.")
+        str,
+        typer.Argument(
+            help="Folder or s3:// or gs:// address, in AI-READI layout or any tree of DICOM, vendor or image files."
+        ),
     ],
     out: OutPlace = Path("catalog"),
     seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
-    table: Annotated[Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per file.")] = None,
-    participants: Annotated[Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per person.")] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")] = None,
+    table: Annotated[
+        Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per file.")
+    ] = None,
+    participants: Annotated[
+        Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per person.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")
+    ] = None,
     nominal_spacing: Annotated[
-        str | None, typer.Option(help="dz,dy,dx in mm for images and arrays that nothing states any for, such as 0.12,0.0039,0.0115.")
+        str | None,
+        typer.Option(
+            help="dz,dy,dx in mm for images and arrays that nothing states any for, such as 0.12,0.0039,0.0115."
+        ),
     ] = None,
     layouts: Annotated[
-        str, typer.Option(help="raster, or raster,radial: take stars of B-scans, too; octfm prepare makes rasters of them.")
+        str,
+        typer.Option(help="raster, or raster,radial: take stars of B-scans, too; octfm prepare makes rasters of them."),
     ] = "raster",
-    extract: Annotated[Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")] = None,
-    pixels: Annotated[bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")] = False,
+    extract: Annotated[
+        Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")
+    ] = None,
+    pixels: Annotated[
+        bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")
+    ] = False,
     max_reject: Annotated[
-        float | None, typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1)
+        float | None,
+        typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1),
     ] = None,
     images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
     pseudonymise: Annotated[
-        Path | None, typer.Option(help="Key file, made where there is none: hash ids, UIDs and paths with it and shift dates.")
+        Path | None,
+        typer.Option(help="Key file, made where there is none: hash ids, UIDs and paths with it and shift dates."),
     ] = None,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
@@ -137,7 +179,9 @@ def scan(
     from octfm.report.data_health import write_data_health
 
     if pseudonymise is not None and extract is not None:
-        raise ConfigError("--pseudonymise and --extract: unpacked files keep their names; archives are read in place without --extract")
+        raise ConfigError(
+            "--pseudonymise and --extract: unpacked files keep their names; archives are read in place without --extract"
+        )
     mapped = Columns.parse(columns or []).of_field
     try:
         limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
@@ -179,17 +223,23 @@ def scan(
 def prepare(
     catalog: Annotated[Place, typer.Argument(parser=_place, metavar="CATALOG", help="Folder written by `octfm scan`.")],
     out: OutPlace = Path("prepared"),
-    settings: Annotated[list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")
+    ] = None,
     like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run, checkpoint or export.")] = None,
     compression: Annotated[
         str | None, typer.Option(help="none (fastest, what a local disk gets) or zstd (smaller, what a bucket gets).")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
-    root: Annotated[Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")] = None,
+    root: Annotated[
+        Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")
+    ] = None,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
     file_gb: FileGB = 2,
-    dask: Annotated[str | None, typer.Option(help="Work on this dask cluster (tcp://host:port), which sees the same paths.")] = None,
+    dask: Annotated[
+        str | None, typer.Option(help="Work on this dask cluster (tcp://host:port), which sees the same paths.")
+    ] = None,
 ) -> None:
     """Turn a catalog into a store of uniform volumes; a second call does only what is missing."""
     from octfm.config import load
@@ -212,11 +262,20 @@ def prepare(
         from octfm.data import pseudonyms
 
         if key is None or root is None:
-            raise ConfigError("--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither")
+            raise ConfigError(
+                "--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither"
+            )
         locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
     limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
     store = prepare_catalog(
-        scanned, out, preprocessing, workers=workers, compression=compression, locations=locations, limits=limits, cluster=dask
+        scanned,
+        out,
+        preprocessing,
+        workers=workers,
+        compression=compression,
+        locations=locations,
+        limits=limits,
+        cluster=dask,
     )
     typer.echo(f"{store.path}: {len(store)} volumes")
 
@@ -228,8 +287,12 @@ def doctor(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
     out: OutPlace = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="For a job of so many ranks, each with a device like this one.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="For a job of so many ranks, each with a device like this one.")
+    ] = 1,
     tpu: Annotated[
         str | None,
         typer.Option(
@@ -245,7 +308,9 @@ def doctor(
     sources = {name: context.get_parameter_source(name) for name in ("out", "device", "plot", "ranks")}
     given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if tpu is not None and given:
-        raise ConfigError(f"--tpu compiles the step for a slice and does nothing with {', '.join(given)}; leave out one or the other")
+        raise ConfigError(
+            f"--tpu compiles the step for a slice and does nothing with {', '.join(given)}; leave out one or the other"
+        )
     settings = load_config(config, overrides or [])
     found = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
     width = max(len(check.name) for check in found)
@@ -263,11 +328,17 @@ def doctor(
 
 @app.command()
 def pretrain(
-    config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config (vit_s, data2vec_prototype, demo).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")] = None,
+    config: Annotated[
+        str, typer.Argument(help="YAML file or the name of a packaged config (vit_s, data2vec_prototype, demo).")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")
+    ] = None,
     out: OutPlace = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
-    override: Annotated[bool, typer.Option("--override", help="Resume with settings other than the run's; recorded in run.json.")] = False,
+    override: Annotated[
+        bool, typer.Option("--override", help="Resume with settings other than the run's; recorded in run.json.")
+    ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="The same run in under a minute on a CPU; on phantoms if no store is named.")
     ] = False,
@@ -282,7 +353,9 @@ def pretrain(
     settings, store = load_config(config, overrides or []), None
     if smoke:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and settings.data.store is None:
-            raise ConfigError("--smoke with several ranks needs data.store: each of them would make phantoms in the same folder")
+            raise ConfigError(
+                "--smoke with several ranks needs data.store: each of them would make phantoms in the same folder"
+            )
         settings = shrink(settings)
         beside = out if isinstance(out, Path) else Path(out.name)
         store = _phantom_store(beside.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
@@ -299,7 +372,9 @@ def pretrain(
 @app.command()
 def bench(
     config: Annotated[str, typer.Argument(help="YAML file or the name of a packaged config.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; without data.store random volumes are used.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value; without data.store random volumes are used.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each trial.")] = 3,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
 ) -> None:
@@ -316,7 +391,10 @@ def bench(
 
 @app.command()
 def watch(
-    run: Annotated[Place, typer.Argument(parser=_place, metavar="RUN", help="Run folder or address, of a run that is going on or done.")],
+    run: Annotated[
+        Place,
+        typer.Argument(parser=_place, metavar="RUN", help="Run folder or address, of a run that is going on or done."),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and return, for scripts.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
 ) -> None:
@@ -347,7 +425,9 @@ def _size(text: str) -> tuple[int, int, int]:
     try:
         d, h, w = (int(n) for n in text.split("x"))
     except ValueError:
-        raise ConfigError(f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}") from None
+        raise ConfigError(
+            f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}"
+        ) from None
     return d, h, w
 
 
@@ -388,7 +468,9 @@ def main() -> None:
     except OSError as error:
         # A full disk, a folder without permission, a file where a folder was expected: the system names the path and the reason.
         where = f"{error.filename}: " if error.filename is not None else ""
-        sys.stderr.write(f"octfm: {where}{error.strerror or error}; mend that, or choose another path, and run the same command again\n")
+        sys.stderr.write(
+            f"octfm: {where}{error.strerror or error}; mend that, or choose another path, and run the same command again\n"
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         sys.stderr.write("octfm: interrupted; the same command continues\n")

@@ -17,24 +17,41 @@ def register(app: typer.Typer) -> None:
 
 
 def probe(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or address of a run, with embeddings (see `octfm embed`).")],
-    labels: Annotated[Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")] = None,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder or address of a run, with embeddings (see `octfm embed`).")
+    ],
+    labels: Annotated[
+        Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")
+    ] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones that are present.")
+        list[str] | None,
+        typer.Option(help="Target column; repeat for several. Default: all known ones that are present."),
     ] = None,
-    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+    allow_seen: Annotated[
+        bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")
+    ] = False,
     readout: Annotated[str, typer.Option(help="linear (logistic, ridge) or knn (nearest neighbours).")] = "linear",
-    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
-    embeddings: Annotated[
-        str | None, typer.Option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings.")
+    order: Annotated[
+        list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for probe.json; default: --embeddings, else the run.")] = None,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for probe.json; default: --embeddings, else the run.")
+    ] = None,
     design: Annotated[
-        str, typer.Option(help="recommended_split (train and val against test), k-fold (all whom pretraining has not seen), or auto.")
+        str,
+        typer.Option(
+            help="recommended_split (train and val against test), k-fold (all whom pretraining has not seen), or auto."
+        ),
     ] = "auto",
     folds: Annotated[int | None, typer.Option(help="Folds of k-fold; default: 5.")] = None,
     seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
-    label_efficiency: Annotated[bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")] = False,
+    label_efficiency: Annotated[
+        bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")
+    ] = False,
 ) -> None:
     """Frozen probes with participant-level intervals."""
     from octfm.data.location import location
@@ -50,7 +67,13 @@ def probe(
     command = "octfm " + " ".join(sys.argv[1:])
     chosen = choose_readout(readout)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
-    common = {"targets": target, "orders": _orders(order), "readout": chosen, "seen": seen_by(run), "allow_seen": allow_seen}
+    common = {
+        "targets": target,
+        "orders": _orders(order),
+        "readout": chosen,
+        "seen": seen_by(run),
+        "allow_seen": allow_seen,
+    }
     common |= {"design": design, "folds": folds}
     result = run_probe(files, labels, seeds=seeds, commands=[command], **common)
     for line in summary_lines(result):
@@ -65,13 +88,17 @@ def probe(
 
 
 def finetune(
-    config: Annotated[str, typer.Argument(help="YAML file or a packaged config: study_group_linear, _attentive or _finetune.")],
+    config: Annotated[
+        str, typer.Argument(help="YAML file or a packaged config: study_group_linear, _attentive or _finetune.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis")
     ] = None,
     out: Out = Path("runs/finetune"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
-    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+    allow_seen: Annotated[
+        bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")
+    ] = False,
 ) -> None:
     """Train for one label: a head on a frozen encoder, or head first and then the encoder; the same command resumes."""
     from octfm.config import load
@@ -88,12 +115,20 @@ def finetune(
 
 
 def leaderboard(
-    entries: Annotated[list[Path], typer.Argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")],
+    entries: Annotated[
+        list[Path], typer.Argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")
+    ],
     store: Annotated[list[str], typer.Option(help="Prepared store, also s3:// or gs://; one for each Preprocessing.")],
     target: Annotated[str, typer.Option(help="Label column.")] = "study_group",
-    labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
-    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
-    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")] = False,
+    labels: Annotated[
+        Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")
+    ] = None,
+    order: Annotated[
+        list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")
+    ] = None,
+    allow_seen: Annotated[
+        bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")
+    ] = False,
     out: Out = Path("leaderboard"),
 ) -> None:
     """Several checkpoints and fine-tuned models on identical data and splits, beside baselines: CSV, Markdown, HTML."""
@@ -103,40 +138,64 @@ def leaderboard(
 
     command = "octfm " + " ".join(sys.argv[1:])
     result = board.leaderboard(
-        entries, store, target, out, labels=labels, orders=_orders(order), allow_seen=allow_seen, commands=[command], echo=typer.echo
+        entries,
+        store,
+        target,
+        out,
+        labels=labels,
+        orders=_orders(order),
+        allow_seen=allow_seen,
+        commands=[command],
+        echo=typer.echo,
     )
     text = board.to_markdown(result)
     typer.echo(text)
     write_probe(out / "leaderboard.json", result)
     (out / "leaderboard.csv").write_text(board.to_csv(result))
     (out / "leaderboard.md").write_text(text)
-    typer.echo(str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html")))
+    typer.echo(
+        str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html"))
+    )
 
 
 def trust(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint of pretraining.")],
-    store: Annotated[list[str], typer.Option(help="Prepared store of RUN, also s3:// or gs://; one for each Preprocessing.")],
-    labels: Annotated[Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")] = None,
+    store: Annotated[
+        list[str], typer.Option(help="Prepared store of RUN, also s3:// or gs://; one for each Preprocessing.")
+    ],
+    labels: Annotated[
+        Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")
+    ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Label column; repeat for several. Default: all known ones that are there.")
     ] = None,
-    order: Annotated[list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")] = None,
+    order: Annotated[
+        list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")
+    ] = None,
     other: Annotated[
-        list[Path] | None, typer.Option(help="Another run, such as one pretrained on a single scanner; compared by pairs.")
+        list[Path] | None,
+        typer.Option(help="Another run, such as one pretrained on a single scanner; compared by pairs."),
     ] = None,
     external: Annotated[
         list[str] | None,
-        typer.Option(help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code runs (docs/guide/evaluate.md)."),
+        typer.Option(
+            help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code runs (docs/guide/evaluate.md)."
+        ),
     ] = None,
     group: Annotated[
-        list[str] | None, typer.Option(help="Column to look for gaps in, besides site, age, eye and scanner; repeat for several.")
+        list[str] | None,
+        typer.Option(help="Column to look for gaps in, besides site, age, eye and scanner; repeat for several."),
     ] = None,
-    age_bands: Annotated[str, typer.Option(help="Where one age band ends and the next begins, in years.")] = "50,60,70,80",
+    age_bands: Annotated[
+        str, typer.Option(help="Where one age band ends and the next begins, in years.")
+    ] = "50,60,70,80",
     from_scratch_epochs: Annotated[
         float, typer.Option(help="Epochs of the supervised baseline, for every target; 0 leaves it out.", min=0)
     ] = 60,
     images: Annotated[bool, typer.Option(help="Show B-scans on the page.")] = True,
-    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")] = False,
+    allow_seen: Annotated[
+        bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")
+    ] = False,
     out: Out = Path("trust"),
 ) -> None:
     """What an encoder is worth, on whom, on which scanner, how surely: trust.html and trust.json, with every baseline."""
@@ -175,13 +234,23 @@ def trust(
 def segment(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value: encoder=runs/a store=prepared/ truth=clinic/ground_truth; or files, with --apply."),
+        typer.Argument(
+            help="key=value: encoder=runs/a store=prepared/ truth=clinic/ground_truth; or files, with --apply."
+        ),
     ] = None,
     out: Out = Path("runs/segment"),
-    apply: Annotated[Path | None, typer.Option(help="A finished segmentation: segment these files with it, into --out.")] = None,
-    dicom: Annotated[bool, typer.Option("--dicom", help="With --apply: also DICOM SEG and height maps, for DICOM files.")] = False,
-    baselines: Annotated[bool, typer.Option(help="Also random initialisation, bare voxels and the mean height.")] = True,
-    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")] = False,
+    apply: Annotated[
+        Path | None, typer.Option(help="A finished segmentation: segment these files with it, into --out.")
+    ] = None,
+    dicom: Annotated[
+        bool, typer.Option("--dicom", help="With --apply: also DICOM SEG and height maps, for DICOM files.")
+    ] = False,
+    baselines: Annotated[
+        bool, typer.Option(help="Also random initialisation, bare voxels and the mean height.")
+    ] = True,
+    allow_seen: Annotated[
+        bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
 ) -> None:
     """Layer surfaces and fluid from tokens: train and judge in µm and Dice, or apply to files and export NIfTI and DICOM."""
@@ -195,7 +264,9 @@ def segment(
 
     if apply is None:
         config = load(SegmentConfig, {}, words or [])
-        for line in summary_lines(run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)):
+        for line in summary_lines(
+            run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
+        ):
             typer.echo(line)
         typer.echo(str(out / "segment.json"))
         return
@@ -215,5 +286,7 @@ def _orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
         column, equals, grades = text.partition("=")
         orders[column] = tuple(grade.strip() for grade in grades.split(","))
         if not equals or len(set(orders[column])) < 3:
-            raise ConfigError(f"--order: expected a column and three or more grades, lowest first, severity=none,mild,severe; got {text!r}")
+            raise ConfigError(
+                f"--order: expected a column and three or more grades, lowest first, severity=none,mild,severe; got {text!r}"
+            )
     return orders

@@ -20,7 +20,9 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or address of a run.")],
     catalog: CatalogOption = None,
     store: StoreOption = None,
-    out: Annotated[str | None, typer.Option("--out", help="HTML file, also in a bucket; default: RUN/report.html.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", help="HTML file, also in a bucket; default: RUN/report.html.")
+    ] = None,
     images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
 ) -> None:
     """One self-contained page that says what was run and what came out."""
@@ -33,12 +35,22 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders; the first is the one that others are compared with.")],
-    labels: Annotated[Path | None, typer.Option(help="CSV or TSV of labels; default: those that the runs were probed with.")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones.")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(help="Two or more run folders; the first is the one that others are compared with.")
+    ],
+    labels: Annotated[
+        Path | None, typer.Option(help="CSV or TSV of labels; default: those that the runs were probed with.")
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="HTML file.")] = Path("compare.html"),
-    pairs: Annotated[bool, typer.Option(help="Probe all runs again on identical participants and resamples, for paired intervals.")] = True,
-    allow_seen: Annotated[bool, typer.Option(help="Flag, instead of refusing, test participants that any run was pretrained on.")] = False,
+    pairs: Annotated[
+        bool, typer.Option(help="Probe all runs again on identical participants and resamples, for paired intervals.")
+    ] = True,
+    allow_seen: Annotated[
+        bool, typer.Option(help="Flag, instead of refusing, test participants that any run was pretrained on.")
+    ] = False,
 ) -> None:
     """Several runs on one page: what was set otherwise, curves, probes, and paired intervals where they can be computed."""
     from octfm.errors import ConfigError, EvaluationError
@@ -61,13 +73,18 @@ def compare(
 
 
 def view(
-    file: Annotated[str, typer.Argument(help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket.")],
+    file: Annotated[
+        str, typer.Argument(help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket.")
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="HTML file; default: the file's name with .html, in the current folder.")
+        Path | None,
+        typer.Option("--out", help="HTML file; default: the file's name with .html, in the current folder."),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="Run of octfm pretrain or finetune, checkpoint or export: adds what its encoder, and head, make of it."),
+        typer.Option(
+            help="Run of octfm pretrain or finetune, checkpoint or export: adds what its encoder, and head, make of it."
+        ),
     ] = None,
     segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: adds its layers and areas.")] = None,
     spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm for a file that states none.")] = None,
@@ -81,7 +98,9 @@ def view(
 
     page = out or Path(f"{Path(file.rstrip('/')).stem or 'view'}.html")
     if page.is_dir():
-        raise ConfigError(f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}")
+        raise ConfigError(
+            f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}"
+        )
     stated = parse_spacing(spacing, "--spacing") if spacing else None
     try:
         volume = read_volume(file, spacing_mm=stated, raster_only=False)
@@ -104,7 +123,11 @@ def view(
 
         segmenter = load_segmenter(segment, device)
     scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter)
-    detail = "As it lies in its file." if scene.is_raster == (volume.layout == "raster") else "A raster made of the star in its file."
+    detail = (
+        "As it lies in its file."
+        if scene.is_raster == (volume.layout == "raster")
+        else "A raster made of the star in its file."
+    )
     typer.echo(str(write_view(scene, page, view_facts(volume, scene), detail)))
 
 
@@ -112,8 +135,12 @@ def card(
     run: Run,
     catalog: CatalogOption = None,
     store: StoreOption = None,
-    licence: Annotated[str | None, typer.Option("--licence", "--license", help="Of the weights: apache-2.0, cc-by-nc-4.0, ...")] = None,
-    data_agreement: Annotated[str | None, typer.Option(help="Terms of the pretraining data, and whether weights may be passed on.")] = None,
+    licence: Annotated[
+        str | None, typer.Option("--licence", "--license", help="Of the weights: apache-2.0, cc-by-nc-4.0, ...")
+    ] = None,
+    data_agreement: Annotated[
+        str | None, typer.Option(help="Terms of the pretraining data, and whether weights may be passed on.")
+    ] = None,
     dataset: Annotated[str | None, typer.Option(help="Name of the data set.")] = None,
     contact: Annotated[str | None, typer.Option(help="Whom to ask.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; default: the run folder.")] = None,
@@ -124,7 +151,13 @@ def card(
 
     folder = out or run
     said = Statements(licence, data_agreement, dataset, contact)
-    typer.echo(str(write_model_card(run, folder / "model_card.md", catalog=_located(catalog), store=_located(store), statements=said)))
+    typer.echo(
+        str(
+            write_model_card(
+                run, folder / "model_card.md", catalog=_located(catalog), store=_located(store), statements=said
+            )
+        )
+    )
     typer.echo(str(write_paper(run, folder / "paper.md", catalog=_located(catalog), store=_located(store))))
 
 
@@ -141,5 +174,7 @@ def parse_spacing(text: str, option: str) -> tuple[float, float, float]:
     try:
         z, y, x = (float(mm) for mm in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {text!r}") from None
+        raise ConfigError(
+            f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {text!r}"
+        ) from None
     return z, y, x

@@ -13,34 +13,54 @@ def register(app: typer.Typer) -> None:
 
 
 def embed(
-    run: Annotated[str, typer.Argument(help="Run folder, checkpoint, octfm finetune run or octfm export; also s3:// or gs://.")],
-    store: Annotated[str | None, typer.Option(help="Prepared store to embed, also s3:// or gs://; default: prepared.")] = None,
+    run: Annotated[
+        str, typer.Argument(help="Run folder, checkpoint, octfm finetune run or octfm export; also s3:// or gs://.")
+    ],
+    store: Annotated[
+        str | None, typer.Option(help="Prepared store to embed, also s3:// or gs://; default: prepared.")
+    ] = None,
     files: Annotated[
-        str | None, typer.Option(help="Instead: folder, s3:// or gs:// of OCT files, read without a store; needs --out.")
+        str | None,
+        typer.Option(help="Instead: folder, s3:// or gs:// of OCT files, read without a store; needs --out."),
     ] = None,
     catalog: Annotated[str | None, typer.Option(help="Instead: a catalog of files (octfm scan); needs --out.")] = None,
     out: Annotated[
-        str | None, typer.Option("--out", help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings.")
+        str | None,
+        typer.Option(
+            "--out", help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings."
+        ),
     ] = None,
     baselines: Annotated[
-        bool | None, typer.Option(help="Also random initialisation and intensity histogram; default: of a store yes, of files no.")
+        bool | None,
+        typer.Option(help="Also random initialisation and intensity histogram; default: of a store yes, of files no."),
     ] = None,
     head: Annotated[
-        Path | None, typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report.")
+        Path | None,
+        typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report."),
     ] = None,
-    segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: the layers and areas that it finds, in the report.")] = None,
+    segment: Annotated[
+        Path | None, typer.Option(help="Run of octfm segment: the layers and areas that it finds, in the report.")
+    ] = None,
     pool: Annotated[str | None, typer.Option(help="mean or extremes, instead of the run's objective.pool.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16, of --files and --catalog.")] = "fp32",
-    retry: Annotated[bool, typer.Option("--retry", help="Try files again that could not be read, of --files and --catalog.")] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Try files again that could not be read, of --files and --catalog.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that read files; default: all cores.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda, of --files and --catalog; default: what there is.")] = None,
-    file_seconds: Annotated[float, typer.Option(help="Give up a file that takes longer; large ones have more.", min=0.1)] = 10,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda, of --files and --catalog; default: what there is.")
+    ] = None,
+    file_seconds: Annotated[
+        float, typer.Option(help="Give up a file that takes longer; large ones have more.", min=0.1)
+    ] = 10,
     file_gb: Annotated[float, typer.Option(help="Give up a file that needs more memory (GB).", min=0.3)] = 2,
 ) -> None:
     """One vector per acquisition: of a store, or straight from thousands of files; the same command continues after any interruption."""
     from octfm.errors import ConfigError
 
-    given = [name for name, value in (("--store", store), ("--files", files), ("--catalog", catalog)) if value is not None]
+    given = [
+        name for name, value in (("--store", store), ("--files", files), ("--catalog", catalog)) if value is not None
+    ]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     if pool not in (None, "mean", "extremes"):
@@ -49,7 +69,13 @@ def embed(
         from octfm.evaluation.embed import embed_all
 
         folder = Path(out) if out is not None else None
-        options = {"baselines": baselines is not False, "head": head, "segmenter": segment, "pool": pool, "echo": typer.echo}
+        options = {
+            "baselines": baselines is not False,
+            "head": head,
+            "segmenter": segment,
+            "pool": pool,
+            "echo": typer.echo,
+        }
         for path in embed_all(run, store or "prepared", folder, **options):
             typer.echo(str(path))
         return
@@ -70,7 +96,9 @@ def embed(
         run, source, out, baselines=bool(baselines), workers=workers, limits=limits, retry=retry, pool=pool,
         precision=precision, device=device, echo=typer.echo,
     )  # fmt: skip
-    typer.echo(f"{out}: {done['embedded']:,} of {done['volumes']:,} volumes embedded, {done['skipped']:,} other files skipped on purpose")
+    typer.echo(
+        f"{out}: {done['embedded']:,} of {done['volumes']:,} volumes embedded, {done['skipped']:,} other files skipped on purpose"
+    )
     for code, count in done["failures"].items():
         typer.echo(f"  {code}: {count:,}")
     if done["failures"]:
@@ -78,15 +106,24 @@ def embed(
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="Run folder (also s3:// or gs://), checkpoint, or folder of octfm finetune.")],
+    run: Annotated[
+        str, typer.Argument(help="Run folder (also s3:// or gs://), checkpoint, or folder of octfm finetune.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="New folder.")],
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also octfm.onnx, refused unless onnxruntime agrees with torch.")] = False,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Also octfm.onnx, refused unless onnxruntime agrees with torch.")
+    ] = False,
     card: Annotated[
-        Path | None, typer.Option(help="Model card, as octfm card writes it with your licence; default: made from the run, without one.")
+        Path | None,
+        typer.Option(
+            help="Model card, as octfm card writes it with your licence; default: made from the run, without one."
+        ),
     ] = None,
     keep_key: Annotated[
         Path | None,
-        typer.Option(help="Put the key of the participants' hashes into this file instead: whoever has both can test who was trained on."),
+        typer.Option(
+            help="Put the key of the participants' hashes into this file instead: whoever has both can test who was trained on."
+        ),
     ] = None,
 ) -> None:
     """The encoder (and head) as safetensors, config and model card in the layout of the Hugging Face hub; loads offline."""
@@ -102,4 +139,6 @@ def export(
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     typer.echo(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
     if keep_key is None:
-        typer.echo("participants.key tells whoever has a list of ids which of them were trained on; to publish, use --keep-key FILE")
+        typer.echo(
+            "participants.key tells whoever has a list of ids which of them were trained on; to publish, use --keep-key FILE"
+        )

@@ -102,7 +102,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         table[name] = _parse(text)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "not valid YAML"
-        raise ConfigError(f"override {override!r}: expected a YAML value such as 6, null or [a, b]: {problem}") from None
+        raise ConfigError(
+            f"override {override!r}: expected a YAML value such as 6, null or [a, b]: {problem}"
+        ) from None
 
 
 def _explain(cls: type[Config], error: ValidationError) -> str:

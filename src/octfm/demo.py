@@ -107,11 +107,19 @@ def run_demo(
     clock.start("probe: linear models on frozen features, judged on participants that pretraining has not seen")
     commands = _commands(out, data, max_samples, seed, size, objective, labels)
     try:
-        result = probe(embeddings, labels, design=DESIGN if data is None else "auto", seen=seen_by(run), commands=commands)
+        result = probe(
+            embeddings, labels, design=DESIGN if data is None else "auto", seen=seen_by(run), commands=commands
+        )
         write_probe(run / "probe.json", result)  # there, whatever becomes of fewer labels
         if data is None:
             rows, compared = label_efficiency(
-                embeddings, labels, targets=["disease"], design=DESIGN, seen=seen_by(run), fractions=LABELLED, seeds=DRAWS
+                embeddings,
+                labels,
+                targets=["disease"],
+                design=DESIGN,
+                seen=seen_by(run),
+                fractions=LABELLED,
+                seeds=DRAWS,
             )
             result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
             write_probe(run / "probe.json", result)
@@ -162,7 +170,8 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
     clock.start(f"pretraining: {steps} steps, {name} from step {at} on; what the monitors say:")
     config = load_config(
-        "demo_vjepa2", (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20")
+        "demo_vjepa2",
+        (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"),
     )
     run = out / f"run-{name}"
     try:
@@ -176,7 +185,9 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     write_report(run, report, catalog=out / "catalog", store_path=store.path)
     named = next((row for row in found if row["what"] == NAMES[name]), None)
     if named is None:
-        raise EvaluationError(f"{run}: {name} was planted at step {at} and not named; the monitors said {[row['what'] for row in found]}")
+        raise EvaluationError(
+            f"{run}: {name} was planted at step {at} and not named; the monitors said {[row['what'] for row in found]}"
+        )
     echo(f"planted {name} at step {at}; named at step {named['step']}: {named['what']}: {named['sentence']}")
     echo(f"report: {report.resolve()}")
     return report
@@ -195,9 +206,17 @@ def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
                 f"{size.participants} with seed {seed}; choose another --out"
             )
         return folder
-    clock.start(f"cohort: {size.participants} phantom participants, both eyes, four scanners, seed {seed}, with spoilt files among them")
+    clock.start(
+        f"cohort: {size.participants} phantom participants, both eyes, four scanners, seed {seed}, with spoilt files among them"
+    )
     return write_phantom(
-        folder, size.participants, seed, fractions=size.fractions, second_scanner=0.1, defects=0.03, progress=clock.progress("participants")
+        folder,
+        size.participants,
+        seed,
+        fractions=size.fractions,
+        second_scanner=0.1,
+        defects=0.03,
+        progress=clock.progress("participants"),
     )
 
 

@@ -20,12 +20,16 @@ PADDING, BACKGROUND, TISSUE = 0, 1, 2
 def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
     """Tokens per axis (d, h, w); a volume that patches do not tile is refused."""
     if any(n % p for n, p in zip(image_size, patch_size, strict=True)):
-        raise ValueError(f"image_size {tuple(image_size)} is not divisible by patch_size {tuple(patch_size)}; change one of them")
+        raise ValueError(
+            f"image_size {tuple(image_size)} is not divisible by patch_size {tuple(patch_size)}; change one of them"
+        )
     d, h, w = (n // p for n, p in zip(image_size, patch_size, strict=True))
     return d, h, w
 
 
-def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3, tissue_share: float = 0.25) -> np.ndarray:
+def token_map(
+    band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3, tissue_share: float = 0.25
+) -> np.ndarray:
     """Padding, background or tissue for every token: uint8 [..., d, h, w].
 
     band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
@@ -93,7 +97,9 @@ class MaskConfig(Config):
             )
         for hidden, seen in self.stages:
             if not (0 < hidden < 1 and 0 < seen < 1 and hidden + seen <= 1):
-                raise ValueError(f"stages: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, {seen})")
+                raise ValueError(
+                    f"stages: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, {seen})"
+                )
         if self.centres == "inner" and self.plane == "enface":
             raise ValueError("centres inner: blocks of plane enface go through all rows; set plane to bscan")
         return self
@@ -175,7 +181,9 @@ def select_tokens(tokens: np.ndarray, count: int, rng: np.random.Generator) -> n
     order = rng.permutation(flat.size)
     order = order[flat[order] != PADDING]
     if order.size == 0:
-        raise StoreError("a volume has no token that holds image: its `valid` surfaces are empty; prepare it again, or leave it out")
+        raise StoreError(
+            "a volume has no token that holds image: its `valid` surfaces are empty; prepare it again, or leave it out"
+        )
     order = order[np.argsort(flat[order] != TISSUE, kind="stable")]
     return np.sort(np.resize(order, count))
 
@@ -225,7 +233,9 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
     )
 
 
-def _cover(config: MaskConfig, volume: np.ndarray, kept: np.ndarray, wanted: int, rng: np.random.Generator) -> np.ndarray:
+def _cover(
+    config: MaskConfig, volume: np.ndarray, kept: np.ndarray, wanted: int, rng: np.random.Generator
+) -> np.ndarray:
     """bool over `kept`: inside the union of blocks, which grows until it holds `wanted` tokens."""
     covered = np.zeros(volume.shape, bool)
     aimed = volume == TISSUE

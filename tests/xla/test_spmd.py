@@ -77,13 +77,26 @@ def final(out: Path):
 
 def assert_same_curves(one: Path, other: Path, tolerance=1e-3):
     for kind, names in (
-        ("train", ("loss", "masked_loss", "context_loss", "masked_over_baseline", "grad_norm", "effective_rank", "teacher_step")),
+        (
+            "train",
+            (
+                "loss",
+                "masked_loss",
+                "context_loss",
+                "masked_over_baseline",
+                "grad_norm",
+                "effective_rank",
+                "teacher_step",
+            ),
+        ),
         ("validation", ("masked_loss", "context_loss", "masked_over_baseline")),
     ):
         a, b = rows(one, kind), rows(other, kind)
         assert [row["step"] for row in a] == [row["step"] for row in b] and a
         for name in names:
-            np.testing.assert_allclose([r[name] for r in a], [r[name] for r in b], rtol=tolerance, err_msg=f"{kind} {name}")
+            np.testing.assert_allclose(
+                [r[name] for r in a], [r[name] for r in b], rtol=tolerance, err_msg=f"{kind} {name}"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -199,4 +212,6 @@ def test_bfloat16_and_the_online_probe(store, tmp_path):
     train(store, tmp_path / "alone", ALONE, {"steps": 2, "precision": "bf16"})
     assert len(rows(tmp_path / "run", "probe")) == 1 and len(select(store, "val"))
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[name] for r in rows(tmp_path / "run")], [r[name] for r in rows(tmp_path / "alone")], rtol=3e-2)
+        np.testing.assert_allclose(
+            [r[name] for r in rows(tmp_path / "run")], [r[name] for r in rows(tmp_path / "alone")], rtol=3e-2
+        )

@@ -40,7 +40,9 @@ def test_a_step_compiles_for_16_devices_each_with_all_weights_and_its_share_of_t
     weights, voxels = 4 * (total + 2 * trained), 2 * 16 * 128 * 128
     # The devices round up to their tiles; had the batch not been split, its voxels alone would be 8 MB.
     assert weights + voxels <= made.arguments < 1.3 * (weights + voxels) < 8e6
-    assert 0 < made.temporaries < tpu.HBM and made.results < made.arguments, "updated weights take the place of the old ones"
+    assert 0 < made.temporaries < tpu.HBM and made.results < made.arguments, (
+        "updated weights take the place of the old ones"
+    )
 
 
 def test_a_step_that_does_not_fit_is_an_answer_with_a_figure():
@@ -57,5 +59,11 @@ def test_a_step_that_does_not_fit_is_an_answer_with_a_figure():
 
 
 def test_a_batch_that_does_not_divide_among_the_devices_is_told_at_once():
-    done = CliRunner().invoke(app, ["doctor", "vit_s", "data.global_batch_size=24", "data.per_device_batch_size=1", "--tpu", "v4-32"])
-    assert done.exit_code == 1 and "FAIL  batch arithmetic" in done.output and "data.global_batch_size=16 or 32" in done.output, done.output
+    done = CliRunner().invoke(
+        app, ["doctor", "vit_s", "data.global_batch_size=24", "data.per_device_batch_size=1", "--tpu", "v4-32"]
+    )
+    assert (
+        done.exit_code == 1
+        and "FAIL  batch arithmetic" in done.output
+        and "data.global_batch_size=16 or 32" in done.output
+    ), done.output

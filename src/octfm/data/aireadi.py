@@ -32,7 +32,11 @@ class ManifestRow:
     @property
     def spacing_mm(self) -> tuple[float, float, float] | None:
         """(dz, dy, dx) where the row states all three."""
-        return None if self.in_plane_mm is None or self.slice_thickness_mm is None else (self.slice_thickness_mm, *self.in_plane_mm)
+        return (
+            None
+            if self.in_plane_mm is None or self.slice_thickness_mm is None
+            else (self.slice_thickness_mm, *self.in_plane_mm)
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,10 @@ class Tables:
 
     def at_path(self, uri: str) -> ManifestRow | None:
         """The row of whatever lies here. A member of an archive is listed where unpacking would put it."""
-        return next((self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path), None)
+        return next(
+            (self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path),
+            None,
+        )
 
 
 def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
@@ -66,7 +73,11 @@ def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[s
     found = sorted(companions)
     inside = next((parent for parent in (root, *root.parents) if parent.name == "retinal_oct"), None)
     if inside is not None:
-        found += [path for path in (inside / "manifest.tsv", inside.parent / "participants.tsv") if path.is_file() and path not in found]
+        found += [
+            path
+            for path in (inside / "manifest.tsv", inside.parent / "participants.tsv")
+            if path.is_file() and path not in found
+        ]
     tables = Tables()
     for path in found:
         if path.name in skip:
@@ -78,7 +89,9 @@ def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[s
     return tables
 
 
-def read_own_tables(root: Location, table: Location | None, participants: Location | None, columns: Columns, tables: Tables) -> Tables:
+def read_own_tables(
+    root: Location, table: Location | None, participants: Location | None, columns: Columns, tables: Tables
+) -> Tables:
     """`tables` and what a user's own say: `table` has one row per file, `participants` one per person; either may be None.
 
     Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID.
@@ -88,7 +101,9 @@ def read_own_tables(root: Location, table: Location | None, participants: Locati
     for path, rows in ((table, files), (participants, people)):
         if path is not None and not rows:
             raise TableError(f"{path}: no rows; expected a header line and at least one row")
-    columns.check({str(path): list(rows[0]) for path, rows in ((table, files), (participants, people)) if path is not None})
+    columns.check(
+        {str(path): list(rows[0]) for path, rows in ((table, files), (participants, people)) if path is not None}
+    )
     if table is not None:
         tables = replace(tables, own=table)
         if not (columns.present(files[0], "file") or columns.present(files[0], "sop_instance_uid")):
@@ -103,12 +118,18 @@ def read_own_tables(root: Location, table: Location | None, participants: Locati
     return tables
 
 
-def _add_file(row: Mapping[str, str], columns: Columns, tables: Tables, root: Location, table: Location, number: int) -> None:
+def _add_file(
+    row: Mapping[str, str], columns: Columns, tables: Tables, root: Location, table: Location, number: int
+) -> None:
     entry = _manifest_row(row, columns)
     if entry.laterality and entry.laterality.upper() not in _EYES:
-        raise TableError(f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing")
+        raise TableError(
+            f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing"
+        )
     if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
-        raise TableError(f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing")
+        raise TableError(
+            f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing"
+        )
     listed = columns.value(row, "file")
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
     beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
@@ -133,7 +154,9 @@ def _read_manifest(path: Location, tables: Tables) -> None:
 def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     shape = [_number(columns.value(row, name)) for name in ("frames", "height", "width")]
     frames, height, width = (int(count) if count else 0 for count in shape)
-    in_plane, all_three = ([float(mm) for mm in _NUMBER.findall(columns.value(row, name))] for name in ("pixel_spacing", "spacing_mm"))
+    in_plane, all_three = (
+        [float(mm) for mm in _NUMBER.findall(columns.value(row, name))] for name in ("pixel_spacing", "spacing_mm")
+    )
     thickness = _number(columns.value(row, "slice_thickness"))
     if len(all_three) == 3:
         thickness, *in_plane = all_three

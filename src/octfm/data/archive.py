@@ -109,7 +109,9 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
                 return
             content = io.BytesIO(_content(file, start, member, str(uri)))
     except OSError as error:
-        raise ReadError("unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions") from error
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions"
+        ) from error
     yield content
 
 
@@ -196,10 +198,16 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
     """Cached: reading the directory of a large archive for each of its members would take longer than reading the members."""
     try:
         with open_binary(path, in_place=True) as file, zipfile.ZipFile(file) as archive:
-            entries = [entry for entry in archive.infolist() if entry.file_size or not entry.orig_filename.endswith(("/", "\\"))]
+            entries = [
+                entry
+                for entry in archive.infolist()
+                if entry.file_size or not entry.orig_filename.endswith(("/", "\\"))
+            ]
     except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, struct.error, EOFError) as error:
         what = " ".join(str(error).split())[:80]
-        raise ReadError("damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); fetch it again") from None
+        raise ReadError(
+            "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); fetch it again"
+        ) from None
     names = [_inner_name(entry.orig_filename) for entry in entries]
     times = Counter(name for name in names if name)
     folders = {str(parent) for name in times for parent in PurePosixPath(name).parents}
@@ -209,7 +217,10 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
         if name is None:
             problem = ("unsafe_member", "the name leaves the archive, or is none; unpack it by hand if you trust it")
         elif times[name] > 1 or name in folders:
-            problem = ("unsafe_member", "the name is there twice, and which one is meant is a guess; make the archive again")
+            problem = (
+                "unsafe_member",
+                "the name is there twice, and which one is meant is a guess; make the archive again",
+            )
         elif entry.external_attr >> 28 == 0xA:
             problem = ("unsafe_member", "a link, not a file; make the archive again with the file itself")
         elif entry.header_offset in shared:
@@ -217,7 +228,10 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
         elif entry.flag_bits & 0x1:
             problem = ("unsupported_member", "encrypted; unpack it with its password")
         elif entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            problem = ("unsupported_member", f"compression method {entry.compress_type}, expected stored or deflated; unpack it")
+            problem = (
+                "unsupported_member",
+                f"compression method {entry.compress_type}, expected stored or deflated; unpack it",
+            )
         else:
             problem = _oversized(entry)
         if problem is None and name is not None:
@@ -323,7 +337,9 @@ def _inflated(file: BinaryIO, member: Member, uri: str) -> bytes:
             pieces.append(inflater.decompress(packed, member.size - done + 1))
             done += len(pieces[-1])
             if done > member.size:
-                raise ReadError("decompression_bomb", f"{uri}: inflates beyond the {member.size:,} bytes that the archive claims")
+                raise ReadError(
+                    "decompression_bomb", f"{uri}: inflates beyond the {member.size:,} bytes that the archive claims"
+                )
     except zlib.error:
         raise _damaged(uri, "the compressed data are corrupt") from None
     return b"".join(pieces)

@@ -19,7 +19,9 @@ class BatchMemory:
 
     def lend(self, count: int) -> Arrays:
         """Uninitialised arrays for `count` volumes."""
-        return Arrays(**{name: self._array((count, *shape), np.dtype(ARRAYS[name])) for name, shape in self._shapes.items()})
+        return Arrays(
+            **{name: self._array((count, *shape), np.dtype(ARRAYS[name])) for name, shape in self._shapes.items()}
+        )
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize

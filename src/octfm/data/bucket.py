@@ -149,7 +149,11 @@ def find(uri: str) -> dict[str, Object]:
     """Every object below a prefix: uri -> size and version, in one listing. Folder markers are left out."""
     scheme = uri.split("://", 1)[0]
     listing = _patiently("list it", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
-    return {f"{scheme}://{key}": _object(info) for key, info in listing.items() if info.get("type") == "file" and not key.endswith("/")}
+    return {
+        f"{scheme}://{key}": _object(info)
+        for key, info in listing.items()
+        if info.get("type") == "file" and not key.endswith("/")
+    }
 
 
 def stat(uri: str) -> Object:
@@ -272,7 +276,9 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
         except (FileNotFoundError, FileExistsError) as error:
             if verb == "write it" and isinstance(error, FileNotFoundError):
                 raise BucketError(f"{uri}: cannot write it: there is no such bucket; check its name") from None
-            raise type(error)(f"{uri}: {'no such object' if isinstance(error, FileNotFoundError) else 'exists already'}") from None
+            raise type(error)(
+                f"{uri}: {'no such object' if isinstance(error, FileNotFoundError) else 'exists already'}"
+            ) from None
         except Exception as error:
             # Three libraries with a network behind them fail in ways that share no base class; what is none of theirs goes on.
             if not _from_outside(error):
@@ -298,7 +304,12 @@ def _from_outside(error: Exception) -> bool:
 def _final(error: Exception, told: str) -> str:
     """What to do about an error that no repetition mends; empty where one may."""
     name = type(error).__name__
-    if isinstance(error, PermissionError) or told.startswith("Forbidden") or "Credential" in name or "NoSuchBucket" in told:
+    if (
+        isinstance(error, PermissionError)
+        or told.startswith("Forbidden")
+        or "Credential" in name
+        or "NoSuchBucket" in told
+    ):
         return "check the bucket's name, and the credentials in the environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS)"
     if isinstance(error, IsADirectoryError | NotADirectoryError) or told.startswith("Bad Request"):
         return "check the address"
@@ -307,7 +318,9 @@ def _final(error: Exception, told: str) -> str:
     return ""
 
 
-_SECRET = re.compile(r"(?i)(x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|signature|access_token|token)=[^&\s]+")
+_SECRET = re.compile(
+    r"(?i)(x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|signature|access_token|token)=[^&\s]+"
+)
 
 
 def _told(error: Exception) -> str:
@@ -347,7 +360,12 @@ def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:
         if scheme == "s3":
             from s3fs import S3FileSystem
 
-            config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 64, "connect_timeout": 15, "read_timeout": 60}
+            config = {
+                "retries": {"total_max_attempts": 1},
+                "max_pool_connections": 64,
+                "connect_timeout": 15,
+                "read_timeout": 60,
+            }
             driver = S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
             driver.retries = 1
             return driver
@@ -383,5 +401,8 @@ def _once_gcs() -> type:
 
 
 def _object(info: dict[str, Any]) -> Object:
-    version = next((str(info[key]) for key in ("ETag", "generation", "etag", "md5Hash", "mtime", "LastModified") if info.get(key)), "")
+    version = next(
+        (str(info[key]) for key in ("ETag", "generation", "etag", "md5Hash", "mtime", "LastModified") if info.get(key)),
+        "",
+    )
     return Object(int(info["size"] or 0), version.strip('"'))

@@ -63,7 +63,13 @@ class Catalog:
         import pyarrow.parquet as pq
 
         folder = location(folder)
-        facts = {"format": FORMAT, "version": VERSION, "root": self.root, "companions": self.companions, "key": self._key()}
+        facts = {
+            "format": FORMAT,
+            "version": VERSION,
+            "root": self.root,
+            "companions": self.companions,
+            "key": self._key(),
+        }
         facts["requests"] = dict(self.requests)
         staged = []
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
@@ -91,7 +97,9 @@ class Catalog:
             requests=facts.get("requests", {}),
         )
         if not facts["key"] == other["key"] == catalog._key():
-            raise CatalogError(f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again")
+            raise CatalogError(
+                f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
+            )
         return catalog
 
     def layer_heights(self, acquisition: Acquisition) -> tuple[str, ...]:
@@ -142,11 +150,17 @@ class Catalog:
 
     def _left_out(self) -> list[dict[str, Any]]:
         """One row per file that is not in the catalog, with what would put it there."""
-        return [asdict(reject) | {"fix": reject.fix, "skipped": reject.expected} for reject in (*self.rejects, *self.skipped)]
+        return [
+            asdict(reject) | {"fix": reject.fix, "skipped": reject.expected}
+            for reject in (*self.rejects, *self.skipped)
+        ]
 
     def _key(self) -> str:
         # Catalogs of before there were layouts keep their key.
-        rows = [{name: value for name, value in row.items() if (name, value) != ("layout", "raster")} for row in self._rows()]
+        rows = [
+            {name: value for name, value in row.items() if (name, value) != ("layout", "raster")}
+            for row in self._rows()
+        ]
         content = json.dumps([self.root, self.companions, rows, self._left_out()], default=list)
         return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
@@ -188,7 +202,9 @@ def scan(
     found = walk(folder)
     if not found.files and not found.refused:
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
-        raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files")
+        raise CatalogError(
+            f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files"
+        )
     tables = _tables(folder, found, table, participants, columns)
     found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
     if extract is not None:
@@ -196,12 +212,20 @@ def scan(
     limits = limits or Limits()
     deadline = functools.partial(deadline_of, limits)
     look = account.counting(functools.partial(examine_file, layouts=tuple(layouts)))
-    examined = spread(look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress)
-    outcomes, others = join_parts([outcome for file in account.counted(examined) for outcome in file], workers, limits, layouts)
-    headers, duplicates = without_duplicates([outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits)
+    examined = spread(
+        look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress
+    )
+    outcomes, others = join_parts(
+        [outcome for file in account.counted(examined) for outcome in file], workers, limits, layouts
+    )
+    headers, duplicates = without_duplicates(
+        [outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits
+    )
     from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
 
-    outcomes = [accept(header, tables, nominal_spacing_mm) for header in headers] + [o for o in outcomes if isinstance(o, Reject)]
+    outcomes = [accept(header, tables, nominal_spacing_mm) for header in headers] + [
+        o for o in outcomes if isinstance(o, Reject)
+    ]
     acquisitions = [outcome for outcome in outcomes if isinstance(outcome, Acquisition)]
     left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
     if pixels:
@@ -274,7 +298,9 @@ def _existing(root: str | Path | BucketPath) -> Location:
     if folder.name.lower() == "dicomdir" and folder.is_file():
         return folder.parent
     if not folder.is_dir():
-        raise CatalogError(f"{folder}: expected a folder, got a file; give the folder it is in, or open it with octfm.read_volume")
+        raise CatalogError(
+            f"{folder}: expected a folder, got a file; give the folder it is in, or open it with octfm.read_volume"
+        )
     return folder
 
 
@@ -289,17 +315,26 @@ def _tables(
     tables = read_tables(root, found.companions, replaced)
     if not replaced:
         if columns:
-            raise CatalogError("--columns: names columns of your own table; give it with --table FILE or --participants FILE")
+            raise CatalogError(
+                "--columns: names columns of your own table; give it with --table FILE or --participants FILE"
+            )
         return tables
     own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
-    return read_own_tables(root, location(table) if table else None, location(participants) if participants else None, own, tables)
+    return read_own_tables(
+        root, location(table) if table else None, location(participants) if participants else None, own, tables
+    )
 
 
 def _expect_a_match(
-    acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables, participants: str | Path | BucketPath | None
+    acquisitions: Sequence[Acquisition],
+    rejects: Sequence[Reject],
+    tables: Tables,
+    participants: str | Path | BucketPath | None,
 ) -> None:
     """A table of one's own that fits nothing is a mistake in a path or a column, not an absence of labels."""
-    fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(tables.at_path(reject.uri) for reject in rejects)
+    fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
+        tables.at_path(reject.uri) for reject in rejects
+    )
     if tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
         raise TableError(
@@ -317,18 +352,26 @@ def _expect_a_match(
 def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[Location]:
     """The files to look at after every archive is unpacked below `into`, at the place that it has below `root`."""
     if isinstance(root, Path) and into.is_relative_to(root):
-        raise CatalogError(f"--extract {into}: expected a folder outside {root}, where the next scan would find every file twice")
+        raise CatalogError(
+            f"--extract {into}: expected a folder outside {root}, where the next scan would find every file twice"
+        )
     needed = sum(member.size for archive in found.archives for member in archive.members.values())
     into.mkdir(parents=True, exist_ok=True)
     if needed > (free := shutil.disk_usage(into).free):
-        raise CatalogError(f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, or scan without --extract")
+        raise CatalogError(
+            f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, or scan without --extract"
+        )
     files: dict[str, Path] = {}
     for archive in found.archives:
         inside: Any = location(archive.path)
         target = into / inside.relative_to(root).with_suffix("")
         files |= unpack(archive, target)
         # Folders of images, too.
-        files |= {f"{archive.path}{MEMBER}{folder}": target / folder for name in archive.members for folder in PurePosixPath(name).parents}
+        files |= {
+            f"{archive.path}{MEMBER}{folder}": target / folder
+            for name in archive.members
+            for folder in PurePosixPath(name).parents
+        }
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
 
@@ -343,7 +386,17 @@ def _schema(name: str):
     if name == "rejects.parquet":
         text = {name: pa.string() for name in ("uri", "code", "sentence", "fix", "refers_to")}
         return pa.schema(text | {"bytes": pa.int64(), "skipped": pa.bool_()})
-    text = ("uri", "participant", "laterality", "scanner", "protocol", "spacing_source", "sop_instance_uid", "split", "participant_labels")
+    text = (
+        "uri",
+        "participant",
+        "laterality",
+        "scanner",
+        "protocol",
+        "spacing_source",
+        "sop_instance_uid",
+        "split",
+        "participant_labels",
+    )
     text += ("layout",)
     return pa.schema(
         {name: pa.string() for name in text}

@@ -55,7 +55,9 @@ class Columns:
         for pair in (pair.strip() for text in texts for pair in text.split(",")):
             name, equals, column = (part.strip() for part in pair.partition("="))
             if not (name and equals and column):
-                raise ConfigError(f"--columns: expected field=column pairs such as participant=pid,file=path, got {pair!r}")
+                raise ConfigError(
+                    f"--columns: expected field=column pairs such as participant=pid,file=path, got {pair!r}"
+                )
             if name not in FIELDS:
                 raise ConfigError(f"--columns: unknown field {name}; {_nearest(name, list(FIELDS), 'fields')}")
             if found.setdefault(name, column) != column:
@@ -83,7 +85,11 @@ class Columns:
         """Everything else that is known of a person, under AI-READI's names, without direct identifiers."""
         names = {column: FIELDS[name][0] for name, column in self.of_field.items()}
         ids = {self.of_field["participant"]} if "participant" in self.of_field else set(FIELDS["participant"])
-        return {names.get(column, column): value for column, value in row.items() if column not in ids and not is_identifier(column)}
+        return {
+            names.get(column, column): value
+            for column, value in row.items()
+            if column not in ids and not is_identifier(column)
+        }
 
 
 def is_identifier(column: str) -> bool:
@@ -95,7 +101,10 @@ def is_identifier(column: str) -> bool:
 def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:
     """The rows of a CSV or TSV, stripped. Raises TableError. Default delimiter: comma, semicolon or tab, as the header has most."""
     try:
-        with open_file(path, whole=True) as file, io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text:
+        with (
+            open_file(path, whole=True) as file,
+            io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text,
+        ):
             if delimiter is None:
                 first = text.readline()
                 delimiter = max(",;\t", key=first.count)
@@ -104,7 +113,10 @@ def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, st
     except (OSError, ReadError, csv.Error) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise TableError(f"{path}: cannot be read as a table: {reason}; check the path, or fetch it again") from error
-    return [{str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)} for row in rows]
+    return [
+        {str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)}
+        for row in rows
+    ]
 
 
 def _nearest(word: str, known: list[str], kind: str) -> str:

@@ -64,7 +64,9 @@ def _doubts(acquisition: Acquisition, disc: DiscSide) -> tuple[str, ...]:
 
 def _look(acquisition: Acquisition) -> Seen | Reject:
     try:
-        volume = read_volume(acquisition.uri, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster")
+        volume = read_volume(
+            acquisition.uri, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster"
+        )
         native = fingerprint(volume.voxels)
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
@@ -77,7 +79,9 @@ def _look(acquisition: Acquisition) -> Seen | Reject:
 
 def _lost(acquisition: Acquisition, lost: Lost) -> Reject:
     uri = acquisition.uri
-    return Reject(uri, lost.code, f"{uri}: the process that read its pixels {lost.what}; {REASONS[lost.code].fix}", file_size(uri))
+    return Reject(
+        uri, lost.code, f"{uri}: the process that read its pixels {lost.what}; {REASONS[lost.code].fix}", file_size(uri)
+    )
 
 
 def _deadline(limits: Limits, acquisition: Acquisition) -> float:

@@ -61,7 +61,9 @@ class Lost:
     """What was seen, as the end of a sentence."""
 
 
-def each(function: Callable[[T], R], items: Sequence[T], limits: Limits, deadline: Callable[[T], float]) -> Iterator[R | Lost]:
+def each(
+    function: Callable[[T], R], items: Sequence[T], limits: Limits, deadline: Callable[[T], float]
+) -> Iterator[R | Lost]:
     """`function` of every item, in a child; whatever ends the child costs the item that it was at, and another child goes on.
 
     `deadline` is in seconds and begins anew with every item. Function, items and results travel as pickles; what the function raises is
@@ -100,7 +102,9 @@ class _Child:
         self.memory, self.ended, self.idle_since = memory, False, 0.0
         self.surroundings = _surroundings()
         start = [sys.executable, "-c", _START, json.dumps(sys.path), str(os.getpid())]
-        self._process = subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={**os.environ, **_ONE_THREAD})
+        self._process = subprocess.Popen(
+            start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={**os.environ, **_ONE_THREAD}
+        )
         assert self._process.stdin and self._process.stdout
         self._requests, self._replies = self._process.stdin, self._process.stdout.fileno()
         self._poll = select.poll()
@@ -108,7 +112,9 @@ class _Child:
         self._buffer = bytearray()
         self._write(pickle.dumps(memory))
         if isinstance(ready := self.receive(_START_S), Lost):
-            raise RuntimeError(f"a child process for reading files did not start: it {ready.what}; see the lines above this one")
+            raise RuntimeError(
+                f"a child process for reading files did not start: it {ready.what}; see the lines above this one"
+            )
 
     def send(self, function: Callable, items: Sequence) -> None:
         try:
@@ -219,7 +225,11 @@ def _give_back(child: _Child) -> None:
 
 def _surroundings() -> tuple:
     """What a child inherits when it starts, and never hears of again: credentials, for one. (pytest puts the test's name there.)"""
-    return Path.cwd(), tuple(sys.path), {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return (
+        Path.cwd(),
+        tuple(sys.path),
+        {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+    )
 
 
 # ---- the child's side ------------------------------------------------------------------------------------------------------------
@@ -265,7 +275,9 @@ def _answer(replies: int, error: BaseException | None, result: Any) -> None:
         if error is not None:
             pickle.loads(message)  # an exception with arguments of its own may be written and not be read
     except Exception as problem:
-        message = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}" if error else f"a result cannot travel: {problem}"), None))
+        message = pickle.dumps(
+            (RuntimeError(f"{type(error).__name__}: {error}" if error else f"a result cannot travel: {problem}"), None)
+        )
     data = memoryview(_HEAD.pack(len(message)) + message)
     while data:
         data = data[os.write(replies, data) :]

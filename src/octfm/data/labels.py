@@ -51,7 +51,10 @@ class LabelTable:
                     f"{self.path}: line {number}: {column} is {value} for {_words(key)}, an earlier line says {keyed[key]}; "
                     "keep one row per participant (and eye), or add a sop_instance_uid column"
                 )
-        wanted = [(_id(participant), laterality if self.laterality_column else None) for _, participant, laterality in acquisitions]
+        wanted = [
+            (_id(participant), laterality if self.laterality_column else None)
+            for _, participant, laterality in acquisitions
+        ]
         self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
         return [keyed.get(key) for key in wanted]
 
@@ -61,7 +64,9 @@ class LabelTable:
             uid, value = row[self.acquisition_column or ""].strip(), _value(row[column])
             participant = _id(row[self.participant_column]) if self.participant_column else None
             if keyed.setdefault(uid, (value, participant)) != (value, participant):
-                raise EvaluationError(f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID")
+                raise EvaluationError(
+                    f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
+                )
         self._expect_a_match([a for a, _, _ in acquisitions], set(keyed), self.acquisition_column or "")
         values: list[str | None] = []
         for acquisition, participant, _ in acquisitions:
@@ -96,7 +101,9 @@ def read_labels(path: str | Path) -> LabelTable:
     try:
         names, rows = _read_table(path)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise EvaluationError(f"{path}: expected a CSV or TSV in UTF-8, got other bytes ({error}); export the table as text") from None
+        raise EvaluationError(
+            f"{path}: expected a CSV or TSV in UTF-8, got other bytes ({error}); export the table as text"
+        ) from None
     participant = next((c for c in PARTICIPANT_COLUMNS if c in names), None)
     acquisition = next((c for c in ACQUISITION_COLUMNS if c in names), None)
     laterality = "laterality" if "laterality" in names else None
@@ -107,19 +114,25 @@ def read_labels(path: str | Path) -> LabelTable:
     if not rows:
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
     ids = {participant, acquisition, laterality}
-    return LabelTable(str(path), tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
+    return LabelTable(
+        str(path), tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition
+    )
 
 
 def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         file.seek(0)
-        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ",")
+        reader = csv.DictReader(
+            file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ","
+        )
         names = tuple(reader.fieldnames or ())
         rows = []
         for row in reader:
             if None in row or None in row.values():
-                raise EvaluationError(f"{path}: line {reader.line_num}: expected {len(names)} columns as in the header; fix the row")
+                raise EvaluationError(
+                    f"{path}: line {reader.line_num}: expected {len(names)} columns as in the header; fix the row"
+                )
             rows.append(row)
     return names, rows
 

@@ -60,7 +60,11 @@ def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tis
     brightness, thickness = (
         _right_minus_left(np.where(shown, field, np.nan), columns, fovea[1], away) for field in (contrast, thickness_um)
     )
-    agree = np.sign(brightness) == np.sign(thickness) and abs(brightness) >= LEAST_BRIGHTNESS and abs(thickness) >= LEAST_THICKNESS_UM
+    agree = (
+        np.sign(brightness) == np.sign(thickness)
+        and abs(brightness) >= LEAST_BRIGHTNESS
+        and abs(thickness) >= LEAST_THICKNESS_UM
+    )
     return DiscSide(("right" if brightness > 0 else "left") if agree else "unclear", brightness, thickness)
 
 

@@ -51,7 +51,9 @@ class Lease:
     def require(self) -> None:
         """Raises BucketError once another process has taken over."""
         if self.lost:
-            raise BucketError(f"{self._uri}: another process has taken over {self._purpose}; this one stops, so that two do not mix")
+            raise BucketError(
+                f"{self._uri}: another process has taken over {self._purpose}; this one stops, so that two do not mix"
+            )
 
     def _take_over(self) -> None:
         """Ages are told by the clocks of two machines, which are trusted to agree within a minute."""

@@ -80,9 +80,17 @@ class Loader:
         balance: bool = False,
     ):
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
-        self.global_batch_size, self.seed, self.rank, self.world, self.prefetch = global_batch_size, seed, rank, world, prefetch
+        self.global_batch_size, self.seed, self.rank, self.world, self.prefetch = (
+            global_batch_size,
+            seed,
+            rank,
+            world,
+            prefetch,
+        )
         if not len(self.rows):
-            raise ConfigError(f"{store.path}: no rows to draw batches from; see data.scanners, data.max_samples and the split")
+            raise ConfigError(
+                f"{store.path}: no rows to draw batches from; see data.scanners, data.max_samples and the split"
+            )
         if not 0 <= rank < world:
             raise ConfigError(f"rank must be in 0 … {world - 1} (world {world}), got {rank}")
         if prefetch < 0:
@@ -160,8 +168,12 @@ class Loader:
         positions = self.positions(step)
         index = self.indices(positions)
         arrays = self.store.read(index, out=self._memory.lend(len(index)))
-        scanner, laterality = zip(*((self.store.rows[i].scanner, self.store.rows[i].laterality) for i in index), strict=True)
-        return Batch(arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0, laterality=laterality)
+        scanner, laterality = zip(
+            *((self.store.rows[i].scanner, self.store.rows[i].laterality) for i in index), strict=True
+        )
+        return Batch(
+            arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0, laterality=laterality
+        )
 
 
 def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
@@ -232,9 +244,13 @@ def select(
     present = sorted({row.scanner for row in store.rows})
     for key, names in (("data.scanners", scanners), ("data.leave_out_scanners", leave_out)):
         if unknown := [name for name in names if name not in present]:
-            raise ConfigError(f"{key}: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}")
+            raise ConfigError(
+                f"{key}: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}"
+            )
     if both := sorted(set(scanners) & set(leave_out)):
-        raise ConfigError(f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out")
+        raise ConfigError(
+            f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out"
+        )
     limits = [max_samples] if isinstance(max_samples, int | None) else list(max_samples)
     if not isinstance(max_samples, int | None) and len(limits) != len(scanners):
         raise ConfigError(
@@ -248,12 +264,18 @@ def select(
     if not rows:
         among = f" of {', '.join(sorted(wanted))}" if scanners or leave_out else ""
         among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
-        raise ConfigError(f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}")
+        raise ConfigError(
+            f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
+        )
     rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
     if isinstance(max_samples, int | None):
         rows = rows[:max_samples]
     else:
-        rows = [row for name, limit in zip(scanners, limits, strict=True) for row in [r for r in rows if r.scanner == name][:limit]]
+        rows = [
+            row
+            for name, limit in zip(scanners, limits, strict=True)
+            for row in [r for r in rows if r.scanner == name][:limit]
+        ]
     return np.array(sorted(row.index for row in rows), dtype=np.int64)
 
 

@@ -116,7 +116,9 @@ class BucketPath:
         return BucketPath(self.scheme, self.inside.with_suffix(suffix))
 
     def is_relative_to(self, other: Any) -> bool:
-        return isinstance(other, BucketPath) and other.scheme == self.scheme and self.inside.is_relative_to(other.inside)
+        return (
+            isinstance(other, BucketPath) and other.scheme == self.scheme and self.inside.is_relative_to(other.inside)
+        )
 
     def relative_to(self, other: "BucketPath") -> PurePosixPath:
         return self.inside.relative_to(other.inside)

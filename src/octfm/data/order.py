@@ -28,7 +28,9 @@ class Order:
         blocks, places = np.divmod(positions, len(self.groups))
         group = np.zeros_like(positions)
         if len(self.groups) > 1:
-            turns = {int(block): _draw(len(self.groups), (self.seed, int(block), TURN_STREAM)) for block in np.unique(blocks)}
+            turns = {
+                int(block): _draw(len(self.groups), (self.seed, int(block), TURN_STREAM)) for block in np.unique(blocks)
+            }
             group = np.array([turns[int(block)][place] for block, place in zip(blocks, places, strict=True)], np.int64)
         rows = np.empty_like(positions)
         for g in np.unique(group):

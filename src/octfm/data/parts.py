@@ -32,7 +32,9 @@ def join_parts(
     groups = [in_order(parts) for parts in volumes.values()]
     limits = limits or Limits()
     examine = functools.partial(_examine, layouts=tuple(layouts))
-    joined += spread(examine, groups, _lost, workers=workers, limits=limits, deadline=functools.partial(_deadline, limits))
+    joined += spread(
+        examine, groups, _lost, workers=workers, limits=limits, deadline=functools.partial(_deadline, limits)
+    )
     return joined, sum(len(parts) - 1 for parts in groups)
 
 

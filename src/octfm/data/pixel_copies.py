@@ -39,7 +39,16 @@ def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
     """Reason code and sentence for the later one of two."""
     if owner.participant != first.participant:
         code = "pixels_of_two_participants"
-        what = f"the same voxels as {first.uri}, which is participant {first.participant}'s and not {owner.participant}'s"
+        what = (
+            f"the same voxels as {first.uri}, which is participant {first.participant}'s and not {owner.participant}'s"
+        )
         return code, f"{owner.uri}: {what}; find out whose they are, and remove the other file"
-    eyes = "" if owner.laterality == first.laterality else f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
-    return "duplicate_pixels", f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; remove the copy"
+    eyes = (
+        ""
+        if owner.laterality == first.laterality
+        else f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
+    )
+    return (
+        "duplicate_pixels",
+        f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; remove the copy",
+    )

@@ -70,9 +70,13 @@ def prepare(
     out = location(out)
     account = Account(out, catalog.root)
     if not catalog.acquisitions:
-        raise StoreError(f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects")
+        raise StoreError(
+            f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects"
+        )
     if locations is None and read is None and is_pseudonymous(catalog):
-        raise StoreError(f"{out}: the catalog names files by pseudonyms; give its key and root (octfm prepare --key FILE --root FOLDER)")
+        raise StoreError(
+            f"{out}: the catalog names files by pseudonyms; give its key and root (octfm prepare --key FILE --root FOLDER)"
+        )
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
     limits = limits or Limits()
@@ -135,7 +139,9 @@ def prepare(
     return store
 
 
-def _unless_copied(outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter) -> StoreRow | Unprepared:
+def _unless_copied(
+    outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter
+) -> StoreRow | Unprepared:
     """Voxels that the store already has are not put there again; where they are another participant's, the row that has them says so."""
     if isinstance(outcome, Unprepared) or task.index is not None:
         return outcome
@@ -188,10 +194,14 @@ def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"], locatio
     for position, acquisition in enumerate(acquisitions):
         uid = acquisition.sop_instance_uid
         if uid in seen:
-            raise StoreError(f"{acquisition.uri}: acquisition {uid} is in the catalog twice; scan again, which rejects duplicates")
+            raise StoreError(
+                f"{acquisition.uri}: acquisition {uid} is in the catalog twice; scan again, which rejects duplicates"
+            )
         seen.add(uid)
         if uid not in index or index[uid] in lost:
-            tasks.append(_Task(acquisition, locations.get(acquisition.uri, acquisition.uri), index.get(uid), f"{position:08d}"))
+            tasks.append(
+                _Task(acquisition, locations.get(acquisition.uri, acquisition.uri), index.get(uid), f"{position:08d}")
+            )
     return tasks
 
 
@@ -274,11 +284,14 @@ def prepare_acquisition(
     if read is None:
         from octfm.data.readers import read_volume
 
-        read = functools.partial(read_volume, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster")
+        read = functools.partial(
+            read_volume, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster"
+        )
     volume = read(where)
     if volume.shape != tuple(acquisition.shape):
         raise ReadError(
-            "changed_since_scan", f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again"
+            "changed_since_scan",
+            f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again",
         )
     # The catalog has cross-checked header, manifest and positions; the file alone has not.
     known = replace(
@@ -327,7 +340,14 @@ class _Progress:
         self._start = self._last = time.monotonic()
         if self._wanted and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
 
             remaining = TimeRemainingColumn(compact=True)
             columns = (

@@ -94,7 +94,9 @@ class Preprocessing(Config):
         """Prepare one volume, a star (radial) as the raster that it shows. Raises ReadError for one that is neither or has too few lines,
         for pixels that are not 8 or 16 bit, or that are blank."""
         if volume.layout not in ADMISSIBLE:
-            raise ReadError("not_raster", f"{volume.source}: a {volume.layout} scan; only a raster is a volume in space")
+            raise ReadError(
+                "not_raster", f"{volume.source}: a {volume.layout} scan; only a raster is a volume in space"
+            )
         if volume.layout == "radial":
             volume = to_raster(volume)
         canonical = volume.superior_to_inferior()
@@ -137,7 +139,9 @@ class Preprocessing(Config):
             )
         first = voxels[0][0, 0]
         if all((bscan == first).all() for bscan in voxels):
-            raise ReadError("blank_volume", f"{volume.source}: every voxel is {first}; nothing was imaged, export it again")
+            raise ReadError(
+                "blank_volume", f"{volume.source}: every voxel is {first}; nothing was imaged, export it again"
+            )
         return voxels
 
     def _place(self, volume: Volume, tissue: Tissue, *, reversed_bscans: bool, mirrored: bool) -> Transform:
@@ -172,7 +176,9 @@ class Preprocessing(Config):
         if not tissue.confident:
             return valid.astype(np.float32)
         margin = self.margin_mm / transform.native_spacing_mm[1]
-        band = np.stack([transform.canonical_rows_to_prepared(surface) for surface in (tissue.ilm - margin, tissue.bm + margin)])
+        band = np.stack(
+            [transform.canonical_rows_to_prepared(surface) for surface in (tissue.ilm - margin, tissue.bm + margin)]
+        )
         return np.clip(np.where(np.isnan(band), valid, band), valid[0], valid[1]).astype(np.float32)
 
 

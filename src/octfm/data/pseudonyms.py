@@ -52,7 +52,9 @@ def pseudonymise(catalog: Catalog, key: bytes) -> Catalog:
     """The same catalog for people who may not know whose eyes these are. Rows are sorted by pseudonym: their order tells nothing."""
     root = location(catalog.root)
     accepted = [_hidden(a, root, key) for a in catalog.acquisitions]
-    rejects, skipped = ([_hidden_reject(r, root, key) for r in left_out] for left_out in (catalog.rejects, catalog.skipped))
+    rejects, skipped = (
+        [_hidden_reject(r, root, key) for r in left_out] for left_out in (catalog.rejects, catalog.skipped)
+    )
     return Catalog(
         root=PREFIX + _hash(key, "root", str(root), 16),
         acquisitions=tuple(sorted(accepted, key=lambda a: a.uri)),

@@ -50,14 +50,20 @@ class Star:
 def expect_a_star(lines: Lines | None, uri: str) -> Star:
     """Raises ReadError not_raster for B-scans that no raster can be made of."""
     if lines is None:
-        raise ReadError("not_raster", f"{uri}: a radial scan whose positions are not stated in millimetres on the fundus; left out")
+        raise ReadError(
+            "not_raster", f"{uri}: a radial scan whose positions are not stated in millimetres on the fundus; left out"
+        )
     used = np.flatnonzero(np.isfinite(lines.start).all(1) & np.isfinite(lines.end).all(1))
     direction = lines.end[used] - lines.start[used]
     angle = np.arctan2(direction[:, 1], direction[:, 0])
     # An angle of pi - 1e-9 and one of 0 are the same line.
     backwards = (angle < -1e-6) | (angle >= np.pi - 1e-6)
     order = np.argsort(np.where(backwards, angle - np.pi * np.sign(angle), angle), kind="stable")
-    used, backwards, direction = used[order], backwards[order], direction[order] * np.where(backwards[order], -1, 1)[:, None]
+    used, backwards, direction = (
+        used[order],
+        backwards[order],
+        direction[order] * np.where(backwards[order], -1, 1)[:, None],
+    )
     start = np.where(backwards[:, None], lines.end[used], lines.start[used])
     length = np.linalg.norm(direction, axis=1)
     if len(used) < 2 or length.min() < 1e-3:
@@ -72,7 +78,9 @@ def expect_a_star(lines: Lines | None, uri: str) -> Star:
     reach = float(np.minimum(before, length - before).min())
     radius = min(reach, WIDEST_GAP_MM / gap)
     if missed > CENTRE_MM:
-        raise ReadError("not_raster", f"{uri}: B-scans turn without crossing at one point ({missed:.2f} mm apart); left out")
+        raise ReadError(
+            "not_raster", f"{uri}: B-scans turn without crossing at one point ({missed:.2f} mm apart); left out"
+        )
     if radius < LEAST_RADIUS_MM:
         raise ReadError(
             "not_raster",
@@ -121,7 +129,10 @@ def _heights(planes_JHW: np.ndarray, star: Star, dy: float, dx: float) -> tuple[
     eight_bit = planes_JHW if planes_JHW.dtype == np.uint8 else (planes_JHW >> 8).astype(np.uint8)
     between = float(np.median(np.diff(star.angle))) * star.radius / 2
     tissue = find_tissue(eight_bit, (between, dy, dx))
-    reach, middle = max(1, round(CROSSING_MM / dx)), np.rint(star.before / star.length * (planes_JHW.shape[2] - 1)).astype(int)
+    reach, middle = (
+        max(1, round(CROSSING_MM / dx)),
+        np.rint(star.before / star.length * (planes_JHW.shape[2] - 1)).astype(int),
+    )
     crossing = [plane[:, at - reach : at + reach + 1].mean(axis=1) for plane, at in zip(eight_bit, middle, strict=True)]
     motion = register_star(np.array(crossing), dy)
     if not tissue.confident:

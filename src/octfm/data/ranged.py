@@ -143,5 +143,7 @@ class Ranged(io.RawIOBase):
 
 def _head(uri: str, found: bucket.Object) -> bytes:
     size = min(HEAD, found.size)
-    with bucket_cache.kept(bucket_cache.key(f"{uri}#head", found), size, lambda file: bucket.download(uri, file, size)) as path:
+    with bucket_cache.kept(
+        bucket_cache.key(f"{uri}#head", found), size, lambda file: bucket.download(uri, file, size)
+    ) as path:
         return path.read_bytes()

@@ -6,7 +6,9 @@ SIMILAR = 0.15
 """Neighbours whose best correlation is smaller have nothing to register on (noise reaches 0.04, a faint retina 0.3, a good one 0.9)."""
 
 
-def register_bscans(coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35) -> np.ndarray:
+def register_bscans(
+    coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35
+) -> np.ndarray:
     """Axial displacement of every B-scan in rows of `coarse_DWH`, float64 [D], positive downwards; blank B-scans are interpolated.
 
     Neighbours are compared by cross-correlation summed over A-scans. Slow drift cannot be told from the shape of the eye, so the

@@ -102,7 +102,9 @@ def _lateral(origin: float, scale: float, count: int, length: int) -> np.ndarray
     return matrix
 
 
-def _weights_and_edges(seen: np.ndarray, shown: np.ndarray, lateral: np.ndarray, transform: Transform) -> tuple[np.ndarray, np.ndarray]:
+def _weights_and_edges(
+    seen: np.ndarray, shown: np.ndarray, lateral: np.ndarray, transform: Transform
+) -> tuple[np.ndarray, np.ndarray]:
     """float64 [D, out_w] weight of what is shown, and [2, D, out_w] the same times the edges of the image in prepared rows."""
     (_, y, _), (_, sy, _) = transform.origin, transform.scale
     matrix = lateral.astype(np.float64)

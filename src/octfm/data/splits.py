@@ -10,7 +10,13 @@ from octfm.errors import ConfigError
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
-_SPELLINGS: dict[str, Split] = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
+_SPELLINGS: dict[str, Split] = {
+    "training": "train",
+    "validation": "val",
+    "valid": "val",
+    "dev": "val",
+    "testing": "test",
+}
 
 
 def parse_split(text: str) -> Split | None:
@@ -29,7 +35,9 @@ def assign(
     """
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ConfigError(f"splits: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
-    assigned: dict[str, Split] = {participant: recommended[participant] for participant in strata if participant in recommended}
+    assigned: dict[str, Split] = {
+        participant: recommended[participant] for participant in strata if participant in recommended
+    }
     remaining = sorted(participant for participant in strata if participant not in recommended)
     rng = np.random.default_rng([seed, 16])
     shuffled = [remaining[i] for i in rng.permutation(len(remaining))]

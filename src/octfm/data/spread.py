@@ -115,8 +115,12 @@ def _client(address: str):
         return Client(address, timeout=10, set_as_default=False)
     except (OSError, ValueError) as error:
         what = " ".join(str(error).split())[:120]
-        raise ConfigError(f"cluster: no dask scheduler answers at {address} ({what}); expected tcp://host:port of one that runs") from None
+        raise ConfigError(
+            f"cluster: no dask scheduler answers at {address} ({what}); expected tcp://host:port of one that runs"
+        ) from None
 
 
-def _isolated(function: Callable[[T], R], chunk: Sequence[T], limits: Limits, deadline: Callable[[T], float] | None) -> list[R | Lost]:
+def _isolated(
+    function: Callable[[T], R], chunk: Sequence[T], limits: Limits, deadline: Callable[[T], float] | None
+) -> list[R | Lost]:
     return list(each(function, chunk, limits, deadline or (lambda _: limits.seconds)))

@@ -199,7 +199,9 @@ class Store:
             return _open_arrays(self.path, self.threads)
         from octfm.data.store_bucket import BucketArrays
 
-        return BucketArrays(self.path, self.rows, self.image_size, self.compression, lambda folder: _open_arrays(folder, self.threads))
+        return BucketArrays(
+            self.path, self.rows, self.image_size, self.compression, lambda folder: _open_arrays(folder, self.threads)
+        )
 
     def _damaged(self, index: np.ndarray, name: str, error: Exception) -> str:
         """Which of these volumes has a bad shard, found by the shard that the engine's message names."""
@@ -230,7 +232,11 @@ class _TensorStoreArrays:
         # A shard that is absent is damage; zarr's default would hand out zeros for it.
         self._arrays = {
             name: tensorstore.open(
-                {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path / name}/"}, "fill_missing_data_reads": False},
+                {
+                    "driver": "zarr3",
+                    "kvstore": {"driver": "file", "path": f"{path / name}/"},
+                    "fill_missing_data_reads": False,
+                },
                 context=context,
                 read=True,
             ).result()
@@ -267,7 +273,9 @@ def _open_arrays(path: Path, threads: int | None) -> _TensorStoreArrays | _ZarrA
         except ImportError:
             return _ZarrArrays(path, threads)
     except (ValueError, OSError) as error:
-        raise StoreError(f"{path}: the arrays cannot be opened ({error}); `octfm prepare` repairs or makes them") from error
+        raise StoreError(
+            f"{path}: the arrays cannot be opened ({error}); `octfm prepare` repairs or makes them"
+        ) from error
 
 
 def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
@@ -298,7 +306,9 @@ def read_header(path: Location) -> dict[str, Any] | None:
             "use the octfm that wrote it, or prepare into a new folder"
         )
     if absent := [key for key in HEADER_KEYS if key not in header]:
-        raise StoreError(f"{file}: expected {', '.join(absent)}, found none; the store is damaged, prepare into a new folder")
+        raise StoreError(
+            f"{file}: expected {', '.join(absent)}, found none; the store is damaged, prepare into a new folder"
+        )
     return header
 
 
@@ -311,11 +321,17 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
     for number, line in enumerate(whole.splitlines()):
         try:
             values = json.loads(line)
-            rows.append(StoreRow(**{**values, "flags": tuple(values["flags"]), "found": tuple(values.get("found", ()))}))
+            rows.append(
+                StoreRow(**{**values, "flags": tuple(values["flags"]), "found": tuple(values.get("found", ()))})
+            )
         except (ValueError, TypeError, KeyError) as error:
-            raise StoreError(f"{file}: line {number + 1} is not a row ({error}); the store is damaged, prepare into a new folder") from None
+            raise StoreError(
+                f"{file}: line {number + 1} is not a row ({error}); the store is damaged, prepare into a new folder"
+            ) from None
         if rows[-1].index != number:
-            raise StoreError(f"{file}: line {number + 1} holds row {rows[-1].index}; the store is damaged, prepare into a new folder")
+            raise StoreError(
+                f"{file}: line {number + 1} holds row {rows[-1].index}; the store is damaged, prepare into a new folder"
+            )
     return tuple(rows), len(whole)
 
 
@@ -325,7 +341,9 @@ def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
     try:
         return tuple(Unprepared(**json.loads(line)) for line in lines)
     except (ValueError, TypeError) as error:
-        raise StoreError(f"{file}: not a list of unprepared volumes ({error}); delete it and run `octfm prepare` again") from None
+        raise StoreError(
+            f"{file}: not a list of unprepared volumes ({error}); delete it and run `octfm prepare` again"
+        ) from None
 
 
 def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -35,7 +35,12 @@ class BucketArrays:
     """The arrays of a store in a bucket. A volume is fetched once, compared with its checksum, and read from the cache ever after."""
 
     def __init__(
-        self, path: BucketPath, rows: tuple[StoreRow, ...], image_size: tuple[int, int, int], compression: Compression, open_arrays
+        self,
+        path: BucketPath,
+        rows: tuple[StoreRow, ...],
+        image_size: tuple[int, int, int],
+        compression: Compression,
+        open_arrays,
     ):
         """`open_arrays`: what opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
@@ -66,7 +71,9 @@ class BucketArrays:
                 return
             own.close()
             self._forget(row)
-        raise OSError(f"{self._path / 'voxels' / shard_key(row)}: fetched {TRIES} times, and never as its checksum says")
+        raise OSError(
+            f"{self._path / 'voxels' / shard_key(row)}: fetched {TRIES} times, and never as its checksum says"
+        )
 
     def _link(self, name: str, row: int, own: ExitStack) -> bool:
         """Whether it had to be fetched."""
@@ -157,8 +164,14 @@ class BucketStoreWriter(StoreWriter):
     def missing(self) -> set[int]:
         sizes = {name: self._shard_size(name) for name in ARRAYS}
         listing = bucket.find(str(self.where))
-        found = {(name, row.index): listing.get(str(self.where / name / shard_key(row.index))) for row in self.rows for name in ARRAYS}
-        return {index for (name, index), there in found.items() if there is None or sizes[name] not in (None, there.size)}
+        found = {
+            (name, row.index): listing.get(str(self.where / name / shard_key(row.index)))
+            for row in self.rows
+            for name in ARRAYS
+        }
+        return {
+            index for (name, index), there in found.items() if there is None or sizes[name] not in (None, there.size)
+        }
 
     def _move(self, staged: str, index: int) -> None:
         self._lease.require()
@@ -200,5 +213,7 @@ class BucketStoreWriter(StoreWriter):
         return self.where / "pending" / f"{index:08d}.json"
 
     def _refuse_foreign(self) -> None:
-        if not (self.where / "store.json").is_file() and any(path.name != "writer.lock" for path in self.where.iterdir()):
+        if not (self.where / "store.json").is_file() and any(
+            path.name != "writer.lock" for path in self.where.iterdir()
+        ):
             raise StoreError(f"{self.where}: there are objects here and no store; choose a new address, or delete them")

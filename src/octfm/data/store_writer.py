@@ -88,7 +88,12 @@ class StoreWriter:
     def missing(self) -> set[int]:
         """Rows of which a shard is absent or, where its size is known, cut off."""
         sizes = {name: self._shard_size(name) for name in ARRAYS}
-        return {row.index for row in self.rows for name in ARRAYS if not _is_whole(self.path / name / shard_key(row.index), sizes[name])}
+        return {
+            row.index
+            for row in self.rows
+            for name in ARRAYS
+            if not _is_whole(self.path / name / shard_key(row.index), sizes[name])
+        }
 
     def keep_unprepared(self, keep: Callable[[Unprepared], bool]) -> None:
         """Drop from the quarantine what is about to be tried again."""
@@ -139,7 +144,9 @@ class StoreWriter:
         file.touch()
         if file.stat().st_size != whole:
             os.truncate(file, whole)
-        replace_durably(self.path / "zarr.json", json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode())
+        replace_durably(
+            self.path / "zarr.json", json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+        )
         for name in ARRAYS:
             (self.path / name).mkdir(exist_ok=True)
             # Volumes are committed one at a time, so at most one can have shards and no row.
@@ -186,7 +193,11 @@ def _refuse_foreign_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise StoreError(f"{path}: expected a folder for the store, this is a file; choose another place")
     # Names that begin with a dot are a lock, or a header that was being written when its writer was killed.
-    if path.is_dir() and not (path / "store.json").is_file() and any(not p.name.startswith(".") for p in path.iterdir()):
+    if (
+        path.is_dir()
+        and not (path / "store.json").is_file()
+        and any(not p.name.startswith(".") for p in path.iterdir())
+    ):
         raise StoreError(f"{path}: the folder is not empty and holds no store; choose a new folder, or empty this one")
 
 
@@ -199,21 +210,30 @@ def _lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise StoreError(f"{path}: another process is preparing into this store; wait for it, or prepare into another folder") from None
+        raise StoreError(
+            f"{path}: another process is preparing into this store; wait for it, or prepare into another folder"
+        ) from None
     return descriptor
 
 
 def array_metadata(name: str, volumes: int, image_size: Sequence[int], compression: Compression) -> dict[str, Any]:
     """zarr.json of one array (zarr v3 core and sharding specifications). band and valid are small: their shard is one chunk."""
     shape = shapes(image_size)[name]
-    codecs: list[dict[str, Any]] = [{"name": "bytes"} if name == "voxels" else {"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs: list[dict[str, Any]] = [
+        {"name": "bytes"} if name == "voxels" else {"name": "bytes", "configuration": {"endian": "little"}}
+    ]
     if compression == "zstd":
         codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
     if name == "voxels":
         # Several chunks inside the shard: a few B-scans can be read alone, and one volume is decoded by several threads.
         bscans = max(n for n in range(1, 17) if shape[0] % n == 0)
         index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-        inner = {"chunk_shape": [1, bscans, *shape[1:]], "codecs": codecs, "index_codecs": index_codecs, "index_location": "start"}
+        inner = {
+            "chunk_shape": [1, bscans, *shape[1:]],
+            "codecs": codecs,
+            "index_codecs": index_codecs,
+            "index_location": "start",
+        }
         codecs = [{"name": "sharding_indexed", "configuration": inner}]
     return {
         "zarr_format": 3,
@@ -225,14 +245,19 @@ def array_metadata(name: str, volumes: int, image_size: Sequence[int], compressi
         "fill_value": 0,
         "codecs": codecs,
         "attributes": {},
-        "dimension_names": ["volume", *(("bscan", "axial", "lateral") if name == "voxels" else ("surface", "bscan", "lateral"))],
+        "dimension_names": [
+            "volume",
+            *(("bscan", "axial", "lateral") if name == "voxels" else ("surface", "bscan", "lateral")),
+        ],
     }
 
 
 def encode(name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression) -> bytes:
     """The bytes of one shard, as zarr writes them. They do not depend on the row, so the row may be decided later."""
     if array.dtype != ARRAYS[name] or array.shape != shapes(image_size)[name]:
-        raise ValueError(f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, got {array.dtype} {array.shape}")
+        raise ValueError(
+            f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, got {array.dtype} {array.shape}"
+        )
     if compression == "none":
         return _index(name, tuple(image_size)) + array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     return _encode_by_zarr(name, array, image_size, compression)

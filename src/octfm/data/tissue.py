@@ -8,7 +8,18 @@ import numpy as np
 
 from octfm.data.planes import Planes, memory_order
 from octfm.data.registration import register_bscans
-from octfm.data.surface import at_rows, best_path, between_bscans, envelope, median_of_bscans, near, refine, running_sum, smooth, window_sum
+from octfm.data.surface import (
+    at_rows,
+    best_path,
+    between_bscans,
+    envelope,
+    median_of_bscans,
+    near,
+    refine,
+    running_sum,
+    smooth,
+    window_sum,
+)
 from octfm.data.volume import Spacing3
 
 MARGIN_MM = 0.05
@@ -99,12 +110,15 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
         **_support(signal, seen, at_rows(rpe_score, rpe - top), ilm, rpe, bm, (dz, dy, dx)),
     }
     width = voxels_DHW.shape[2]
-    ilm_native, bm_native = (refine(between_bscans(surface, searched, displacement) - pad, block, width) for surface in (ilm, bm))
+    ilm_native, bm_native = (
+        refine(between_bscans(surface, searched, displacement) - pad, block, width) for surface in (ilm, bm)
+    )
     fovea = _find_fovea((bm - ilm) * dy, (dz, dx))
     return Tissue(
         ilm=ilm_native,
         bm=bm_native,
-        fovea=fovea and (float(np.interp(fovea[0], np.arange(len(searched)), searched)), (fovea[1] + 0.5) * block[1] - 0.5),
+        fovea=fovea
+        and (float(np.interp(fovea[0], np.arange(len(searched)), searched)), (fovea[1] + 0.5) * block[1] - 0.5),
         displacement=displacement * block[0],
         confident=all(confidence[name] >= floor for name, floor in FLOORS.items()),
         confidence=confidence,
@@ -195,7 +209,9 @@ def _normalise(means: np.ndarray, seen: np.ndarray, low: float, contrast: float)
     """In place: brightness with the noise floor at 0 and the brightest layers near 1, 0 where nothing was seen."""
     if not contrast:
         means[:] = 0
-    for signal, shown in zip(means[:, None], seen[:, None], strict=True):  # one by one: a B-scan stays in the processor's cache
+    for signal, shown in zip(
+        means[:, None], seen[:, None], strict=True
+    ):  # one by one: a B-scan stays in the processor's cache
         signal -= np.float32(low)
         signal *= shown
         signal[:] = _moving_mean(signal, 1, 1)
@@ -224,7 +240,9 @@ def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.
     """Mean over ± `reach` along an axis, the border repeated, at every `step`-th place."""
     padded = np.concatenate([array.take([0] * reach, axis), array, array.take([-1] * reach, axis)], axis)
     n = array.shape[axis]
-    shifted = [padded[:, i : i + n : step] if axis == 1 else padded[:, :, i : i + n : step] for i in range(2 * reach + 1)]
+    shifted = [
+        padded[:, i : i + n : step] if axis == 1 else padded[:, :, i : i + n : step] for i in range(2 * reach + 1)
+    ]
     total = shifted[0] + shifted[1]
     for values in shifted[2:]:
         total += values
@@ -337,7 +355,13 @@ def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tu
 
 
 def _support(
-    signal: np.ndarray, seen: np.ndarray, score: np.ndarray, ilm: np.ndarray, rpe: np.ndarray, bm: np.ndarray, spacing_mm: Spacing3
+    signal: np.ndarray,
+    seen: np.ndarray,
+    score: np.ndarray,
+    ilm: np.ndarray,
+    rpe: np.ndarray,
+    bm: np.ndarray,
+    spacing_mm: Spacing3,
 ) -> dict[str, float]:
     """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE, whose score [D, W] is given."""
     dz, dy, _ = spacing_mm

@@ -78,11 +78,15 @@ class Transform:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Transform":
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
         try:
             return cls(**fields)
         except TypeError as error:
-            raise StoreError(f"transform record: {error}; it was written by another version, prepare the store again") from None
+            raise StoreError(
+                f"transform record: {error}; it was written by another version, prepare the store again"
+            ) from None
 
     def _resample(self, array: np.ndarray, *, to_native: bool, order: int, fill: float) -> np.ndarray:
         index = self._prepared_index if to_native else self._canonical_index
@@ -131,7 +135,9 @@ class Transform:
 
     def _expect(self, got: tuple[int, ...], expected: tuple[int, ...], what: str) -> None:
         if tuple(got) != tuple(expected):
-            raise ValueError(f"{what} of shape {tuple(got)} does not belong to this transform, which expects {tuple(expected)}")
+            raise ValueError(
+                f"{what} of shape {tuple(got)} does not belong to this transform, which expects {tuple(expected)}"
+            )
 
 
 def _neighbours(position: float, count: int, order: int) -> list[tuple[int, float]]:
@@ -149,7 +155,9 @@ def _resample_surface(rows_DW: np.ndarray, bscans: np.ndarray, columns: np.ndarr
     return _sample(_sample(rows_DW, bscans, 0, extrapolate=True), columns, 1, extrapolate=True)
 
 
-def _sample(array: np.ndarray, position: np.ndarray, axis: int, order: int = 1, extrapolate: bool = False) -> np.ndarray:
+def _sample(
+    array: np.ndarray, position: np.ndarray, axis: int, order: int = 1, extrapolate: bool = False
+) -> np.ndarray:
     """Values at fractional positions along one axis of a 2-D array; NaN outside the first and last voxel's extent.
 
     In the outer half of a border voxel an image keeps its border value; a surface (`extrapolate`) goes straight on.

@@ -37,7 +37,11 @@ def versions(listing: dict[str, str]) -> Callable[[str], str]:
         below = [f"{name} {listing[name]}" for name in names[first:last]]
         if not below:  # reached through a link, under another name; or gone, which reading it will tell
             try:
-                below = [_version(Path(path))] if Path(path).is_file() else [f"{name} {_version(Path(name))}" for name in list_folder(path)]
+                below = (
+                    [_version(Path(path))]
+                    if Path(path).is_file()
+                    else [f"{name} {_version(Path(name))}" for name in list_folder(path)]
+                )
             except (OSError, ReadError):
                 return "gone"
         return hashlib.sha256("\n".join(below).encode()).hexdigest()[:24]

@@ -59,7 +59,9 @@ class Volume:
 
     def __post_init__(self):
         if self.voxels.ndim != 3 or 0 in self.voxels.shape:
-            raise ValueError(f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got shape {self.voxels.shape}")
+            raise ValueError(
+                f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got shape {self.voxels.shape}"
+            )
         if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
             raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
 
@@ -89,7 +91,9 @@ class Volume:
         if self.laterality is None:
             raise ValueError(f"{self.source}: laterality is unknown, so mirroring it would be a guess")
         lines = self.lines and self.lines.mirrored()
-        return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality="L" if self.laterality == "R" else "R")
+        return replace(
+            self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality="L" if self.laterality == "R" else "R"
+        )
 
     def superior_to_inferior(self) -> "Volume":
         """B-scan 0 superior where positions tell; unchanged otherwise."""
@@ -112,7 +116,9 @@ class Surfaces:
 
     def __post_init__(self):
         if self.heights_px.ndim != 3 or len(self.names) != len(self.heights_px):
-            raise ValueError(f"{self.source}: expected heights [{len(self.names)} surfaces, B-scan, lateral], got {self.heights_px.shape}")
+            raise ValueError(
+                f"{self.source}: expected heights [{len(self.names)} surfaces, B-scan, lateral], got {self.heights_px.shape}"
+            )
 
     @property
     def heights_mm(self) -> np.ndarray:

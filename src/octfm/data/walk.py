@@ -117,7 +117,9 @@ def _is_companion(path: Location, parts: Sequence[str]) -> bool:
     name = path.name.lower()
     if _COMPANION_FOLDERS & set(parts[:-1]):
         return True
-    if not (name.startswith(".") or path.suffix.lower() in _COMPANION_SUFFIXES or path.stem.lower() in _COMPANION_NAMES):
+    if not (
+        name.startswith(".") or path.suffix.lower() in _COMPANION_SUFFIXES or path.stem.lower() in _COMPANION_NAMES
+    ):
         return False
     return name == "dicomdir" or not _starts_with(path, b"DICM", 128)
 

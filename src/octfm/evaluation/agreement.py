@@ -33,7 +33,9 @@ def icc(values: np.ndarray, form: Form, weights: np.ndarray | None = None) -> np
     """
     values = np.asarray(values, float)
     if values.ndim != 2 or values.shape[1] < 2 or not np.isfinite(values).all():
-        raise EvaluationError(f"ICC: expected finite values [subjects, two or more measurements], got shape {values.shape}")
+        raise EvaluationError(
+            f"ICC: expected finite values [subjects, two or more measurements], got shape {values.shape}"
+        )
     between, columns, residual, within, n = _mean_squares(values, _ones(values) if weights is None else weights)
     k = values.shape[1]
     if form == "ICC(1,1)":
@@ -125,7 +127,9 @@ def limit(difference: np.ndarray, side: int, weights: np.ndarray | None = None) 
     return bias(difference, weights) + side * LIMITS * spread(difference, weights)
 
 
-def _mean_squares(values: np.ndarray, W: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _mean_squares(
+    values: np.ndarray, W: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Between subjects, between measurements, residual, within subjects [R], and the number of subjects [R]."""
     k = values.shape[1]
     # The origin does not matter to any of them, and large offsets would cost digits below.

@@ -27,7 +27,10 @@ def budget_facts(encoder: Encoder, store: Store, tissue_dropped_N: np.ndarray, v
     whole = []
     for row in rows:
         arrays = store.read([row])
-        tissue = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, encoder.config.model.patch_size)[0] == TISSUE
+        tissue = (
+            token_map(arrays.band, arrays.valid, store.preprocessing.image_size, encoder.config.model.patch_size)[0]
+            == TISSUE
+        )
         tokens = torch.from_numpy(encoder.encode_grid(arrays.voxels)[0]).reshape(1, -1, encoder.width)
         counts = torch.from_numpy(tissue | ~tissue.any()).reshape(1, -1)
         whole.append(pooled(tokens, counts, encoder.config.objective.pool).numpy()[0])

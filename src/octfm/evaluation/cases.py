@@ -103,10 +103,17 @@ class Skip(Exception):
 
 
 def find_targets(
-    names: Sequence[str] | None, data: Embeddings, table: LabelTable | None, orders: Mapping[str, tuple[str, ...]] | None = None
+    names: Sequence[str] | None,
+    data: Embeddings,
+    table: LabelTable | None,
+    orders: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Target]:
     """The named targets, else those of TARGETS whose column exists. Any label column can be a target; `orders` adds to ORDERS."""
-    columns = {"scanner", *(key for labels in data.participant_labels for key in labels), *(table.columns if table else ())}
+    columns = {
+        "scanner",
+        *(key for labels in data.participant_labels for key in labels),
+        *(table.columns if table else ()),
+    }
     known = {t.name: t for t in TARGETS}
     if names is None:
         targets = [t for t in TARGETS if t.column in columns]
@@ -115,9 +122,16 @@ def find_targets(
     grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
-            raise EvaluationError(f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}")
+            raise EvaluationError(
+                f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}"
+            )
         target = replace(target, order=grades.get(target.column, ()))
-        several = {part.strip() for v in _column(target.column, data, table) if v and SEPARATOR in v for part in v.split(SEPARATOR)}
+        several = {
+            part.strip()
+            for v in _column(target.column, data, table)
+            if v and SEPARATOR in v
+            for part in v.split(SEPARATOR)
+        }
         if several:
             cells = {part.strip() for v in _column(target.column, data, table) if v for part in v.split(SEPARATOR)}
             labels = sorted(cells - {"", *(c for c in cells if c.lower() in HEALTHY)})
@@ -138,18 +152,27 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     if target.name == "disease":
         healthy = [v.lower() in HEALTHY for v in kept]
         if all(healthy) or not any(healthy):
-            raise Skip(f"Column {target.column} does not hold both healthy and diseased eyes (healthy is spelt {', '.join(HEALTHY)}).")
+            raise Skip(
+                f"Column {target.column} does not hold both healthy and diseased eyes (healthy is spelt {', '.join(HEALTHY)})."
+            )
         # The probe is trained on each eye's own label; the participant is scored, and is diseased when any eye is.
         ill, eye = 1 - np.array(healthy, dtype=int), data.eye_id[rows]
-        return Cases(target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye)
+        return Cases(
+            target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye
+        )
     numbers = [as_number(v) for v in kept]
     if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
         # A number measured on an eye is not averaged over both eyes of a participant.
         label, classes = np.array(numbers, dtype=float), None
-        unit, unit_name = (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
+        unit, unit_name = (
+            (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
+        )
         return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
     if target.label is not None:
-        kept = [target.label if target.label in [part.strip() for part in v.split(SEPARATOR)] else f"no {target.label}" for v in kept]
+        kept = [
+            target.label if target.label in [part.strip() for part in v.split(SEPARATOR)] else f"no {target.label}"
+            for v in kept
+        ]
     classes, ordered = _classes(target, kept)
     label = np.array([classes.index(v) for v in kept])
     unit, unit_name = _unit(target.unit, data, rows, label)
@@ -164,7 +187,9 @@ def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bo
     if present <= set(target.order):
         return tuple(name for name in target.order if name in present), True
     if target.order and target.column not in ORDERS:
-        raise EvaluationError(f"target {target.name}: {min(present - set(target.order))} is not among the grades {', '.join(target.order)}")
+        raise EvaluationError(
+            f"target {target.name}: {min(present - set(target.order))} is not among the grades {', '.join(target.order)}"
+        )
     numbers = {name: as_number(name) for name in present}
     if all(n is not None for n in numbers.values()):
         return tuple(sorted(present, key=lambda name: numbers[name] or 0.0)), True
@@ -198,9 +223,15 @@ def make_rounds(
     # A class needs participants to learn from in every round; rarer ones are left out and the result says so.
     if cases.classes is not None:
         needed, counted = (2, train) if design == "recommended_split" else (folds, tested)
-        enough = [k for k in range(len(cases.classes)) if len(np.unique(cases.participant[(cases.label == k) & counted])) >= needed]
+        enough = [
+            k
+            for k in range(len(cases.classes))
+            if len(np.unique(cases.participant[(cases.label == k) & counted])) >= needed
+        ]
         if len(enough) < 2:
-            raise Skip(f"Fewer than two classes of {cases.target.column} have {needed} participants each to learn from.")
+            raise Skip(
+                f"Fewer than two classes of {cases.target.column} have {needed} participants each to learn from."
+            )
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
         if len(np.unique(cases.label[tested])) < 2:
@@ -213,11 +244,15 @@ def make_rounds(
     if participants_tested < 2 * folds:
         raise Skip(f"{participants_tested} participants with {cases.target.column} are too few for {folds} folds.")
     fold = np.full(len(tested), -1)
-    fold[tested] = participant_folds(cases.participant[tested], cases.label[tested], folds, seed, stratify=cases.classes is not None)
+    fold[tested] = participant_folds(
+        cases.participant[tested], cases.label[tested], folds, seed, stratify=cases.classes is not None
+    )
     return cases, [Round(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(folds)]
 
 
-def participant_folds(participant: np.ndarray, label: np.ndarray, folds: int, seed: int, *, stratify: bool) -> np.ndarray:
+def participant_folds(
+    participant: np.ndarray, label: np.ndarray, folds: int, seed: int, *, stratify: bool
+) -> np.ndarray:
     """Fold of every row, int [n]; a participant is in one fold, and classes (or quantiles, unless `stratify`) are spread evenly over folds.
 
     Depends on the set of (participant, label) and the seed, not on the order of rows.
@@ -239,7 +274,9 @@ def participant_folds(participant: np.ndarray, label: np.ndarray, folds: int, se
     return fold[member]
 
 
-def _refuse_leakage(participant: np.ndarray, train: np.ndarray, tested: np.ndarray, seen: np.ndarray, allow_seen: bool) -> None:
+def _refuse_leakage(
+    participant: np.ndarray, train: np.ndarray, tested: np.ndarray, seen: np.ndarray, allow_seen: bool
+) -> None:
     crossing = set(participant[tested].tolist()) & set(participant[train].tolist())
     if crossing:
         raise EvaluationError(

@@ -30,7 +30,9 @@ def probe_together(
     for name, run in runs.items():
         path = run / "embeddings" / "pretrained.parquet"
         if not path.is_file():
-            raise EvaluationError(f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, the same store for all runs")
+            raise EvaluationError(
+                f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, the same store for all runs"
+            )
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]
     options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **_design(runs)}
@@ -38,6 +40,10 @@ def probe_together(
 
 
 def _design(runs: Mapping[str, Path]) -> dict[str, Any]:
-    settings = [json.loads((run / "probe.json").read_text())["settings"] for run in runs.values() if (run / "probe.json").is_file()]
+    settings = [
+        json.loads((run / "probe.json").read_text())["settings"]
+        for run in runs.values()
+        if (run / "probe.json").is_file()
+    ]
     known = {(s["design"], s["folds"] if s["design"] == "k-fold" else None) for s in settings}
     return dict(zip(("design", "folds"), known.pop(), strict=True)) if len(known) == 1 else {}

@@ -59,6 +59,8 @@ def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | Non
     (x, y), (with_positive, with_negative) = parts, present
     if min(with_positive, with_negative) < 2:
         raise ValueError("all cases of one class belong to one cluster; its variance cannot be told")
-    covariance = x.T @ x * with_positive / (with_positive - 1) / m**2 + y.T @ y * with_negative / (with_negative - 1) / n**2
+    covariance = (
+        x.T @ x * with_positive / (with_positive - 1) / m**2 + y.T @ y * with_negative / (with_negative - 1) / n**2
+    )
     covariance += (x.T @ y + y.T @ x) * clusters / (clusters - 1) / (m * n)
     return Areas(area, covariance, clustered=clusters < len(positive))

@@ -48,7 +48,9 @@ def label_efficiency(
     comparisons: list[dict[str, Any]] = []
     for target in find_targets(targets, first, table, orders):
         try:
-            cases, rounds = make_rounds(make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed)
+            cases, rounds = make_rounds(
+                make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed
+            )
         except Skip as reason:
             if targets is not None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
@@ -96,12 +98,16 @@ def curve_lines(rows: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, 
     lines = []
     for key in dict.fromkeys((r["target"], r["metric"], r["encoder"]) for r in rows):
         own = [r for r in rows if (r["target"], r["metric"], r["encoder"]) == key]
-        points = ", ".join(f"{r['fraction']:.0%} {'–' if r['estimate'] is None else format(r['estimate'], '.3f')}" for r in own)
+        points = ", ".join(
+            f"{r['fraction']:.0%} {'–' if r['estimate'] is None else format(r['estimate'], '.3f')}" for r in own
+        )
         lines.append(f"{key[0]:<12} {key[1]:<18} {key[2]:<12} {points}")
     for c in comparisons:
         if c["low"] is not None:
             adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
             numbers = f"{c['difference']:+.3f} ({c['low']:+.3f} to {c['high']:+.3f}, p = {c['p']:.3f}{adjusted})"
             who = f"{c['n_train_participants']} labelled participants"
-            lines.append(f"{c['target']:<12} {c['metric']:<18} {who}: {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
+            lines.append(
+                f"{c['target']:<12} {c['metric']:<18} {who}: {c['a']} is {c['verdict']} against {c['b']}: {numbers}"
+            )
     return lines

@@ -48,7 +48,9 @@ def embed_all(
     """
     encoder, opened = load_encoder(run).pooling(pool), Store.open(store)
     if len(opened) == 0:
-        raise EvaluationError(f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl")
+        raise EvaluationError(
+            f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
+        )
     home = location(run)
     if out is None and not isinstance(home, Path):
         raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
@@ -57,7 +59,9 @@ def embed_all(
     finder = _segmenter(segmenter, opened)  # what is refused is refused before anything is computed
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
-        written.append(embed_store(load_encoder(run, random_init=True).pooling(pool), opened, folder, "random_init", echo))
+        written.append(
+            embed_store(load_encoder(run, random_init=True).pooling(pool), opened, folder, "random_init", echo)
+        )
         written.append(histogram_baseline(opened, folder))
     save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
     return written
@@ -68,7 +72,9 @@ def _segmenter(run: str | Path | None, store: Store) -> Segmenter | None:
         return None
     found = load_segmenter(run)
     if found.encoder.fingerprint != store.fingerprint:
-        raise EvaluationError(f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)")
+        raise EvaluationError(
+            f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)"
+        )
     return found
 
 
@@ -81,7 +87,9 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     return found
 
 
-def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print) -> Path:
+def embed_store(
+    encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print
+) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
@@ -114,7 +122,9 @@ def histogram_baseline(store: Store, out: str | Path) -> Path:
     """The plain descriptor that every result is compared with: a 64-bin intensity histogram of the voxels that hold image."""
 
     vectors = _over(store, histogram, HISTOGRAM_BINS)
-    return write_vectors(Path(out) / "histogram.parquet", _words(store), vectors, histogram_facts(store.fingerprint), store.preprocessing)
+    return write_vectors(
+        Path(out) / "histogram.parquet", _words(store), vectors, histogram_facts(store.fingerprint), store.preprocessing
+    )
 
 
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
@@ -148,7 +158,9 @@ def histogram_facts(fingerprint: str) -> dict[str, str]:
 
 def _voxels_of(store: Store) -> str:
     """Identifies the volumes of a store and their order."""
-    return hashlib.sha256("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows).encode()).hexdigest()[
+        :16
+    ]
 
 
 def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
@@ -192,7 +204,9 @@ def write_vectors(
 
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in WORDS}
     columns["participant_labels"] = [json.dumps(row["participant_labels"]) for row in rows]
-    columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]).cast(pa.list_(pa.float32()))
+    columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]).cast(
+        pa.list_(pa.float32())
+    )
     facts = facts | {"preprocessing": preprocessing.model_dump(mode="json"), "width": int(vectors.shape[1])}
     content = io.BytesIO()
     pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), content)

@@ -184,7 +184,9 @@ def _alone(out: Location) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise EvaluationError(f"{out}: another process is embedding into it; wait for it, or choose another --out") from None
+        raise EvaluationError(
+            f"{out}: another process is embedding into it; wait for it, or choose another --out"
+        ) from None
     finally:
         os.close(descriptor)
 
@@ -198,15 +200,21 @@ def _catalog(
     """What there is to embed, and the version of each of its files. A scan is kept, and used again while no file below has changed."""
     if isinstance(source, Catalog):
         if is_pseudonymous(source):
-            raise EvaluationError(f"{source.root}: this catalog has pseudonyms for files; prepare a store (--key, --root) and embed that")
+            raise EvaluationError(
+                f"{source.root}: this catalog has pseudonyms for files; prepare a store (--key, --root) and embed that"
+            )
         return source, versions(listing_of(location(source.root)))
     root = location(source)
     if isinstance(root, Path):
         root = Path(os.path.abspath(root))  # noqa: PTH100
         if isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
-            raise EvaluationError(f"{out}: lies among the files that are to be embedded; choose an --out outside {root}")
+            raise EvaluationError(
+                f"{out}: lies among the files that are to be embedded; choose an --out outside {root}"
+            )
     listing = listing_of(root)
-    digest = hashlib.sha256(json.dumps([str(root), sorted(listing.items())]).encode("utf-8", "surrogateescape")).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps([str(root), sorted(listing.items())]).encode("utf-8", "surrogateescape")
+    ).hexdigest()
     kept = out / "catalog"
     try:
         if json.loads((kept / "listing.json").read_bytes())["digest"] == digest:
@@ -243,14 +251,18 @@ def _deadline(limits: Limits, task: _Task) -> float:
     return limits.deadline(math.prod(task.acquisition.shape), task.acquisition.uri)
 
 
-def _shard(tasks: Sequence[_Task], decoded: Iterator[Arrays | _Failure], kinds: Sequence[_Kind]) -> list[dict[str, Any]]:
+def _shard(
+    tasks: Sequence[_Task], decoded: Iterator[Arrays | _Failure], kinds: Sequence[_Kind]
+) -> list[dict[str, Any]]:
     """A row for every task: vectors, or a code and a sentence."""
     rows, waiting = [], []
 
     def flush() -> None:
         if not waiting:
             return
-        arrays = Arrays(*(np.concatenate([getattr(a, name) for _, a in waiting]) for name in ("voxels", "band", "valid")))
+        arrays = Arrays(
+            *(np.concatenate([getattr(a, name) for _, a in waiting]) for name in ("voxels", "band", "valid"))
+        )
         for kind in kinds:
             for (row, _), vector in zip(waiting, kind.make(arrays), strict=True):
                 row[kind.name] = vector.astype(np.float32)
@@ -343,10 +355,19 @@ def _finish(
                 number, row = found[i]
                 vectors[at] = tables[number].column(kind.name)[row].values.to_numpy()
             write_vectors(
-                out / f"{kind.name}.parquet", rows, vectors, kind.facts | {"key": f"{kind.facts['key']}-{volumes}"}, preprocessing
+                out / f"{kind.name}.parquet",
+                rows,
+                vectors,
+                kind.facts | {"key": f"{kind.facts['key']}-{volumes}"},
+                preprocessing,
             )
     failures = [
-        _failure_row(tasks[i].acquisition.uri, tasks[i].acquisition, codes[i], tables[found[i][0]].column("sentence")[found[i][1]].as_py())
+        _failure_row(
+            tasks[i].acquisition.uri,
+            tasks[i].acquisition,
+            codes[i],
+            tables[found[i][0]].column("sentence")[found[i][1]].as_py(),
+        )
         for i in range(len(tasks))
         if codes[i]
     ]
@@ -356,7 +377,12 @@ def _finish(
     pq.write_table(pa.Table.from_pylist(failures, schema), content)
     write_whole(out / "failures.parquet", content.getvalue())
     counts = Counter(failure["code"] for failure in failures)
-    return {"volumes": len(tasks), "embedded": len(good), "failures": dict(counts.most_common()), "skipped": len(catalog.skipped)}
+    return {
+        "volumes": len(tasks),
+        "embedded": len(good),
+        "failures": dict(counts.most_common()),
+        "skipped": len(catalog.skipped),
+    }
 
 
 def _failure_row(uri: str, acquisition: Acquisition | None, code: str, sentence: str) -> dict[str, str | None]:

@@ -45,7 +45,9 @@ def read_embeddings(path: str | Location) -> Embeddings:
     except pa.ArrowException as error:
         raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
     if absent := [name for name in COLUMNS if name not in table.column_names]:
-        raise EvaluationError(f"{path}: expected the columns that octfm embed writes, got none called {', '.join(absent)}; embed again")
+        raise EvaluationError(
+            f"{path}: expected the columns that octfm embed writes, got none called {', '.join(absent)}; embed again"
+        )
     table = table.sort_by("acquisition")
     metadata = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
     column = {name: table.column(name).to_pylist() for name in table.column_names if name != "vector"}
@@ -57,7 +59,9 @@ def read_embeddings(path: str | Location) -> Embeddings:
         raise EvaluationError(f"{path}: acquisition {repeated[0]} occurs more than once; embed again into a new file")
     vectors = _rectangle(table.column("vector"))
     if vectors is None or not np.isfinite(vectors).all():
-        raise EvaluationError(f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged")
+        raise EvaluationError(
+            f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged"
+        )
     return Embeddings(
         name=str(metadata.get("name", path.stem)),
         path=str(path),

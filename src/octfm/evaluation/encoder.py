@@ -64,7 +64,9 @@ class Encoder:
     @property
     def key(self) -> str:
         """Identifies its tokens: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
-        digest = hashlib.sha256(f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}|{self.own_zscore}".encode())
+        digest = hashlib.sha256(
+            f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}|{self.own_zscore}".encode()
+        )
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -93,7 +95,9 @@ class Encoder:
 
     def vector_of(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """float32 [vector_width] of one volume's tokens [M, width], of which those in bool [M] count."""
-        return pooled(torch.from_numpy(tokens[None]), torch.from_numpy(counts[None]), self.config.objective.pool)[0].numpy()
+        return pooled(torch.from_numpy(tokens[None]), torch.from_numpy(counts[None]), self.config.objective.pool)[
+            0
+        ].numpy()
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
@@ -139,11 +143,15 @@ class Encoder:
     def preprocess(self, volume: Volume) -> Prepared:
         """One acquisition as the weights expect it, with the way back to its native frame."""
         if self.preprocessing.fingerprint() != self.fingerprint:
-            raise EvaluationError(f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)")
+            raise EvaluationError(
+                f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)"
+            )
         return self.preprocessing(volume)
 
 
-def load_encoder(run: str | Location, *, random_init: bool = False, device: str | None = None, runtime: Runtime | None = None) -> Encoder:
+def load_encoder(
+    run: str | Location, *, random_init: bool = False, device: str | None = None, runtime: Runtime | None = None
+) -> Encoder:
     """The encoder of a run, a checkpoint file, an `octfm finetune` run or an `octfm export` folder, on a disk or in a bucket, in float32.
 
     `random_init`: before its first update. `runtime`: where to, in its precision, instead of one device in float32. A fine-tuned encoder
@@ -167,7 +175,12 @@ def load_encoder(run: str | Location, *, random_init: bool = False, device: str 
 
 
 def assemble(
-    network: VisionTransformer3D, config: PretrainConfig, preprocessing: Preprocessing, source: str, fingerprint: str, runtime: Runtime
+    network: VisionTransformer3D,
+    config: PretrainConfig,
+    preprocessing: Preprocessing,
+    source: str,
+    fingerprint: str,
+    runtime: Runtime,
 ) -> Encoder:
     """An Encoder there, not to be trained."""
     return Encoder(network.to(runtime.device).eval(), config, preprocessing, runtime, source, fingerprint)
@@ -185,7 +198,9 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -
         module.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         what = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{where}: weights and settings are not of one model ({what}); fetch or export it again") from None
+        raise CheckpointError(
+            f"{where}: weights and settings are not of one model ({what}); fetch or export it again"
+        ) from None
 
 
 def content_of(run: str | Location) -> dict[str, Any]:
@@ -226,7 +241,10 @@ def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
 
 def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:
     """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
-    config, preprocessing = load(PretrainConfig, content["encoder_config"]), load(Preprocessing, content["preprocessing"])
+    config, preprocessing = (
+        load(PretrainConfig, content["encoder_config"]),
+        load(Preprocessing, content["preprocessing"]),
+    )
     tuning = content["config"]
     if random_init:
         network = frozen_encoder(config, build_objective(config, preprocessing))
@@ -237,12 +255,18 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, r
     if not tuning["lr_encoder"]:
         base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
         if base.fingerprint != content["fingerprint"]:
-            raise EvaluationError(f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained on (F15)")
+            raise EvaluationError(
+                f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained on (F15)"
+            )
         return replace(base, source=f"{path} on {base.source}")
-    own = {name.removeprefix("encoder."): tensor for name, tensor in best["model"].items() if name.startswith("encoder.")}
+    own = {
+        name.removeprefix("encoder."): tensor for name, tensor in best["model"].items() if name.startswith("encoder.")
+    }
     network = empty_network(config, preprocessing)
     fill(network, merged(own), path)
-    return assemble(network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], runtime)
+    return assemble(
+        network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], runtime
+    )
 
 
 def _source(path: Location, random_init: bool) -> str:

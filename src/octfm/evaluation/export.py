@@ -47,7 +47,12 @@ def export(
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_files(partial, settings_of(encoder, tuned, content.get("step")), tensors_of(encoder, tuned), participants["hashes"])
+        write_files(
+            partial,
+            settings_of(encoder, tuned, content.get("step")),
+            tensors_of(encoder, tuned),
+            participants["hashes"],
+        )
         write_whole(partial / exported.CARD, (card or _plain_card(out.name, tuned)).encode())
         if onnx:
             from octfm.evaluation.onnx_graph import write_onnx
@@ -55,9 +60,13 @@ def export(
             worst = write_onnx(encoder, tuned.head if tuned else None, partial / exported.ONNX)
             echo(f"{exported.ONNX}: onnxruntime and torch differ by at most {worst:.1e}")
         if (read := load_encoder(partial, device="cpu")).key != encoder.key:
-            raise EvaluationError(f"{out}: {read.source} is not {encoder.source}, byte for byte; nothing was exported, report it")
+            raise EvaluationError(
+                f"{out}: {read.source} is not {encoder.source}, byte for byte; nothing was exported, report it"
+            )
         if participants["key"]:
-            write_whole(Path(keep_key) if keep_key is not None else partial / exported.KEY, f"{participants['key']}\n".encode())
+            write_whole(
+                Path(keep_key) if keep_key is not None else partial / exported.KEY, f"{participants['key']}\n".encode()
+            )
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -111,7 +120,9 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
 def usage(name: str, tuned: bool = False) -> str:
     """How to load an export of this name, for its model card."""
     verb, call = ("load_tuned", "predict") if tuned else ("load_encoder", "embed")
-    said = "probability of every class, or the number" if tuned else "float32 [embedding_width], its tissue tokens pooled"
+    said = (
+        "probability of every class, or the number" if tuned else "float32 [embedding_width], its tissue tokens pooled"
+    )
     return f"""```python
 import octfm
 

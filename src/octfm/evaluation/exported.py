@@ -42,7 +42,9 @@ def read_export(where: Location) -> dict[str, Any]:
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
         if part not in parts:
-            raise CheckpointError(f"{where / WEIGHTS}: unknown tensor {name}; expected network.* and head.*; export again")
+            raise CheckpointError(
+                f"{where / WEIGHTS}: unknown tensor {name}; expected network.* and head.*; export again"
+            )
         parts[part][rest] = tensor
     return {**settings, **parts, "participants": read_seen(where)}
 
@@ -51,9 +53,13 @@ def read_settings(where: Location) -> dict[str, Any]:
     """config.json of an export."""
     settings = _read_json(where / CONFIG)
     if settings.get("format") != FORMAT:
-        raise CheckpointError(f"{where / CONFIG}: expected format {FORMAT}, got {settings.get('format')!r}; was it made by octfm export?")
+        raise CheckpointError(
+            f"{where / CONFIG}: expected format {FORMAT}, got {settings.get('format')!r}; was it made by octfm export?"
+        )
     if settings.get("version", 0) > VERSION:
-        raise CheckpointError(f"{where / CONFIG}: export version {settings['version']}, this octfm reads up to {VERSION}; upgrade octfm")
+        raise CheckpointError(
+            f"{where / CONFIG}: export version {settings['version']}, this octfm reads up to {VERSION}; upgrade octfm"
+        )
     if absent := {"settings", "preprocessing", "fingerprint"} - settings.keys():
         raise CheckpointError(f"{where / CONFIG}: incomplete, it lacks {', '.join(sorted(absent))}; export again")
     return settings

@@ -36,14 +36,21 @@ def load_external(spec: str) -> tuple[str, Embed]:
     module = _from_file(Path(where), spec) if where.endswith(".py") else _by_name(where, spec)
     make = getattr(module, function, None)
     if not callable(make):
-        there = ", ".join(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__) or "none"
+        there = (
+            ", ".join(
+                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+            )
+            or "none"
+        )
         raise EvaluationError(f"--external {spec}: {where} has no function {function}; functions there: {there}")
     try:
         embed: Any = make()
     except Exception as error:  # the user's own code: whatever it raises is the answer
         raise EvaluationError(f"--external {spec}: {function}() failed: {type(error).__name__}: {error}") from error
     if not callable(embed):
-        raise EvaluationError(f"--external {spec}: {function}() must return a function of voxels [B, D, H, W], got {type(embed).__name__}")
+        raise EvaluationError(
+            f"--external {spec}: {function}() must return a function of voxels [B, D, H, W], got {type(embed).__name__}"
+        )
     return function, cast(Embed, embed)
 
 
@@ -61,7 +68,9 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
         try:
             vectors = np.asarray(embed(voxels), dtype=np.float64)
         except Exception as error:  # as above
-            raise EvaluationError(f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}") from error
+            raise EvaluationError(
+                f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"
+            ) from error
         width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
         if vectors.shape != (len(voxels), width) or not width:
             raise EvaluationError(

@@ -59,7 +59,9 @@ class Task:
         return np.log(np.maximum(share, 1e-6))
 
 
-def finetune(config: FinetuneConfig, out: str | Path, device: str | None = None, *, allow_seen: bool = False, echo: Echo = print) -> Path:
+def finetune(
+    config: FinetuneConfig, out: str | Path, device: str | None = None, *, allow_seen: bool = False, echo: Echo = print
+) -> Path:
     """Train until validation participants no longer gain and return the run folder; the same call resumes an interrupted run.
 
     Writes config.yaml, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (as probe.json). Raises EvaluationError where a
@@ -67,7 +69,9 @@ def finetune(config: FinetuneConfig, out: str | Path, device: str | None = None,
     makes this call, takes its share of every batch, and rank 0 alone speaks and writes.
     """
     if config.encoder is None or config.store is None:
-        raise ConfigError("encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/")
+        raise ConfigError(
+            "encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/"
+        )
     out, store = Path(out), Store.open(config.store)
     runtime = join(config.runtime, config.precision, device)
     try:
@@ -80,7 +84,9 @@ def finetune(config: FinetuneConfig, out: str | Path, device: str | None = None,
 
 def _finetune(config: FinetuneConfig, out: Path, store: Store, runtime: Runtime, allow_seen: bool, echo: Echo) -> None:
     if config.batch_size % runtime.world:
-        raise ConfigError(f"batch_size {config.batch_size} is not a multiple of the {runtime.world} ranks that share it")
+        raise ConfigError(
+            f"batch_size {config.batch_size} is not a multiple of the {runtime.world} ranks that share it"
+        )
     encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
@@ -102,7 +108,13 @@ def _finetune(config: FinetuneConfig, out: Path, store: Store, runtime: Runtime,
 
 
 def _write_result(
-    config: FinetuneConfig, task: Task, store: Store, predictions: Predictions, best: dict[str, Any], runtime: Runtime, out: Path
+    config: FinetuneConfig,
+    task: Task,
+    store: Store,
+    predictions: Predictions,
+    best: dict[str, Any],
+    runtime: Runtime,
+    out: Path,
 ) -> None:
     write_predictions(out / "predictions.parquet", store, task, predictions, config, best["epoch"])
     rows = [s.row for s in score(task.cases, out.name, [predictions], task.facts, RESAMPLES, 0)]
@@ -135,13 +147,17 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
         )
     seen_rows = rows_seen(data, seen)
     try:
-        cases, rounds = make_rounds(make_cases(targets[0], data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed)
+        cases, rounds = make_rounds(
+            make_cases(targets[0], data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
+        )
     except Skip as reason:
         raise EvaluationError(f"target {config.target}: {reason}") from None
     learning, test = rounds[0].train, rounds[0].test
     validates = np.array([data.split[row] == "val" for row in cases.rows[learning]])
     if not validates.any():
-        fold = participant_folds(cases.participant[learning], cases.label[learning], 5, 0, stratify=cases.classes is not None)
+        fold = participant_folds(
+            cases.participant[learning], cases.label[learning], 5, 0, stratify=cases.classes is not None
+        )
         validates = fold == 0
     train, validation = learning[~validates], learning[validates]
     if not len(train) or (cases.classes is not None and len(np.unique(cases.label[train])) < len(cases.classes)):
@@ -180,7 +196,8 @@ def _train(
         with torch.no_grad(), runtime.autocast():
             rows = train_rows[np.linspace(0, len(train_rows) - 1, min(STATISTICS_FROM, len(train_rows))).astype(int)]
             parts = [
-                source.tokens(rows[i : i + config.per_device_batch_size], None) for i in range(0, len(rows), config.per_device_batch_size)
+                source.tokens(rows[i : i + config.per_device_batch_size], None)
+                for i in range(0, len(rows), config.per_device_batch_size)
             ]
             model.head.standardise_by(torch.cat([t for t, _ in parts]), torch.cat([c for _, c in parts]))
     runtime.share(model.module.state_dict().values())
@@ -205,7 +222,9 @@ def _train(
                 loss += float(part_loss.detach())
             loss, asked = _tell(runtime, loss, interruption.asked)
             if not math.isfinite(loss):
-                raise EvaluationError(f"{out}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32")
+                raise EvaluationError(
+                    f"{out}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32"
+                )
             trained = [p for p in model.module.parameters() if p.grad is not None]
             runtime.average_gradients(trained)
             grad_norm = float(runtime.clip(trained, config.clip_grad_norm))
@@ -218,7 +237,10 @@ def _train(
                 metrics.write("validation", step - 1, score=value, loss=held_out)
                 if best is None or (value, -held_out) > (best["score"], -best["loss"]):
                     state = checkpoint.snapshot(model.module.state_dict())
-                    best, stale = {"score": value, "loss": held_out, "epoch": round(step / per_epoch), "model": state}, 0
+                    best, stale = (
+                        {"score": value, "loss": held_out, "epoch": round(step / per_epoch), "model": state},
+                        0,
+                    )
                 else:
                     stale += 1
                 echo(
@@ -276,7 +298,9 @@ def what_is_answered(task: Task, config: FinetuneConfig) -> Answer:
     if cases.classes is None:
         return Answer(cases.target.name, mean=float(labels.mean()), std=float(max(labels.std(), 1e-9)))
     prior = tuple(task.log_prior.tolist())
-    return Answer(cases.target.name, tuple(cases.classes), cases.kind == "ordinal", weighted=config.class_weights, log_prior=prior)
+    return Answer(
+        cases.target.name, tuple(cases.classes), cases.kind == "ordinal", weighted=config.class_weights, log_prior=prior
+    )
 
 
 def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> tuple[float, float]:

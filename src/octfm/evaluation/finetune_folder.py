@@ -33,7 +33,11 @@ def _claim(held: ExitStack, out: Path, config: FinetuneConfig, echo: Callable[[s
     settings = out / "config.yaml"
     # A kill between the first files leaves these alone: that run has not begun yet.
     beginnings = {LOCK, "config.partial"}
-    if out.exists() and not settings.is_file() and (not out.is_dir() or {path.name for path in out.iterdir()} - beginnings):
+    if (
+        out.exists()
+        and not settings.is_file()
+        and (not out.is_dir() or {path.name for path in out.iterdir()} - beginnings)
+    ):
         raise CheckpointError(f"{out}: exists and is not a fine-tuning run (no config.yaml); choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(locked(out, echo))
@@ -41,7 +45,9 @@ def _claim(held: ExitStack, out: Path, config: FinetuneConfig, echo: Callable[[s
         before = load(FinetuneConfig, settings).model_dump(mode="json")
         now = config.model_dump(mode="json")
         if changed := [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]:
-            raise CheckpointError(f"{out}: this run began with other values of {', '.join(changed)}; restore them, or choose another --out")
+            raise CheckpointError(
+                f"{out}: this run began with other values of {', '.join(changed)}; restore them, or choose another --out"
+            )
         return
     partial = settings.with_suffix(".partial")
     partial.write_text(dump(config))

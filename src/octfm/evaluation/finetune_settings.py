@@ -60,9 +60,13 @@ class FinetuneConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> "FinetuneConfig":
         if self.runtime.parallel != "ddp":
-            raise ValueError(f"runtime.parallel: fine-tuning keeps the whole model on every device, ddp; got {self.runtime.parallel}")
+            raise ValueError(
+                f"runtime.parallel: fine-tuning keeps the whole model on every device, ddp; got {self.runtime.parallel}"
+            )
         if self.batch_size % self.per_device_batch_size:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of per_device_batch_size {self.per_device_batch_size}")
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of per_device_batch_size {self.per_device_batch_size}"
+            )
         if self.lora_rank is not None and not self.lr_encoder:
             raise ValueError("lora_rank needs an lr_encoder above 0")
         if self.lora_rank is not None and self.from_scratch:

@@ -66,7 +66,9 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = (1, *self.preprocessing.image_size)
         if tuple(voxels.shape[1:]) != expected:
-            raise ConfigError(f"OctEncoder: expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; prepare them")
+            raise ConfigError(
+                f"OctEncoder: expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; prepare them"
+            )
         grid = self.network.grid
         index = arange(grid.size, device=voxels.device).expand(voxels.shape[0], -1)
         patches = take_patches(voxels, index, self.run.model.patch_size)
@@ -77,7 +79,9 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     def encoder(self) -> Encoder:
         """This network as an octfm.Encoder: `embed`, `embed_tokens` of native volumes. Puts the network into evaluation mode."""
         device = str(next(self.network.parameters()).device)
-        return assemble(self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], start("fp32", device))
+        return assemble(
+            self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], start("fp32", device)
+        )
 
     @classmethod
     def _from_pretrained(

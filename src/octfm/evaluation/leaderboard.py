@@ -85,18 +85,24 @@ def leaderboard(
     if len(targets) != 1:
         raise EvaluationError(f"target {target}: its cells hold several labels; give a column of one label each")
     try:
-        cases, rounds = make_rounds(make_cases(targets[0], base, table), base, "recommended_split", seen_rows, allow_seen, 1, seed)
+        cases, rounds = make_rounds(
+            make_cases(targets[0], base, table), base, "recommended_split", seen_rows, allow_seen, 1, seed
+        )
     except Skip as reason:
         raise EvaluationError(f"target {target}: {reason}") from None
     facts = describe(cases, rounds, "recommended_split", seen_rows)
     scored: dict[str, list[Scored]] = {}
     for e in vectors[: len(frozen)]:
-        scored[e.name] = score(cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "frozen"}, resamples, seed)
+        scored[e.name] = score(
+            cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "frozen"}, resamples, seed
+        )
     for t in tuned:
         runs = [said.for_cases(cases, base, rounds[0].test) for said in t.runs]
         scored[t.name] = score(cases, t.name, runs, facts | {"what": t.what}, resamples, seed)
     for e in baselines:
-        scored[e.name] = score(cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "baseline"}, resamples, seed)
+        scored[e.name] = score(
+            cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "baseline"}, resamples, seed
+        )
     names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
     comparisons = [
@@ -122,7 +128,11 @@ def leaderboard(
 
 def metadata(data: Embeddings, without: str) -> Embeddings:
     """Age, site and scanner as vectors, without the target's own column: what can be told with no image at all."""
-    columns = [np.array([[float(name == s)] for name in data.scanner]) for s in sorted(set(data.scanner.tolist())) if without != "scanner"]
+    columns = [
+        np.array([[float(name == s)] for name in data.scanner])
+        for s in sorted(set(data.scanner.tolist()))
+        if without != "scanner"
+    ]
     for name in METADATA:
         if name == without:
             continue
@@ -134,7 +144,9 @@ def metadata(data: Embeddings, without: str) -> Embeddings:
         elif name != "age":
             columns += [np.array([[float(v == value)] for v in values]) for value in sorted({v for v in values if v})]
     vectors = np.hstack(columns) if columns else np.zeros((len(data.acquisition), 1))
-    return replace(data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner"}, vectors=vectors)
+    return replace(
+        data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner"}, vectors=vectors
+    )
 
 
 def to_csv(result: dict[str, Any]) -> str:
@@ -163,9 +175,16 @@ def to_markdown(result: dict[str, Any]) -> str:
         "|---" * (len(metrics) + 2) + "|",
     ]
     for row in ranked(result):
-        cells = [interval_text(next(x for x in result["results"] if (x["encoder"], x["metric"]) == (row["encoder"], m))) for m in metrics]
+        cells = [
+            interval_text(next(x for x in result["results"] if (x["encoder"], x["metric"]) == (row["encoder"], m)))
+            for m in metrics
+        ]
         lines.append(f"| {row['encoder']} | {row['what']} | " + " | ".join(cells) + " |")
-    lines += ["", f"Paired differences, {result['reference']} minus each other entry; Holm over all planned comparisons.", ""]
+    lines += [
+        "",
+        f"Paired differences, {result['reference']} minus each other entry; Holm over all planned comparisons.",
+        "",
+    ]
     lines += ["| metric | against | difference | p | Holm | verdict |", "|---|---|---|---|---|---|"]
     for c in result["comparisons"]:
         if c["metric"] in metrics:
@@ -202,7 +221,9 @@ def entry_name(path: Path) -> str:
     return f"{path.parent.parent.name}:{path.stem}" if path.is_file() else path.resolve().name
 
 
-def _embed(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Callable[[str], None]) -> list[Embeddings]:
+def _embed(
+    paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Callable[[str], None]
+) -> list[Embeddings]:
     """The vectors of every checkpoint, then those of the first one's random initialisation."""
     names = [entry_name(path) for path in paths]
     if repeated := {name for name in names if names.count(name) > 1}:
@@ -225,7 +246,11 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
         said = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
         recipe = config.recipe()
-        kinds = (("head", config.frozen), ("from scratch", config.from_scratch), ("low rank", config.lora_rank is not None))
+        kinds = (
+            ("head", config.frozen),
+            ("from scratch", config.from_scratch),
+            ("low rank", config.lora_rank is not None),
+        )
         what = next((name for name, holds in kinds if holds), "fine-tuned")
         own = next((g for g in groups if g[1] == recipe), None)
         if own is None:

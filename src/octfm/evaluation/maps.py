@@ -41,7 +41,9 @@ class Basis:
     """Median distance between the vectors of two volumes; NaN for one volume."""
 
 
-def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None, segmenter: Segmenter | None = None) -> Path:
+def save_pictures(
+    encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None, segmenter: Segmenter | None = None
+) -> Path:
     """<out>/scenes.npz: a few volumes of each scanner with everything that the encoder (a head, a segmenter) makes of them."""
     chosen = some_of_each_scanner(store)
     arrays = store.read(chosen)
@@ -77,7 +79,14 @@ def save_pictures(encoder: Encoder, store: Store, out: Path, head: TrainedHead |
 
 
 def token_overlays(
-    encoder: Encoder, arrays: Arrays, tokens: np.ndarray, maps: np.ndarray, basis: Basis, head: TrainedHead | None, *, occlude: bool = True
+    encoder: Encoder,
+    arrays: Arrays,
+    tokens: np.ndarray,
+    maps: np.ndarray,
+    basis: Basis,
+    head: TrainedHead | None,
+    *,
+    occlude: bool = True,
 ) -> list[Overlay]:
     """PCA, occlusion and, with a head that has attention, where it looks; of one volume."""
     overlays = [colours(tokens, maps, basis)]
@@ -140,9 +149,7 @@ def colours(tokens: np.ndarray, maps: np.ndarray, basis: Basis) -> Overlay:
     values = np.zeros((*maps.shape, 4), np.uint8)
     values[..., : rgb.shape[-1]] = np.round(255 * rgb)
     values[..., 3] = np.where(maps == TISSUE if (maps == TISSUE).any() else maps != PADDING, 255, 0)
-    about = (
-        "The three directions in which tissue tokens differ most, as red, green and blue; equal colours are equal features in all volumes."
-    )
+    about = "The three directions in which tissue tokens differ most, as red, green and blue; equal colours are equal features in all volumes."
     return Overlay("pca", "PCA of tokens", "colours", values, about=about)
 
 
@@ -158,7 +165,9 @@ def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray
     return values.reshape(encoder.network.grid.shape)
 
 
-def occlusion(encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead | None = None, blocks: int = BLOCKS) -> Overlay:
+def occlusion(
+    encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead | None = None, blocks: int = BLOCKS
+) -> Overlay:
     """What changes when the encoder never sees a block of tissue tokens: the head's answer, or without one the volume's vector.
 
     Hidden tokens are left out, not blackened: the encoder takes any subset of tokens, and a black box would be an image it never saw.
@@ -192,13 +201,19 @@ def occlusion(encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead 
             change = head.lost(answer, head.answer(*rest)[0])
         values[chosen[hidden]] = change
     if head is None:
-        share = "the median distance between two volumes" if np.isfinite(basis.spread) else "its distance from the mean token"
+        share = (
+            "the median distance between two volumes"
+            if np.isfinite(basis.spread)
+            else "its distance from the mean token"
+        )
         about = f"How far the vector of the volume moves when the encoder never sees a block, as a share of {share}."
         name, unit = "Occlusion: the volume's vector", "of that distance"
     else:
         about = f"What the answer for {head.target} loses when the encoder never sees a block ({head.loss_unit}); below 0 it gains."
         name, unit = f"Occlusion: {head.target}", head.loss_unit
-    return Overlay("occlusion", name, "scalar", values.reshape(encoder.network.grid.shape), about=f"{about} {UNSEEN}", unit=unit)
+    return Overlay(
+        "occlusion", name, "scalar", values.reshape(encoder.network.grid.shape), about=f"{about} {UNSEEN}", unit=unit
+    )
 
 
 def block_sizes(place: np.ndarray, blocks: int) -> np.ndarray:
@@ -235,7 +250,14 @@ def masks_of(encoder: Encoder, maps: np.ndarray, seed: int) -> list[Overlay]:
         drawn[name[0]] = place
     tissue = np.where(maps == TISSUE, 0, NONE).astype(np.uint8)
     return [
-        Overlay("tokens", "Tissue tokens", "classes", tissue, (("tissue", GREEN),), "Tokens that carry the features of the volume."),
+        Overlay(
+            "tokens",
+            "Tissue tokens",
+            "classes",
+            tissue,
+            (("tissue", GREEN),),
+            "Tokens that carry the features of the volume.",
+        ),
         Overlay(
             "mask",
             "One training mask",

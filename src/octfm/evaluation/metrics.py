@@ -95,7 +95,11 @@ def weighted_kappa(grade: Array, predicted: Array, W: Array) -> Array:
     cases = W.sum(1)
     # Expected under independence: E(a - b)² = var a + var b + (mean a - mean b)².
     mean_a, mean_b = _ratio(W @ grade, cases), _ratio(W @ predicted, cases)
-    expected = _ratio(W @ (grade**2).astype(float), cases) + _ratio(W @ (predicted**2).astype(float), cases) - 2 * mean_a * mean_b
+    expected = (
+        _ratio(W @ (grade**2).astype(float), cases)
+        + _ratio(W @ (predicted**2).astype(float), cases)
+        - 2 * mean_a * mean_b
+    )
     return 1 - _ratio(_ratio(disagreement, cases), np.where(expected > 1e-12, expected, 0))
 
 
@@ -141,7 +145,9 @@ def _by_score(positive: Array, score: Array, W: Array) -> tuple[Array, Array]:
     ordered, is_positive = score[order], positive.astype(bool)[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     ordered_weights = W[:, order]
-    return np.add.reduceat(ordered_weights * is_positive, starts, axis=1), np.add.reduceat(ordered_weights * ~is_positive, starts, axis=1)
+    return np.add.reduceat(ordered_weights * is_positive, starts, axis=1), np.add.reduceat(
+        ordered_weights * ~is_positive, starts, axis=1
+    )
 
 
 def _ratio(a: Array, b: Array, undefined: float = float("nan")) -> Array:

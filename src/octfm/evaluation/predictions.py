@@ -46,20 +46,26 @@ class Said:
         return Predictions(tested, value, prior, None if None in grades else np.array(grades, float))
 
 
-def write_predictions(path: Path, store: Store, task: "Task", predictions: Predictions, config: FinetuneConfig, best_epoch: int) -> None:
+def write_predictions(
+    path: Path, store: Store, task: "Task", predictions: Predictions, config: FinetuneConfig, best_epoch: int
+) -> None:
     """One row per tested acquisition: ids, label, value, and winning class where there are classes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     cases = task.cases
     rows = [store.rows[i] for i in cases.rows[predictions.rows]]
-    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in ("acquisition", "participant", "eye_id", "scanner")}
+    columns: dict[str, Any] = {
+        name: [getattr(row, name) for row in rows] for name in ("acquisition", "participant", "eye_id", "scanner")
+    }
     label = cases.label[predictions.rows]
     columns["label"] = [cases.classes[int(k)] for k in label] if cases.classes else label.astype(str).tolist()
     if cases.classes:
         columns["predicted"] = [cases.classes[k] for k in predictions.value.argmax(1)]
     columns["value"] = pa.array(predictions.value.tolist(), pa.list_(pa.float64()))
-    columns["grade"] = pa.array([None] * len(rows) if predictions.grade is None else predictions.grade.tolist(), pa.float64())
+    columns["grade"] = pa.array(
+        [None] * len(rows) if predictions.grade is None else predictions.grade.tolist(), pa.float64()
+    )
     facts = {
         "target": cases.target.name,
         "classes": list(cases.classes or ()),
@@ -82,6 +88,8 @@ def read_predictions(path: Path) -> Said:
         table = pq.read_table(path)
         facts = json.loads((table.schema.metadata or {})[b"octfm"])
     except (pa.ArrowException, KeyError, ValueError, FileNotFoundError) as error:
-        raise EvaluationError(f"{path}: not the predictions of octfm finetune ({' '.join(str(error).split())[:120]})") from None
+        raise EvaluationError(
+            f"{path}: not the predictions of octfm finetune ({' '.join(str(error).split())[:120]})"
+        ) from None
     rows = table.to_pylist()
     return Said(str(path), facts, {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows})

@@ -148,7 +148,9 @@ def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = No
     recommended = {"train", "val"} & set(data.split) and "test" in data.split
     chosen: Design = "k-fold" if wanted == "k-fold" or (wanted == "auto" and not recommended) else "recommended_split"
     if folds is not None and chosen != "k-fold":
-        raise EvaluationError("folds: these embeddings are probed by their recommended split, which has none; ask for design k-fold")
+        raise EvaluationError(
+            "folds: these embeddings are probed by their recommended split, which has none; ask for design k-fold"
+        )
     return chosen, FOLDS if folds is None else folds
 
 

@@ -58,7 +58,9 @@ def load_prototype_encoder(
     state = _translated(path, read_weights(path, CONTAINERS, "a .pt of the prototype"))
     kernel = state["patch_embed.weight"]
     if kernel.ndim != 5 or kernel.shape[1] != 1:
-        raise CheckpointError(f"{path}: patch_embed.weight: expected [D, 1, d, h, w] of a Conv3d on one channel, got {list(kernel.shape)}")
+        raise CheckpointError(
+            f"{path}: patch_embed.weight: expected [D, 1, d, h, w] of a Conv3d on one channel, got {list(kernel.shape)}"
+        )
     width, patch = int(kernel.shape[0]), (int(kernel.shape[2]), int(kernel.shape[3]), int(kernel.shape[4]))
     depth = 1 + max((int(name.split(".")[1]) for name in state if name.startswith("blocks.")), default=-1)
     hidden = state.get("blocks.0.mlp.0.weight")
@@ -78,7 +80,10 @@ def load_prototype_encoder(
         network = VisionTransformer3D(model, grid_of(preprocessing, model.patch_size))
     _require_fit(path, network, state, grid)
     network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    config = load(PretrainConfig, {"model": model.model_dump(), "masks": {"budget": None, "context_ratio": 0.4}, "precision": "fp32"})
+    config = load(
+        PretrainConfig,
+        {"model": model.model_dump(), "masks": {"budget": None, "context_ratio": 0.4}, "precision": "fp32"},
+    )
     runtime = start("fp32", device)
     network = network.to(runtime.device).eval().requires_grad_(False)
     return Encoder(network, config, preprocessing, runtime, str(path), preprocessing.fingerprint(), own_zscore=True)
@@ -102,7 +107,9 @@ def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _require_fit(path: Path, network: VisionTransformer3D, state: dict[str, Tensor], grid: tuple[int, int, int]) -> None:
+def _require_fit(
+    path: Path, network: VisionTransformer3D, state: dict[str, Tensor], grid: tuple[int, int, int]
+) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     got = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if missing := [name for name in expected if name not in got]:
@@ -115,6 +122,14 @@ def _require_fit(path: Path, network: VisionTransformer3D, state: dict[str, Tens
         )
     for name, shape in expected.items():
         if got[name] != shape:
-            hint = "another image_size or patch size than it was trained on" if name == "position" else "another architecture"
-            tokens = f"; volumes of this Preprocessing have {grid[0]} x {grid[1]} x {grid[2]} tokens" if name == "position" else ""
+            hint = (
+                "another image_size or patch size than it was trained on"
+                if name == "position"
+                else "another architecture"
+            )
+            tokens = (
+                f"; volumes of this Preprocessing have {grid[0]} x {grid[1]} x {grid[2]} tokens"
+                if name == "position"
+                else ""
+            )
             raise CheckpointError(f"{path}: {name}: expected {list(shape)}, got {list(got[name])}{tokens}: {hint}")

@@ -57,7 +57,9 @@ def fit_predict(
         grid, path = (LOGISTIC_C if num_classes else RIDGE_ALPHA), _linear
     search = partial(_linear, tolerance=WHILE_SEARCHING) if path is _linear else path
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
-    held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]  # fewer participants than folds
+    held_out = [
+        h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()
+    ]  # fewer participants than folds
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
         paths = [search(*_standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
         losses: list[float] = []
@@ -78,7 +80,12 @@ def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _linear(
-    x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float], tolerance: float = TOLERANCE
+    x: np.ndarray,
+    x_new: np.ndarray,
+    y: np.ndarray,
+    num_classes: int,
+    grid: Sequence[float],
+    tolerance: float = TOLERANCE,
 ) -> Iterator[np.ndarray]:
     from sklearn.linear_model import LogisticRegression, Ridge
 
@@ -95,7 +102,9 @@ def _linear(
         yield log_p
 
 
-def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> Iterator[np.ndarray]:
+def _neighbours(
+    x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]
+) -> Iterator[np.ndarray]:
     """Votes of the nearest training rows by cosine; a rare class's vote weighs more."""
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
@@ -109,7 +118,9 @@ def _neighbours(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: in
         yield np.log(counted / counted.sum(1, keepdims=True))
 
 
-def _ordinal(x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]) -> Iterator[np.ndarray]:
+def _ordinal(
+    x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]
+) -> Iterator[np.ndarray]:
     present, grade = np.unique(y, return_inverse=True)
     weight = (len(y) / (len(present) * np.bincount(grade)))[grade]
     for c in grid:

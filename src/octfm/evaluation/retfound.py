@@ -35,7 +35,10 @@ class SliceViT(nn.Module):
     def __init__(self, width: int, depth: int, hidden: int, patch: int, tokens: int):
         super().__init__()
         self.side = round(tokens**0.5) * patch
-        self.cls_token, self.pos_embed = nn.Parameter(torch.empty(1, 1, width)), nn.Parameter(torch.empty(1, 1 + tokens, width))
+        self.cls_token, self.pos_embed = (
+            nn.Parameter(torch.empty(1, 1, width)),
+            nn.Parameter(torch.empty(1, 1 + tokens, width)),
+        )
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
         self.blocks = nn.ModuleList(SliceBlock(width, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=1e-6)
@@ -92,14 +95,19 @@ def read_retfound(path: Path) -> SliceViT:
     state = {name.removeprefix("module."): tensor.float() for name, tensor in tensors.items()}
     state = {name: tensor for name, tensor in state.items() if not LEFT_BEHIND.match(name)}
     if "fc_norm.weight" in state:
-        state = {name.replace("fc_norm.", "norm."): tensor for name, tensor in state.items() if not name.startswith("norm.")}
+        state = {
+            name.replace("fc_norm.", "norm."): tensor for name, tensor in state.items() if not name.startswith("norm.")
+        }
     needed = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
     if absent := [name for name in needed if name not in state]:
         raise CheckpointError(
             f"{path}: no {absent[0]} among {len(tensors)} tensors ({', '.join(list(tensors)[:3])} …); expected the layout of MAE, as "
             "RETFound's first release has it (see octfm/evaluation/retfound.py)"
         )
-    width, depth = state["cls_token"].shape[-1], 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    width, depth = (
+        state["cls_token"].shape[-1],
+        1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks.")),
+    )
     kernel, tokens = state["patch_embed.proj.weight"], state["pos_embed"].shape[1] - 1
     if width % HEAD_WIDTH or kernel.ndim != 4 or kernel.shape[1] != 3 or round(tokens**0.5) ** 2 != tokens:
         raise CheckpointError(

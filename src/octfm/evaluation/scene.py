@@ -24,7 +24,15 @@ voxels   uint8 [D, H, W], 0: none, else place in the legend + 1
 """
 NONE = 255
 Colour = tuple[int, int, int]
-COLOURS: tuple[Colour, ...] = ((86, 180, 233), (230, 159, 0), (0, 158, 115), (240, 228, 66), (213, 94, 0), (204, 121, 167), (255, 255, 255))
+COLOURS: tuple[Colour, ...] = (
+    (86, 180, 233),
+    (230, 159, 0),
+    (0, 158, 115),
+    (240, 228, 66),
+    (213, 94, 0),
+    (204, 121, 167),
+    (255, 255, 255),
+)
 """Okabe & Ito's palette and white, in turn."""
 
 
@@ -118,7 +126,14 @@ class Scene:
 
 def lines(key: str, name: str, names: Sequence[str], rows: np.ndarray, about: str) -> Overlay:
     """Surfaces, rows [S, D, W] of the scene."""
-    return Overlay(key, name, "lines", rows.astype(np.float32), tuple((n, COLOURS[i % len(COLOURS)]) for i, n in enumerate(names)), about)
+    return Overlay(
+        key,
+        name,
+        "lines",
+        rows.astype(np.float32),
+        tuple((n, COLOURS[i % len(COLOURS)]) for i, n in enumerate(names)),
+        about,
+    )
 
 
 def found_overlays(surfaces: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray]) -> list[Overlay]:
@@ -146,10 +161,23 @@ def save_scenes(scenes: Sequence[Scene], path: Path) -> Path:
             arrays[f"{i}.features"] = scene.features
         for overlay in scene.overlays:
             arrays[f"{i}.{overlay.key}"] = overlay.values
-        names = ("title", "spacing_mm", "laterality", "mirrored", "superior_first", "is_raster", "scanner", "about_features")
+        names = (
+            "title",
+            "spacing_mm",
+            "laterality",
+            "mirrored",
+            "superior_first",
+            "is_raster",
+            "scanner",
+            "about_features",
+        )
         own: dict[str, Any] = {name: getattr(scene, name) for name in names}
-        own["overlays"] = [{n: getattr(o, n) for n in ("key", "name", "kind", "legend", "about", "unit")} for o in scene.overlays]
-        own["placement"] = [scene.placement.bscans, scene.placement.columns, scene.placement.rows] if scene.placement else None
+        own["overlays"] = [
+            {n: getattr(o, n) for n in ("key", "name", "kind", "legend", "about", "unit")} for o in scene.overlays
+        ]
+        own["placement"] = (
+            [scene.placement.bscans, scene.placement.columns, scene.placement.rows] if scene.placement else None
+        )
         facts.append(own)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npz")
@@ -165,15 +193,27 @@ def load_scenes(path: Path) -> tuple[Scene, ...]:
             return tuple(_scene(i, facts, file) for i, facts in enumerate(json.loads(str(file["scenes"]))))
     except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:100]
-        raise EvaluationError(f"{path}: damaged, or of another octfm ({reason}); delete it and embed again (octfm embed)") from None
+        raise EvaluationError(
+            f"{path}: damaged, or of another octfm ({reason}); delete it and embed again (octfm embed)"
+        ) from None
 
 
 def _scene(i: int, facts: dict[str, Any], file: Any) -> Scene:
     overlays = tuple(
-        Overlay(**(o | {"legend": tuple((name, tuple(colour)) for name, colour in o["legend"])}), values=file[f"{i}.{o['key']}"])
+        Overlay(
+            **(o | {"legend": tuple((name, tuple(colour)) for name, colour in o["legend"])}),
+            values=file[f"{i}.{o['key']}"],
+        )
         for o in facts.pop("overlays")
     )
     where, spacing = facts.pop("placement"), facts.pop("spacing_mm")
     placement = Placement(tuple(where[0]), tuple(where[1]), tuple((a, b) for a, b in where[2])) if where else None
     features = file[f"{i}.features"] if f"{i}.features" in file.files else None
-    return Scene(voxels=file[f"{i}.voxels"], spacing_mm=tuple(spacing), overlays=overlays, placement=placement, features=features, **facts)
+    return Scene(
+        voxels=file[f"{i}.voxels"],
+        spacing_mm=tuple(spacing),
+        overlays=overlays,
+        placement=placement,
+        features=features,
+        **facts,
+    )

@@ -10,7 +10,16 @@ import numpy as np
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.delong import Areas, areas
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric, bootstrap, compare, holm, interval, over_seeds
+from octfm.evaluation.statistics import (
+    MIN_PARTICIPANTS,
+    Bootstrap,
+    Metric,
+    bootstrap,
+    compare,
+    holm,
+    interval,
+    over_seeds,
+)
 
 PLANNED = ("auroc", "kappa", "r2")
 """Metrics whose comparisons are planned, so corrected for their number; the others describe."""
@@ -60,7 +69,13 @@ class Scored:
 
 
 def score(
-    cases: Cases, encoder: str, runs: Sequence[Predictions], facts: dict[str, Any], resamples: int, seed: int, only: Sequence[str] = ()
+    cases: Cases,
+    encoder: str,
+    runs: Sequence[Predictions],
+    facts: dict[str, Any],
+    resamples: int,
+    seed: int,
+    only: Sequence[str] = (),
 ) -> list[Scored]:
     """Every metric of the target; with several runs (training seeds) their mean, with seeds and participants resampled together."""
     units = [to_units(cases, run) for run in runs]
@@ -79,7 +94,9 @@ def score(
             everyone = np.ones((1, len(first.truth)))
             estimate = float(np.mean([metrics[i][1](everyone)[0] for metrics in named]))
         else:
-            per_seed = [bootstrap(metrics[i][1], first.participant, resamples=resamples, seed=seed) for metrics in named]
+            per_seed = [
+                bootstrap(metrics[i][1], first.participant, resamples=resamples, seed=seed) for metrics in named
+            ]
             boot = over_seeds(per_seed, seed=seed)
             estimate = boot.estimate
         low, high = interval(boot) if boot else (None, None)
@@ -110,10 +127,27 @@ def score(
 def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
     """a − b on the same participants and resamples, with the verdict in words; "better" is lower for an error and for leakage."""
     planned = a.metric in PLANNED and not leakage
-    row = {"target": a.row["target"], "metric": a.metric, "a": a.encoder, "b": b.encoder, "leakage": leakage, "planned": planned}
+    row = {
+        "target": a.row["target"],
+        "metric": a.metric,
+        "a": a.encoder,
+        "b": b.encoder,
+        "leakage": leakage,
+        "planned": planned,
+    }
     if a.bootstrap is None or b.bootstrap is None:
-        difference = None if a.row["estimate"] is None or b.row["estimate"] is None else a.row["estimate"] - b.row["estimate"]
-        return {**row, "difference": difference, "low": None, "high": None, "p": None, "verdict": "inconclusive", "note": a.row["note"]}
+        difference = (
+            None if a.row["estimate"] is None or b.row["estimate"] is None else a.row["estimate"] - b.row["estimate"]
+        )
+        return {
+            **row,
+            "difference": difference,
+            "low": None,
+            "high": None,
+            "p": None,
+            "verdict": "inconclusive",
+            "note": a.row["note"],
+        }
     c = compare(a.bootstrap, b.bootstrap)
     verdict = c.verdict
     if (leakage != (a.metric in LOWER_IS_BETTER)) and verdict != "inconclusive":
@@ -154,7 +188,9 @@ def to_units(cases: Cases, run: Predictions) -> Units:
         if values is None:
             return None
         columns = values.reshape(len(values), -1)
-        return np.stack([np.bincount(member, weights=heard * c) / size for c in columns.T], axis=1).reshape(len(ids), *values.shape[1:])
+        return np.stack([np.bincount(member, weights=heard * c) / size for c in columns.T], axis=1).reshape(
+            len(ids), *values.shape[1:]
+        )
 
     if cases.classes is None:
         truth = np.bincount(member, weights=label) / size
@@ -238,7 +274,9 @@ def _delong(ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None) -> dict[st
 
 def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
     if rare:
-        who = ", ".join(f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items())
+        who = ", ".join(
+            f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items()
+        )
         return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
     if boot is not None and np.ptp(boot.resampled[np.isfinite(boot.resampled)]) == 0:
         return "Every resample gave the same value, so the interval is too narrow to be believed; only more participants can tell."

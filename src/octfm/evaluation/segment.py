@@ -71,7 +71,9 @@ class Segmenter:
         torch.manual_seed(config.seed)
         patch = encoder.config.model.patch_size
         width = math.prod(patch) if tokens == "voxels" else encoder.width
-        self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values)).to(self.runtime.device)
+        self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values)).to(
+            self.runtime.device
+        )
         learns = bool(config.lr_encoder) and tokens == "encoder"
         encoder.network.requires_grad_(learns)
         groups = [{"params": list(self.decoder.parameters()), "lr": config.lr}]
@@ -119,7 +121,12 @@ class Segmenter:
             logits = self.decoder(torch.stack([tokens(int(i)) for i in chosen]))
             loss = self._loss(logits, [truth[i] for i in chosen])
             for group, peak in zip(self.optimizer.param_groups, (config.lr, config.lr_encoder), strict=False):
-                group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * step / config.steps)) * min(1.0, (step + 1) / (0.05 * config.steps + 1))
+                group["lr"] = (
+                    peak
+                    * 0.5
+                    * (1 + math.cos(math.pi * step / config.steps))
+                    * min(1.0, (step + 1) / (0.05 * config.steps + 1))
+                )
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             self.optimizer.step()
@@ -171,7 +178,9 @@ class Segmenter:
     def segment(self, volume: Volume) -> Segmentation:
         """Surfaces and masks of any volume, in its own frame."""
         prepared = self.encoder.preprocessing(volume)
-        return self.in_native(Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform)
+        return self.in_native(
+            Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
+        )
 
     def save(self, out: Path) -> Path:
         """Everything that `load_segmenter` needs but the pretraining run itself, whose encoder is kept as well where it has learned."""
@@ -209,7 +218,9 @@ def open_encoder(config: SegmentConfig, device: str | None = None, *, random_ini
     """The encoder that the settings name, in their precision."""
     if config.encoder is None:
         raise ConfigError("encoder: name a pretraining run or checkpoint, encoder=runs/a")
-    return replace(load_encoder(config.encoder, random_init=random_init, device=device), runtime=start(config.precision, device))
+    return replace(
+        load_encoder(config.encoder, random_init=random_init, device=device), runtime=start(config.precision, device)
+    )
 
 
 def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
@@ -218,13 +229,17 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
         raise ConfigError("truth: name a folder with <acquisition>.npz, truth=clinic/ground_truth")
     path = Path(config.truth) / f"{row.acquisition}.npz"
     if not path.is_file():
-        raise EvaluationError(f"{path}: no truth for this acquisition; every volume that is trained or tested on needs one")
+        raise EvaluationError(
+            f"{path}: no truth for this acquisition; every volume that is trained or tested on needs one"
+        )
     with np.load(path, allow_pickle=False) as file:
         names = file["surface_names"].tolist() if "surface_names" in file else []
         if absent := [name for name in config.surfaces if name not in names]:
             raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
         rows = (
-            file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64) if config.surfaces else np.zeros((0, 1, 1))
+            file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64)
+            if config.surfaces
+            else np.zeros((0, 1, 1))
         )
         mask = np.isin(file["lesions"], config.mask_values) if config.mask_values else None
     return {"rows": rows, "mask": mask}

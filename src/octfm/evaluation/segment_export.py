@@ -120,7 +120,16 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
     ds = Dataset()
-    kept = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex", "StudyInstanceUID", "StudyDate", "StudyTime", "StudyID")
+    kept = (
+        "PatientName",
+        "PatientID",
+        "PatientBirthDate",
+        "PatientSex",
+        "StudyInstanceUID",
+        "StudyDate",
+        "StudyTime",
+        "StudyID",
+    )
     for name in (*kept, "AccessionNumber", "FrameOfReferenceUID", "Laterality", "ImageLaterality"):
         if name in image:
             setattr(ds, name, image.get(name))

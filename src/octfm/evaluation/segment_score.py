@@ -18,7 +18,16 @@ from octfm.evaluation.encoder import seen_by
 from octfm.evaluation.metrics import mae
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
-from octfm.evaluation.segment import Labelled, Segmentation, Segmenter, open_encoder, open_store, read_truth, to_prepared, transform_of
+from octfm.evaluation.segment import (
+    Labelled,
+    Segmentation,
+    Segmenter,
+    open_encoder,
+    open_store,
+    read_truth,
+    to_prepared,
+    transform_of,
+)
 from octfm.evaluation.segment_settings import SegmentConfig
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
 
@@ -50,7 +59,9 @@ def segment(
     seen = seen_by(str(config.encoder))
     known = {store.rows[i].participant for i in test if seen(store.rows[i].participant)}
     if known and not allow_seen:
-        raise EvaluationError(f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); or pass --allow-seen")
+        raise EvaluationError(
+            f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); or pass --allow-seen"
+        )
     truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train]
     segmenters = {"pretrained": Segmenter(config, encoder)}
     if baselines:
@@ -60,7 +71,8 @@ def segment(
         echo(f"{name}: {len(train)} training volumes")
         segmenter.train(lambda i: store.read([train[i]]).voxels[0], truth, echo)
     predictors: dict[str, Callable[[int], Segmentation]] = {
-        name: (lambda i, s=s: s.in_native(store.read([i]), transform_of(store.rows[i]))) for name, s in segmenters.items()
+        name: (lambda i, s=s: s.in_native(store.read([i]), transform_of(store.rows[i])))
+        for name, s in segmenters.items()
     }
     if baselines and config.surfaces:
         predictors["mean_height"] = mean_height(config, store, truth)
@@ -96,7 +108,9 @@ def segment(
     return result
 
 
-def errors_of(config: SegmentConfig, found: Segmentation, truth: dict[str, Any], transform: Transform) -> dict[str, Any]:
+def errors_of(
+    config: SegmentConfig, found: Segmentation, truth: dict[str, Any], transform: Transform
+) -> dict[str, Any]:
     """One volume: mean absolute error of every surface in µm, over A-scans where truth and answer are known; voxels for Dice."""
     dy_um = found.spacing_mm[1] * 1000
     errors: dict[str, Any] = {}
@@ -113,7 +127,12 @@ def errors_of(config: SegmentConfig, found: Segmentation, truth: dict[str, Any],
 
 
 def score_errors(
-    config: SegmentConfig, name: str, errors: Sequence[dict[str, Any]], participants: np.ndarray, facts: dict[str, Any], resamples: int
+    config: SegmentConfig,
+    name: str,
+    errors: Sequence[dict[str, Any]],
+    participants: np.ndarray,
+    facts: dict[str, Any],
+    resamples: int,
 ) -> list[Scored]:
     """Mean over volumes of the error in µm, and Dice of all test voxels together, with intervals over participants."""
     scored = []
@@ -179,7 +198,9 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.2f}"
         unit, people = r["unit"], r["n_test_participants"]
-        lines.append(f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between} {unit}, {people} participants")
+        lines.append(
+            f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between} {unit}, {people} participants"
+        )
     for c in result["comparisons"]:
         if c["low"] is not None:
             numbers = f"{c['difference']:+.2f} ({c['low']:+.2f} to {c['high']:+.2f}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
@@ -200,5 +221,7 @@ def _rows(store: Store, config: SegmentConfig) -> tuple[list[int], list[int]]:
     if not train or not test:
         raise EvaluationError(f"{store.path}: expected train and test participants; octfm scan makes splits")
     if config.max_volumes is not None:
-        train = [train[i] for i in np.unique(np.linspace(0, len(train) - 1, min(config.max_volumes, len(train))).astype(int))]
+        train = [
+            train[i] for i in np.unique(np.linspace(0, len(train) - 1, min(config.max_volumes, len(train))).astype(int))
+        ]
     return train, test

@@ -83,13 +83,18 @@ def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> 
     return float(low), float(high)
 
 
-def bootstrap_together(parts: Sequence[tuple[Metric, np.ndarray]], *, resamples: int = 2000, seed: int = 0) -> list[Bootstrap]:
+def bootstrap_together(
+    parts: Sequence[tuple[Metric, np.ndarray]], *, resamples: int = 2000, seed: int = 0
+) -> list[Bootstrap]:
     """Several metrics, each on cases of its own (`participants` [n] of each), on the same resamples of all their participants together.
 
     Groups that share participants (right and left eyes, scanners) are paired by that, and groups that share none stay independent.
     """
     everyone = np.unique(np.concatenate([participants for _, participants in parts]))
-    return [bootstrap(metric, participants, resamples=resamples, seed=seed, among=everyone) for metric, participants in parts]
+    return [
+        bootstrap(metric, participants, resamples=resamples, seed=seed, among=everyone)
+        for metric, participants in parts
+    ]
 
 
 def mean_of(results: Sequence[Bootstrap]) -> Bootstrap:

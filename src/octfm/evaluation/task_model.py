@@ -92,7 +92,11 @@ class TaskModel:
         named = [("head", 0, p) for p in self.head.parameters()]
         depth = self.encoder.config.model.depth
         if not config.frozen:
-            named += [("encoder", depth_of(name, depth), p) for name, p in self.encoder.network.named_parameters() if p.requires_grad]
+            named += [
+                ("encoder", depth_of(name, depth), p)
+                for name, p in self.encoder.network.named_parameters()
+                if p.requires_grad
+            ]
         found: dict[tuple, list[nn.Parameter]] = {}
         for part, level, p in named:
             found.setdefault((part, level, p.ndim >= 2), []).append(p)

@@ -21,7 +21,9 @@ def tissue_map(store: Store, data: Embeddings) -> Embeddings:
     rows = np.array([place[name] for name in data.acquisition.tolist()])
     micrometres = 1000 * store.preprocessing.target_spacing[1]
     vectors = np.concatenate([_described(store, rows[i : i + BATCH]) * micrometres for i in range(0, len(rows), BATCH)])
-    return replace(data, name="tissue_map", path="tissue_map", metadata={"encoder": "tissue band, no voxel"}, vectors=vectors)
+    return replace(
+        data, name="tissue_map", path="tissue_map", metadata={"encoder": "tissue band, no voxel"}, vectors=vectors
+    )
 
 
 def _described(store: Store, rows: np.ndarray) -> np.ndarray:

@@ -33,7 +33,9 @@ class TokenFeatures:
         return self.tokens[rows].astype(np.float32), self.counts[rows]
 
 
-def token_features(encoder: Encoder, store: Store, folder: str | Path, *, per_volume: int = 256, max_gb: float = 16.0) -> TokenFeatures:
+def token_features(
+    encoder: Encoder, store: Store, folder: str | Path, *, per_volume: int = 256, max_gb: float = 16.0
+) -> TokenFeatures:
     """Read the features from `folder`, or compute and write them; at most `per_volume` tissue tokens of a volume, drawn with a fixed seed.
 
     Several ranks compute a share each, in a folder that all of them see. Raises EvaluationError before anything is computed where features
@@ -58,7 +60,9 @@ def token_features(encoder: Encoder, store: Store, folder: str | Path, *, per_vo
         _compute(encoder, store, path, record, per_volume)
     facts = json.loads(record.read_text())
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
-    return TokenFeatures({name: i for i, name in enumerate(facts["acquisitions"])}, np.load(path, mmap_mode="r"), counts)
+    return TokenFeatures(
+        {name: i for i, name in enumerate(facts["acquisitions"])}, np.load(path, mmap_mode="r"), counts
+    )
 
 
 def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +87,9 @@ def _require_all(sees: np.ndarray, folder: Path) -> None:
 def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int) -> None:
     runtime = encoder.runtime
     runtime.first(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-    firsts = runtime.part(np.arange(0, len(store), BATCH))  # whole batches: the same sums in the same order, however many ranks
+    firsts = runtime.part(
+        np.arange(0, len(store), BATCH)
+    )  # whole batches: the same sums in the same order, however many ranks
     rows = np.concatenate([np.arange(first, min(first + BATCH, len(store))) for first in firsts] or [np.arange(0)])
     part = path.with_suffix(f".{runtime.rank}.partial.npy")
     array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
@@ -99,7 +105,9 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
     def join() -> None:
         parts = [path.with_suffix(f".{rank}.partial.npy") for rank in range(runtime.world)]
         if len(parts) > 1:
-            whole = np.lib.format.open_memmap(path.with_suffix(".partial.npy"), "w+", np.float16, (len(store), *array.shape[1:]))
+            whole = np.lib.format.open_memmap(
+                path.with_suffix(".partial.npy"), "w+", np.float16, (len(store), *array.shape[1:])
+            )
             for end, length, own in zip(lengths.cumsum(), lengths, parts, strict=True):
                 whole[end - length : end] = np.load(own, mmap_mode="r")[:length]
             whole.flush()

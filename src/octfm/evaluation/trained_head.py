@@ -53,7 +53,9 @@ def load_head(run: str | Path, encoder: Encoder) -> TrainedHead:
     """Of an `octfm finetune` run. Raises EvaluationError where it was trained on other weights: its maps would mean nothing for these."""
     model = load_tuned(run)
     if model.encoder.key != encoder.key:
-        raise EvaluationError(f"{run}: its head was trained on {model.encoder.source}, not on {encoder.source}; give it as the run itself")
+        raise EvaluationError(
+            f"{run}: its head was trained on {model.encoder.source}, not on {encoder.source}; give it as the run itself"
+        )
     return TrainedHead(model)
 
 

@@ -36,7 +36,11 @@ class Answer:
         """What `Predictions.value` holds: log-probabilities of equally common classes, or numbers in their own unit. [B, O]"""
         if not self.classes:
             return answers * self.std + self.mean
-        log_p = answers - np.log(np.exp(answers - answers.max(1, keepdims=True)).sum(1, keepdims=True)) - answers.max(1, keepdims=True)
+        log_p = (
+            answers
+            - np.log(np.exp(answers - answers.max(1, keepdims=True)).sum(1, keepdims=True))
+            - answers.max(1, keepdims=True)
+        )
         return log_p if self.weighted else log_p - np.array(self.log_prior)
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,7 +48,11 @@ class Answer:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Answer":
-        fields: dict[str, Any] = {**values, "classes": tuple(values["classes"]), "log_prior": tuple(values["log_prior"])}
+        fields: dict[str, Any] = {
+            **values,
+            "classes": tuple(values["classes"]),
+            "log_prior": tuple(values["log_prior"]),
+        }
         return Answer(**fields)
 
 
@@ -83,21 +91,29 @@ def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
     content = content_of(run)
     if "encoder_config" in content:
         if "answer" not in content:
-            raise CheckpointError(f"{run}: fine-tuned by an octfm that did not keep what the answers mean; run octfm finetune again")
+            raise CheckpointError(
+                f"{run}: fine-tuned by an octfm that did not keep what the answers mean; run octfm finetune again"
+            )
         config, best = content["config"], content["state"]["best"]
         pool, kept = config["pool"], config["tokens_per_volume"] if not config["lr_encoder"] else None
         encoder = load_encoder(run, device=device)  # which says so where there is no best state yet
-        tensors = {name.removeprefix("head."): tensor for name, tensor in best["model"].items() if name.startswith("head.")}
+        tensors = {
+            name.removeprefix("head."): tensor for name, tensor in best["model"].items() if name.startswith("head.")
+        }
     elif content.get("head"):
         encoder, tensors = load_encoder(run, device=device), content["head"]
         pool, kept = content["head_settings"]["pool"], content["head_settings"]["tokens_per_volume"]
     else:
-        raise CheckpointError(f"{run}: an encoder without a head, which answers nothing; expected a run of octfm finetune or its export")
+        raise CheckpointError(
+            f"{run}: an encoder without a head, which answers nothing; expected a run of octfm finetune or its export"
+        )
     answer = Answer.from_dict(content["answer"])
     return TunedModel(encoder, build_head(encoder, answer, pool, tensors, run), answer, kept)
 
 
-def build_head(encoder: Encoder, answer: Answer, pool: Pool, tensors: dict[str, Tensor], where: str | Location) -> TaskHead:
+def build_head(
+    encoder: Encoder, answer: Answer, pool: Pool, tensors: dict[str, Tensor], where: str | Location
+) -> TaskHead:
     """The head of these weights, on the encoder's device."""
     head = TaskHead(encoder.width, heads_of(encoder), len(answer.classes) or 1, pool)
     fill(head, tensors, where)

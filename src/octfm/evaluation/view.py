@@ -35,13 +35,17 @@ def scene_of(
     overlays: list[Overlay] = []
     if surfaces is not None:
         if surfaces.heights_px.shape[1:] != (volume.shape[0], volume.shape[2]):
-            raise EvaluationError(f"{surfaces.source}: surfaces of {surfaces.heights_px.shape[1:]} A-scans do not fit {volume.shape}")
+            raise EvaluationError(
+                f"{surfaces.source}: surfaces of {surfaces.heights_px.shape[1:]} A-scans do not fit {volume.shape}"
+            )
         rows = surfaces.heights_px[:, :: -1 if reverse else 1]
         overlays.append(lines("layers", "Layers of the file", surfaces.names, rows, "As the instrument drew them."))
     placement = features = None
     about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
-        raise EvaluationError(f"{volume.source}: a {volume.layout} scan, neither raster nor star; leave --run and --segment out")
+        raise EvaluationError(
+            f"{volume.source}: a {volume.layout} scan, neither raster nor star; leave --run and --segment out"
+        )
     if encoder is not None:
         from octfm.evaluation import maps
         from octfm.evaluation.scene import Placement
@@ -51,7 +55,10 @@ def scene_of(
         tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
         basis = maps.fit_basis(encoder, tokens, kinds)
         band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
-        overlays += [maps.band(band[:, ::-1] if reverse else band, encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
+        overlays += [
+            maps.band(band[:, ::-1] if reverse else band, encoder.preprocessing.margin_mm),
+            *maps.masks_of(encoder, kinds[0], 0),
+        ]
         overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
         placement, features = Placement.native(prepared.transform), maps.reduced(tokens[0], basis)
         about = maps.about_features(basis, tokens, kinds)
@@ -61,7 +68,8 @@ def scene_of(
         surfaces_found = {name: rows[order] for name, rows in found.surfaces.items()}
         overlays += found_overlays(surfaces_found, {name: mask[order] for name, mask in found.masks.items()})
     return Scene(
-        title=" ".join(part.replace("_", " ") for part in (volume.scanner, volume.protocol) if part != "unknown") or "OCT volume",
+        title=" ".join(part.replace("_", " ") for part in (volume.scanner, volume.protocol) if part != "unknown")
+        or "OCT volume",
         voxels=_eight_bit(volume.voxels)[:: -1 if reverse else 1],
         spacing_mm=volume.spacing_mm,
         laterality=volume.laterality,

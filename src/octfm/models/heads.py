@@ -100,7 +100,9 @@ def add_low_rank(encoder: VisionTransformer3D, rank: int) -> VisionTransformer3D
 
 def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """An encoder's weights with their low-rank updates added in, under the names of the plain encoder."""
-    plain = {name.replace(".layer.", "."): tensor for name, tensor in state.items() if not name.endswith((".down", ".up"))}
+    plain = {
+        name.replace(".layer.", "."): tensor for name, tensor in state.items() if not name.endswith((".down", ".up"))
+    }
     for name, up in state.items():
         if name.endswith(".up"):
             layer = name.removesuffix(".up")

@@ -61,7 +61,9 @@ class JEPA(nn.Module):
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
 
         asked = torch.cat((index.context, index.target), dim=1)
-        answers = self.predictor(seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked))
+        answers = self.predictor(
+            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked)
+        )
         answer = answers[..., : self.goal_width]
         wanted = take_tokens(goal, asked)
         num_context = index.context.shape[1]
@@ -70,8 +72,12 @@ class JEPA(nn.Module):
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         if self.voxel_loss:
             voxels = answers[:, num_context:, self.goal_width :]
-            loss = loss + self.voxel_loss * hidden_voxels(voxels, averaged(target_patches_BKP, *blocks), index)[0].mean()
-        return ObjectiveOutput(loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features)
+            loss = (
+                loss + self.voxel_loss * hidden_voxels(voxels, averaged(target_patches_BKP, *blocks), index)[0].mean()
+            )
+        return ObjectiveOutput(
+            loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features
+        )
 
     def update_target(self, momentum: float | Tensor) -> None:
         move_average(self.target_encoder, self.encoder, momentum)

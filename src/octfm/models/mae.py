@@ -27,7 +27,9 @@ class MAE(nn.Module):
         super().__init__()
         self.goal_average = goal_average
         self.encoder = VisionTransformer3D(model, grid)
-        self.predictor = Predictor(predictor, model.width, prod(model.patch_size) // prod(goal_average), model.activation_checkpointing)
+        self.predictor = Predictor(
+            predictor, model.width, prod(model.patch_size) // prod(goal_average), model.activation_checkpointing
+        )
 
     def forward(
         self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor
@@ -39,17 +41,23 @@ class MAE(nn.Module):
         encoder = self.encoder
         table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         context_index = torch.gather(index.kept, 1, index.context)
-        seen = encoder(take_tokens(patches_BKP, index.context), context_index, take_rotary(table, index.context) if table else None)
+        seen = encoder(
+            take_tokens(patches_BKP, index.context), context_index, take_rotary(table, index.context) if table else None
+        )
 
         asked = torch.cat((index.context, index.target), dim=1)
-        answer = self.predictor(seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked))
+        answer = self.predictor(
+            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked)
+        )
         num_context = index.context.shape[1]
         goal_BKP = averaged(target_patches_BKP, encoder.config.patch_size, self.goal_average)
         context_goal = own_contrast(take_tokens(goal_BKP, index.context))
         context_loss_B = distance(self.name, answer[:, :num_context], context_goal)
         masked_loss_B, masked_goal = hidden_voxels(answer[:, num_context:], goal_BKP, index)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
-        return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context)
+        return ObjectiveOutput(
+            loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context
+        )
 
     def update_target(self, momentum: float | Tensor) -> None:
         """There is none."""

@@ -22,7 +22,9 @@ class PredictorConfig(Config):
 class Predictor(nn.Module):
     """V-JEPA 2's predictor (arXiv:2506.09985): context tokens and positioned mask tokens through narrow blocks."""
 
-    def __init__(self, config: PredictorConfig, encoder_width: int, goal_width: int, activation_checkpointing: bool = False):
+    def __init__(
+        self, config: PredictorConfig, encoder_width: int, goal_width: int, activation_checkpointing: bool = False
+    ):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
         if config.width % config.heads or (config.width // config.heads) % 2:

@@ -26,7 +26,9 @@ def onednn_is_faster() -> bool:
 
 def by_onednn(*tensors: Tensor) -> bool:
     """Whether these are multiplied by `times`: float32 on such a CPU, and plain tensors, not shards or those of a tracer or exporter."""
-    return onednn_is_faster() and all(x.is_cpu and x.dtype is torch.float32 and type(x) in (Tensor, nn.Parameter) for x in tensors)
+    return onednn_is_faster() and all(
+        x.is_cpu and x.dtype is torch.float32 and type(x) in (Tensor, nn.Parameter) for x in tensors
+    )
 
 
 def times(a: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -24,10 +24,16 @@ class Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, block: nn.Module, turn: tuple[Tensor, Tensor] | None, x_BMD: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, block: nn.Module, turn: tuple[Tensor, Tensor] | None, x_BMD: Tensor, *parameters: Tensor
+    ) -> Tensor:
         device = x_BMD.device.type
         ctx.block, ctx.parameters = block, parameters
-        ctx.precision = {"device_type": device, "enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
+        ctx.precision = {
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+        }
         ctx.save_for_backward(x_BMD, *(turn or ()))
         return block(x_BMD, turn)
 

@@ -44,7 +44,9 @@ class ViTConfig(Config):
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"width {self.width} must split into {self.heads} heads of even size")
         if self.positions == "rotary" and self.width // self.heads < 6:
-            raise ValueError(f"heads of width {self.width // self.heads} have no frequency pair for each of three axes; use 6 or more")
+            raise ValueError(
+                f"heads of width {self.width // self.heads} have no frequency pair for each of three axes; use 6 or more"
+            )
         return self
 
 
@@ -69,7 +71,9 @@ class TokenGrid:
 def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor:
     """The patches [B, M, P] at flat grid indices, copied straight out of voxels [B, 1, D, H, W]; other voxels are never read."""
     pd, ph, pw = patch_size
-    blocks = voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))  # [B, d, pd, h, ph, w, pw]
+    blocks = (
+        voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))
+    )  # [B, d, pd, h, ph, w, pw]
     blocks = blocks.permute(0, 1, 3, 5, 2, 4, 6)
     _, _, h, w = blocks.shape[:4]
     batch = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
@@ -166,7 +170,11 @@ class VisionTransformer3D(nn.Module):
         return self.config.width // self.config.heads
 
     def forward(
-        self, patches_BMP: Tensor, index_BM: Tensor, table: Rotary | None = None, substitute: tuple[Tensor, Tensor] | None = None
+        self,
+        patches_BMP: Tensor,
+        index_BM: Tensor,
+        table: Rotary | None = None,
+        substitute: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Tokens [B, M, D] of patches at flat grid indices.
 
@@ -176,7 +184,11 @@ class VisionTransformer3D(nn.Module):
         return self.norm(self.hidden(patches_BMP, index_BM, table, substitute)[-1])
 
     def hidden(
-        self, patches_BMP: Tensor, index_BM: Tensor, table: Rotary | None = None, substitute: tuple[Tensor, Tensor] | None = None
+        self,
+        patches_BMP: Tensor,
+        index_BM: Tensor,
+        table: Rotary | None = None,
+        substitute: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
         """The residual stream [B, M, D] after every block, before the last norm."""
         x_BMD = self.patch_embed(patches_BMP)

@@ -15,14 +15,18 @@ from octfm.report.sources import Sources, gather, series
 ABSENT = "–"
 
 
-def write_compare(runs: Mapping[str, Path], out: str | Location, result: dict[str, Any] | None = None, reason: str = "") -> Location:
+def write_compare(
+    runs: Mapping[str, Path], out: str | Location, result: dict[str, Any] | None = None, reason: str = ""
+) -> Location:
     """Render the comparison of run folders, by name, and return its path; under 25 MB, without any scan in it.
 
     `result` is what `octfm.evaluation.compare.probe_together` found, `reason` why there is none. Written whole or not at all.
     """
     out = location(out)
     if isinstance(out, Path) and out.is_dir():
-        raise EvaluationError(f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'compare.html'}")
+        raise EvaluationError(
+            f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'compare.html'}"
+        )
     sources = {name: gather(run, None, None) for name, run in runs.items()}
     facts = {
         "names": list(sources),
@@ -36,7 +40,9 @@ def write_compare(runs: Mapping[str, Path], out: str | Location, result: dict[st
     }
     page = render("compare.html.jinja", facts)
     if len(page.encode()) > MAX_BYTES:
-        raise EvaluationError(f"{out}: the page would take {len(page.encode()):,} bytes, expected under {MAX_BYTES:,}; compare fewer runs")
+        raise EvaluationError(
+            f"{out}: the page would take {len(page.encode()):,} bytes, expected under {MAX_BYTES:,}; compare fewer runs"
+        )
     return write_page(page, out)
 
 
@@ -88,7 +94,9 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
         return f"{values[-1]:.3g}" if len(values) else ABSENT
 
     def health(s: Sources) -> str:
-        troubled = [f"{row['what']}: {row['verdict']}" for row in words.latest_health(s.health) if row["verdict"] != "ok"]
+        troubled = [
+            f"{row['what']}: {row['verdict']}" for row in words.latest_health(s.health) if row["verdict"] != "ok"
+        ]
         return ", ".join(troubled) or ("all fine" if s.health else ABSENT)
 
     def record(*keys: str) -> list[str]:
@@ -105,14 +113,23 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
         ("Started", record("started")),
         ("Code, commit", [commit[:10] for commit in record("git", "commit")]),
         ("Parameters of the encoder", record("parameters", "encoder")),
-        ("Steps logged", [f"{steps[-1] + 1:,.0f}" if len(steps := series(s.train, "masked_over_baseline")[0]) else ABSENT for s in every]),
+        (
+            "Steps logged",
+            [
+                f"{steps[-1] + 1:,.0f}" if len(steps := series(s.train, "masked_over_baseline")[0]) else ABSENT
+                for s in every
+            ],
+        ),
         ("Training participants", record("store", "train_participants")),
         ("Training volumes (same letter: the same)", letters("data")),
         ("Preprocessing (same letter: the same)", letters("fingerprint")),
         ("Masked loss over baseline, last", [last(s, "train", "masked_over_baseline") for s in every]),
         ("The same, held out", [last(s, "validation", "masked_over_baseline") for s in every]),
         ("Effective rank, last", [last(s, "train", "effective_rank") for s in every]),
-        ("Checkpoint to take", [words.checkpoint_advice([*s.online, *s.validation]).split(":")[0] or ABSENT for s in every]),
+        (
+            "Checkpoint to take",
+            [words.checkpoint_advice([*s.online, *s.validation]).split(":")[0] or ABSENT for s in every],
+        ),
         ("Health", [health(s) for s in every]),
     ]
 
@@ -140,19 +157,28 @@ def _own_probes(sources: Mapping[str, Sources]) -> list[dict[str, Any]]:
 def _together(result: dict[str, Any]) -> dict[str, Any]:
     names = list(dict.fromkeys(r["encoder"] for r in result["results"]))
     rows = []
-    for target, metric in dict.fromkeys((r["target"], r["metric"]) for r in result["results"] if r["metric"] in words.HEADLINE):
+    for target, metric in dict.fromkeys(
+        (r["target"], r["metric"]) for r in result["results"] if r["metric"] in words.HEADLINE
+    ):
         cells = {r["encoder"]: r for r in result["results"] if (r["target"], r["metric"]) == (target, metric)}
         any_row = next(iter(cells.values()))
         scores = [words.interval(cells[n]) if n in cells else ABSENT for n in names]
         rows.append(
-            {**any_row, "metric": words.METRICS[metric], "cells": scores, "notes": sorted({r["note"] for r in cells.values() if r["note"]})}
+            {
+                **any_row,
+                "metric": words.METRICS[metric],
+                "cells": scores,
+                "notes": sorted({r["note"] for r in cells.values() if r["note"]}),
+            }
         )
     comparisons = [
         {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c)}
         for c in result["comparisons"]
         if c["metric"] in words.HEADLINE
     ]
-    forests = [figures.forest_plot(result["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")]
+    forests = [
+        figures.forest_plot(result["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")
+    ]
     return {
         "names": names,
         "rows": rows,
@@ -175,7 +201,10 @@ def _lead(result: dict[str, Any] | None, reason: str) -> tuple[str, str]:
     sentences = []
     for other in dict.fromkeys(c["b"] for c in planned):
         own = [c for c in planned if c["b"] == other]
-        said = {v: [c["target"].replace("_", " ") for c in own if c["verdict"] == v] for v in ("better", "worse", "inconclusive")}
+        said = {
+            v: [c["target"].replace("_", " ") for c in own if c["verdict"] == v]
+            for v in ("better", "worse", "inconclusive")
+        }
         parts = [f"{verdict} for {', '.join(dict.fromkeys(targets))}" for verdict, targets in said.items() if targets]
         sentences.append(f"{own[0]['a']} against {other}: {'; '.join(parts)}.")
     verdicts = {c["verdict"] for c in planned}

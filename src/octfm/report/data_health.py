@@ -121,7 +121,12 @@ def distribution_charts(acquisitions: Sequence[Acquisition]) -> list[Chart]:
 
 
 def _distribution(
-    acquisitions: Sequence[Acquisition], name: str, title: str, caption: str, axis: int, measure: Callable[[Acquisition], Sequence[float]]
+    acquisitions: Sequence[Acquisition],
+    name: str,
+    title: str,
+    caption: str,
+    axis: int,
+    measure: Callable[[Acquisition], Sequence[float]],
 ) -> Chart:
     scanners = sorted({a.scanner for a in acquisitions})
     key = f"{title}-{axis}".lower()
@@ -136,9 +141,18 @@ def _distribution(
             size = [14 + 90 * n / max(values.values()) for n in values.values()]
             marker = MARKERS[i % len(MARKERS)]
             axes.scatter(
-                list(values), [i] * len(values), size, color=SERIES[i % len(SERIES)], marker=marker, alpha=0.75, linewidths=0, zorder=3
+                list(values),
+                [i] * len(values),
+                size,
+                color=SERIES[i % len(SERIES)],
+                marker=marker,
+                alpha=0.75,
+                linewidths=0,
+                zorder=3,
             )
-            spoken.append(f"{scanner} {min(values):g} to {max(values):g} {unit}, mostly {values.most_common(1)[0][0]:g}")
+            spoken.append(
+                f"{scanner} {min(values):g} to {max(values):g} {unit}, mostly {values.most_common(1)[0][0]:g}"
+            )
             every += list(values)
         if max(every) > 4 * min(every):
             axes.set_xscale("log")
@@ -192,7 +206,9 @@ def _splits(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
         own = [a for a in acquisitions if a.split == split]
         volumes = Counter(a.scanner for a in own)
         people, eyes = len({a.participant for a in own}), len({a.eye_id for a in own if a.laterality})
-        rows.append({"split": split, "participants": people, "eyes": eyes, "volumes": [(s, volumes[s]) for s in scanners]})
+        rows.append(
+            {"split": split, "participants": people, "eyes": eyes, "volumes": [(s, volumes[s]) for s in scanners]}
+        )
     return rows
 
 
@@ -236,7 +252,9 @@ def _pictures_of(acquisitions: Sequence[Acquisition], locations: Mapping[str, st
     files = [(locations.get(a.uri, a.uri), a.spacing_mm) for a in acquisitions]
     # The scan has looked at their headers, and perhaps nobody at their pixels.
     seconds = [Limits().deadline(math.prod(a.shape), a.uri) for a in acquisitions]
-    return list(spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1))
+    return list(
+        spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1)
+    )
 
 
 def _pictures(file: tuple[str, Spacing3]) -> list[Picture] | str:

@@ -63,7 +63,10 @@ def training_charts(sources: Sources) -> list[Chart]:
     loss = "The error of predicting hidden tissue, over the error of the best answer that never looks at the volume. 1 = learned nothing."
     charts = [
         _chart(
-            "Masked loss over baseline", loss, [*_lines(train, {"masked_over_baseline": "training"}), *_validation(validation, "masked")], 1
+            "Masked loss over baseline",
+            loss,
+            [*_lines(train, {"masked_over_baseline": "training"}), *_validation(validation, "masked")],
+            1,
         ),
         _chart(
             "Masked loss, per scanner",
@@ -101,7 +104,11 @@ def training_charts(sources: Sources) -> list[Chart]:
             log=True,
         ),
         _online_probe(sources),
-        _chart("Learning rate", "One warm-up, one decay: a second rise would be a fault.", _lines(train, {"lr": "learning rate"})),
+        _chart(
+            "Learning rate",
+            "One warm-up, one decay: a second rise would be a fault.",
+            _lines(train, {"lr": "learning rate"}),
+        ),
         _chart(
             "Weight decay",
             "The pull of weights towards zero; it may rise over the run, by plan.",
@@ -112,7 +119,12 @@ def training_charts(sources: Sources) -> list[Chart]:
             "How much of the old target encoder each update keeps. Close to 1 = slow teacher.",
             _lines(train, {"ema": "EMA momentum"}),
         ),
-        _chart("Throughput", "Volumes per second, all devices together.", _lines(train, {"volumes_per_s": "volumes per second"}), floor=0),
+        _chart(
+            "Throughput",
+            "Volumes per second, all devices together.",
+            _lines(train, {"volumes_per_s": "volumes per second"}),
+            floor=0,
+        ),
         _chart(
             "Waiting for data",
             "Share of the time spent waiting for volumes. Above 0.2, faster storage or more prefetch would pay.",
@@ -144,7 +156,9 @@ def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
     for key, (title, caption) in COMPARED.items():
         lines = [Line(plain(name), *series(s.train, key)) for name, s in runs.items()]
         charts.append(_chart(title, caption, lines, log=key == "grad_norm"))
-    held_out = [Line(plain(name), *series(s.validation, "masked_over_baseline"), points=True) for name, s in runs.items()]
+    held_out = [
+        Line(plain(name), *series(s.validation, "masked_over_baseline"), points=True) for name, s in runs.items()
+    ]
     charts.insert(1, _chart("Held-out masked loss over baseline", "The same on validation participants.", held_out, 1))
     for target, metric in dict.fromkeys((r["target"], r["metric"]) for s in runs.values() for r in s.online):
         own = {n: [r for r in s.online if (r["target"], r["metric"]) == (target, metric)] for n, s in runs.items()}
@@ -177,10 +191,23 @@ def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Ch
                 label = encoder if t == 0 else None
                 marker = MARKERS[e % len(MARKERS)]
                 axes.plot(
-                    [row["estimate"]], [y], marker, color=color, markerfacecolor=filled, markersize=5.5, linestyle="none", label=label
+                    [row["estimate"]],
+                    [y],
+                    marker,
+                    color=color,
+                    markerfacecolor=filled,
+                    markersize=5.5,
+                    linestyle="none",
+                    label=label,
                 )
             chance = next(r["chance"] for r in rows if r["target"] == target)
-            axes.plot([chance, chance], [t * pitch - 0.5, t * pitch + len(encoders) - 0.5], color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+            axes.plot(
+                [chance, chance],
+                [t * pitch - 0.5, t * pitch + len(encoders) - 0.5],
+                color=INK,
+                linewidth=0.9,
+                linestyle=(0, (3, 3)),
+            )
         # More encoders than colours: a row bears its own name.
         by_name = len(targets) == 1 and len(encoders) > len(SERIES)
         if by_name:
@@ -214,7 +241,9 @@ def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> l
             axes = figure.subplots()
             for e, encoder in enumerate(dict.fromkeys(r["encoder"] for r in own)):
                 points = [r for r in own if r["encoder"] == encoder]
-                people = np.array([r["n_train_participants"] for r in points]) * 1.03**e  # beside each other, not upon each other
+                people = (
+                    np.array([r["n_train_participants"] for r in points]) * 1.03**e
+                )  # beside each other, not upon each other
                 color = SERIES[e % len(SERIES)]
                 axes.plot(people, [r["estimate"] for r in points], DASHES[e % len(DASHES)], marker=MARKERS[e % len(MARKERS)], markersize=4,
                           color=color, label=encoder)  # fmt: skip
@@ -231,7 +260,11 @@ def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> l
             spoken = "; ".join(f"{r['encoder']} {r['fraction']:.0%}: {number(r['estimate']):.2f}" for r in own)
             svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
         folded = own[0].get("design") == "k-fold"
-        shared = "participants that each fold's probe learns from, drawn anew for every fold" if folded else "training participants"
+        shared = (
+            "participants that each fold's probe learns from, drawn anew for every fold"
+            if folded
+            else "training participants"
+        )
         weak = ", up to a third too narrow where probes are weak" if folded else ""
         caption = (
             f"{names.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay the same. "
@@ -301,7 +334,9 @@ def _online_probe(sources: Sources) -> Chart | None:
         else:
             handles = axes.get_legend_handles_labels()[0]
         figure.legend(handles, [str(h.get_label()) for h in handles], loc="outside upper left", ncols=3)
-        svg = to_svg(figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}")
+        svg = to_svg(
+            figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
+        )
     caption = (
         "What frozen features tell about validation participants, while the run went on. The ring marks the checkpoint to take. "
         "The SSL loss is shown beside it because the two often disagree; the loss never chooses."
@@ -315,7 +350,13 @@ def _draw(axes: Axes, line: Line, i: int) -> None:
     # One value makes no line: it is shown as a point.
     marker = MARKERS[i % len(MARKERS)] if line.points or len(steps) == 1 else None
     axes.plot(
-        steps, values, color=color, linestyle=DASHES[(i + i // len(SERIES)) % len(DASHES)], marker=marker, markersize=4, label=line.label
+        steps,
+        values,
+        color=color,
+        linestyle=DASHES[(i + i // len(SERIES)) % len(DASHES)],
+        marker=marker,
+        markersize=4,
+        label=line.label,
     )
 
 
@@ -341,7 +382,9 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
     names = sorted({name for row in rows for name in (row.get("by_scanner") or {})})
     lines = []
     for name in names:
-        steps, values = series([{"step": r.get("step"), "value": (r.get("by_scanner") or {}).get(name)} for r in rows], "value")
+        steps, values = series(
+            [{"step": r.get("step"), "value": (r.get("by_scanner") or {}).get(name)} for r in rows], "value"
+        )
         lines.append(Line(plain(name), steps, values))
     return lines
 

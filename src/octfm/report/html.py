@@ -16,7 +16,12 @@ from octfm.training.bucket_run import local_run
 
 
 def write_report(
-    run: str | Location, out: str | Location, *, catalog: Location | None = None, store_path: Location | None = None, images: bool = True
+    run: str | Location,
+    out: str | Location,
+    *,
+    catalog: Location | None = None,
+    store_path: Location | None = None,
+    images: bool = True,
 ) -> Location:
     """Render the report of a run folder, or of a run in a bucket, and return its path.
 
@@ -25,20 +30,30 @@ def write_report(
     """
     run, out = location(run), location(out)
     if isinstance(out, Path) and out.is_dir():
-        raise EvaluationError(f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'report.html'}")
-    sources = gather(local_run(run), location(catalog) if catalog else None, location(store_path) if store_path else None)
+        raise EvaluationError(
+            f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'report.html'}"
+        )
+    sources = gather(
+        local_run(run), location(catalog) if catalog else None, location(store_path) if store_path else None
+    )
     command = ["octfm", "report", str(run)]
-    command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (store_path is not None)
+    command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (
+        store_path is not None
+    )
     facts = _facts(sources, shlex.join(command))
     page = ""
     for per_scanner in (2, 1, 0) if images else (0,):
         pictures = _pictures(sources, per_scanner)
         plain = len(render("report.html.jinja", facts | pictures | {"viewer": None}).encode())
-        page = render("report.html.jinja", facts | pictures | {"viewer": _viewer(sources, MAX_BYTES - plain) if images else None})
+        page = render(
+            "report.html.jinja", facts | pictures | {"viewer": _viewer(sources, MAX_BYTES - plain) if images else None}
+        )
         if len(page.encode()) < MAX_BYTES:
             break
     else:
-        raise EvaluationError(f"{out}: the report would take {len(page.encode()):,} bytes without pictures, expected under {MAX_BYTES:,}")
+        raise EvaluationError(
+            f"{out}: the report would take {len(page.encode()):,} bytes without pictures, expected under {MAX_BYTES:,}"
+        )
     return write_page(page, out)
 
 
@@ -75,7 +90,10 @@ def _pictures(sources: Sources, per_scanner: int) -> dict[str, Any]:
 
 def _viewer(sources: Sources, room: int) -> Viewer | None:
     """Of as many volumes as fit, those of other scanners first; None where not even one does."""
-    order = sorted(range(len(sources.scenes)), key=lambda i: sum(s.scanner == sources.scenes[i].scanner for s in sources.scenes[:i]))
+    order = sorted(
+        range(len(sources.scenes)),
+        key=lambda i: sum(s.scanner == sources.scenes[i].scanner for s in sources.scenes[:i]),
+    )
     scenes = [sources.scenes[i] for i in order]
     while scenes:
         try:
@@ -111,16 +129,23 @@ def _data(sources: Sources) -> dict[str, Any]:
         volumes[split] += 1
     order = [s for s in ("train", "val", "test", "none") if s in members]
     # The file's name is enough here: the page is passed around, and rejects.parquet has the whole path.
-    first_of_code = {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in reversed(catalog.rejects)} if catalog else {}
+    first_of_code = (
+        {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in reversed(catalog.rejects)} if catalog else {}
+    )
     summary = catalog.summary() if catalog else {}
-    unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in (store.unprepared() if store else ()))
+    unprepared = Counter(
+        f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in (store.unprepared() if store else ())
+    )
     return {
         "has_catalog": catalog is not None,
         "has_store": store is not None,
         "scanners": scanners,
         "splits": [{"name": s, "participants": len(members[s]), "volumes": volumes[s]} for s in order],
         "shared": sum(len(members[a] & members[b]) for i, a in enumerate(order) for b in order[i + 1 :]),
-        "rejects": [{"code": code, "count": n, "sentence": first_of_code[code]} for code, n in summary.get("rejects", {}).items()],
+        "rejects": [
+            {"code": code, "count": n, "sentence": first_of_code[code]}
+            for code, n in summary.get("rejects", {}).items()
+        ],
         "flags": summary.get("flags", {}),
         "unprepared": unprepared.most_common(20),
     }
@@ -150,7 +175,9 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
             if c["metric"] in words.HEADLINE
         ]
 
-    forests = [figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")]
+    forests = [
+        figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")
+    ]
     return {
         "encoders": {e: words.encoder(e) for e in encoders},
         "rows": rows,
@@ -183,7 +210,12 @@ def _flat(name: str, value: Any) -> list[tuple[str, str]]:
         return [pair for key, inner in value.items() for pair in _flat(f"{name} {key}".replace("_", " "), inner)]
     if isinstance(value, int) and not isinstance(value, bool):
         return [(name.replace("_", " "), f"{value:,}")]
-    return [(name.replace("_", " "), "unknown" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value))]
+    return [
+        (
+            name.replace("_", " "),
+            "unknown" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value),
+        )
+    ]
 
 
 def _commands(sources: Sources, report: str) -> list[str]:

@@ -42,8 +42,14 @@ def example_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) ->
     examples = []
     for scene in _some_of_each(scenes, per_scanner):
         voxels, spacing, k, scanner = scene.as_seen().voxels, scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
-        band, tokens, mask = scene.as_seen().overlay("band"), _token_slice(scene, "tokens", k), _token_slice(scene, "mask", k)
-        pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", f"Middle B-scan of a {scanner} volume, without overlays")]
+        band, tokens, mask = (
+            scene.as_seen().overlay("band"),
+            _token_slice(scene, "tokens", k),
+            _token_slice(scene, "mask", k),
+        )
+        pictures = [
+            _bscan(voxels[k], spacing, "Prepared B-scan", f"Middle B-scan of a {scanner} volume, without overlays")
+        ]
         if band is not None:
             alt = "The same B-scan between the two surfaces of its tissue band"
             pictures.append(_bscan(voxels[k], spacing, "Tissue band", alt, band=band[:, k]))
@@ -74,7 +80,13 @@ def pca_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> lis
         enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
         pictures = [
             _bscan(seen.voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
-            _bscan(pca[token_slice], spacing, "PCA of its tokens", "Colours of the tokens of the same B-scan", size=seen.voxels[k].shape),
+            _bscan(
+                pca[token_slice],
+                spacing,
+                "PCA of its tokens",
+                "Colours of the tokens of the same B-scan",
+                size=seen.voxels[k].shape,
+            ),
             _enface(
                 enface,
                 spacing,
@@ -192,7 +204,9 @@ def _enface(
         left, right = ("T", "N") if laterality == "R" else ("N", "T")
         sides += [(left, 0.04, 0.5), (right, 0.96, 0.5)]
     for word, x, y in sides:
-        axes.text(x, y, word, transform=axes.transAxes, color="white", fontsize=12, ha="center", va="center", path_effects=RIM)
+        axes.text(
+            x, y, word, transform=axes.transAxes, color="white", fontsize=12, ha="center", va="center", path_effects=RIM
+        )
     return Picture(_png(figure), alt, caption, wide=False)
 
 
@@ -209,7 +223,9 @@ def _canvas(height_mm: float, width_mm: float, width_px: int = WIDTH_PX) -> tupl
 def _show(axes: Axes, image: np.ndarray, height: float, width: float, *, smooth: bool) -> None:
     top = 255 if image.dtype == np.uint8 else 1
     interpolation = "bilinear" if smooth else "nearest"
-    axes.imshow(image, cmap="gray", vmin=0, vmax=top, extent=(0, width, height, 0), interpolation=interpolation, aspect="auto")
+    axes.imshow(
+        image, cmap="gray", vmin=0, vmax=top, extent=(0, width, height, 0), interpolation=interpolation, aspect="auto"
+    )
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from octfm.data.acquisition import FLAGS, Acquisition
 
-AUDITED = ("laterality_contradicts_anatomy", "laterality_conflict", "disc_on_the_right", "disc_on_the_left", "laterality_unknown")
+AUDITED = (
+    "laterality_contradicts_anatomy",
+    "laterality_conflict",
+    "disc_on_the_right",
+    "disc_on_the_left",
+    "laterality_unknown",
+)
 """Flags of the audit, the gravest first."""
 SHOWN = 24
 """Rows of the table."""

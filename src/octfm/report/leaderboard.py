@@ -21,7 +21,9 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
     rows = {(r["encoder"], r["metric"]): r for r in result["results"]}
     metrics = list(dict.fromkeys(r["metric"] for r in result["results"]))
     shown = sorted(result["results"], key=lambda r: order.index(r["encoder"]))
-    forests = [figures.forest_plot(shown, metric, words.METRICS[metric]) for metric in metrics if metric in words.HEADLINE]
+    forests = [
+        figures.forest_plot(shown, metric, words.METRICS[metric]) for metric in metrics if metric in words.HEADLINE
+    ]
     first = result["results"][0]
     facts = {
         "target": result["target"],

@@ -67,7 +67,8 @@ def model_card(
         f"# {_line(name)}: a 3-D encoder for retinal OCT",
         _key(sources),
         _model(sources),
-        "## How to use it\n\n" + (usage or USAGE.format(run=_line(name), width=width, pooled=words.POOLS.get(pool, words.POOLS["mean"]))),
+        "## How to use it\n\n"
+        + (usage or USAGE.format(run=_line(name), width=width, pooled=words.POOLS.get(pool, words.POOLS["mean"]))),
         _intended(),
         _terms(sources, statements),
         _data(sources, statements),
@@ -93,11 +94,24 @@ def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     if licence.lower() in HUB_LICENCES:
         facts["license"] = licence.lower()
     else:
-        facts |= {"license": "other", "license_name": re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-") or "not-stated"}
+        facts |= {
+            "license": "other",
+            "license_name": re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-") or "not-stated",
+        }
     facts |= {
         "library_name": "octfm",
         "pipeline_tag": "image-feature-extraction",
-        "tags": ["oct", "optical-coherence-tomography", "retina", "ophthalmology", "medical", "3d", "self-supervised", "v-jepa", "pytorch"],
+        "tags": [
+            "oct",
+            "optical-coherence-tomography",
+            "retina",
+            "ophthalmology",
+            "medical",
+            "3d",
+            "self-supervised",
+            "v-jepa",
+            "pytorch",
+        ],
     }
     if statements.dataset:
         facts["datasets"] = [re.sub(r"\s+", "-", statements.dataset.strip())]
@@ -113,7 +127,9 @@ def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     first = probe["results"][0]["encoder"] if probe["results"] else ""
     results = []
     for target in dict.fromkeys(r["target"] for r in probe["results"] if not r.get("leakage")):
-        rows = [r for r in probe["results"] if r["target"] == target and r["encoder"] == first and r["estimate"] is not None]
+        rows = [
+            r for r in probe["results"] if r["target"] == target and r["encoder"] == first and r["estimate"] is not None
+        ]
         metrics = []
         for r in rows:
             label = str(words.METRICS.get(r["metric"], r["metric"]))
@@ -129,9 +145,15 @@ def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 def _key(sources: Sources) -> str:
     tone, text = words.key_result(sources.probe)
-    verdict = {"better": "Better than its baseline.", "worse": "Worse than its baseline.", "inconclusive": "Inconclusive."}.get(tone, "")
+    verdict = {
+        "better": "Better than its baseline.",
+        "worse": "Worse than its baseline.",
+        "inconclusive": "Inconclusive.",
+    }.get(tone, "")
     synthetic = (
-        " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**" if is_phantom(sources) else ""
+        " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**"
+        if is_phantom(sources)
+        else ""
     )
     return f"> **{verdict}** {_text(text)}{synthetic}" if verdict else f"> {_text(text)}{synthetic}"
 
@@ -151,7 +173,12 @@ def _model(sources: Sources) -> str:
     if sources.store is not None:
         pre = sources.store.preprocessing
         mm = " × ".join(f"{n * s:.3g}" for n, s in zip(pre.image_size, pre.target_spacing, strict=True))
-        rows.append(("Input", f"{_by(pre.image_size)} voxels (B-scan, axial, lateral) over {mm} mm; left eyes are mirrored to right"))
+        rows.append(
+            (
+                "Input",
+                f"{_by(pre.image_size)} voxels (B-scan, axial, lateral) over {mm} mm; left eyes are mirrored to right",
+            )
+        )
         rows.append(("Preprocessing fingerprint", f"`{sources.store.fingerprint}`"))
     return "## Model\n\n" + _table(("", ""), rows)
 
@@ -193,12 +220,11 @@ def _data(sources: Sources, statements: Statements) -> str:
     named = f"Data set: {_line(statements.dataset)}.\n\n" if statements.dataset else ""
     steps = flow(sources)
     if sources.catalog is None and sources.store is None:
-        return (
-            f"## Data\n\n{named}Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
-        )
+        return f"## Data\n\n{named}Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
     text = f"## Data\n\n{named}### From files to participants\n\n"
     text += _table(
-        ("", "Volumes or files", "Participants", ""), [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in steps]
+        ("", "Volumes or files", "Participants", ""),
+        [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in steps],
     )
     table = characteristics(sources)
     if table:
@@ -218,7 +244,9 @@ def _training(sources: Sources) -> str:
         lines.append(advice)
     environment = sources.record.get("environment") or {}
     if environment:
-        lines.append("Ran on " + ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision") + ".")
+        lines.append(
+            "Ran on " + ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision") + "."
+        )
     if hours := _hours(sources):
         lines.append(f"{hours} between the first and the last logged step.")
     lines.append("Health: " + words.five_lines(sources)[4][1])
@@ -233,16 +261,23 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
         probe.get("interval_meaning", "")
     )
     rows = []
-    for target, metric in dict.fromkeys((r["target"], r["metric"]) for r in probe["results"] if r["metric"] in words.HEADLINE):
+    for target, metric in dict.fromkeys(
+        (r["target"], r["metric"]) for r in probe["results"] if r["metric"] in words.HEADLINE
+    ):
         cells = {r["encoder"]: r for r in probe["results"] if (r["target"], r["metric"]) == (target, metric)}
         any_row = next(iter(cells.values()))
         what = f"{target} (leakage: less is better)" if any_row["leakage"] else target
         scores = [words.interval(cells[e]) if e in cells else "" for e in encoders]
-        rows.append((what, words.METRICS[metric], *scores, f"{any_row['chance']:.2f}", str(any_row["n_test_participants"])))
+        rows.append(
+            (what, words.METRICS[metric], *scores, f"{any_row['chance']:.2f}", str(any_row["n_test_participants"]))
+        )
     text += "\n\n" + _table(("Target", "Metric", *encoders, "Chance", "Participants"), rows)
     compared = [c for c in probe["comparisons"] if c["metric"] in words.HEADLINE and not c.get("leakage")]
     if compared:
-        rows = [(c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c), _verdict(c)) for c in compared]
+        rows = [
+            (c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c), _verdict(c))
+            for c in compared
+        ]
         text += "\n\nPaired differences on the same participants:\n\n"
         text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
         text += "\n\n“Better” and “worse” are only said where the interval of the difference excludes 0."
@@ -276,7 +311,9 @@ def _limits(sources: Sources) -> str:
         found.append("No probe was run.")
     else:
         results = sources.probe["results"]
-        leak = next((r for r in results if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None)
+        leak = next(
+            (r for r in results if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None
+        )
         if leak is not None:
             found.append(
                 f"Frozen features tell {leak['target']} apart with AUROC {words.interval(leak)}: a shortcut for any model built on them."
@@ -287,7 +324,13 @@ def _limits(sources: Sources) -> str:
         seen = max((r["seen_test_participants"] for r in results), default=0)
         if seen:
             found.append(f"{seen} test participants had been seen in pretraining; the numbers are too good.")
-        undecided = sorted({c["target"] for c in sources.probe["comparisons"] if c["verdict"] == "inconclusive" and not c.get("leakage")})
+        undecided = sorted(
+            {
+                c["target"]
+                for c in sources.probe["comparisons"]
+                if c["verdict"] == "inconclusive" and not c.get("leakage")
+            }
+        )
         if undecided:
             found.append(f"Some comparisons with the baselines are inconclusive: {', '.join(undecided)}.")
         if not any("age" in t["column"] or "site" in t["column"] for t in tested(sources.probe)):
@@ -295,7 +338,9 @@ def _limits(sources: Sources) -> str:
                 "Differences between subgroups (age, sex, ethnicity, site) are not in this card; octfm's trust report measures them."
             )
     troubled = [
-        f"{row['what']} ({row['verdict']}: {row['sentence']})" for row in words.latest_health(sources.health) if row["verdict"] != "ok"
+        f"{row['what']} ({row['verdict']}: {row['sentence']})"
+        for row in words.latest_health(sources.health)
+        if row["verdict"] != "ok"
     ]
     if troubled:
         found.append("Health checks that were not fine at the last look: " + "; ".join(troubled) + ".")

@@ -46,9 +46,7 @@ def _whom(sources: Sources) -> str:
     people = {a.participant for own in splits.values() for a in own}
     scanners = sorted({a.scanner.replace("_", " ") for own in splits.values() for a in own})
     kind = "synthetic eyes, no patients:" if is_phantom(sources) else "scans:"
-    text = (
-        f"{kind[0].upper()}{kind[1:]} {sum(map(len, splits.values())):,} volumes of {len(people):,} participants from {', '.join(scanners)}"
-    )
+    text = f"{kind[0].upper()}{kind[1:]} {sum(map(len, splits.values())):,} volumes of {len(people):,} participants from {', '.join(scanners)}"
     ages = next((cells for name, cells in characteristics(sources) if name.startswith("Age")), None)
     known = [f"{split} {cell}" for split, cell in zip(splits, ages or (), strict=False) if not cell.startswith("fewer")]
     text += f"; age, median and quartiles: {', '.join(known)}." if known else "."
@@ -78,7 +76,9 @@ def _good(probe: dict[str, Any] | None) -> str:
             off = own.get("mae")
             unit = " µm" if target.endswith("_um") else ""
             miss = f", off by {off['estimate']:.3g}{unit} on average" if off is not None else ""
-            sentences.append(f"Predicting {what}: {_of_100(row)} % of the differences between people explained{miss} (guessing: 0 %).")
+            sentences.append(
+                f"Predicting {what}: {_of_100(row)} % of the differences between people explained{miss} (guessing: 0 %)."
+            )
     _, key = words.key_result(probe)
     beside = [part for part in key.split(". ")[1:] if part.startswith(("That is", "The difference", "Against"))]
     return " ".join([*sentences[:4], *(f"{part.rstrip('.')}." for part in beside)])
@@ -93,7 +93,9 @@ def _sure(sources: Sources) -> str:
     probe = sources.probe
     if probe is None:
         return "Nothing is sure before a probe has been run."
-    parts = ["The numbers in brackets are 95\u00a0% intervals: with other participants the result would probably lie there."]
+    parts = [
+        "The numbers in brackets are 95\u00a0% intervals: with other participants the result would probably lie there."
+    ]
     compared = [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in words.HEADLINE]
     undecided = sum(c["verdict"] == "inconclusive" for c in compared)
     if compared:
@@ -104,9 +106,15 @@ def _sure(sources: Sources) -> str:
     seen = max((r["seen_test_participants"] for r in probe["results"]), default=0)
     if seen:
         parts.append(f"Caution: {seen} tested participants had been seen in training, so the numbers are too good.")
-    leak = next((r for r in probe["results"] if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None)
+    leak = next(
+        (r for r in probe["results"] if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None
+    )
     if leak is not None and leak["estimate"] > 0.6:
-        parts.append("The features also tell scanners apart, which a model may mistake for disease where clinics differ in both.")
+        parts.append(
+            "The features also tell scanners apart, which a model may mistake for disease where clinics differ in both."
+        )
     one = "" if probe.get("settings", {}).get("seeds", 1) > 1 else " with one set of folds"
-    parts.append(f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were tested.")
+    parts.append(
+        f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were tested."
+    )
     return " ".join(parts)

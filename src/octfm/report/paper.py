@@ -64,7 +64,13 @@ CLAIM_NOTE = (
 )
 
 
-def paper(run: str | Path, *, catalog: str | Location | None = None, store: str | Location | None = None, name: str | None = None) -> str:
+def paper(
+    run: str | Path,
+    *,
+    catalog: str | Location | None = None,
+    store: str | Location | None = None,
+    name: str | None = None,
+) -> str:
     """Markdown: draft methods, participant flow, CLAIM checklist and BibTeX. Raises EvaluationError where `run` is no run folder."""
     run = Path(run)
     sources = gather(run, location(catalog) if catalog else None, location(store) if store else None)
@@ -100,7 +106,9 @@ def methods(sources: Sources) -> str:
     paragraphs = [
         " ".join(known[key] for key in ("data", "eligibility", "missing", "partitions", "disjoint") if known.get(key)),
         " ".join(known[key] for key in ("preprocessing",) if known.get(key)),
-        " ".join(known[key] for key in ("model", "initialisation", "training", "selection", "software") if known.get(key)),
+        " ".join(
+            known[key] for key in ("model", "initialisation", "training", "selection", "software") if known.get(key)
+        ),
         " ".join(known[key] for key in ("metrics", "statistics") if known.get(key)),
     ]
     return "\n\n".join(p for p in paragraphs if p)
@@ -158,19 +166,27 @@ def _answers(sources: Sources) -> dict[str, str]:
         s = sources.catalog.summary()
         kind = "synthetic OCT volumes (phantoms)" if is_phantom(sources) else "OCT volumes"
         scanners = ", ".join(f"{n:,} of {name}" for name, n in s["scanners"].items())
-        found["data"] = f"The data comprised {accepted.volumes:,} {kind} of {accepted.participants:,} participants ({_clean(scanners)})."
+        found["data"] = (
+            f"The data comprised {accepted.volumes:,} {kind} of {accepted.participants:,} participants ({_clean(scanners)})."
+        )
         found["eligibility"] = (
             f"Of {steps['Image files found'].volumes:,} image files, {s['skipped']:,} were left out as no structural OCT raster and "
             f"{s['rejected']:,} were rejected as unreadable or inconsistent, each with a recorded reason."
         )
     if prepared := steps.get("Prepared"):
         lost = steps.get("Could not be prepared")
-        found["missing"] = f"{prepared.volumes:,} volumes could be prepared" + (f"; {lost.volumes:,} could not." if lost else ".")
+        found["missing"] = f"{prepared.volumes:,} volumes could be prepared" + (
+            f"; {lost.volumes:,} could not." if lost else "."
+        )
     splits = [s for label, s in steps.items() if label.endswith("split")]
     if splits:
-        sizes = ", ".join(f"{s.label.split()[0].lower()} {s.participants:,} participants ({s.volumes:,} volumes)" for s in splits)
+        sizes = ", ".join(
+            f"{s.label.split()[0].lower()} {s.participants:,} participants ({s.volumes:,} volumes)" for s in splits
+        )
         found["partitions"] = f"Partitions: {sizes}."
-        found["disjoint"] = "Partitions were disjoint by participant: both eyes and all visits of a person were in one of them."
+        found["disjoint"] = (
+            "Partitions were disjoint by participant: both eyes and all visits of a person were in one of them."
+        )
         found["flow"], found["characteristics"] = "Flow of participants, above", "Model card, “Who they are”"
     if sources.store is not None:
         pre = sources.store.preprocessing
@@ -187,7 +203,11 @@ def _answers(sources: Sources) -> dict[str, str]:
         parts = ([f"scanners {', '.join(scanners)}"] if isinstance(scanners, list) and scanners else []) + (
             [f"at most {most} volumes"] if most != "unknown" else []
         )
-        found["subsets"] = f"Pretraining was limited to {_clean('; '.join(parts))}." if parts else "None: all training volumes were used."
+        found["subsets"] = (
+            f"Pretraining was limited to {_clean('; '.join(parts))}."
+            if parts
+            else "None: all training volumes were used."
+        )
         patch = get("model", "patch_size")
         total = (sources.record.get("parameters") or {}).get("encoder")
         found["model"] = (
@@ -213,7 +233,11 @@ def _answers(sources: Sources) -> dict[str, str]:
             "noise": "noise (up to {} of white)",
             "speckle": "speckle (up to {})",
         }
-        more = [words.format(get("augment", key)) for key, words in also.items() if get("augment", key) not in ("unknown", None, 0, False)]
+        more = [
+            words.format(get("augment", key))
+            for key, words in also.items()
+            if get("augment", key) not in ("unknown", None, 0, False)
+        ]
         found["training"] = (
             f"It was pretrained with {how} for {get('steps'):,} steps of {get('data', 'global_batch_size')} volumes "
             f"(AdamW, peak learning rate {get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, "
@@ -245,12 +269,18 @@ def _answers(sources: Sources) -> dict[str, str]:
             f"differences are paired on the same resamples{', planned comparisons corrected after Holm' if corrected else ''}."
         )
     found["limits"] = "Model card, “Limits”; " + OPEN
-    found["maps"] = "PCA, occlusion and similarity of tokens (report); maps show what features follow, not why a decision was made"
+    found["maps"] = (
+        "PCA, occlusion and similarity of tokens (report); maps show what features follow, not why a decision was made"
+    )
     return found
 
 
 def _performance(probe: dict[str, Any] | None) -> dict[str, str]:
-    return {"performance": "Model card, “Evaluation” (test participants; others: " + OPEN + ")"} if probe is not None else {}
+    return (
+        {"performance": "Model card, “Evaluation” (test participants; others: " + OPEN + ")"}
+        if probe is not None
+        else {}
+    )
 
 
 def _flow_figure(sources: Sources) -> str:

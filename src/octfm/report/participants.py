@@ -40,7 +40,9 @@ def flow(sources: Sources) -> list[Step]:
         files = s["accepted"] + s["rejected"] + s["skipped"]
         steps.append(Step("Image files found", files, None))
         if s["skipped"]:
-            steps.append(Step("Skipped on purpose (no structural OCT volume)", s["skipped"], None, _counts(s["skips"]), "lost"))
+            steps.append(
+                Step("Skipped on purpose (no structural OCT volume)", s["skipped"], None, _counts(s["skips"]), "lost")
+            )
         if s["rejected"]:
             steps.append(Step("Rejected, each with a reason", s["rejected"], None, _counts(s["rejects"]), "lost"))
         steps.append(Step("Accepted OCT volumes", s["accepted"], s["participants"]))
@@ -58,7 +60,13 @@ def flow(sources: Sources) -> list[Step]:
         steps.append(Step("Pretrained on", None, int(trained), kind="part"))
     for target in tested(sources.probe):
         steps.append(
-            Step(f"Probed for {target['target']}", target["n_test_acquisitions"], target["n_test_participants"], _probed(target), "part")
+            Step(
+                f"Probed for {target['target']}",
+                target["n_test_acquisitions"],
+                target["n_test_participants"],
+                _probed(target),
+                "part",
+            )
         )
     return steps
 
@@ -85,14 +93,24 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
         ("Volumes", [f"{len(own):,}" for own in splits.values()]),
     ]
     for scanner in sorted({a.scanner for own in splits.values() for a in own}):
-        table.append((f"Volumes of {scanner}", [f"{sum(a.scanner == scanner for a in own):,}" for own in splits.values()]))
+        table.append(
+            (f"Volumes of {scanner}", [f"{sum(a.scanner == scanner for a in own):,}" for own in splits.values()])
+        )
     if any("age" in labels for own in people for labels in own.values()):
-        table.append(("Age, median (quartiles)", [_quartiles([number(labels.get("age")) for labels in own.values()]) for own in people]))
+        table.append(
+            (
+                "Age, median (quartiles)",
+                [_quartiles([number(labels.get("age")) for labels in own.values()]) for own in people],
+            )
+        )
     for column in GROUPS:
         values = sorted({labels[column] for own in people for labels in own.values() if labels.get(column)})
         if not 1 < len(values) <= MOST_GROUPS:
             continue
-        counted = [guarded({value: sum(labels.get(column) == value for labels in own.values()) for value in values}) for own in people]
+        counted = [
+            guarded({value: sum(labels.get(column) == value for labels in own.values()) for value in values})
+            for own in people
+        ]
         for value in values:
             cells = [text[value] for text in counted]
             table.append((f"{column.replace('_', ' ')}: {value.replace('_', ' ')}", cells))
@@ -129,7 +147,9 @@ def guarded(counts: dict[str, int]) -> dict[str, str]:
         others = {name: count for name, count in counts.items() if count >= SMALL}
         withheld |= {min(others, key=others.__getitem__)} if others else set()
     total = max(1, sum(counts.values()))
-    return {name: "withheld" if name in withheld else f"{count:,} ({count / total:.0%})" for name, count in counts.items()}
+    return {
+        name: "withheld" if name in withheld else f"{count:,} ({count / total:.0%})" for name, count in counts.items()
+    }
 
 
 def _quartiles(values: list[float]) -> str:

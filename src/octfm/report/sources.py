@@ -77,7 +77,11 @@ def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except ValueError as error:
-        raise EvaluationError(f"{path}: not valid JSON ({error}); the file was edited or cut off, make it again") from None
+        raise EvaluationError(
+            f"{path}: not valid JSON ({error}); the file was edited or cut off, make it again"
+        ) from None
     if not isinstance(values, dict) or any(key not in values for key in keys):
-        raise EvaluationError(f"{path}: expected an object{' with ' + ' and '.join(keys) if keys else ''}; make the file again")
+        raise EvaluationError(
+            f"{path}: expected an object{' with ' + ' and '.join(keys) if keys else ''}; make the file again"
+        )
     return values

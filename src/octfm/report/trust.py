@@ -25,7 +25,13 @@ def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *,
         "reference": result["reference"],
         "cohort": result["cohort"],
         "findings": [
-            {"question": f.question, "tone": f.tone, "word": words.WORDS[f.tone], "sentence": f.sentence, "section": f.section}
+            {
+                "question": f.question,
+                "tone": f.tone,
+                "word": words.WORDS[f.tone],
+                "sentence": f.sentence,
+                "section": f.section,
+            }
             for f in found
         ],
         "encoders": result["encoders"],
@@ -68,7 +74,11 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "target": target,
                 "metrics": [words.NAMES[m] for m in metrics],
                 "rows": [
-                    {"name": e, "what": own_row["what"], "cells": [interval(cell[e, m], digits=words.digits_of(m)) for m in metrics]}
+                    {
+                        "name": e,
+                        "what": own_row["what"],
+                        "cells": [interval(cell[e, m], digits=words.digits_of(m)) for m in metrics],
+                    }
                     for e, own_row in {r["encoder"]: r for r in own}.items()
                 ],
                 "people": own[0]["n_test_participants"],
@@ -86,7 +96,14 @@ def _compared(c: dict[str, Any]) -> dict[str, Any]:
     metric = words.NAMES.get(c["metric"], c["metric"])
     gap = interval(c, digits=words.digits_of(c["metric"])) if c["difference"] is not None else "–"
     p, adjusted = ("–" if c.get(k) is None else "<0.001" if c[k] < 0.001 else f"{c[k]:.3f}" for k in ("p", "p_holm"))
-    return {**c, "metric": metric, "gap": gap, "p": p, "holm": adjusted, "lost": c["verdict"] != c["claim"] and c.get("planned")}
+    return {
+        **c,
+        "metric": metric,
+        "gap": gap,
+        "p": p,
+        "holm": adjusted,
+        "lost": c["verdict"] != c["claim"] and c.get("planned"),
+    }
 
 
 def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
@@ -96,11 +113,11 @@ def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
         rows = [r for r in result["results"] if r["target"] == target and r["metric"] == (metric or "auroc")]
         if not rows:
             continue
-        caption = (
-            "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the paired table does."
-        )
+        caption = "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the paired table does."
         axis, title = words.NAMES[rows[0]["metric"]], f"{target.replace('_', ' ')}: every encoder"
-        charts.append(figures.bars(title, caption, [figures.Bar(r["encoder"], r) for r in rows], axis, rows[0]["chance"]))
+        charts.append(
+            figures.bars(title, caption, [figures.Bar(r["encoder"], r) for r in rows], axis, rows[0]["chance"])
+        )
     return [c for c in charts if c is not None]
 
 
@@ -112,7 +129,12 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
         rows = [r for r in own if r["target"] == target]
         caption = "The same tested participants of each scanner, with four training sets of the probe. Hollow: too few for an interval."
         shown = [
-            figures.Bar(r["scanner"] or "mean over scanners", r, list(part["regimes"]).index(r["regime"]), part["regimes"][r["regime"]])
+            figures.Bar(
+                r["scanner"] or "mean over scanners",
+                r,
+                list(part["regimes"]).index(r["regime"]),
+                part["regimes"][r["regime"]],
+            )
             for r in rows
         ]
         axis = words.NAMES[rows[0]["metric"]]
@@ -159,17 +181,25 @@ def _domains(result: dict[str, Any]) -> dict[str, Any]:
     ]
     settings = [facts["settings"] for facts in result["pretraining"].values()]
     differ = sorted({key for other in settings[1:] for key in other if other[key] != settings[0].get(key)})
-    return {"sentence": part["sentence"], "origin": origin, "differ": differ, "comparisons": [_compared(c) for c in part["comparisons"]]}
+    return {
+        "sentence": part["sentence"],
+        "origin": origin,
+        "differ": differ,
+        "comparisons": [_compared(c) for c in part["comparisons"]],
+    }
 
 
 def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
     part = result["same_eye"]
-    drawn = sorted((p for p in part["pairs"] if p["bland_altman"]), key=lambda p: (p["quantity"] != "predicted value", -p["n_eyes"]))[
-        :PAIRS
-    ]
+    drawn = sorted(
+        (p for p in part["pairs"] if p["bland_altman"]),
+        key=lambda p: (p["quantity"] != "predicted value", -p["n_eyes"]),
+    )[:PAIRS]
     caption = "One point per eye. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations); shaded: their 95\u00a0% intervals."
     plots = [
-        figures.bland_altman(p, f"{p['target'].replace('_', ' ')}: {p['a'].replace('_', ' ')} − {p['b'].replace('_', ' ')}", caption)
+        figures.bland_altman(
+            p, f"{p['target'].replace('_', ' ')}: {p['a'].replace('_', ' ')} − {p['b'].replace('_', ' ')}", caption
+        )
         for p in drawn
     ]
     pairs = [
@@ -209,7 +239,9 @@ def _subgroups(result: dict[str, Any]) -> dict[str, Any]:
     for target in dict.fromkeys(r["target"] for r in part["results"]):
         rows = [r for r in part["results"] if r["target"] == target]
         axis = words.NAMES[rows[0]["metric"]]
-        caption = "Every group by itself. Hollow: fewer than 10 participants per class, so no interval and no comparison."
+        caption = (
+            "Every group by itself. Hollow: fewer than 10 participants per class, so no interval and no comparison."
+        )
         shown = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
         charts.append(figures.bars(f"{target.replace('_', ' ')} by group", caption, shown, axis, None))
     return {
@@ -264,7 +296,14 @@ def _neighbours(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
         shown = []
         for place, (name, label) in enumerate(zip([e["query"], *e["nearest"]], e["labels"], strict=True)):
             picture, facts = _volume(store, name)
-            shown.append({"picture": picture, "word": "tested scan" if place == 0 else f"neighbour {place}", "label": label, **facts})
+            shown.append(
+                {
+                    "picture": picture,
+                    "word": "tested scan" if place == 0 else f"neighbour {place}",
+                    "label": label,
+                    **facts,
+                }
+            )
         examples.append(shown)
     return {
         "sentence": part["sentence"],
@@ -308,4 +347,9 @@ def _volume(store: Store | None, acquisition: str) -> tuple[Picture, dict[str, A
     spacing = store.preprocessing.target_spacing
     picture = prepared_picture(arrays.voxels[0], spacing, f"row {row.index}, {scanner}")
     doubts = [*row.flags, *([] if row.confident else ["tissue band not found with confidence"])]
-    return picture, {"row": row.index, "scanner": scanner, "eye": eye, "doubts": ", ".join(d.replace("_", " ") for d in doubts)}
+    return picture, {
+        "row": row.index,
+        "scanner": scanner,
+        "eye": eye,
+        "doubts": ", ".join(d.replace("_", " ") for d in doubts),
+    }

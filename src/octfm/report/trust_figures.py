@@ -47,8 +47,19 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
             filled = color if low is not None else "none"
             marker = MARKERS[b.series % len(MARKERS)]
             shown = b.name if b.name and b is next(o for o in rows if o.series == b.series) else None
-            axes.plot([middle or 0.0], [y], marker, color=color, markerfacecolor=filled, markersize=5.5, linestyle="none", label=shown)
-        axes.set_yticks([i * pitch + (len(series) - 1) / 2 for i in range(len(labels))], [plain(label) for label in labels])
+            axes.plot(
+                [middle or 0.0],
+                [y],
+                marker,
+                color=color,
+                markerfacecolor=filled,
+                markersize=5.5,
+                linestyle="none",
+                label=shown,
+            )
+        axes.set_yticks(
+            [i * pitch + (len(series) - 1) / 2 for i in range(len(labels))], [plain(label) for label in labels]
+        )
         axes.set_ylim(len(labels) * pitch - 0.4, -0.7)
         axes.grid(axis="y", visible=False)
         if reference is not None:
@@ -80,7 +91,9 @@ def reliability(row: dict[str, Any], title: str, caption: str) -> Chart:
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel(plain(row["of"]))
         axes.set_ylabel("share observed")
-        spoken = "; ".join(f"{p['predicted']:.2f} predicted, {p['observed']:.2f} observed, {p['n']} cases" for p in curve)
+        spoken = "; ".join(
+            f"{p['predicted']:.2f} predicted, {p['observed']:.2f} observed, {p['n']} cases" for p in curve
+        )
         svg = to_svg(figure, key, f"{title}: {spoken}")
     return Chart(title, caption, svg)
 
@@ -93,7 +106,9 @@ def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
         figure = Figure(figsize=(4.2, 2.7), layout="constrained")
         axes = figure.subplots()
         points = pair["points"][:MAX_POINTS]
-        axes.scatter([m for m, _ in points], [d for _, d in points], 11, color=SERIES[0], alpha=0.7, linewidths=0, zorder=3)
+        axes.scatter(
+            [m for m, _ in points], [d for _, d in points], 11, color=SERIES[0], alpha=0.7, linewidths=0, zorder=3
+        )
         for name, dash in (("lower", DASHED), ("bias", "-"), ("upper", DASHED)):
             line = found[name]
             axes.axhline(line["estimate"], color=SERIES[1], linewidth=1.2, linestyle=dash)

@@ -80,12 +80,16 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         if any(c["metric"] == "kappa" for c in own):
             metric = "kappa"
         own = [c for c in own if c["metric"] == metric]
-        row = next(r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == (name, reference, metric))
+        row = next(
+            r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == (name, reference, metric)
+        )
         people = f"{row['n_test_participants']} participants"
         people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
         if row["low"] is None:
-            found.append(Finding(_question(name), "inconclusive", f"{text} {row['note']} No comparison is claimed.", "baselines"))
+            found.append(
+                Finding(_question(name), "inconclusive", f"{text} {row['note']} No comparison is claimed.", "baselines")
+            )
             continue
         groups: dict[str, list[str]] = {}
         for c in own:
@@ -108,7 +112,9 @@ def _left_out(result: dict[str, Any]) -> Finding:
     question, part = "Does it hold on a scanner that the probe has never seen?", result["left_out_scanner"]
     planned = [c for c in part["comparisons"] if c["planned"]]
     if not planned:
-        return Finding(question, "none", part["sentence"] or "Too few participants per scanner for an interval.", "left-out")
+        return Finding(
+            question, "none", part["sentence"] or "Too few participants per scanner for an interval.", "left-out"
+        )
     mean = [c for c in planned if c["scanner"] is None]
     lost = [c for c in planned if c["scanner"] is not None and c["claim"] == "worse"]
     gained = [c for c in planned if c["scanner"] is not None and c["claim"] == "better"]
@@ -120,11 +126,15 @@ def _left_out(result: dict[str, Any]) -> Finding:
             "better": f"In {target(c['target'])} it gains: {change}",
             "inconclusive": f"In {target(c['target'])} a loss is neither shown nor excluded: {change}",
         }[c["claim"]]
-        parts.append(f"{said}, mean over scanners, against a probe fitted on as many participants of the tested scanner.")
+        parts.append(
+            f"{said}, mean over scanners, against a probe fitted on as many participants of the tested scanner."
+        )
     singles = len([c for c in planned if c["scanner"] is not None])
     if singles:
         on = _list([f"{_plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in lost])
-        parts.append(f"Scanner by scanner, {len(lost)} of {singles} comparisons show a loss{f': {on}' if lost else ''}.")
+        parts.append(
+            f"Scanner by scanner, {len(lost)} of {singles} comparisons show a loss{f': {on}' if lost else ''}."
+        )
     if gained:
         parts.append(f"{len(gained)} show a gain.")
     tone: Tone = "worse" if lost or any(c["claim"] == "worse" for c in mean) else "inconclusive"
@@ -150,8 +160,12 @@ def _domains(result: dict[str, Any]) -> Finding:
     single = [c for c in part["comparisons"] if c["scanner"] is not None]
     stands = [c for c in single if c["claim"] != "inconclusive"]
     if single:
-        which = _list([f"{c['claim']} on {_plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in stands])
-        parts.append(f"Scanner by scanner {len(stands)} of {len(single)} differences stand{f': {which}' if stands else ''}.")
+        which = _list(
+            [f"{c['claim']} on {_plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in stands]
+        )
+        parts.append(
+            f"Scanner by scanner {len(stands)} of {len(single)} differences stand{f': {which}' if stands else ''}."
+        )
     tone: Tone = "inconclusive"
     if len(tones) == 1:
         tone = tones.pop()
@@ -181,10 +195,17 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
             f"95\u00a0% of eyes lie between {interval({'estimate': b['lower']['estimate']}, digits=1)} and "
             f"{interval({'estimate': b['upper']['estimate']}, digits=1)}."
         )
-    parts.append("ICC depends on how different the eyes are; a probe that says one number of every eye would have none.")
+    parts.append(
+        "ICC depends on how different the eyes are; a probe that says one number of every eye would have none."
+    )
     measured = len(parts) > 1
     found = [
-        Finding(question, "measured" if measured else "none", " ".join(parts) if measured else part["skipped"][0]["sentence"], "same-eye")
+        Finding(
+            question,
+            "measured" if measured else "none",
+            " ".join(parts) if measured else part["skipped"][0]["sentence"],
+            "same-eye",
+        )
     ]
     own = next((r for r in part["retrieval"] if r["encoder"] == reference), None)
     if own:
@@ -245,7 +266,11 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
             found.append(Finding(question, "inconclusive", f"{text} {row['note']}", "calibration"))
             continue
         wrong = row["verdict"] in ("overconfident", "underconfident")
-        says = f"It is {row['verdict']}" if wrong else "No miscalibration is shown, which is not the same as being calibrated"
+        says = (
+            f"It is {row['verdict']}"
+            if wrong
+            else "No miscalibration is shown, which is not the same as being calibrated"
+        )
         text += f" {says}: it is {row['mean_confidence']:.0%} sure on average and {row['accuracy']:.0%} of its answers are right."
         found.append(Finding(question, "worse" if wrong else "inconclusive", text, "calibration"))
     return found
@@ -257,13 +282,21 @@ def _leakage(result: dict[str, Any]) -> Finding:
     if not rows:
         return Finding(question, "none", part["sentence"] or "Not measured.", "leakage")
     row = next((r for r in rows if r["metric"] == "balanced_accuracy"), rows[0])
-    text = f"A linear probe tells the scanner with balanced accuracy {interval(row)}; guessing gives {row['chance']:.2f}."
+    text = (
+        f"A linear probe tells the scanner with balanced accuracy {interval(row)}; guessing gives {row['chance']:.2f}."
+    )
     if row["low"] is None:
         return Finding(question, "inconclusive", f"{text} {row['note']}", "leakage")
     told = row["low"] > row["chance"]
-    text += " Whatever is confounded with the scanner can be learned through it." if told else " More than guessing is not shown."
+    text += (
+        " Whatever is confounded with the scanner can be learned through it."
+        if told
+        else " More than guessing is not shown."
+    )
     text, tone = _less(text, [c for c in part["comparisons"] if c["planned"]])
-    return Finding(question, "worse" if told and tone == "worse" else "bad" if told else "inconclusive", text, "leakage")
+    return Finding(
+        question, "worse" if told and tone == "worse" else "bad" if told else "inconclusive", text, "leakage"
+    )
 
 
 def _less(text: str, compared: Sequence[dict[str, Any]]) -> tuple[str, Tone]:
@@ -282,7 +315,9 @@ def _neighbours(result: dict[str, Any]) -> Finding:
     parts = []
     for r in rows:
         what = "the scanner" if r["leakage"] else f"the class of {_plain(r['target'])}"
-        parts.append(f"Of the five nearest scans of other participants, {interval(r)} share {what} (by chance {r['chance']:.2f}).")
+        parts.append(
+            f"Of the five nearest scans of other participants, {interval(r)} share {what} (by chance {r['chance']:.2f})."
+        )
     tones: set[Tone] = set()
     planned = [c for c in part["comparisons"] if c["planned"]]
     for name in dict.fromkeys(c["target"] for c in planned):
@@ -290,7 +325,9 @@ def _neighbours(result: dict[str, Any]) -> Finding:
         text = text.strip()
         parts.append(f"For the class of {_plain(name)}: {text[:1].lower()}{text[1:]}")
         tones.add(tone)
-    whole: Tone = "worse" if "worse" in tones else "better" if tones == {"better"} else "inconclusive" if tones else "measured"
+    whole: Tone = (
+        "worse" if "worse" in tones else "better" if tones == {"better"} else "inconclusive" if tones else "measured"
+    )
     return Finding(question, whole, " ".join(parts), "neighbours")
 
 

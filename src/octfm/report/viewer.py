@@ -51,7 +51,9 @@ def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alon
     data = json.dumps(facts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = render("viewer.html.jinja", {"viewer": {"data": data, "script": script, "alone": alone}})
     if len(body.encode()) > budget:
-        raise EvaluationError(f"the viewer takes {len(body.encode()):,} bytes, expected at most {budget:,}; show fewer volumes")
+        raise EvaluationError(
+            f"the viewer takes {len(body.encode()):,} bytes, expected at most {budget:,}; show fewer volumes"
+        )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Viewer(body, (folder / "viewer.css").read_text(encoding="utf-8"), f"sha256-{digest}")
 
@@ -78,7 +80,13 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
     field = " × ".join(f"{n * mm:.2f}" for n, mm in zip(scene.voxels.shape, scene.spacing_mm, strict=True))
     facts.append(("Field", f"{field} mm"))
     if volume.layout != "raster":
-        return [*facts, ("Layout", f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond")]
+        return [
+            *facts,
+            (
+                "Layout",
+                f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond",
+            ),
+        ]
     told = None if volume.superior_first is None else order[volume.superior_first]
     return [*facts, ("Order of B-scans", told or "the file does not tell which is superior")]
 
@@ -116,7 +124,11 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         rows = [[round(edge, 3) for edge in pair] for pair in scene.placement.rows]
         facts["placement"] = {"bscans": scene.placement.bscans, "columns": scene.placement.columns, "rows": rows}
     if scene.features is not None:
-        facts |= {"features": _base64(scene.features), "directions": scene.features.shape[-1], "aboutFeatures": scene.about_features}
+        facts |= {
+            "features": _base64(scene.features),
+            "directions": scene.features.shape[-1],
+            "aboutFeatures": scene.about_features,
+        }
         tissue = scene.overlay("tokens")
         if tissue is not None:
             facts["tissue"] = _base64((tissue != 255).astype(np.uint8))
@@ -131,14 +143,22 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         if sum(map(len, coded)) + sum(len(json.dumps(o)) for o in overlays if o["kind"] in ("lines", "voxels")) <= room:
             break
     else:
-        raise EvaluationError(f"{scene.title}: {depth} B-scans of {height} x {width} do not fit into {room:,} bytes; show fewer volumes")
+        raise EvaluationError(
+            f"{scene.title}: {depth} B-scans of {height} x {width} do not fit into {room:,} bytes; show fewer volumes"
+        )
     note = []
     if skip > 1:
-        note.append(f"To keep this page small, one in {skip} B-scans is shown, {len(kept)} of {depth}. The view from the front has all.")
+        note.append(
+            f"To keep this page small, one in {skip} B-scans is shown, {len(kept)} of {depth}. The view from the front has all."
+        )
     if (size := _size(scene.voxels[0], most)) != (width, height):
-        note.append(f"B-scans are shown at {size[0]} × {size[1]} of {width} × {height} pixels; distances are those of the file.")
+        note.append(
+            f"B-scans are shown at {size[0]} × {size[1]} of {width} × {height} pixels; distances are those of the file."
+        )
     if not scene.is_raster:
-        note.append("These B-scans do not lie side by side, so there is no view from the front and no distance between them.")
+        note.append(
+            "These B-scans do not lie side by side, so there is no view from the front and no distance between them."
+        )
     return facts | {"kept": kept, "bscans": coded, "overlays": overlays, "note": " ".join(note)}
 
 
@@ -150,7 +170,10 @@ def _overlay(overlay: Overlay, kept: list[int]) -> dict[str, Any]:
         columns = np.unique(np.linspace(0, values.shape[2] - 1, min(values.shape[2], LINE_COLUMNS)).round().astype(int))
         rows = values[:, kept][:, :, columns] * LINE_STEPS
         inside = np.isfinite(rows) & (np.abs(rows) < 32000)
-        return facts | {"data": _base64(np.where(inside, np.nan_to_num(rows).round(), NO_LINE).astype("<i2")), "columns": len(columns)}
+        return facts | {
+            "data": _base64(np.where(inside, np.nan_to_num(rows).round(), NO_LINE).astype("<i2")),
+            "columns": len(columns),
+        }
     if overlay.kind == "voxels":
         return facts | {"data": [_area(values[k], overlay) for k in kept]}
     if overlay.kind == "scalar":

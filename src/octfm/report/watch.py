@@ -47,7 +47,11 @@ class Follower:
         """All rows by now."""
         try:
             # In a bucket every version of a file is another one, of which the new bytes cannot be told.
-            with bucket_cache.local_copy(str(self.where)) if isinstance(self.where, BucketPath) else nullcontext(self.where) as path:
+            with (
+                bucket_cache.local_copy(str(self.where))
+                if isinstance(self.where, BucketPath)
+                else nullcontext(self.where) as path
+            ):
                 state = path.stat()
                 if (state.st_dev, state.st_ino) != self._file or state.st_size < self._read:
                     self.rows, self._read, self._file = [], 0, (state.st_dev, state.st_ino)
@@ -118,7 +122,11 @@ def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
         return ""
     parts = np.array([np.median(part) for part in np.array_split(values, min(width, len(values)))])
     low, high = parts.min(), parts.max()
-    level = np.zeros(len(parts), int) if high <= low else ((parts - low) / (high - low) * (len(BARS) - 1)).round().astype(int)
+    level = (
+        np.zeros(len(parts), int)
+        if high <= low
+        else ((parts - low) / (high - low) * (len(BARS) - 1)).round().astype(int)
+    )
     return "".join(BARS[i] for i in level)
 
 
@@ -142,7 +150,12 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
         else f"{_duration(left)} to go"
     )
     head = Table.grid(padding=(0, 2))
-    head.add_row(Text(name, style="bold"), ProgressBar(total=steps, completed=done, width=30), f"step {done:,} of {steps:,}", state)
+    head.add_row(
+        Text(name, style="bold"),
+        ProgressBar(total=steps, completed=done, width=30),
+        f"step {done:,} of {steps:,}",
+        state,
+    )
     curves = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for kind, key, title, form in CURVES:
         values = series([row for row in rows if row["kind"] == kind], key)[1]
@@ -150,7 +163,9 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
             curves.add_row(title, Text(sparkline(values), style="cyan"), form.format(values[-1]))
     verdicts = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for row in latest_health([row for row in rows if row["kind"] == "health"]):
-        verdicts.add_row(Text(row["verdict"], style=COLOURS.get(row["verdict"], "")), row["what"], Text(row["sentence"]))
+        verdicts.add_row(
+            Text(row["verdict"], style=COLOURS.get(row["verdict"], "")), row["what"], Text(row["sentence"])
+        )
     parts: list[RenderableType] = [head, curves, verdicts]
     told = [row for row in rows if row["kind"] in ("incident", "checkpoint", "waiting", "tracker")][-4:]
     parts += [Text(f"step {row['step']}: {row['sentence']}", style="yellow") for row in told]

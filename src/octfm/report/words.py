@@ -55,7 +55,9 @@ def interval(row: dict[str, Any], *, digits: int = 2) -> str:
         return "not measurable"
     sign = "+" if signed else ""
     text = f"{value:{sign}.{digits}f}"
-    return text if row.get("low") is None else f"{text} ({row['low']:{sign}.{digits}f} to {row['high']:{sign}.{digits}f})"
+    return (
+        text if row.get("low") is None else f"{text} ({row['low']:{sign}.{digits}f} to {row['high']:{sign}.{digits}f})"
+    )
 
 
 def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
@@ -66,23 +68,37 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
             "No probe has been run on this encoder yet, so nothing can be said about what its features are worth. Run octfm probe.",
         )
     results = [r for r in probe["results"] if r["estimate"] is not None]
-    row = next((r for key in MAIN for r in results if (r["target"], r["metric"]) == key), results[0] if results else None)
+    row = next(
+        (r for key in MAIN for r in results if (r["target"], r["metric"]) == key), results[0] if results else None
+    )
     if row is None:
         return "none", "The probe found no target that could be measured; the probe section says why."
     what = TARGETS.get(row["target"], f"predicting {row['target']}")
     metric = METRICS.get(row["metric"], row["metric"])
     people = f"{row['n_test_participants']} participants"
-    people += f", {row['seen_test_participants']} of whom the encoder had seen" if row["seen_test_participants"] else " it had never seen"
+    people += (
+        f", {row['seen_test_participants']} of whom the encoder had seen"
+        if row["seen_test_participants"]
+        else " it had never seen"
+    )
     text = f"In {what} among {people}, {encoder(row['encoder'])} reaches {metric} {interval(row)}"
     text += ", 95\u00a0% interval in brackets." if row["low"] is not None else f". {row['note']}"
     compared = next(
-        (c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == (row["target"], row["metric"], row["encoder"])), None
+        (
+            c
+            for c in probe["comparisons"]
+            if (c["target"], c["metric"], c["a"]) == (row["target"], row["metric"], row["encoder"])
+        ),
+        None,
     )
     if compared is None:
         return "none", text + " There is nothing to compare it with."
     gap = f"{metric} {interval(compared)}"
     if compared["low"] is None:
-        return "inconclusive", f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an interval."
+        return (
+            "inconclusive",
+            f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an interval.",
+        )
     if compared["verdict"] == "inconclusive":
         text += f" The difference to {encoder(compared['b'])} is inconclusive: {gap}; the interval includes 0."
     else:
@@ -158,7 +174,9 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     text += f", chance {number(best['chance']):.2f})." if best.get("chance") else ")."
     if number(best["score"]) <= number(best.get("chance", 0)):
         return f"{text} No probed state is better than chance: do not trust any of them yet."
-    held_out = [row for row in rows if row.get("kind") == "validation" and np.isfinite(number(row.get("masked_over_baseline")))]
+    held_out = [
+        row for row in rows if row.get("kind") == "validation" and np.isfinite(number(row.get("masked_over_baseline")))
+    ]
     if not held_out:
         return text
     lowest = min(held_out, key=lambda row: number(row["masked_over_baseline"]))
@@ -175,7 +193,11 @@ def _data(sources: Sources) -> str:
     s = sources.catalog.summary()
     codes = ", ".join(f"{code} {n}" for code, n in s["rejects"].items())
     scanners = ", ".join(f"{n} {name}" for name, n in s["scanners"].items())
-    rejected = f"{s['rejected']} files were rejected, each with a reason ({codes})." if s["rejected"] else "No file was rejected."
+    rejected = (
+        f"{s['rejected']} files were rejected, each with a reason ({codes})."
+        if s["rejected"]
+        else "No file was rejected."
+    )
     return f"{s['accepted']} OCT volumes of {s['participants']} participants were accepted ({scanners}). {rejected}"
 
 
@@ -198,17 +220,24 @@ def _training(sources: Sources) -> str:
         return "No training step has been logged yet."
     held_out = series(sources.validation, "masked_over_baseline")[1]
     text = f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {ratio[-1]:.0%} of the error of an answer that never looks"
-    return text + (f", {held_out[-1]:.0%} on held-out participants." if len(held_out) else "; no validation was logged.")
+    return text + (
+        f", {held_out[-1]:.0%} on held-out participants." if len(held_out) else "; no validation was logged."
+    )
 
 
 def _probe(probe: dict[str, Any] | None) -> str:
     if probe is None:
         return "Not run."
-    results, compared = probe["results"], [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in ("auroc", "r2")]
+    results, compared = (
+        probe["results"],
+        [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in ("auroc", "r2")],
+    )
     encoders = len({r["encoder"] for r in results})
     text = f"{len({r['target'] for r in results})} targets, {encoders} encoders."
     by_verdict = Counter(c["verdict"] for c in compared)
-    verdicts = ", ".join(f"{n} {verdict}" for verdict in ("better", "worse", "inconclusive") if (n := by_verdict[verdict]))
+    verdicts = ", ".join(
+        f"{n} {verdict}" for verdict in ("better", "worse", "inconclusive") if (n := by_verdict[verdict])
+    )
     if verdicts:
         text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."
     seen = max((number(r["seen_test_participants"]) for r in results), default=0)
@@ -220,4 +249,6 @@ def _health(sources: Sources) -> str:
     if not latest:
         return "No health verdict has been logged yet."
     troubled = [f"{row['what']} ({row['verdict']})" for row in latest if row["verdict"] != "ok"]
-    return f"{len(latest)} checks; " + ("to look at: " + ", ".join(troubled) + "." if troubled else "all fine at the last look.")
+    return f"{len(latest)} checks; " + (
+        "to look at: " + ", ".join(troubled) + "." if troubled else "all fine at the last look."
+    )

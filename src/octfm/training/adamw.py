@@ -15,7 +15,9 @@ class CompiledAdamW(torch.optim.AdamW):
 
     found_inf: Tensor
 
-    def __init__(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float], send: Callable[[Tensor], Tensor]):
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float], send: Callable[[Tensor], Tensor]
+    ):
         """`send` brings a tensor of the host to the device."""
         self.send = send
         # Not with `lr` yet: it would be looked at, and be a program of its own.
@@ -27,7 +29,10 @@ class CompiledAdamW(torch.optim.AdamW):
 
     def _begin(self, p: Tensor) -> None:
         # Made on the host: zeros that a device computes would be one more program to compile.
-        self.state[p] = {"step": self.send(torch.zeros(())), **{n: self.send(torch.zeros(p.shape)) for n in ("exp_avg", "exp_avg_sq")}}
+        self.state[p] = {
+            "step": self.send(torch.zeros(())),
+            **{n: self.send(torch.zeros(p.shape)) for n in ("exp_avg", "exp_avg_sq")},
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,7 +48,9 @@ class CompiledAdamW(torch.optim.AdamW):
                 state, gradient = self.state[p], p.grad
                 count = state["step"] + yes.to(state["step"].dtype)
                 mean = torch.where(yes, state["exp_avg"] * beta1 + gradient * (1 - beta1), state["exp_avg"])
-                square = torch.where(yes, state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2), state["exp_avg_sq"])
+                square = torch.where(
+                    yes, state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2), state["exp_avg_sq"]
+                )
                 bias1, bias2 = (1 - beta**count for beta in (beta1, beta2))
                 change = rate / bias1 * mean / (square.sqrt() / bias2.sqrt() + eps)
                 # In a step that is not made, change may be no number: it is not chosen.

@@ -49,7 +49,9 @@ class AugmentConfig(Config):
     @property
     def warps(self) -> bool:
         """More than whole rows are moved, so that voxels are interpolated."""
-        return bool(self.lateral_shift_mm or self.lateral_scale or self.axial_scale or self.tilt_deg or self.mirror_unknown)
+        return bool(
+            self.lateral_shift_mm or self.lateral_scale or self.axial_scale or self.tilt_deg or self.mirror_unknown
+        )
 
     @property
     def is_noisy(self) -> bool:
@@ -108,7 +110,9 @@ class Augmentation:
         scale, slope, offset = (source[:, 1, i][:, None, None, None] for i in (1, 0, 2))
 
         def follow(surfaces: np.ndarray) -> np.ndarray:
-            rows = (1 - share) * np.take_along_axis(surfaces, left, -1) + share * np.take_along_axis(surfaces, right, -1)
+            rows = (1 - share) * np.take_along_axis(surfaces, left, -1) + share * np.take_along_axis(
+                surfaces, right, -1
+            )
             rows = np.clip((rows - slope * x - offset) / scale, 0, height)
             return np.where(gone[:, None], 0, rows).astype(np.float32)
 
@@ -130,7 +134,9 @@ class Augmentation:
         maps[:, 1, 2] = middle_y - maps[:, 1, 1] * (middle_y + self.shift) - maps[:, 1, 0] * middle_x
         return maps
 
-    def on_device(self, tensor: Callable[[np.ndarray], Tensor], height: int, width: int, spacing_mm: tuple[float, float, float]) -> "Moves":
+    def on_device(
+        self, tensor: Callable[[np.ndarray], Tensor], height: int, width: int, spacing_mm: tuple[float, float, float]
+    ) -> "Moves":
         """What the device needs, put there by `tensor`."""
         theta = None
         if self.config.warps:
@@ -152,7 +158,9 @@ class Moves(NamedTuple):
     key_B: Tensor
 
 
-def draw(config: AugmentConfig, rngs: Sequence[np.random.Generator], laterality: Sequence[str | None] = ()) -> Augmentation:
+def draw(
+    config: AugmentConfig, rngs: Sequence[np.random.Generator], laterality: Sequence[str | None] = ()
+) -> Augmentation:
     """One augmentation for each generator. `laterality` of the volumes (R, L or None); none given: all are known."""
     rows = []
     for place, rng in enumerate(rngs):
@@ -177,7 +185,9 @@ def draw(config: AugmentConfig, rngs: Sequence[np.random.Generator], laterality:
                 key,
             )
         )
-    shift, gain, gamma, lateral, scale_x, scale_y, slope, mirrored, noise, speckle, key = (np.array(c) for c in zip(*rows, strict=True))
+    shift, gain, gamma, lateral, scale_x, scale_y, slope, mirrored, noise, speckle, key = (
+        np.array(c) for c in zip(*rows, strict=True)
+    )
     return Augmentation(
         config,
         shift.astype(np.int64),
@@ -220,7 +230,12 @@ def shift_rows(voxels: Tensor, shift_B: Tensor) -> Tensor:
 
 
 def recolour(
-    patches_BMP: Tensor, gain_B: Tensor, gamma_B: Tensor, mean: float, std: float, grain: tuple[Tensor, Tensor] | None = None
+    patches_BMP: Tensor,
+    gain_B: Tensor,
+    gamma_B: Tensor,
+    mean: float,
+    std: float,
+    grain: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """uint8 patches to normalised float32: gamma, gain, grain, then the Preprocessing's mean and standard deviation.
 

@@ -83,11 +83,17 @@ class Bench:
         ]
         said = [head, *rows]
         if self.read_volumes_per_s is not None:
-            wait = f"; the device would wait {self.data_wait_share:.0%} of the time" if self.data_wait_share is not None else ""
+            wait = (
+                f"; the device would wait {self.data_wait_share:.0%} of the time"
+                if self.data_wait_share is not None
+                else ""
+            )
             said.append(f"the store delivers {self.read_volumes_per_s:.3g} volumes/s{wait}")
         if self.run_s is not None:
             seen = self.config.steps * self.config.data.global_batch_size
-            said.append(f"{self.config.steps:,} steps ({seen:,} volumes) take about {duration(self.run_s)} on this device")
+            said.append(
+                f"{self.config.steps:,} steps ({seen:,} volumes) take about {duration(self.run_s)} on this device"
+            )
         return [*said, f"change first: {self.advice()}"]
 
     def advice(self) -> str:
@@ -110,7 +116,11 @@ class Bench:
 
 
 def bench(
-    config: PretrainConfig, store: Store | None = None, device: str | None = None, steps: int = 3, echo: Callable[[str], None] = print
+    config: PretrainConfig,
+    store: Store | None = None,
+    device: str | None = None,
+    steps: int = 3,
+    echo: Callable[[str], None] = print,
 ) -> Bench:
     """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the micro-batch.
 
@@ -132,7 +142,14 @@ def bench(
     for name, variant in _variants(config):
         echo(f"timing {name} ...")
         trials.append(
-            _trial(name, variant, preprocessing, _batch(variant, preprocessing, store, rows), start(variant.precision, device), steps)
+            _trial(
+                name,
+                variant,
+                preprocessing,
+                _batch(variant, preprocessing, store, rows),
+                start(variant.precision, device),
+                steps,
+            )
         )
     return Bench(config, trials, _reading(config, store, rows, steps) if store is not None else None)
 
@@ -142,7 +159,10 @@ def _variants(config: PretrainConfig) -> list[tuple[str, PretrainConfig]]:
     data = config.data
     accumulation(data.global_batch_size, data.per_device_batch_size, 1)
     other = "fp32" if config.precision == "bf16" else "bf16"
-    found = [("as configured", config), (other, load(PretrainConfig, config.model_dump(mode="json"), [f"precision={other}"]))]
+    found = [
+        ("as configured", config),
+        (other, load(PretrainConfig, config.model_dump(mode="json"), [f"precision={other}"])),
+    ]
     if data.global_batch_size % (2 * data.per_device_batch_size) == 0:
         twice = 2 * data.per_device_batch_size
         larger = load(PretrainConfig, config.model_dump(mode="json"), [f"data.per_device_batch_size={twice}"])
@@ -156,14 +176,22 @@ def _difference(trial: Trial, now: Trial) -> str:
     return f"data.per_device_batch_size={trial.micro_batch}"
 
 
-def _trial(name: str, config: PretrainConfig, preprocessing: Preprocessing, batch: Batch, runtime: Runtime, steps: int) -> Trial:
+def _trial(
+    name: str, config: PretrainConfig, preprocessing: Preprocessing, batch: Batch, runtime: Runtime, steps: int
+) -> Trial:
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
     cost = step_cost(config, preprocessing, data.per_device_batch_size, micro_steps)
     trial = Trial(name, config.precision, data.per_device_batch_size, None, 0.0, 0.0, cost.peak_bytes / GB)
     if cost.peak_bytes / GB > runtime.free_memory_gb():
-        return replace(trial, trouble=f"does not fit: {cost.peak_bytes / GB:.1f} GB estimated, {runtime.free_memory_gb():.1f} GB free")
-    tokens = config.masks.counts(token_grid(preprocessing.image_size, config.model.patch_size))[0] * data.per_device_batch_size
+        return replace(
+            trial,
+            trouble=f"does not fit: {cost.peak_bytes / GB:.1f} GB estimated, {runtime.free_memory_gb():.1f} GB free",
+        )
+    tokens = (
+        config.masks.counts(token_grid(preprocessing.image_size, config.model.patch_size))[0]
+        * data.per_device_batch_size
+    )
     learner = Learner(config, preprocessing, runtime)
     learner.set_rates(1e-6, 0.0, 0.999)
     passes, updates = [], []

@@ -102,7 +102,9 @@ class BucketRun:
             self._waiting[path.name] = outbox
             for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
                 shutil.rmtree(self._waiting.pop(name), ignore_errors=True)
-                self._failures.append((_step(name), f"checkpoint {name} was never sent to {self.where}: newer ones are waiting already"))
+                self._failures.append(
+                    (_step(name), f"checkpoint {name} was never sent to {self.where}: newer ones are waiting already")
+                )
             self._idle.clear()
         self._wake.set()
 
@@ -207,7 +209,12 @@ class BucketRun:
 
     def _point_at(self, listed: dict[str, list[dict[str, Any]]]) -> None:
         token = secrets.token_hex(8)
-        pointer = {"format": FORMAT, "version": VERSION, "token": token, "requests": asdict(bucket.tally() - self.before)}
+        pointer = {
+            "format": FORMAT,
+            "version": VERSION,
+            "token": token,
+            "requests": asdict(bucket.tally() - self.before),
+        }
         # Whichever of the two the bucket has when the process ends here: it was our word.
         _mark(self.path, [*self._tokens[-1:], token])
         self._tokens.append(token)
@@ -242,7 +249,9 @@ class BucketRun:
         found = {uri.removeprefix(root) for uri in bucket.find(str(self.where))} - {"run.lease"}
         found = {name for name in found if not name.startswith(".octfm-probe-")}
         if found and not found & {"config.yaml", "run.json", "metrics.jsonl"}:
-            raise CheckpointError(f"{self.where}: there are objects here ({min(found)}, ...) and no run; choose another --out")
+            raise CheckpointError(
+                f"{self.where}: there are objects here ({min(found)}, ...) and no run; choose another --out"
+            )
 
 
 def mirror_of(where: BucketPath) -> Path:
@@ -292,7 +301,9 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
             break
         whole += _fetch_checkpoint(where, pointer["checkpoints"][name], partial)
     if pointer["checkpoints"] and not whole:
-        raise CheckpointError(f"{where}: none of {len(pointer['checkpoints'])} checkpoints is as {POINTER} says; restore one from a copy")
+        raise CheckpointError(
+            f"{where}: none of {len(pointer['checkpoints'])} checkpoints is as {POINTER} says; restore one from a copy"
+        )
     _mark(partial, [pointer["token"]])
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -349,7 +360,12 @@ def _mark(folder: Path, tokens: list[str]) -> None:
 def _stays_here(inside: Path) -> bool:
     """Checkpoints go by the pointer; locks, half-written files and our own notes go nowhere."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
-    return of_checkpoint or inside.parts[0] == ".outbox" or inside.name in (MARK, VERSIONS, "run.lock") or inside.suffix == ".partial"
+    return (
+        of_checkpoint
+        or inside.parts[0] == ".outbox"
+        or inside.name in (MARK, VERSIONS, "run.lock")
+        or inside.suffix == ".partial"
+    )
 
 
 def _step(name: str) -> int:

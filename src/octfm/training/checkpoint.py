@@ -130,14 +130,18 @@ def newest(run: Path) -> Path:
         return run
     found = everywhere(run)
     if not found:
-        raise CheckpointError(f"{run}: no checkpoint found in {run / 'checkpoints'}; expected a run folder or a .pt file")
+        raise CheckpointError(
+            f"{run}: no checkpoint found in {run / 'checkpoints'}; expected a run folder or a .pt file"
+        )
     return found[-1]
 
 
 def everywhere(run: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first, in its folder and in its second destination; at equal steps the run folder's counts."""
     second = second_destination(run)
-    found = {path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)}
+    found = {
+        path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)
+    }
     return [found[name] for name in sorted(found)]
 
 

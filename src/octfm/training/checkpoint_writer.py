@@ -65,7 +65,9 @@ class CheckpointWriter:
     A failure never stops training: it is told by `failures`, and the checkpoints written before are left as they are.
     """
 
-    def __init__(self, places: Sequence[Path], retention: Retention, write: Write | None = None, *, tidies: bool = True):
+    def __init__(
+        self, places: Sequence[Path], retention: Retention, write: Write | None = None, *, tidies: bool = True
+    ):
         """`write` replaces checkpoint.write; `tidies` is false where another process deletes what is not kept."""
         self.places, self.retention, self._write_into, self._tidies = tuple(places), retention, write, tidies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
@@ -143,12 +145,22 @@ class CheckpointWriter:
             for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
                 checkpoint.delete(path)
         except OSError as error:
-            self._failures.append(Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False))
+            self._failures.append(
+                Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False)
+            )
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last = place == self.places[-1]
         before = [path for folder in self.places for path in checkpoint.steps(folder)]
-        intact = f"the one before it, {max(before, key=checkpoint.step_of)}, is intact" if before else "there is none before it"
-        remedy = "training goes on; free some space, or name another disk in ckpt_second_dir" if last else f"trying {self.places[-1]}"
+        intact = (
+            f"the one before it, {max(before, key=checkpoint.step_of)}, is intact"
+            if before
+            else "there is none before it"
+        )
+        remedy = (
+            "training goes on; free some space, or name another disk in ckpt_second_dir"
+            if last
+            else f"trying {self.places[-1]}"
+        )
         reason = f"checkpoint after step {step} was not written to {place}: {error.strerror or error}"
         return Failure(step, f"{reason}; {intact}; {remedy}", last)

@@ -99,7 +99,11 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
         found.append(_teacher(row["teacher_step"], row["teacher_asked"]))
     if row["dead_targets"] > 0.3:
         found.append(
-            Verdict("targets", "watch", f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it")
+            Verdict(
+                "targets",
+                "watch",
+                f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it",
+            )
         )
     if row["data_wait_share"] > 0.2:
         found.append(
@@ -121,12 +125,16 @@ def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
         )
     if ratio < 0.97:
         return Verdict(
-            "masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of the error of an answer that never looks at the volume"
+            "masked loss",
+            "ok",
+            f"predicts hidden tissue with {ratio:.0%} of the error of an answer that never looks at the volume",
         )
     if step < 3 * warmup_steps + 50:
         return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")
     return Verdict(
-        "masked loss", "watch", f"{ratio:.0%} of the content-free baseline: no better than a constant; check learning rate and masks"
+        "masked loss",
+        "watch",
+        f"{ratio:.0%} of the content-free baseline: no better than a constant; check learning rate and masks",
     )
 
 
@@ -134,13 +142,17 @@ def _rank(rank: float, width: int) -> Verdict:
     if rank < 0.01 * width + 1:
         return Verdict("effective rank", "bad", f"{rank:.1f} of {width}: features have collapsed to a few directions")
     if rank < 0.04 * width:
-        return Verdict("effective rank", "watch", f"{rank:.1f} of {width}: low; raise objective.context_loss if it keeps falling")
+        return Verdict(
+            "effective rank", "watch", f"{rank:.1f} of {width}: low; raise objective.context_loss if it keeps falling"
+        )
     return Verdict("effective rank", "ok", f"{rank:.1f} of {width} directions in use on tissue tokens")
 
 
 def _teacher(moved: float, asked: float) -> Verdict:
     if moved < 0.5 * asked and asked > 1e-6:
-        return Verdict("teacher", "bad", f"moved by {moved:.1e} of its norm where its average asks for {asked:.1e} (F11)")
+        return Verdict(
+            "teacher", "bad", f"moved by {moved:.1e} of its norm where its average asks for {asked:.1e} (F11)"
+        )
     return Verdict("teacher", "ok", f"moved by {moved:.1e} of its norm in the last update")
 
 

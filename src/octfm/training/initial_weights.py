@@ -27,7 +27,12 @@ from octfm.training.weights_file import read_weights
 
 CONTAINERS = ("target_encoder", "encoder")
 PREFIX = re.compile(r"^(module\.)?(backbone\.)?")
-RENAMED = {".attn.proj.": ".attn.out.", ".mlp.fc1.": ".mlp.0.", ".mlp.fc2.": ".mlp.2.", "patch_embed.proj.": "patch_embed."}
+RENAMED = {
+    ".attn.proj.": ".attn.out.",
+    ".mlp.fc1.": ".mlp.0.",
+    ".mlp.fc2.": ".mlp.2.",
+    "patch_embed.proj.": "patch_embed.",
+}
 
 
 @torch.no_grad()
@@ -38,7 +43,9 @@ def begin_with(path: str | Path, model: Objective, config: ViTConfig) -> None:
     """
     path = Path(path)
     if config.positions != "rotary":
-        raise CheckpointError(f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary")
+        raise CheckpointError(
+            f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary"
+        )
     found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init")
     state = translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
     model.encoder.load_state_dict(state)
@@ -49,7 +56,12 @@ def begin_with(path: str | Path, model: Objective, config: ViTConfig) -> None:
 def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dict[str, Tensor]:
     """V-JEPA 2's tensors under our names, in our shapes."""
     width = config.width
-    expected = {"patch_embed.proj.weight": None, "patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,)}
+    expected = {
+        "patch_embed.proj.weight": None,
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+    }
     sizes = f"found {_size(tensors)}, the config asks for model.width={config.width} and model.depth={config.depth}"
     hidden = int(config.mlp_ratio * config.width)
     parts = {
@@ -83,7 +95,9 @@ def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dic
 def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tensor:
     """[D, P]: colours summed, as for a grey picture, and resampled to our patch so that an even patch gets the answer that it got."""
     if kernel_DCTHW.ndim != 5 or len(kernel_DCTHW) != config.width:
-        raise CheckpointError(f"{source}: patch_embed.proj.weight: expected [{config.width}, C, t, h, w], got {list(kernel_DCTHW.shape)}")
+        raise CheckpointError(
+            f"{source}: patch_embed.proj.weight: expected [{config.width}, C, t, h, w], got {list(kernel_DCTHW.shape)}"
+        )
     grey_D1THW = kernel_DCTHW.sum(1, keepdim=True)
     resampled = F.interpolate(grey_D1THW, size=config.patch_size, mode="trilinear")
     before, after = (k.flatten(1).shape[1] for k in (grey_D1THW, resampled))

@@ -51,7 +51,9 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Obj
 
 def frozen_encoder(config: PretrainConfig, model: Objective) -> VisionTransformer3D:
     """The encoder that is embedded and probed with."""
-    return model.encoder if model.target_encoder is None or config.objective.frozen == "context" else model.target_encoder
+    return (
+        model.encoder if model.target_encoder is None or config.objective.frozen == "context" else model.target_encoder
+    )
 
 
 def teacher_parameters(model: Objective) -> int:
@@ -74,21 +76,33 @@ class Inputs:
     """The same masks on the host, with what sampling them cost."""
 
 
-def make_inputs(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True) -> Inputs:
+def make_inputs(
+    config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True
+) -> Inputs:
     """Draw augmentation and masks for every volume of the batch and cut its kept patches out on the device."""
     band, valid = batch.band, batch.valid.astype(np.float32)
-    drawn = augment.draw(config.augment, generators(config.seed, AUGMENT, batch.position), batch.laterality) if augmented else None
+    drawn = (
+        augment.draw(config.augment, generators(config.seed, AUGMENT, batch.position), batch.laterality)
+        if augmented
+        else None
+    )
     height, width, spacing = *batch.voxels.shape[2:4], preprocessing.target_spacing
     if drawn is not None:
         band, valid = drawn.surfaces(band, valid, height, spacing)
     tokens = token_map(band, valid, preprocessing.image_size, config.model.patch_size)
     stream = MASKS if augmented else VALIDATION
-    settings = config.masks.at(batch.position[0] / (config.data.global_batch_size * config.steps)) if augmented else config.masks
+    settings = (
+        config.masks.at(batch.position[0] / (config.data.global_batch_size * config.steps))
+        if augmented
+        else config.masks
+    )
     masks = sample_masks(settings, tokens, generators(config.seed, stream, batch.position))
 
     kept = runtime.tensor(masks.kept)
     tissue = runtime.tensor(masks.tissue)
-    index = TokenIndex(kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)), tissue)
+    index = TokenIndex(
+        kept, runtime.tensor(masks.where(masks.context)), runtime.tensor(masks.where(masks.target)), tissue
+    )
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     moves = drawn.on_device(runtime.tensor, height, width, spacing) if drawn is not None else None

@@ -40,7 +40,9 @@ class Learner:
         if isinstance(self.model, JEPA) and self.model.whitening is not None:
             self.model.whitening.over_ranks = self.runtime.sum_
         self.decayed, self.free = optimizer_groups(self.model)
-        self.optimizer = self.runtime.adamw([{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas)
+        self.optimizer = self.runtime.adamw(
+            [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
+        )
         self.step, self.state = 0, RunState()
 
     @property
@@ -143,7 +145,11 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments by name, the live ones."""
-        moments = {f"optimizer.{i}.{name}": t for i, p in enumerate(self.trained) for name, t in self.optimizer.state[p].items()}
+        moments = {
+            f"optimizer.{i}.{name}": t
+            for i, p in enumerate(self.trained)
+            for name, t in self.optimizer.state[p].items()
+        }
         return {f"model.{name}": t for name, t in self.model.state_dict().items()} | moments
 
     def _make_moments(self) -> None:
@@ -151,7 +157,10 @@ class Learner:
         for p in self.trained:
             if not self.optimizer.state[p]:
                 zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=self.runtime.device), **zeros}
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=self.runtime.device),
+                    **zeros,
+                }
 
     def _check_shapes(self, saved: dict[str, Any]) -> None:
         own = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}

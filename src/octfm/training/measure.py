@@ -70,7 +70,10 @@ class Before:
     @classmethod
     def update(cls, learner: Learner) -> "Before":
         teacher = learner.model.target_encoder
-        return cls([p.clone() for p in _own(learner, teacher)] if teacher is not None else [], [p.clone() for p in _sample(learner)])
+        return cls(
+            [p.clone() for p in _own(learner, teacher)] if teacher is not None else [],
+            [p.clone() for p in _sample(learner)],
+        )
 
     @torch.no_grad()
     def moved(self, learner: Learner) -> dict[str, torch.Tensor]:
@@ -109,7 +112,9 @@ def _own(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def train_row(learner: Learner, done: list[MicroStep], moved: dict[str, torch.Tensor], ema: float, scanners: Sequence[str]) -> dict:
+def train_row(
+    learner: Learner, done: list[MicroStep], moved: dict[str, torch.Tensor], ema: float, scanners: Sequence[str]
+) -> dict:
     """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens.
 
     Rank 0 measures the global batch as one process would, and all ranks get its row. `moved` is from `update`, `scanners` are those
@@ -119,7 +124,9 @@ def train_row(learner: Learner, done: list[MicroStep], moved: dict[str, torch.Te
     found = [torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in PER_VOLUME]
     whole = [runtime.gather(x) for x in (*found, _tissue_features(runtime, done))]
     loss = torch.stack(runtime.read(*(d.loss for d in done))).mean()
-    masks = torch.from_numpy(np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64))
+    masks = torch.from_numpy(
+        np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64)
+    )
     measured = dict(zip(moved, (float(x) for x in runtime.read(*moved.values())), strict=True))
     shares = runtime.exchange(np.array([float(loss), *masks.mean(1), measured.pop("size")]))
     if "teacher_asked" in measured:

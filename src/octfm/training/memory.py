@@ -34,5 +34,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The last two are oneDNN's, whose own allocations fail without saying so.
-    words = ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc", "could not create a primitive", "could not create a memory")
+    words = (
+        "DefaultCPUAllocator",
+        "can't allocate memory",
+        "bad_alloc",
+        "could not create a primitive",
+        "could not create a memory",
+    )
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -52,14 +52,21 @@ def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> F
         # All of them at once is not the fault of volumes.
         return Finding("non-finite loss", told, "step", rows if not bad.all() else (), damaging=bool(bad.all()))
     if not isfinite(grad_norm):
-        return Finding("non-finite gradient", f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed", "step")
+        return Finding(
+            "non-finite gradient",
+            f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed",
+            "step",
+        )
     return None
 
 
 def spike(config: HealthConfig, state: RunState, loss: float, grad_norm: float) -> Finding | None:
     """A loss or gradient norm beyond its limits."""
     most = limits(config, state)
-    for name, history, value, limit in (("loss", state.losses, loss, most.loss), ("gradient", state.grad_norms, grad_norm, most.grad_norm)):
+    for name, history, value, limit in (
+        ("loss", state.losses, loss, most.loss),
+        ("gradient", state.grad_norms, grad_norm, most.grad_norm),
+    ):
         if value > limit:
             told = f"{name} is {value:.3g}, {value / np.median(history[-NEAR:]):.1f} times the median of the {NEAR} steps before"
             return Finding(f"{name} spike", told, "step")
@@ -95,14 +102,22 @@ class LearningRate:
             return None
         lowest, self.lowest = self.lowest, min(self.lowest, lr)
         if lr > 1.001 * lowest:
-            return Finding("learning rate", f"{lr:.2e}, {lr / lowest:.1f} times what it had come down to: it was restarted (F1)", "code")
+            return Finding(
+                "learning rate",
+                f"{lr:.2e}, {lr / lowest:.1f} times what it had come down to: it was restarted (F1)",
+                "code",
+            )
         return None
 
 
 def context(leak: float | None) -> Finding | None:
     """The context path must get exactly no gradient from the voxels of targets (F11); None was not looked at."""
     if leak is not None and leak > 0:
-        return Finding("context unmasked", f"gradient w.r.t. target voxels is {leak:.1e}: the encoder sees the answers (F11)", "code")
+        return Finding(
+            "context unmasked",
+            f"gradient w.r.t. target voxels is {leak:.1e}: the encoder sees the answers (F11)",
+            "code",
+        )
     return None
 
 
@@ -125,10 +140,16 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
     asked, moved = row.get("teacher_asked", 0.0), row.get("teacher_step", 0.0)
     if asked > ROUNDING and not 0.5 < moved / asked < 2:
         what = "teacher frozen" if moved < asked else "teacher"
-        return Finding(what, f"the target encoder moved by {moved:.1e} of its norm, and its average asks for {asked:.1e} (F11)", "code")
+        return Finding(
+            what,
+            f"the target encoder moved by {moved:.1e} of its norm, and its average asks for {asked:.1e} (F11)",
+            "code",
+        )
     rank, std = row["effective_rank"], row["feature_std"]
     if rank < config.rank_share * width + 1 or std < config.least_std:
-        return Finding("collapse", f"tissue tokens are all alike: effective rank {rank:.1f} of {width}, std {std:.2g}", "features")
+        return Finding(
+            "collapse", f"tissue tokens are all alike: effective rank {rank:.1f} of {width}, std {std:.2g}", "features"
+        )
     if 0 <= row["masked_over_baseline"] < 0.02:
         told = f"{row['masked_over_baseline']:.3f} of the content-free baseline is too good to be true: are the answers seen? (F11)"
         return Finding("masked loss", told, "code")

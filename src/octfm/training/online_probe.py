@@ -63,7 +63,9 @@ class Cases:
         return 1 / len(self.classes) if self.classes else 0.0
 
 
-def find_cases(config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Cases | None:
+def find_cases(
+    config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray
+) -> Cases | None:
     """Labelled volumes among the rows that are trained on and validated on; None when no target is named.
 
     Raises ConfigError when there are too few, and for any row of another split: a test participant must never choose a checkpoint.
@@ -91,7 +93,9 @@ def find_cases(config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, 
         return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], ())
     classes = tuple(sorted({str(text) for text in train_text}))
     if len(classes) < 2:
-        raise ConfigError(f"probe.target {config.target}: every training volume has the label {train_text[0]}; name a target that differs")
+        raise ConfigError(
+            f"probe.target {config.target}: every training volume has the label {train_text[0]}; name a target that differs"
+        )
     known_class = np.array([text in classes for text in held_out_text])
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
@@ -100,13 +104,17 @@ def find_cases(config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, 
     )  # fmt: skip
 
 
-def online_probe(cases: Cases, vectors_of: Callable[[np.ndarray], np.ndarray], runtime: Runtime) -> dict[str, float | str]:
+def online_probe(
+    cases: Cases, vectors_of: Callable[[np.ndarray], np.ndarray], runtime: Runtime
+) -> dict[str, float | str]:
     """One row for metrics.jsonl: the score of a linear probe and of a nearest-neighbour vote on validation participants.
 
     `vectors_of(rows)` gives the vectors of rows of the store. Scores are balanced accuracy for classes and R² for numbers. The ranks
     share the volumes; rank 0 judges.
     """
-    vectors = [runtime.gather(torch.from_numpy(vectors_of(runtime.part(rows)))) for rows in (cases.train, cases.held_out)]
+    vectors = [
+        runtime.gather(torch.from_numpy(vectors_of(runtime.part(rows)))) for rows in (cases.train, cases.held_out)
+    ]
     return runtime.first(lambda: _judge(cases, *(v.numpy() for v in vectors)))
 
 
@@ -149,7 +157,9 @@ def tissue_vectors(
         tissue |= ~tissue.any(1, keepdims=True)
         kept = runtime.tensor(chosen)
         patches = normalise(
-            take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch_size), pre.intensity_mean, pre.intensity_std
+            take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch_size),
+            pre.intensity_mean,
+            pre.intensity_std,
         )
         with runtime.autocast():
             tokens_BKD = network(patches, kept)
@@ -170,7 +180,9 @@ def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[s
     chosen = [store.rows[row] for row in rows]
     if config.labels is None:
         return [row.participant_labels.get(config.target or "") or None for row in chosen]
-    return read_labels(config.labels).join(str(config.target), [(row.acquisition, row.participant, row.laterality) for row in chosen])
+    return read_labels(config.labels).join(
+        str(config.target), [(row.acquisition, row.participant, row.laterality) for row in chosen]
+    )
 
 
 def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:

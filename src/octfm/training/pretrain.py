@@ -67,7 +67,9 @@ def pretrain(
         if remote is not None:
             remote.begin()
         begun = (folder / "config.yaml").is_file()
-        preflight.require(preflight.checks(config, store, runtime, train_rows, validation_rows, where, resumed=begun), echo)
+        preflight.require(
+            preflight.checks(config, store, runtime, train_rows, validation_rows, where, resumed=begun), echo
+        )
 
     try:
         with runtime.guarded():
@@ -76,7 +78,19 @@ def pretrain(
             claimed = claim_together(runtime, folder, config, store.fingerprint, identity, override=override, echo=echo)
             with claimed as run, Interruption() as interruption:
                 require_same_folder(runtime, run)
-                _train(config, store, train_rows, validation_rows, runtime, run, interruption, echo, aloud, listeners, remote)
+                _train(
+                    config,
+                    store,
+                    train_rows,
+                    validation_rows,
+                    runtime,
+                    run,
+                    interruption,
+                    echo,
+                    aloud,
+                    listeners,
+                    remote,
+                )
     finally:
         if remote is not None and runtime.leads:
             remote.end()
@@ -110,7 +124,9 @@ def _train(
 
     size = config.data.global_batch_size
     data = config.data
-    loader = Loader(store, train_rows, size, config.seed, runtime.rank, runtime.world, data.prefetch, data.balance_scanners)
+    loader = Loader(
+        store, train_rows, size, config.seed, runtime.rank, runtime.world, data.prefetch, data.balance_scanners
+    )
     require_disjoint(runtime, loader, learner.step + learner.state.offset)
     cases = find_cases(config.probe, store, train_rows, validation_rows)
     metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)
@@ -130,7 +146,11 @@ def _train(
             batch = loader.batches(at)
             rows = loader.indices(at * size + np.arange(size))
             waiting.for_("the device")
-            lr, weight_decay, ema = schedule.lr(step) * learner.state.lr_scale, schedule.weight_decay(step), schedule.ema(step)
+            lr, weight_decay, ema = (
+                schedule.lr(step) * learner.state.lr_scale,
+                schedule.weight_decay(step),
+                schedule.ema(step),
+            )
             context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
             logged = step % config.log_every_steps == 0 or step + 1 == config.steps
             looked = logged or step % config.health.check_every_steps == 0
@@ -141,7 +161,12 @@ def _train(
             done = accumulate(learner, batch, context_weight, everything=measured)
             waiting.for_("the other ranks")
             runtime.average_gradients(learner.trained)
-            outcome = judge(learner, done, runtime.clip(learner.trained, config.clip_grad_norm), limits(config.health, learner.state))
+            outcome = judge(
+                learner,
+                done,
+                runtime.clip(learner.trained, config.clip_grad_norm),
+                limits(config.health, learner.state),
+            )
             moved = update(learner, outcome.made, look=measured)
             told = tell(learner, done, outcome, interruption.asked)
             waiting.for_("the device")
@@ -185,7 +210,9 @@ def _train(
             session.tell_failures(step)
             if told.asked and learner.step < config.steps:
                 session.finish()
-                raise Preempted(f"{told.asked}: saved after {learner.step} of {config.steps} updates; run again to continue")
+                raise Preempted(
+                    f"{told.asked}: saved after {learner.step} of {config.steps} updates; run again to continue"
+                )
         session.finish()
     except OutOfMemory as error:
         run.note_memory(error.micro_batch)
@@ -198,13 +225,17 @@ def _train(
     echo(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
 
 
-def _probe(cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo) -> bool:
+def _probe(
+    cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo
+) -> bool:
     """Probe the encoder as it is; whether it is the best state so far, whose checkpoint is to be written and kept. All ranks are told."""
     config, runtime = learner.config, learner.runtime
     network = frozen_encoder(config, learner.whole())
     budget_of, pool = lambda grid: config.masks.counts(grid)[0], config.objective.pool
     row = online_probe(
-        cases, partial(tissue_vectors, network, budget_of, config.model.patch_size, pool, store, runtime, learner.micro_batch), runtime
+        cases,
+        partial(tissue_vectors, network, budget_of, config.model.patch_size, pool, store, runtime, learner.micro_batch),
+        runtime,
     )
 
     def judge() -> bool:
@@ -228,7 +259,9 @@ def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: E
         metrics.write("health", step, **verdict.row())
         if verdict.verdict == "bad":
             echo(f"step {step}: {verdict.what}: {verdict.sentence}")
-    context = f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""  # else nothing lowers it
+    context = (
+        f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""
+    )  # else nothing lowers it
     echo(
         f"step {step + 1:>6}/{config.steps}  masked {row['masked_over_baseline']:.3f}{context} of baseline  "
         f"rank {row['effective_rank']:5.1f}  lr {row['lr']:.1e}  grad {row['grad_norm']:.2f}  {row['volumes_per_s']:.1f} volumes/s  "

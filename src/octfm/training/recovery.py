@@ -25,7 +25,9 @@ class Response:
     sentence: str
 
 
-def respond(config: HealthConfig, finding: Finding, step: int, state: RunState, names: Sequence[str], volumes: int) -> Response:
+def respond(
+    config: HealthConfig, finding: Finding, step: int, state: RunState, names: Sequence[str], volumes: int
+) -> Response:
     """Skip, then, after `max_skips` within `skip_window` steps, roll back; volumes that fail by themselves twice are excluded.
 
     `names` are the keyed hashes of the finding's volumes, `volumes` is how many the run trains on. Wrong code and lost features
@@ -36,7 +38,9 @@ def respond(config: HealthConfig, finding: Finding, step: int, state: RunState, 
         state = replace(state, faults=(*state.faults, step))
         if len(state.faults) < 2 or config.on_fault == "warn":
             return Response("watch", state, "watching whether it stays")
-        return Response("stop", state, "no batch is to blame and no checkpoint mends it: the code or its settings are wrong")
+        return Response(
+            "stop", state, "no batch is to blame and no checkpoint mends it: the code or its settings are wrong"
+        )
     if finding.kind == "features":
         if state.faults:
             return Response("watch", state, "while something else is wrong that no checkpoint mends")
@@ -49,13 +53,17 @@ def respond(config: HealthConfig, finding: Finding, step: int, state: RunState, 
         suspects = tuple(dict.fromkeys((*state.suspects, *names)))
         state = replace(state, suspects=suspects, excluded=(*state.excluded, *again))
         if len(state.excluded) > max(1, config.max_excluded * volumes):
-            return Response("stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on: prepare them again")
+            return Response(
+                "stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on: prepare them again"
+            )
         if again:
             return Response("exclude", state, "no weight was changed; these volumes are not trained on any more")
         return Response("skip", state, "no weight was changed")
     state = replace(state, skips=(*state.skips, step))
     if len(state.skips) < config.max_skips:
-        return Response("skip", state, f"no weight was changed ({len(state.skips)} of {config.max_skips} before going back)")
+        return Response(
+            "skip", state, f"no weight was changed ({len(state.skips)} of {config.max_skips} before going back)"
+        )
     return Response("roll back", state, f"{len(state.skips)} updates in {config.skip_window} steps were in doubt")
 
 
@@ -77,7 +85,9 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
             return path
         if run.last_checkpoint() is None or first_sign <= learner.config.ckpt_every_steps:
             return None
-        raise TrainingError(f"step {step}: {what}; there is no healthy checkpoint from before step {first_sign} to go back to")
+        raise TrainingError(
+            f"step {step}: {what}; there is no healthy checkpoint from before step {first_sign} to go back to"
+        )
 
     path = learner.runtime.first(choose)
     if path is not None:

@@ -44,7 +44,9 @@ class RunFolder:
         try:
             return json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: missing or damaged ({error}); restore it from a copy, or choose another --out") from None
+            raise CheckpointError(
+                f"{path}: missing or damaged ({error}); restore it from a copy, or choose another --out"
+            ) from None
 
     @property
     def key(self) -> str:
@@ -99,7 +101,13 @@ def claim_together(runtime: Runtime, out: str | Path, *arguments: Any, **options
 
 @contextmanager
 def claim(
-    out: str | Path, config: PretrainConfig, fingerprint: str, data: str, *, override: bool = False, echo: Callable[[str], None] = print
+    out: str | Path,
+    config: PretrainConfig,
+    fingerprint: str,
+    data: str,
+    *,
+    override: bool = False,
+    echo: Callable[[str], None] = print,
 ) -> Iterator[RunFolder]:
     """The folder of this run, locked while the context lasts: new, or one that the same config began on the same training volumes.
 
@@ -110,7 +118,11 @@ def claim(
     settings = run.path / "config.yaml"
     # A kill between the first files leaves these alone: that run has not begun yet.
     beginnings = {"run.json", "run.partial", "config.partial", LOCK}
-    if run.path.exists() and not settings.is_file() and (not run.path.is_dir() or {p.name for p in run.path.iterdir()} - beginnings):
+    if (
+        run.path.exists()
+        and not settings.is_file()
+        and (not run.path.is_dir() or {p.name for p in run.path.iterdir()} - beginnings)
+    ):
         raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
     run.path.mkdir(parents=True, exist_ok=True)
     with locked(run.path, echo):
@@ -130,7 +142,13 @@ def claim(
 
 
 def _continue(
-    run: RunFolder, settings: Path, config: PretrainConfig, fingerprint: str, data: str, override: bool, echo: Callable[[str], None]
+    run: RunFolder,
+    settings: Path,
+    config: PretrainConfig,
+    fingerprint: str,
+    data: str,
+    override: bool,
+    echo: Callable[[str], None],
 ) -> None:
     """Refuse what would make it another run, or record that the user wanted it so."""
     if run.record.get("fingerprint") != fingerprint:
@@ -151,7 +169,9 @@ def _continue(
     last = run.last_checkpoint()
     keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
     step = checkpoint.step_of(last) if last else 0
-    run.write_record(overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}])
+    run.write_record(
+        overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
+    )
     _write_settings(settings, config)
     for key, (now, before) in changed.items():
         echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
@@ -170,7 +190,9 @@ def locked(folder: Path, echo: Callable[[str], None]) -> Iterator[None]:
                 "wait for it, stop it, or choose another --out"
             ) from None
         except OSError as error:
-            echo(f"{folder} cannot be locked on this file system ({error.strerror}): make sure that no other process trains into it")
+            echo(
+                f"{folder} cannot be locked on this file system ({error.strerror}): make sure that no other process trains into it"
+            )
         file.truncate(0)
         file.write(f"pid {os.getpid()} since {_now()}\n")
         file.flush()

@@ -133,7 +133,11 @@ class Runtime:
 
     def hardware(self) -> str:
         """What it is, for the record of a run."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor() or platform.machine()
+        name = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else platform.processor() or platform.machine()
+        )
         return f"{self.device.type} ({name})"
 
     def measures(self, looked: bool) -> bool:
@@ -152,7 +156,10 @@ class Runtime:
 
         mesh = init_device_mesh(self.device.type, (self.world,))
         # Root too: its weights would otherwise stay as they were before an update whenever a forward pass without gradients came last.
-        for module in (*(block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part), model):
+        for module in (
+            *(block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part),
+            model,
+        ):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     def last_pass(self, model: nn.Module, last: bool) -> None:
@@ -201,7 +208,9 @@ class Runtime:
         if self.sharded and hasattr(tensor, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 
-            values = distribute_tensor(values.to(self.device), tensor.device_mesh, tensor.placements, src_data_rank=None)  # pyright: ignore
+            values = distribute_tensor(
+                values.to(self.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+            )  # pyright: ignore
         tensor.detach().copy_(values)
 
     # Other ranks. All of them make these calls, in the same order.
@@ -216,7 +225,10 @@ class Runtime:
                 told[0] = work()
             except Exception as error:
                 told[1] = error
-        sendable = [told[0], told[1] if isinstance(told[1], OctfmError) or told[1] is None else TrainingError(f"rank 0: {told[1]}")]
+        sendable = [
+            told[0],
+            told[1] if isinstance(told[1], OctfmError) or told[1] is None else TrainingError(f"rank 0: {told[1]}"),
+        ]
         dist.broadcast_object_list(sendable, 0)
         if self.leads and told[1] is not None:
             raise told[1]
@@ -242,7 +254,9 @@ class Runtime:
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in range(self.world)] if self.leads else None
         dist.gather(padded, parts)
-        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts is not None else tensor[:0]
+        return (
+            torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts is not None else tensor[:0]
+        )
 
     def told_by_first(self, value: Any) -> Any:
         """What rank 0 has for `value`, among the threads that write sharded checkpoints."""
@@ -283,7 +297,8 @@ class Runtime:
             what = f"did not answer within {self.timeout_s:g} s (runtime.timeout_s)" if late else "has gone"
             raise TrainingError(
                 f"rank {self.rank} of {self.world}: another rank {what}{self._last_words()}; torchrun restarts the job from its last "
-                "checkpoint if it may (--max-restarts), else run the same command again. The library said: " + lines[:160]
+                "checkpoint if it may (--max-restarts), else run the same command again. The library said: "
+                + lines[:160]
             ) from error
 
     def say(self, what: str) -> None:
@@ -312,7 +327,16 @@ def _store() -> Any:
 
 
 def _failed_together(error: RuntimeError) -> bool:
-    words = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset", "process group", "collective", "Broken pipe")
+    words = (
+        "gloo",
+        "NCCL",
+        "ProcessGroup",
+        "Connection closed by peer",
+        "Connection reset",
+        "process group",
+        "collective",
+        "Broken pipe",
+    )
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
@@ -346,7 +370,9 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
         return Runtime(torch.device("tpu", 0) if tpu else _device(device), precision)
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ConfigError(f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun (launch/torchrun.sh)")
+        raise ConfigError(
+            f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun (launch/torchrun.sh)"
+        )
     local = int(os.environ["LOCAL_RANK"])
     chosen = torch.device("tpu", local) if tpu else _device(device, local)
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=config.timeout_s)
@@ -374,7 +400,9 @@ def _device(name: str | None, local_rank: int | None = None) -> torch.device:
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected cpu or cuda (cuda:1 for the second), got {name!r}")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, but torch {torch.__version__} finds no CUDA device here; use device cpu")
+        raise ConfigError(
+            f"device {name} was asked for, but torch {torch.__version__} finds no CUDA device here; use device cpu"
+        )
     if local_rank is not None and name.startswith("cuda"):
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
@@ -396,5 +424,9 @@ def environment(runtime: Runtime) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "precision": runtime.precision,
         "ranks": str(runtime.world),
-        "parallel": "xla_spmd" if runtime.steady else ("fsdp" if runtime.sharded else "ddp") if runtime.world > 1 else "single",
+        "parallel": "xla_spmd"
+        if runtime.steady
+        else ("fsdp" if runtime.sharded else "ddp")
+        if runtime.world > 1
+        else "single",
     }

@@ -102,7 +102,9 @@ class XLARuntime(Runtime):
         found = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
         for part, index in zip(parts, where, strict=True):
             size = tuple(slice(0, i.stop - i.start) for i in index)  # a part may be padded
-            found[tuple(slice(i.start - start, i.stop - start) for i, (start, _) in zip(index, box, strict=True))] = part[size]
+            found[tuple(slice(i.start - start, i.stop - start) for i, (start, _) in zip(index, box, strict=True))] = (
+                part[size]
+            )
         return found
 
     def adamw(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float]) -> torch.optim.AdamW:
@@ -128,7 +130,11 @@ class XLARuntime(Runtime):
 
     def free_memory_gb(self) -> float:
         found = _memory()
-        return (found["bytes_limit"] - found["bytes_used"]) / 1e9 if found.get("bytes_limit") else super().free_memory_gb() / self.devices
+        return (
+            (found["bytes_limit"] - found["bytes_used"]) / 1e9
+            if found.get("bytes_limit")
+            else super().free_memory_gb() / self.devices
+        )
 
     def release(self) -> None:
         """Nothing is cached outside the compiler's own plan."""
@@ -185,7 +191,9 @@ def join(precision: Precision, timeout_s: float) -> Runtime:
         torch_xla.backends.set_mat_mul_precision("highest")
     world, rank, devices = xr.process_count(), xr.process_index(), xr.addressable_runtime_device_count()
     mesh = xs.Mesh(np.arange(xr.global_runtime_device_count()), (xr.global_runtime_device_count(),), ("data",))
-    runtime = XLARuntime(torch_xla.device(), precision, rank, world, False, timeout_s, devices=devices, steady=True, mesh=mesh)
+    runtime = XLARuntime(
+        torch_xla.device(), precision, rank, world, False, timeout_s, devices=devices, steady=True, mesh=mesh
+    )
     if world > 1:
         _meet(runtime, xr.get_master_ip())
     return runtime
@@ -215,4 +223,6 @@ def load_torch_tpu() -> None:
             f"({' '.join(str(error).split())[:160]}); it is untested on hardware: xla_spmd is the way that has been tried "
             "without one, ddp and fsdp are for CPU and CUDA"
         ) from None
-    warnings.warn("runtime.parallel tpu (torch-tpu) is untested on hardware: compare its first losses with a CPU's", stacklevel=3)
+    warnings.warn(
+        "runtime.parallel tpu (torch-tpu) is untested on hardware: compare its first losses with a CPU's", stacklevel=3
+    )

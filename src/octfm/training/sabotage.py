@@ -55,7 +55,9 @@ def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
             learner.runtime.local(gradient).view(-1)[:1] = float("inf")
         return done
 
-    def make_inputs_with_fault(config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_inputs_with_fault(
+        config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         inputs = make_inputs(config, preprocessing, runtime, batch, *args, **kwargs)
         # Voxels are stored as uint8, so a NaN can only arise after normalisation.
         for place, row in enumerate(batch.index):

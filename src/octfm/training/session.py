@@ -64,7 +64,9 @@ class Session:
         if spent.retries > self.told_retries:
             self.told_retries = spent.retries
             sentence = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed and were sent again; nothing is missing"
-            self.metrics.write("bucket", self.learner.step, verdict="watch", what="bucket", sentence=sentence, **asdict(spent))
+            self.metrics.write(
+                "bucket", self.learner.step, verdict="watch", what="bucket", sentence=sentence, **asdict(spent)
+            )
 
     def finish(self) -> None:
         """Save what is not saved yet and wait for it: what was trained since the last checkpoint would be lost without a word."""
@@ -87,14 +89,21 @@ class Session:
                 )
             raise CheckpointError(
                 f"{self.run.path}: the checkpoint after step {self.learner.step} could not be written; free some space or set "
-                "ckpt_second_dir, and run again: " + (f"it continues from {last}" if last else "it starts from the beginning")
+                "ckpt_second_dir, and run again: "
+                + (f"it continues from {last}" if last else "it starts from the beginning")
             )
 
     def tell_failures(self, step: int) -> None:
         """Say which checkpoints were not written where they should be, and remember the last that was not written at all."""
         failures = self.writer.failures()
         for failure in failures:
-            self.metrics.write("checkpoint", step, what="checkpoint", verdict="bad" if failure.lost else "watch", sentence=failure.sentence)
+            self.metrics.write(
+                "checkpoint",
+                step,
+                what="checkpoint",
+                verdict="bad" if failure.lost else "watch",
+                sentence=failure.sentence,
+            )
             self.echo(f"step {step}: {failure.sentence}")
             if failure.lost:
                 self.lost = failure.step  # they arrive in the order in which they were written
@@ -109,7 +118,9 @@ class Session:
     def tell_memory(self, step: int, before: int) -> None:
         """Memory ran out and the step was computed again in smaller parts."""
         size = self.learner.micro_batch
-        self._tell_memory(step, f"memory ran out; the step was computed again with {size} instead of {before} volumes at a time")
+        self._tell_memory(
+            step, f"memory ran out; the step was computed again with {size} instead of {before} volumes at a time"
+        )
 
     def recall_memory(self) -> None:
         """Go on with the micro-batch that memory allows, if it ran out since the last checkpoint where that stopped the job."""
@@ -119,12 +130,23 @@ class Session:
             return
         learner.state = replace(learner.state, micro_batch=noted)
         self._tell_memory(
-            learner.step, f"memory ran out before; it goes on with {learner.micro_batch} instead of {before} volumes at a time"
+            learner.step,
+            f"memory ran out before; it goes on with {learner.micro_batch} instead of {before} volumes at a time",
         )
 
     def _tell_memory(self, step: int, what: str) -> None:
-        sentence = f"{what}, the same global batch of {self.learner.config.data.global_batch_size} and the same images (F7)"
-        self.metrics.write("incident", step, what="memory", verdict="watch", action="smaller micro-batch", sentence=sentence, volumes=[])
+        sentence = (
+            f"{what}, the same global batch of {self.learner.config.data.global_batch_size} and the same images (F7)"
+        )
+        self.metrics.write(
+            "incident",
+            step,
+            what="memory",
+            verdict="watch",
+            action="smaller micro-batch",
+            sentence=sentence,
+            volumes=[],
+        )
         self.echo(f"step {step}: {sentence}")
 
     def exclude(self) -> None:
@@ -156,7 +178,12 @@ class Session:
             positions = np.concatenate([(s + response.state.offset) * size + np.arange(size) for s in steps])
             volumes = volumes or sorted({self.store.rows[row].uri for row in self.loader.indices(positions)})
         verdict = "watch" if response.action in ("skip", "exclude", "watch") else "bad"
-        incident = {"what": finding.what, "verdict": verdict, "action": response.action, "sentence": f"{finding.sentence}; {sentence}"}
+        incident = {
+            "what": finding.what,
+            "verdict": verdict,
+            "action": response.action,
+            "sentence": f"{finding.sentence}; {sentence}",
+        }
         self.metrics.write("incident", step, **incident, volumes=volumes, **extra)
         self.echo(f"step {step}: {told}; {sentence}")
         if response.action == "stop":
@@ -202,4 +229,6 @@ def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]
     """A folder of this run's own on the other disk, for run.json."""
     if config.ckpt_second_dir is None:
         return {}
-    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}")}
+    return {
+        "second_destination": str(Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}")
+    }

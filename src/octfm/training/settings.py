@@ -68,7 +68,9 @@ class PretrainConfig(Config):
     @model_validator(mode="after")
     def _one_length(self) -> "PretrainConfig":
         if self.epochs is not None and self.steps != DEFAULT_STEPS:
-            raise ValueError(f"steps {self.steps} and epochs {self.epochs:g} both say how long the run is; give one of them (epochs=null)")
+            raise ValueError(
+                f"steps {self.steps} and epochs {self.epochs:g} both say how long the run is; give one of them (epochs=null)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -82,17 +84,25 @@ class PretrainConfig(Config):
     @model_validator(mode="after")
     def _predictor_heads_fit(self) -> "PretrainConfig":
         if self.predictor.width % self.predictor.heads or (self.predictor.width // self.predictor.heads) % 2:
-            raise ValueError(f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size")
+            raise ValueError(
+                f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
+            )
         if self.objective.target_levels > self.model.depth:
-            raise ValueError(f"objective.target_levels {self.objective.target_levels} exceeds the {self.model.depth} blocks of model.depth")
+            raise ValueError(
+                f"objective.target_levels {self.objective.target_levels} exceeds the {self.model.depth} blocks of model.depth"
+            )
         if self.objective.name != "vjepa2" and self.objective.target_norm != "layer":
             goals = "data2vec compares directions" if self.objective.name == "data2vec" else "mae predicts voxels"
             raise ValueError(f"objective.target_norm whiten belongs to objective.name vjepa2; {goals}")
         if self.objective.name != "vjepa2" and self.objective.voxel_loss:
-            raise ValueError(f"objective.voxel_loss belongs to objective.name vjepa2, not {self.objective.name}; set it to 0")
+            raise ValueError(
+                f"objective.voxel_loss belongs to objective.name vjepa2, not {self.objective.name}; set it to 0"
+            )
         average, patch = self.objective.goal_average, self.model.patch_size
         if self.objective.name == "data2vec" and average != (1, 1, 1):
-            raise ValueError("objective.goal_average belongs to objective.name vjepa2 or mae, not data2vec; set it to [1, 1, 1]")
+            raise ValueError(
+                "objective.goal_average belongs to objective.name vjepa2 or mae, not data2vec; set it to [1, 1, 1]"
+            )
         if any(side % over for side, over in zip(patch, average, strict=True)):
             raise ValueError(f"objective.goal_average {list(average)} must divide model.patch_size {list(patch)}")
         if average == patch and (self.objective.name == "mae" or self.objective.voxel_loss):
@@ -100,7 +110,9 @@ class PretrainConfig(Config):
                 f"objective.goal_average {list(average)} leaves one number of a patch, which has no contrast to predict; halve it"
             )
         if self.objective.name == "mae" and self.objective.target_levels != 1:
-            raise ValueError("objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1")
+            raise ValueError(
+                "objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1"
+            )
         return self
 
 
@@ -178,7 +190,9 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
             "data": config.data.model_copy(update=data),
             "model": config.model.model_copy(update={"width": 48, "heads": 2, "depth": depth}),
             "predictor": config.predictor.model_copy(update={"width": 48, "heads": 2, "depth": 1}),
-            "objective": config.objective.model_copy(update={"target_levels": min(depth, config.objective.target_levels)}),
+            "objective": config.objective.model_copy(
+                update={"target_levels": min(depth, config.objective.target_levels)}
+            ),
             "masks": config.masks.model_copy(update={"budget": min(128, config.masks.budget or 128)}),
             "log_every_steps": min(2, config.log_every_steps),
             "validate_every_steps": 5,

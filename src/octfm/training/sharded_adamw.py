@@ -16,7 +16,9 @@ class ShardedAdamW(torch.optim.AdamW):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float], local: Callable[[Tensor], Tensor]):
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float], local: Callable[[Tensor], Tensor]
+    ):
         """`local` is this rank's share of a tensor, sharing its memory."""
         super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True)
         self.local = local
@@ -29,7 +31,10 @@ class ShardedAdamW(torch.optim.AdamW):
             for p in trained:
                 if not self.state[p]:
                     moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                    self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=self.local(p).device), **moments}
+                    self.state[p] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=self.local(p).device),
+                        **moments,
+                    }
             states = [self.state[p] for p in trained]
             gradients = [self.local(p.grad) for p in trained]
             weights, means, squares = (

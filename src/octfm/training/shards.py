@@ -67,7 +67,9 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
     _first(prepare, runtime)
     try:
         dcp.save(
-            _flat(content), storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True), process_group=group
+            _flat(content),
+            storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
+            process_group=group,
         )
     except dcp.CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {' '.join(str(e[0]).split())[:120]}" for rank, e in error.failures.items())
@@ -117,7 +119,11 @@ def load_into(path: Path, tensors: dict[str, Tensor], runtime: Runtime) -> None:
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Of the networks' tensors."""
-    return {name.removeprefix("model."): tuple(shape) for name, (shape, _) in _index(path).items() if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): tuple(shape)
+        for name, (shape, _) in _index(path).items()
+        if name.startswith("model.")
+    }
 
 
 def has_moments(content: dict[str, Any], path: Path) -> bool:
@@ -128,7 +134,9 @@ def has_moments(content: dict[str, Any], path: Path) -> bool:
 
 
 def _flat(content: dict[str, Any]) -> dict[str, Tensor]:
-    moments = {f"optimizer.{i}.{name}": t for i, state in content["optimizer"]["state"].items() for name, t in state.items()}
+    moments = {
+        f"optimizer.{i}.{name}": t for i, state in content["optimizer"]["state"].items() for name, t in state.items()
+    }
     return {f"model.{name}": t for name, t in content["model"].items()} | moments
 
 
@@ -142,7 +150,9 @@ def _read(path: Path, tensors: dict[str, Tensor], runtime: Runtime | None) -> di
 
     group = runtime.background if runtime is not None else None
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads alone, as is meant
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # one process reads alone, as is meant
         dcp.load(tensors, storage_reader=_reader(path), process_group=group, no_dist=runtime is None)
     return tensors
 
@@ -176,7 +186,9 @@ class _PlainUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        plain = module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name
+        plain = (
+            module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name
+        )
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if plain or dtype or (module, name) in self.NAMES:
             return super().find_class(module, name)

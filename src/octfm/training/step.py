@@ -43,7 +43,13 @@ class MicroStep:
 
 
 def _keep(
-    inputs: Inputs, output: ObjectiveOutput, part: Batch, *, everything: bool, leak: torch.Tensor | None, company: torch.Tensor | None
+    inputs: Inputs,
+    output: ObjectiveOutput,
+    part: Batch,
+    *,
+    everything: bool,
+    leak: torch.Tensor | None,
+    company: torch.Tensor | None,
 ) -> MicroStep:
     return MicroStep(
         output.loss.detach(),
@@ -74,7 +80,9 @@ class Outcome:
 def judge(learner: Learner, done: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
     """Decide on the device, before anybody has looked: every loss and the gradient norm are numbers, and within their limits."""
     runtime = learner.runtime
-    masked, context = (torch.cat([getattr(d, name) for d in done]).float() for name in ("masked_loss_B", "context_loss_B"))
+    masked, context = (
+        torch.cat([getattr(d, name) for d in done]).float() for name in ("masked_loss_B", "context_loss_B")
+    )
     sums = torch.stack((masked.sum(), (~torch.isfinite(masked + context)).float().sum()))
     runtime.sum_(sums)
     loss, grad_norm = sums[0] / learner.config.data.global_batch_size, grad_norm.float()
@@ -107,14 +115,18 @@ def tell(learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: s
     The smallest micro-batch becomes everyone's (F7).
     """
     runtime = learner.runtime
-    losses = [torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in ("masked_loss_B", "context_loss_B")]
+    losses = [
+        torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in ("masked_loss_B", "context_loss_B")
+    ]
     looked = [[x for x in (getattr(d, name) for d in done) if x is not None] for name in ("leak", "company")]
     extremes = [max((float(x) for x in runtime.read(*seen)), default=-1.0) for seen in looked]
     number = float(signal.Signals[asked]) if asked else 0.0
     own = np.concatenate([torch.cat(losses).double().cpu().numpy(), [*extremes, float(learner.micro_batch), number]])
     rows = runtime.exchange(own)
     share = len(losses[0])
-    masked, context = (torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1))
+    masked, context = (
+        torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1)
+    )
     # NaN counts as nothing seen, as it does in max().
     leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-4, -3))
     micro_batch, number = int(rows[:, -2].min()), int(rows[:, -1].max())
@@ -122,7 +134,16 @@ def tell(learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: s
         learner.state = replace(learner.state, micro_batch=micro_batch)
     found = signal.Signals(number).name if number else None
     loss, grad_norm, made = (x.item() for x in runtime.read(outcome.loss, outcome.grad_norm, outcome.made))
-    return Told(masked, context, loss, grad_norm, bool(made), leak if leak >= 0 else None, company if company >= 0 else None, found)
+    return Told(
+        masked,
+        context,
+        loss,
+        grad_norm,
+        bool(made),
+        leak if leak >= 0 else None,
+        company if company >= 0 else None,
+        found,
+    )
 
 
 class OutOfMemory(TrainingError):
@@ -185,7 +206,11 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
         (output.loss / micro_steps).backward()
         # In a compiled step it would be a share of every one: the preflight has looked at it.
         company = _company(learner, inputs, context_weight) if examined and not learner.runtime.steady else None
-        done.append(_keep(inputs, output, part, everything=everything, leak=_leak(inputs) if examined else None, company=company))
+        done.append(
+            _keep(
+                inputs, output, part, everything=everything, leak=_leak(inputs) if examined else None, company=company
+            )
+        )
     return done
 
 
@@ -205,7 +230,9 @@ def _company(learner: Learner, inputs: Inputs, context_weight: torch.Tensor) -> 
     """
     # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
     pair, target_pair = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in (inputs.patches, inputs.target_patches))
-    kept, context, target, tissue = (x[:1] for x in (inputs.index.kept, inputs.index.context, inputs.index.target, inputs.tissue))
+    kept, context, target, tissue = (
+        x[:1] for x in (inputs.index.kept, inputs.index.context, inputs.index.target, inputs.tissue)
+    )
     # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
     every = -(-kept.shape[1] // COMPANY_TOKENS)
     few_seen, few_hidden = ((x[x % every == 0] // every).unsqueeze(0) for x in (context, target))

@@ -18,12 +18,16 @@ STATE = "trackers.json"
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
-def open_trackers(config: TrackingConfig, run: Path, settings: dict[str, Any], first_step: int, rank: int = 0) -> list[Listener]:
+def open_trackers(
+    config: TrackingConfig, run: Path, settings: dict[str, Any], first_step: int, rank: int = 0
+) -> list[Listener]:
     """The trackers that were asked for; none on other ranks than 0. ConfigError where a package is missing."""
     if rank != 0:
         return []
     for name in missing(config):
-        raise ConfigError(f"tracking.{name}: the package {PACKAGES[name]} is not installed; pip install octfm[{name}], or turn it off")
+        raise ConfigError(
+            f"tracking.{name}: the package {PACKAGES[name]} is not installed; pip install octfm[{name}], or turn it off"
+        )
     found: list[Listener] = []
     if config.tensorboard:
         found.append(TensorBoard(run, first_step))

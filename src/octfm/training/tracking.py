@@ -46,7 +46,9 @@ class Metrics:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._unwritten = path, b""
         self.listeners = list(listeners)
-        self._lock = threading.RLock()  # rows come from the loop, and from the thread that speaks up when it stands still
+        self._lock = (
+            threading.RLock()
+        )  # rows come from the loop, and from the thread that speaks up when it stands still
         if path.exists():
             _keep_before(path, first_step, rollbacks)
         self._file = path.open("ab", buffering=0)
@@ -56,7 +58,9 @@ class Metrics:
         with self._lock:
             self._file.close()
             told = [row for row in read_metrics(self._path) if not _stays(row, first_step, rollbacks)]
-            self._path.with_name(f"abandoned-{rollbacks}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+            self._path.with_name(f"abandoned-{rollbacks}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in told)
+            )
             _keep_before(self._path, first_step, rollbacks)
             self._file = self._path.open("ab", buffering=0)
 
@@ -89,7 +93,10 @@ class Metrics:
                 what = type(listener).__name__
                 reason = " ".join(str(error).split())[:200]
                 self.write(
-                    "tracker", step, verdict="watch", sentence=f"{what} failed and is told nothing more: {reason}; metrics.jsonl goes on"
+                    "tracker",
+                    step,
+                    verdict="watch",
+                    sentence=f"{what} failed and is told nothing more: {reason}; metrics.jsonl goes on",
                 )
 
 

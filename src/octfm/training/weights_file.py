@@ -27,8 +27,12 @@ def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[s
             f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's state_dict alone"
         ) from None
     except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})") from None
-    while isinstance(content, dict) and (inner := next((content[k] for k in containers if isinstance(content.get(k), dict)), None)):
+        raise CheckpointError(
+            f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})"
+        ) from None
+    while isinstance(content, dict) and (
+        inner := next((content[k] for k in containers if isinstance(content.get(k), dict)), None)
+    ):
         content = inner
     tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
     if not tensors:

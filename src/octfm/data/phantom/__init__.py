@@ -22,7 +22,9 @@ def phantom_volume(
     age: float = 60.0,
 ) -> tuple[Volume, GroundTruth]:
     """One phantom in memory: the same arguments give the same voxels, and one seed is one participant."""
-    eye = sample_eye((seed, 0), laterality, participant=f"phantom{seed}", age=age, diagnosis=diagnosis, severity=severity)
+    eye = sample_eye(
+        (seed, 0), laterality, participant=f"phantom{seed}", age=age, diagnosis=diagnosis, severity=severity
+    )
     order = list(SCANNERS).index(scanner)
     rng = np.random.default_rng([seed, 0, 100 + order + 1000 * (laterality == "L")])
     return render(eye, SCANNERS[scanner], rng, size)

@@ -122,7 +122,9 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
     aging = {"nfl": -0.002, "gcl": -0.003, "ipl": -0.002, "inl": -0.001}
     spread = {"nfl": 0.10, "gcl": 0.07, "ipl": 0.06, "inl": 0.06, "opl": 0.09, "onl": 0.08, "outer_segment": 0.06}
     scale = {
-        name: float(np.exp(0.05 * z["size"] + spread.get(name, 0.05) * z[name]) * (1 + aging.get(name, 0.0) * (age - 60)))
+        name: float(
+            np.exp(0.05 * z["size"] + spread.get(name, 0.05) * z[name]) * (1 + aging.get(name, 0.0) * (age - 60))
+        )
         for name in LAYERS
     }
     return Anatomy(
@@ -171,7 +173,9 @@ def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.nda
     layers[LAYER["rpe"]] = 19
     # Subfoveal maximum, thinnest towards the disc.
     towards_disc = np.clip(x, 0, 5)
-    layers[LAYER["choroid"]] = anatomy.choroid_um * (1 - anatomy.choroid_nasal_loss * towards_disc) * (1 - 0.012 * r * r)
+    layers[LAYER["choroid"]] = (
+        anatomy.choroid_um * (1 - anatomy.choroid_nasal_loss * towards_disc) * (1 - 0.012 * r * r)
+    )
     for name in LAYERS:
         layers[LAYER[name]] *= anatomy.scale[name]
     for name in _WAVY:

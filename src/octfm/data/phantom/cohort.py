@@ -140,7 +140,9 @@ def _eyes(rng: np.random.Generator, diagnosis: str) -> tuple[dict[Laterality, st
     of_eye: dict[Laterality, str] = {"R": diagnosis, "L": diagnosis}
     if not bilateral:
         of_eye["L" if right_is_ill else "R"] = "healthy"
-    graded = (0.0 if name == "healthy" else round(float(s), 4) for name, s in zip(of_eye.values(), severity, strict=True))
+    graded = (
+        0.0 if name == "healthy" else round(float(s), 4) for name, s in zip(of_eye.values(), severity, strict=True)
+    )
     return of_eye, dict(zip(of_eye, graded, strict=True))
 
 

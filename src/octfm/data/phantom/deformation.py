@@ -40,7 +40,9 @@ def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: n
     for index in np.unique(lesions.cyst_layer).astype(int):
         room = np.zeros(x_mm.shape)
         for x, y, radius, half_height in lesions.cysts[lesions.cyst_layer == index]:
-            room = np.maximum(room, half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * (1.5 * radius + 0.11) ** 2)))
+            room = np.maximum(
+                room, half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * (1.5 * radius + 0.11) ** 2))
+            )
         layers[index] += room
     layers[LAYER["subretinal_fluid"]] += _domes(lesions.subretinal, x_mm, y_mm)
     _pull(lesions, layers, x_mm, y_mm)
@@ -153,7 +155,9 @@ def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
     return height
 
 
-def cyst_spans(lesions: Lesions, surfaces_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+def cyst_spans(
+    lesions: Lesions, surfaces_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray
+) -> list[tuple[np.ndarray, ...]]:
     """Per cyst: the en-face index arrays (d, w) of its footprint, and top and bottom depth in µm there.
 
     A cyst is an ellipsoid around the middle of its layer, kept between IPL and ELM.

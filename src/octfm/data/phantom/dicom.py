@@ -27,7 +27,9 @@ def uid(*parts: object) -> str:
     return str(generate_uid(entropy_srcs=["octfm phantom", *(str(part) for part in parts)]))
 
 
-def to_dataset(volume: Volume, scanner: Scanner, person: Participant, version: str, *, rle: bool | None = None) -> Dataset:
+def to_dataset(
+    volume: Volume, scanner: Scanner, person: Participant, version: str, *, rle: bool | None = None
+) -> Dataset:
     """The file of this volume. Orientation is in patient coordinates: columns run to the patient's left, rows to posterior, and
     frame positions carry superior (+z), so that B-scan order can be recovered."""
     frames, rows, columns = volume.shape
@@ -102,9 +104,16 @@ def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
         ds.PixelData = voxels.tobytes()
     else:
         meta.TransferSyntaxUID, encoder, plugin = _ENCODERS[compression]
-        options = {"rows": voxels.shape[1], "columns": voxels.shape[2], "number_of_frames": 1, "photometric_interpretation": "MONOCHROME2"}
+        options = {
+            "rows": voxels.shape[1],
+            "columns": voxels.shape[2],
+            "number_of_frames": 1,
+            "photometric_interpretation": "MONOCHROME2",
+        }
         options |= {"samples_per_pixel": 1, "bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
-        ds.PixelData = encapsulate([encoder.encode(np.ascontiguousarray(f), encoding_plugin=plugin, **options) for f in voxels])
+        ds.PixelData = encapsulate(
+            [encoder.encode(np.ascontiguousarray(f), encoding_plugin=plugin, **options) for f in voxels]
+        )
     ds["PixelData"].VR = "OB"
     ds["PixelData"].is_undefined_length = compression != "none"
 
@@ -144,7 +153,9 @@ def _add_frames(ds: Dataset, volume: Volume) -> None:
     for index in range(frames):
         superior = ((frames - 1) / 2 - index) * dz * (1 if volume.superior_first else -1)
         content = (
-            _text(0x00209056, "SH", "1") + _numbers(0x00209057, "UL", "<I", index + 1) + _numbers(0x00209157, "UL", "<2I", 1, index + 1)
+            _text(0x00209056, "SH", "1")
+            + _numbers(0x00209057, "UL", "<I", index + 1)
+            + _numbers(0x00209157, "UL", "<2I", 1, index + 1)
         )
         position = _text(0x00200032, "DS", f"{left}\\0.0\\{_ds(superior)}")
         location = _location(superior, volume.extent_mm[2], fundus)
@@ -152,7 +163,9 @@ def _add_frames(ds: Dataset, volume: Volume) -> None:
     tag = Tag("PerFrameFunctionalGroupsSequence")
     value = b"".join(map(_item, items))
     ds[tag] = RawDataElement(tag, "SQ", len(value), value, 0, is_implicit_VR=False, is_little_endian=True)
-    ds.set_original_encoding(False, True, convert_encodings(ds.SpecificCharacterSet))  # as it is written: nothing has to be converted
+    ds.set_original_encoding(
+        False, True, convert_encodings(ds.SpecificCharacterSet)
+    )  # as it is written: nothing has to be converted
 
 
 def _location(superior_mm: float, width_mm: float, fundus: str) -> bytes:
@@ -175,7 +188,9 @@ def _text(tag: int, vr: str, text: str) -> bytes:
 
 
 def _numbers(tag: int, vr: str, form: str, *numbers: float) -> bytes:
-    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), struct.calcsize(form)) + struct.pack(form, *numbers)
+    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), struct.calcsize(form)) + struct.pack(
+        form, *numbers
+    )
 
 
 def _sequence(tag: int, item: bytes) -> bytes:

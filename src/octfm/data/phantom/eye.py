@@ -26,7 +26,9 @@ class Eye:
     """Plane waves across the choroid, and their wave numbers in depth, per mm."""
 
 
-def sample_eye(seed: tuple[int, ...], laterality: Laterality, *, participant: str, age: float, diagnosis: str, severity: float) -> Eye:
+def sample_eye(
+    seed: tuple[int, ...], laterality: Laterality, *, participant: str, age: float, diagnosis: str, severity: float
+) -> Eye:
     """The eye of the participant identified by `seed`; both eyes share the participant's traits, a disease does not change them."""
     side = 0 if laterality == "R" else 1
     shared = np.random.default_rng([*seed, 0])

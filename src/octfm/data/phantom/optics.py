@@ -8,7 +8,9 @@ import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
 
-def speckle(rng: np.random.Generator, shape: tuple[int, int, int], sigma: tuple[float, float], looks: int) -> np.ndarray:
+def speckle(
+    rng: np.random.Generator, shape: tuple[int, int, int], sigma: tuple[float, float], looks: int
+) -> np.ndarray:
     """Fully developed speckle [D, H, W] with mean 1 and contrast 1/√looks, correlated over the point-spread function.
 
     One look is |a complex Gaussian field|², so intensity is exponential (Goodman 2007, Speckle Phenomena in Optics); `looks`
@@ -89,7 +91,11 @@ def log_display(power: np.ndarray, black_db: float, range_db: float, gamma: floa
     dropped = 13
     first, last = np.array([1e-6, 1e4], np.float32).view(np.uint32) >> dropped
     # The middle of each interval stands for it.
-    centre = ((np.arange(first, last, dtype=np.uint32) << dropped) | (1 << (dropped - 1))).view(np.float32).astype(np.float64)
+    centre = (
+        ((np.arange(first, last, dtype=np.uint32) << dropped) | (1 << (dropped - 1)))
+        .view(np.float32)
+        .astype(np.float64)
+    )
     table = np.zeros(1 << (32 - dropped), np.uint8)
     level = np.clip((10 * np.log10(centre) - black_db) / range_db, 0, 1)
     table[first:last] = np.rint(255 * level**gamma)

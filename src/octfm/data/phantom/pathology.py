@@ -173,7 +173,9 @@ def _epiretinal_membrane(rng: np.random.Generator, severity: float, drupelets: n
         drusen=drupelets,
         cysts=_table(x[0] + cx, y[0] + cy, radius, 1000 * radius * rng.uniform(0.4, 0.8, count)),
         cyst_layer=np.full(count, LAYER["inl"]),
-        membrane=_table(x, y, rng.uniform(1.1, 1.6, 1) + 1.2 * severity * rng.uniform(0.5, 1.0, 1), 5 + 10 * severity * np.ones(1)),
+        membrane=_table(
+            x, y, rng.uniform(1.1, 1.6, 1) + 1.2 * severity * rng.uniform(0.5, 1.0, 1), 5 + 10 * severity * np.ones(1)
+        ),
         traction=traction,
         outline=waves(rng, (0.8, 2.5)),
         wrinkles=Waves(np.stack([k * np.cos(angle), k * np.sin(angle)], axis=1), rng.uniform(0, 2 * np.pi, 6)),

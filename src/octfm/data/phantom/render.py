@@ -102,7 +102,9 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
     return volume, truth
 
 
-def en_face_positions(eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3) -> tuple[np.ndarray, np.ndarray]:
+def en_face_positions(
+    eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3
+) -> tuple[np.ndarray, np.ndarray]:
     """[D, W] each: anatomical position (nasal, superior) in mm of every A-scan.
 
     The disc is nasal: to the right of the fovea in a right eye's image, to the left in a left eye's.
@@ -148,7 +150,9 @@ class _Steps:
         self.steps = np.zeros((frames, height + 2, columns), np.float32)
         self.d, self.w = (axis.astype(np.int64) for axis in np.ogrid[:frames, :columns])
 
-    def add(self, edges: np.ndarray, step: np.ndarray | float, d: np.ndarray | None = None, w: np.ndarray | None = None) -> None:
+    def add(
+        self, edges: np.ndarray, step: np.ndarray | float, d: np.ndarray | None = None, w: np.ndarray | None = None
+    ) -> None:
         """Add `step` to all rows from `edges` on; each A-scan (d, w) at most once per call."""
         d, w = self.d if d is None else d, self.w if w is None else w
         edges = np.clip(edges, 0, self.height)
@@ -212,7 +216,14 @@ def _layers(
 
 
 def _add_below_bruch(
-    power: np.ndarray, eye: Eye, scanner: Scanner, edges: np.ndarray, shade: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, dy_mm: float
+    power: np.ndarray,
+    eye: Eye,
+    scanner: Scanner,
+    edges: np.ndarray,
+    shade: np.ndarray,
+    x_mm: np.ndarray,
+    y_mm: np.ndarray,
+    dy_mm: float,
 ) -> None:
     """Choriocapillaris, choroid with dark vessel lumina in bright stroma, then sclera, all fading with depth."""
     bm, csi = edges[SURFACE["bm"]], edges[SURFACE["csi"]]
@@ -275,7 +286,13 @@ def _paint_vessels(power: np.ndarray, depth_um: np.ndarray, half_um: np.ndarray,
 
 
 def _paint_lesions(
-    power: np.ndarray, eye: Eye, depth_um: np.ndarray, edges: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, spacing: Spacing3
+    power: np.ndarray,
+    eye: Eye,
+    depth_um: np.ndarray,
+    edges: np.ndarray,
+    x_mm: np.ndarray,
+    y_mm: np.ndarray,
+    spacing: Spacing3,
 ) -> np.ndarray:
     """Cysts and hyperreflective foci into `power`; returns the lesion mask uint8 [D, H, W]."""
     frames, height, columns = power.shape
@@ -331,7 +348,13 @@ def _blend(power: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.nda
 
 
 def _paint_membrane(
-    power: np.ndarray, lesions: np.ndarray, eye: Eye, edges: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, rows_per_um: float
+    power: np.ndarray,
+    lesions: np.ndarray,
+    eye: Eye,
+    edges: np.ndarray,
+    x_mm: np.ndarray,
+    y_mm: np.ndarray,
+    rows_per_um: float,
 ) -> None:
     """A bright line on the folds of the ILM, with dark pockets under it in the troughs."""
     thickness, gap = membrane_um(eye.lesions, x_mm, y_mm)
@@ -342,7 +365,13 @@ def _paint_membrane(
 
 
 def _paint_hole(
-    power: np.ndarray, lesions: np.ndarray, eye: Eye, edges: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, rows_per_um: float
+    power: np.ndarray,
+    lesions: np.ndarray,
+    eye: Eye,
+    edges: np.ndarray,
+    x_mm: np.ndarray,
+    y_mm: np.ndarray,
+    rows_per_um: float,
 ) -> None:
     """The gap belongs to the mask from the height of its rims down; a torn-off roof floats above it."""
     if eye.lesions.roof:

@@ -45,7 +45,9 @@ def _arcade(rng: np.random.Generator, superior: float, calibre: float) -> tuple[
     return np.stack([x, y + superior * wobble], axis=1), calibre * (1 - 0.55 * t)
 
 
-def _branch(rng: np.random.Generator, start: np.ndarray, radius: float, superior: float, inward: bool) -> tuple[np.ndarray, np.ndarray]:
+def _branch(
+    rng: np.random.Generator, start: np.ndarray, radius: float, superior: float, inward: bool
+) -> tuple[np.ndarray, np.ndarray]:
     t = np.linspace(0, 1, 160)[:, None]
     if inward:
         angle = rng.uniform(0, 2 * np.pi)
@@ -62,7 +64,9 @@ def vessel_profile(vessels: Vessels, x_mm: np.ndarray, y_mm: np.ndarray) -> tupl
 
     Blood scatters forward, so a vessel shows as a round body with a shadow whose edge is softer than its wall.
     """
-    distance, nearest = KDTree(vessels.points_mm).query(np.stack([x_mm.ravel(), y_mm.ravel()], axis=1), distance_upper_bound=0.15)
+    distance, nearest = KDTree(vessels.points_mm).query(
+        np.stack([x_mm.ravel(), y_mm.ravel()], axis=1), distance_upper_bound=0.15
+    )
     hit = np.isfinite(distance)
     radius = vessels.radius_mm[np.where(hit, nearest, 0)]
     distance = np.where(hit, distance, 1.0)

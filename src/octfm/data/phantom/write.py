@@ -27,7 +27,15 @@ PHANTOM_VERSION = "3"
 """Raised by every change that alters bytes; results name it."""
 
 SIDES: tuple[Laterality, ...] = ("R", "L")
-_MODALITIES = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct", "retinal_octa", "retinal_photography")
+_MODALITIES = (
+    "cardiac_ecg",
+    "clinical_data",
+    "environment",
+    "retinal_flio",
+    "retinal_oct",
+    "retinal_octa",
+    "retinal_photography",
+)
 
 
 _Rows = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
@@ -74,7 +82,9 @@ def write_phantom(
 
     out = Path(out)
     _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
-    people = draw_cohort(participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses)
+    people = draw_cohort(
+        participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses
+    )
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -82,7 +92,10 @@ def write_phantom(
     labels: list[dict[str, Any]] = []
     planted: list[dict[str, Any]] = []
     spoilt_files = _plan_defects(people, seed, defects)
-    jobs = (delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index], effect)) for person in people)
+    jobs = (
+        delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index], effect))
+        for person in people
+    )
     written = Parallel(n_jobs=workers or os.cpu_count() or 1, return_as="generator")(jobs)
     for done, (rows, truths, spoilt) in enumerate(cast(Generator[_Rows], written), 1):
         manifest += rows
@@ -96,9 +109,16 @@ def write_phantom(
     _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
     _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
     _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
-    _write_tsv(partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "outcome", "participant_id"))
+    _write_tsv(
+        partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "outcome", "participant_id")
+    )
     settings = {"phantom_version": PHANTOM_VERSION, "participants": participants, "seed": seed, "size": size}
-    settings |= {"scanners": list(scanners), "second_scanner": second_scanner, "fractions": fractions, "defects": defects}
+    settings |= {
+        "scanners": list(scanners),
+        "second_scanner": second_scanner,
+        "fractions": fractions,
+        "defects": defects,
+    }
     settings |= {"zipped": True} if zipped else {}
     settings |= {"diagnoses": list(diagnoses), "effect": effect}
     settings |= {"lesions": LESIONS, "volumes": len(labels), "synthetic": True}
@@ -118,7 +138,9 @@ def _check(
     defects: float,
 ) -> None:
     if out.exists():
-        raise OctfmError(f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another")
+        raise OctfmError(
+            f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another"
+        )
     if count < 1:
         raise OctfmError(f"phantom cohort: expected at least 1 participant, got {count}")
     if seed < 0:
@@ -127,10 +149,14 @@ def _check(
         raise OctfmError(f"phantom cohort: expected a size of at least 4 B-scans x 64 rows x 32 columns, got {size}")
     unknown = [name for name in scanners if name not in SCANNERS]
     if unknown or not scanners:
-        raise OctfmError(f"phantom cohort: unknown scanner {', '.join(unknown) or '(none given)'}; known: {', '.join(SCANNERS)}")
+        raise OctfmError(
+            f"phantom cohort: unknown scanner {', '.join(unknown) or '(none given)'}; known: {', '.join(SCANNERS)}"
+        )
     unknown = [name for name in diagnoses if name not in DIAGNOSES]
     if unknown or not diagnoses:
-        raise OctfmError(f"phantom cohort: unknown diagnosis {', '.join(unknown) or '(none given)'}; known: {', '.join(DIAGNOSES)}")
+        raise OctfmError(
+            f"phantom cohort: unknown diagnosis {', '.join(unknown) or '(none given)'}; known: {', '.join(DIAGNOSES)}"
+        )
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
     if not 0 <= defects <= 1:
@@ -149,7 +175,9 @@ def _write_participant(job: _Job) -> _Rows:
             manifest.append(_manifest_row(volume, scanner, path))
             labels.append(_label_row(volume, truth, job.person, path))
             if defect := job.defects.get((name, laterality)):
-                rng = np.random.default_rng([job.seed, 10, job.person.index, list(SCANNERS).index(name), SIDES.index(laterality)])
+                rng = np.random.default_rng(
+                    [job.seed, 10, job.person.index, list(SCANNERS).index(name), SIDES.index(laterality)]
+                )
                 rows, spoilt = _plant(job, volume, scanner, defect, rng)
                 manifest += rows
                 planted.append(spoilt)
@@ -158,10 +186,19 @@ def _write_participant(job: _Job) -> _Rows:
 
 def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
     """`again`: a second scan of the same eye, with other noise and motion."""
-    stream = [job.seed, 11, job.person.index, list(SCANNERS).index(scanner.name), 0 if laterality == "R" else 1, *([1] if again else [])]
+    stream = [
+        job.seed,
+        11,
+        job.person.index,
+        list(SCANNERS).index(scanner.name),
+        0 if laterality == "R" else 1,
+        *([1] if again else []),
+    ]
     eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
     volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
-    identity = uid("instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape)
+    identity = uid(
+        "instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape
+    )
     return replace(volume, acquisition=identity), truth
 
 
@@ -192,7 +229,13 @@ def _plant(
     listed = _manifest_row(spoilt, scanner, path)
     if defect.kind == "wrong_laterality":
         listed["laterality"] = SIDES[1 - SIDES.index(volume.laterality)]
-    row = {"filepath": path, "kind": defect.kind, "code": defect.code, "outcome": defect.outcome, "participant_id": job.person.participant}
+    row = {
+        "filepath": path,
+        "kind": defect.kind,
+        "code": defect.code,
+        "outcome": defect.outcome,
+        "participant_id": job.person.participant,
+    }
     return [] if defect.same_uid else [listed], row
 
 

@@ -26,32 +26,45 @@ _LEFT_OUT = "nothing to fix, it is left out on purpose"
 
 REASONS: dict[str, Reason] = {
     "empty_file": Reason("the file has no bytes", "fetch it again"),
-    "unreadable": Reason("the file system or the DICOM parser failed on it", "check permissions and the disk, fetch it again"),
+    "unreadable": Reason(
+        "the file system or the DICOM parser failed on it", "check permissions and the disk, fetch it again"
+    ),
     "missing_file": Reason("a DICOMDIR lists it, and it is not there", "copy the whole medium again"),
     "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
-    "unsafe_member": Reason("a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"),
+    "unsafe_member": Reason(
+        "a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"
+    ),
     "decompression_bomb": Reason(
         "a file, or a member of a ZIP archive, that inflates beyond any OCT volume", "unpack it by hand if you trust it"
     ),
     "unsupported_member": Reason(
         "a member of a ZIP archive that is encrypted or compressed in an exotic way", "unpack it, or zip it again"
     ),
-    "not_dicom": Reason("the content is of no format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"),
-    "damaged_file": Reason("a vendor's or research file whose structure is cut or contradicts itself", "fetch or export it again"),
+    "not_dicom": Reason(
+        "the content is of no format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"
+    ),
+    "damaged_file": Reason(
+        "a vendor's or research file whose structure is cut or contradicts itself", "fetch or export it again"
+    ),
     "single_image": Reason(
-        "one image, not a volume", "put the B-scans of a volume, and nothing else, into a folder of their own, numbered in their names"
+        "one image, not a volume",
+        "put the B-scans of a volume, and nothing else, into a folder of their own, numbered in their names",
     ),
     "mixed_images": Reason(
         "images of one folder that are not the B-scans of one volume: other sizes, other names, or numbers that are missing",
         "keep one volume per folder, its B-scans numbered in their names without a gap",
     ),
     "several_volumes": Reason(
-        "a file that holds several volumes, and none was named", "name one of them, such as file.e2e!/series_1_2_3; a scan takes each"
+        "a file that holds several volumes, and none was named",
+        "name one of them, such as file.e2e!/series_1_2_3; a scan takes each",
     ),
     "unknown_axes": Reason(
-        "an array that does not tell which axis is B-scan, axial and lateral", "save it as [B-scan, axial, lateral], or declare its axes"
+        "an array that does not tell which axis is B-scan, axial and lateral",
+        "save it as [B-scan, axial, lateral], or declare its axes",
     ),
-    "incomplete_export": Reason("a file that needs another beside it, which is missing", "copy the whole folder of the export"),
+    "incomplete_export": Reason(
+        "a file that needs another beside it, which is missing", "copy the whole folder of the export"
+    ),
     "contradicting_declaration": Reason(
         "what is declared about the file, in a sidecar or a table, cannot be meant", "correct the sidecar or the table"
     ),
@@ -59,7 +72,9 @@ REASONS: dict[str, Reason] = {
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
     "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
-    "not_layer_heights": Reason("layer heights were expected and something else was given", "give the file of the height map"),
+    "not_layer_heights": Reason(
+        "layer heights were expected and something else was given", "give the file of the height map"
+    ),
     "other_volume": Reason("layer heights of another volume, or of another size", "give the height map of this volume"),
     "not_oct": Reason("DICOM, but no image of the eye that octfm knows", _LEFT_OUT, expected=True),
     "not_raster": Reason(
@@ -67,19 +82,27 @@ REASONS: dict[str, Reason] = {
         f"{_LEFT_OUT}; radial scans are taken with --layouts raster,radial",
         expected=True,
     ),
-    "missing_sop_uid": Reason("without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"),
+    "missing_sop_uid": Reason(
+        "without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"
+    ),
     "missing_pixel_data": Reason("the header is complete but there are no pixels", "export it again with images"),
     "truncated_pixel_data": Reason("the file ends before its pixels do, so the transfer was cut", "fetch it again"),
     "frame_count_mismatch": Reason(
         "NumberOfFrames differs from the B-scans that are there", "export it again, which frames are meant is a guess"
     ),
-    "missing_part": Reason("files of one volume, and not all of them are there", "put all files of the acquisition into one folder"),
-    "inconsistent_parts": Reason(
-        "files that say they are one volume, and differ in size, are there twice or have no order", "remove copies, or export it again"
+    "missing_part": Reason(
+        "files of one volume, and not all of them are there", "put all files of the acquisition into one folder"
     ),
-    "absurd_size": Reason("rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"),
+    "inconsistent_parts": Reason(
+        "files that say they are one volume, and differ in size, are there twice or have no order",
+        "remove copies, or export it again",
+    ),
+    "absurd_size": Reason(
+        "rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"
+    ),
     "unsupported_pixels": Reason(
-        "colour, floating-point, neither 8 nor 16 bit, or signed without saying what is black", "export 8- or 16-bit unsigned grayscale"
+        "colour, floating-point, neither 8 nor 16 bit, or signed without saying what is black",
+        "export 8- or 16-bit unsigned grayscale",
     ),
     "unsupported_transfer_syntax": Reason(
         "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"
@@ -90,28 +113,38 @@ REASONS: dict[str, Reason] = {
     ),
     "decode_failed": Reason("every installed decoder refused the compressed pixels", "fetch it again, or transcode it"),
     "decoder_crashed": Reason(
-        "the process that read it crashed; it was alone in it, and the run went on", "fetch it again, else transcode it and report it"
+        "the process that read it crashed; it was alone in it, and the run went on",
+        "fetch it again, else transcode it and report it",
     ),
     "decoder_timeout": Reason(
-        "reading it took longer than any file of its size should", "fetch it again, else transcode it; on a slow disk allow more seconds"
+        "reading it took longer than any file of its size should",
+        "fetch it again, else transcode it; on a slow disk allow more seconds",
     ),
     "decoder_memory": Reason(
-        "reading it needed more memory than a worker may have", "a huge volume needs a higher limit, or fewer workers; else it is damaged"
+        "reading it needed more memory than a worker may have",
+        "a huge volume needs a higher limit, or fewer workers; else it is damaged",
     ),
     "missing_spacing": Reason(
         "neither the file nor anything beside it states millimetres on all three axes",
         "DICOM: add PixelSpacing; others: declare spacing_mm in NAME.json or a table, or ask for a nominal spacing",
     ),
-    "absurd_spacing": Reason("the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"),
-    "blank_volume": Reason("every voxel has the same value", "nothing was imaged, or the export failed: export it again"),
-    "duplicate_sop_uid": Reason("the same acquisition is already in the catalog, with the same voxels", "remove the copy"),
+    "absurd_spacing": Reason(
+        "the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"
+    ),
+    "blank_volume": Reason(
+        "every voxel has the same value", "nothing was imaged, or the export failed: export it again"
+    ),
+    "duplicate_sop_uid": Reason(
+        "the same acquisition is already in the catalog, with the same voxels", "remove the copy"
+    ),
     "duplicate_pixels": Reason("the same voxels are there under another SOP Instance UID", "remove the copy"),
     "pixels_of_two_participants": Reason(
         "the same voxels are there as another participant's, so that one of the two is wrong, and both together a leak between splits",
         "find out whose they are, and remove the other file",
     ),
     "reused_sop_uid": Reason(
-        "another acquisition in the catalog has this SOP Instance UID and other voxels", "export both again, each needs a UID of its own"
+        "another acquisition in the catalog has this SOP Instance UID and other voxels",
+        "export both again, each needs a UID of its own",
     ),
 }
 """The one list of reason codes; rejects.parquet and the report use no other."""

@@ -73,7 +73,8 @@ def exact_gray(array: np.ndarray, uri: str) -> np.ndarray:
         if low >= 0 and high < 2**16 and (array.dtype.kind != "f" or (array == np.rint(array)).all()):
             return np.ascontiguousarray(array).astype(np.uint8 if high < 256 else np.uint16)
     raise ReadError(
-        "unsupported_pixels", f"{uri}: {array.dtype} values that are no gray levels from 0 to 65,535; save it as uint8 or uint16"
+        "unsupported_pixels",
+        f"{uri}: {array.dtype} values that are no gray levels from 0 to 65,535; save it as uint8 or uint16",
     )
 
 
@@ -88,11 +89,14 @@ def _stream(file: BinaryIO, uri: str) -> Iterator[tuple[BinaryIO, dict[str, obje
         return
     with zipfile.ZipFile(file) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
-        volumes = [name for name in members if name in _NAMES] or [n for n in members if _dimensions(archive, members[n], uri) == 3]
+        volumes = [name for name in members if name in _NAMES] or [
+            n for n in members if _dimensions(archive, members[n], uri) == 3
+        ]
         if len(volumes) != 1:
             found = ", ".join(sorted(members))[:120] or "none"
             raise ReadError(
-                "unknown_axes", f"{uri}: which of its arrays is the volume? ({found}); call one of them volume, [B-scan, axial, lateral]"
+                "unknown_axes",
+                f"{uri}: which of its arrays is the volume? ({found}); call one of them volume, [B-scan, axial, lateral]",
             )
         facts = {name: _fact(archive, members[name], uri) for name in ("spacing_mm", "laterality") if name in members}
         with archive.open(members[volumes[0]]) as stream:
@@ -106,7 +110,9 @@ def _dimensions(archive: zipfile.ZipFile, member: str, uri: str) -> int:
 
 def _fact(archive: zipfile.ZipFile, member: str, uri: str) -> object:
     if archive.getinfo(member).file_size > _FACT_BYTES:
-        raise ReadError("contradicting_declaration", f"{uri}: its {member} is no number or word; see octfm's guide to data")
+        raise ReadError(
+            "contradicting_declaration", f"{uri}: its {member} is no number or word; see octfm's guide to data"
+        )
     with archive.open(member) as stream:
         return np.lib.format.read_array(io.BytesIO(stream.read()), allow_pickle=False).tolist()
 
@@ -122,6 +128,7 @@ def _array_header(stream, uri: str, dimensions: int | None = 3) -> tuple[tuple[i
         raise ReadError("damaged_file", f"{uri}: the header of the array cannot be read; save it again") from None
     if dimensions is not None and (len(shape) != dimensions or dtype.hasobject or dtype.kind not in "iuf"):
         raise ReadError(
-            "unknown_axes", f"{uri}: a {len(shape)}-dimensional array of {dtype.str}; expected [B-scan, axial, lateral] numbers"
+            "unknown_axes",
+            f"{uri}: a {len(shape)}-dimensional array of {dtype.str}; expected [B-scan, axial, lateral] numbers",
         )
     return shape, fortran, dtype

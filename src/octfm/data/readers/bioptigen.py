@@ -17,8 +17,28 @@ from octfm.errors import ReadError
 _START = 6
 """After a magic number and a version."""
 _HEADER = (
-    *("frame_count", "line_count", "line_length", "sample_format", "description", "x_min", "x_max", "x_caption", "y_min", "y_max"),
-    *("y_caption", "scan_type", "scan_depth", "scan_length", "azimuth_length", "elevation_length", "object_distance", "scan_angle"),
+    *(
+        "frame_count",
+        "line_count",
+        "line_length",
+        "sample_format",
+        "description",
+        "x_min",
+        "x_max",
+        "x_caption",
+        "y_min",
+        "y_max",
+    ),
+    *(
+        "y_caption",
+        "scan_type",
+        "scan_depth",
+        "scan_length",
+        "azimuth_length",
+        "elevation_length",
+        "object_distance",
+        "scan_angle",
+    ),
     *("scans", "frames", "doppler", "config"),
 )
 _FRAME = ("date", "timestamp", "lines")
@@ -45,24 +65,33 @@ def open_bscans(uri: str) -> Bscans:
         size = file.seek(0, io.SEEK_END)
         at = _skip_key(file, _START, size, uri)[1]
         facts, at = _fields(file, at, _HEADER, size, uri)
-        count, width, height = (int.from_bytes(facts[name], "little") for name in ("frame_count", "line_count", "line_length"))
+        count, width, height = (
+            int.from_bytes(facts[name], "little") for name in ("frame_count", "line_count", "line_length")
+        )
         shape = (count, height, width)
         check_size(shape, uri, bytes_per_voxel=2)
         at, places = at + 4, []
         for i in range(count):
             frame, at = _fields(file, _skip_key(file, at, size, uri)[1], _FRAME, size, uri)
             if int.from_bytes(frame["lines"], "little") != width:
-                raise ReadError("mixed_images", f"{uri}: B-scan {i + 1} has another width than the first; export it again")
+                raise ReadError(
+                    "mixed_images", f"{uri}: B-scan {i + 1} has another width than the first; export it again"
+                )
             at = _skip_key(file, at, size, uri)[1]
             places.append(at)
             at += 2 * width * height + 4
             if at > size:
-                raise ReadError("truncated_pixel_data", f"{uri}: {size:,} of {at:,} bytes or more; the file is incomplete, fetch it again")
+                raise ReadError(
+                    "truncated_pixel_data",
+                    f"{uri}: {size:,} of {at:,} bytes or more; the file is incomplete, fetch it again",
+                )
         uid = uid_of(file, size)
     scans, frames, kind = (int.from_bytes(facts[name], "little") for name in ("scans", "frames", "scan_type"))
     # Several scans of several frames are repeats, and which of the two counts is which is not known for sure.
     layout: Layout = "repeated" if min(scans, frames) > 1 else _LAYOUTS.get(kind, "repeated")
-    depth_mm, along_mm, across_mm = (_float(facts[name]) for name in ("scan_depth", "azimuth_length", "elevation_length"))
+    depth_mm, along_mm, across_mm = (
+        _float(facts[name]) for name in ("scan_depth", "azimuth_length", "elevation_length")
+    )
 
     def decode() -> np.ndarray:
         voxels = np.empty(shape, np.uint16)
@@ -100,7 +129,9 @@ def _skip_key(file: BinaryIO, at: int, size: int, uri: str) -> tuple[int, int]:
     length = int.from_bytes(file.read(4), "little")
     head = file.read(length + 4) if length <= _LONGEST_KEY else b""
     if len(head) < length + 4 or not head:
-        raise ReadError("truncated_pixel_data", f"{uri}: its fields end or make no sense at byte {at:,} of {size:,}; fetch it again")
+        raise ReadError(
+            "truncated_pixel_data", f"{uri}: its fields end or make no sense at byte {at:,} of {size:,}; fetch it again"
+        )
     return int.from_bytes(head[-4:], "little"), at + 4 + len(head)
 
 

@@ -99,9 +99,14 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
         raise missing_spacing(bscans.uri)
     voxels = bscans.decode()
     if voxels.shape != bscans.shape or voxels.dtype not in (np.uint8, np.uint16):
-        raise ReadError("damaged_file", f"{bscans.uri}: expected voxels {bscans.shape}, got {voxels.dtype} {voxels.shape}; export it again")
+        raise ReadError(
+            "damaged_file",
+            f"{bscans.uri}: expected voxels {bscans.shape}, got {voxels.dtype} {voxels.shape}; export it again",
+        )
     if voxels.min() == voxels.max():
-        raise ReadError("blank_volume", f"{bscans.uri}: every voxel has the same value; nothing was imaged, export it again")
+        raise ReadError(
+            "blank_volume", f"{bscans.uri}: every voxel has the same value; nothing was imaged, export it again"
+        )
     return Volume(
         voxels=arrangement.ordered(voxels, axis=0),
         spacing_mm=spacing_mm,
@@ -128,7 +133,8 @@ def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
     d, h, w = shape
     if min(shape) < 1 or d * h * w * bytes_per_voxel > MAX_BYTES:
         raise ReadError(
-            "absurd_size", f"{uri}: {d} B-scans of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes"
+            "absurd_size",
+            f"{uri}: {d} B-scans of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes",
         )
 
 
@@ -169,7 +175,8 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
         ) from None
     except DAMAGE as error:
         raise ReadError(
-            "damaged_file", f"{uri}: its structure contradicts itself ({type(error).__name__}); fetch or export it again"
+            "damaged_file",
+            f"{uri}: its structure contradicts itself ({type(error).__name__}); fetch or export it again",
         ) from None
 
 
@@ -213,7 +220,9 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
         between, source = arrangement.between_mm, "header+positions"
     if bscans.in_plane_mm is not None and between is not None:
         own = (between, *bscans.in_plane_mm)
-        if declared.spacing_mm and any(abs(mm / other - 1) > 0.05 for mm, other in zip(own, declared.spacing_mm, strict=True)):
+        if declared.spacing_mm and any(
+            abs(mm / other - 1) > 0.05 for mm, other in zip(own, declared.spacing_mm, strict=True)
+        ):
             flags.append("spacing_conflict")
         return own, source, flags
     return declared.spacing_mm, "sidecar" if declared.spacing_mm else "missing", flags
@@ -242,7 +251,10 @@ def _stack(bscans: Bscans) -> Stack | None:
         raise NotRaster("line", f"{bscans.uri}: a single B-scan; a volume needs several parallel B-scans")
     found = _stack_of_lines(bscans.lines, bscans.uri) if bscans.lines is not None else None
     if found is None and bscans.layout not in (None, "raster"):
-        raise NotRaster(bscans.layout, f"{bscans.uri}: a {bscans.layout} scan, as the file says; a volume needs several parallel B-scans")
+        raise NotRaster(
+            bscans.layout,
+            f"{bscans.uri}: a {bscans.layout} scan, as the file says; a volume needs several parallel B-scans",
+        )
     return found
 
 
@@ -253,7 +265,10 @@ def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
     if not np.isfinite(length).all() or max(length.max(), np.ptp(lines.start, axis=0).max()) < 1e-6:
         return None
     if (length < 1e-6).any():
-        raise NotRaster("circle", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs several parallel B-scans")
+        raise NotRaster(
+            "circle",
+            f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs several parallel B-scans",
+        )
     angle = np.arctan2(direction[:, 1], direction[:, 0])
     refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
     across = np.array([-direction[0, 1], direction[0, 0]]) / length[0]

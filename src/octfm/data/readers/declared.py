@@ -51,7 +51,8 @@ def spacing_from(value: object, where: str) -> Spacing3:
         z = y = x = np.nan
     if not all(np.isfinite(mm) and mm > 0 for mm in (z, y, x)):
         raise ReadError(
-            "contradicting_declaration", f"{where}: spacing_mm is {value!r}; expected three positive numbers, [dz, dy, dx] in millimetres"
+            "contradicting_declaration",
+            f"{where}: spacing_mm is {value!r}; expected three positive numbers, [dz, dy, dx] in millimetres",
         )
     return z, y, x
 
@@ -64,8 +65,16 @@ def _parsed(content: bytes, place: str) -> Declared:
     if not isinstance(facts, dict):
         return Declared()
     spacing = facts.get("spacing_mm", facts.get("spacing_mm_zyx"))
-    words = {name: str(facts.get(name) or "").strip() for name in ("laterality", "participant", "scanner", "protocol", "axes")}
+    words = {
+        name: str(facts.get(name) or "").strip()
+        for name in ("laterality", "participant", "scanner", "protocol", "axes")
+    }
     axes = words["axes"].upper()
     if axes and sorted(axes) != ["D", "H", "W"]:
-        raise ReadError("contradicting_declaration", f"{place}: axes is {words['axes']!r}; expected the letters D, H and W, such as DHW")
-    return Declared(**{**words, "axes": axes, "spacing_mm": spacing_from(spacing, place) if spacing is not None else None})
+        raise ReadError(
+            "contradicting_declaration",
+            f"{place}: axes is {words['axes']!r}; expected the letters D, H and W, such as DHW",
+        )
+    return Declared(
+        **{**words, "axes": axes, "spacing_mm": spacing_from(spacing, place) if spacing is not None else None}
+    )

@@ -135,7 +135,9 @@ def slugify(text: str) -> str:
 def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
     """The eye that all stated values agree on, and whether they contradict each other. B and U state nothing."""
     stated = {
-        value for text in values if (value := {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}.get(text.upper()))
+        value
+        for text in values
+        if (value := {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}.get(text.upper()))
     }
     if len(stated) != 1:
         return None, len(stated) > 1
@@ -149,13 +151,22 @@ def _expect_oct(file: OpenFile) -> None:
     dataset, uri = file.dataset, file.uri
     sop_class = text(dataset, "SOPClassUID") or text(dataset.file_meta, "MediaStorageSOPClassUID")
     if not sop_class:
-        raise ReadError("not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again")
-    if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):  # may be cut inside this very value
-        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
+        raise ReadError(
+            "not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again"
+        )
+    if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(
+        sop_class
+    ):  # may be cut inside this very value
+        raise ReadError(
+            "missing_pixel_data",
+            f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
+        )
     if sop_class != OPHTHALMIC_TOMOGRAPHY:
         code = _LEFT_OUT.get(sop_class, "not_oct")
         about = next(iter(referenced_uids(dataset)), "") if code == "layer_heights" else ""
-        raise ReadError(code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}){about and f' of {about}'}; left out", about)
+        raise ReadError(
+            code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}){about and f' of {about}'}; left out", about
+        )
     if not text(dataset, "SOPInstanceUID"):
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
 
@@ -170,7 +181,11 @@ def _describe(dataset, shape: Shape3, uri: str, layouts: Collection[Layout]) -> 
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
     geometry = read_geometry(dataset, shape, scanner, uri, layouts)
     laterality, conflict = lateralities(_stated_lateralities(dataset))
-    flags = (*geometry.flags, *(("laterality_conflict",) if conflict else ()), *(() if laterality or conflict else ("laterality_unknown",)))
+    flags = (
+        *geometry.flags,
+        *(("laterality_conflict",) if conflict else ()),
+        *(() if laterality or conflict else ("laterality_unknown",)),
+    )
     header = Header(
         uri=uri,
         shape=shape,
@@ -207,12 +222,14 @@ def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
     forms = {(p.shape[1:], p.bits_allocated) for p in pixels}
     if len(forms) > 1:
         raise ReadError(
-            "inconsistent_parts", f"{parts[0].uri}: its {len(parts)} files have B-scans of different size or depth; export it again"
+            "inconsistent_parts",
+            f"{parts[0].uri}: its {len(parts)} files have B-scans of different size or depth; export it again",
         )
     frames = sum(p.shape[0] for p in pixels)
     if sum(p.bytes_expected for p in pixels) > MAX_BYTES:
         raise ReadError(
-            "absurd_size", f"{parts[0].uri}: {len(parts)} files of {frames} frames together; expected at most {MAX_BYTES:,} bytes"
+            "absurd_size",
+            f"{parts[0].uri}: {len(parts)} files of {frames} frames together; expected at most {MAX_BYTES:,} bytes",
         )
     return (frames, *pixels[0].shape[1:])
 

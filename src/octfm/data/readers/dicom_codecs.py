@@ -15,7 +15,17 @@ from octfm.errors import ReadError
 RLE = "1.2.840.10008.1.2.5"
 JPEG_2000 = ("1.2.840.10008.1.2.4.90", "1.2.840.10008.1.2.4.91", *(f"1.2.840.10008.1.2.4.{n}" for n in (201, 202, 203)))
 
-DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError)
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """What decoders raise on damaged input. A MemoryError is told as such elsewhere: another decoder would need as much."""
 
 
@@ -132,7 +142,8 @@ def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[tuple[str, 
     if not installed:
         packages = " or ".join(package for _, package, _ in decoders)
         raise ReadError(
-            "unsupported_transfer_syntax", f"{uri}: no installed decoder reads {name}; install {packages}, or transcode the file"
+            "unsupported_transfer_syntax",
+            f"{uri}: no installed decoder reads {name}; install {packages}, or transcode the file",
         )
     return name, installed
 
@@ -153,11 +164,17 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: list[tuple[str, _Dec
             continue
         if form.signed and image.dtype.kind == "i":
             image = image.view(f"u{image.dtype.itemsize}")
-        if image.shape == (form.rows, form.columns) and image.dtype.kind == "u" and 8 * image.dtype.itemsize <= form.bits_allocated:
+        if (
+            image.shape == (form.rows, form.columns)
+            and image.dtype.kind == "u"
+            and 8 * image.dtype.itemsize <= form.bits_allocated
+        ):
             if form.bits_stored < form.bits_allocated and not form.signed and int(image.max()) >> form.bits_stored:
                 return f"{package}: values up to {image.max()} where BitsStored is {form.bits_stored}"
             return image
-        refusals.append(f"{package}: decoded {image.shape} {image.dtype}, expected {form.rows} x {form.columns} uint{form.bits_allocated}")
+        refusals.append(
+            f"{package}: decoded {image.shape} {image.dtype}, expected {form.rows} x {form.columns} uint{form.bits_allocated}"
+        )
     return "; ".join(refusals)
 
 

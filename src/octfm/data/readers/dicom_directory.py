@@ -25,7 +25,10 @@ def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
         file.seek(0)
         for record in dcmread(file, specific_tags=["DirectoryRecordSequence"]).get("DirectoryRecordSequence") or []:
             name = record.get("ReferencedFileID")
-            if name and str(record.get("ReferencedSOPClassUIDInFile", _OPHTHALMIC_TOMOGRAPHY)) == _OPHTHALMIC_TOMOGRAPHY:
+            if (
+                name
+                and str(record.get("ReferencedSOPClassUIDInFile", _OPHTHALMIC_TOMOGRAPHY)) == _OPHTHALMIC_TOMOGRAPHY
+            ):
                 found.append((name,) if isinstance(name, str) else tuple(str(part) for part in name))
     return found
 

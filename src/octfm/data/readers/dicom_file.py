@@ -17,7 +17,14 @@ from octfm.data.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
 from octfm.data.readers.dicom_codecs import DAMAGE, find_decoders
 from octfm.data.readers.dicom_gray import read_gray
 from octfm.data.readers.dicom_groups import Group, is_behind_header, read_groups
-from octfm.data.readers.dicom_pixels import MAX_BYTES, Pixels, check_encapsulated, check_native, find_fragments, find_frames
+from octfm.data.readers.dicom_pixels import (
+    MAX_BYTES,
+    Pixels,
+    check_encapsulated,
+    check_native,
+    find_fragments,
+    find_frames,
+)
 from octfm.data.volume import Shape3
 from octfm.errors import ReadError
 
@@ -101,7 +108,9 @@ def refusing_damage(uri: str) -> Iterator[None]:
         ) from error
     except damaged as error:
         # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
-        raise ReadError("unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again") from None
+        raise ReadError(
+            "unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again"
+        ) from None
 
 
 def _damage() -> tuple[type[Exception], ...]:
@@ -155,7 +164,11 @@ def _refuse_other_formats(head: bytes, uri: str) -> None:
     element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
     short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
     if group not in (2, 8) or element > 0x0100 or not (explicit or short):
-        kind = "a ZIP archive inside another or without the ending .zip; unpack it" if head[:2] == b"PK" else "no format that octfm reads"
+        kind = (
+            "a ZIP archive inside another or without the ending .zip; unpack it"
+            if head[:2] == b"PK"
+            else "no format that octfm reads"
+        )
         raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
 
 
@@ -174,10 +187,13 @@ def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
             asked, most = True, max(most, _declared_bytes(body))
         if body.tell() > most:
             raise ReadError(
-                "decompression_bomb", f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, more than their header explains"
+                "decompression_bomb",
+                f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, more than their header explains",
             )
     if not inflater.eof:
-        raise ReadError("truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again")
+        raise ReadError(
+            "truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again"
+        )
     body.seek(0)
     return body
 
@@ -199,7 +215,9 @@ def _declared_bytes(body: io.BytesIO) -> int:
 def _header_of(body: io.BytesIO, size: int) -> tuple["Dataset", Group]:
     from pydicom.filereader import read_dataset
 
-    dataset = read_dataset(body, is_implicit_VR=False, is_little_endian=True, stop_when=is_behind_header, specific_tags=_tags())
+    dataset = read_dataset(
+        body, is_implicit_VR=False, is_little_endian=True, stop_when=is_behind_header, specific_tags=_tags()
+    )
     return dataset, read_groups(body, size, False, False)
 
 
@@ -225,7 +243,10 @@ def locate_pixels(file: OpenFile) -> Pixels:
     big_endian = transfer_syntax == _BIG_ENDIAN
     keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, dataset.implicit, big_endian)
     if keyword is None:
-        raise ReadError("missing_pixel_data", f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again")
+        raise ReadError(
+            "missing_pixel_data",
+            f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
+        )
     shape, bits_allocated, bits_stored, inverted, signed = _pixel_format(dataset, keyword, uri)
     if length == 0:
         raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
@@ -234,13 +255,17 @@ def locate_pixels(file: OpenFile) -> Pixels:
         find_decoders(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
     if native != (length != 0xFFFFFFFF):
         declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
-        raise ReadError("decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again")
+        raise ReadError(
+            "decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again"
+        )
     frames = None
     if not native:
         fragments, length = find_fragments(stream, offset, file.size, uri)
         frames = find_frames(stream, fragments, transfer_syntax, shape[0], text(dataset, "Manufacturer"), uri)
     gray = read_gray(dataset, uri) if signed else None
-    pixels = Pixels(shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames, gray)
+    pixels = Pixels(
+        shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames, gray
+    )
     if native:
         check_native(pixels, file.size, uri)
     else:
@@ -278,7 +303,10 @@ def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, in
         )
     d, h, w = shape
     if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
-        raise ReadError("absurd_size", f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes")
+        raise ReadError(
+            "absurd_size",
+            f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes",
+        )
     return shape, allocated, stored, photometric == "MONOCHROME1", signed == 1
 
 
@@ -299,7 +327,11 @@ def integer(dataset: Header, keyword: str, default: int) -> int:
 
 def referenced_uids(dataset: Header) -> tuple[str, ...]:
     """SOP Instance UIDs of referenced images, wherever the writer put them: by series, by image, or as what a frame is derived from."""
-    items = [i for series in dataset.get("ReferencedSeriesSequence") or [] for i in series.get("ReferencedInstanceSequence") or []]
+    items = [
+        i
+        for series in dataset.get("ReferencedSeriesSequence") or []
+        for i in series.get("ReferencedInstanceSequence") or []
+    ]
     items += dataset.get("ReferencedImageSequence") or []
     for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
         for group in dataset.get(name) or []:

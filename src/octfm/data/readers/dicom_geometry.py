@@ -57,7 +57,9 @@ class Stack:
     even: bool
 
 
-def read_geometry(dataset: "Dataset", shape: Shape3, scanner: str, uri: str, layouts: Collection[Layout] = RASTER_ONLY) -> Geometry:
+def read_geometry(
+    dataset: "Dataset", shape: Shape3, scanner: str, uri: str, layouts: Collection[Layout] = RASTER_ONLY
+) -> Geometry:
     """Raises ReadError: missing_spacing, absurd_spacing, not_raster where the layout is none of `layouts`.
 
     Of lines, circles and stars dz repeats dx and means nothing (octfm.data.volume.Volume.layout).
@@ -116,7 +118,9 @@ def _distance(
             "tell the distance between B-scans; add one of them",
         )
     if declared == 1.0:
-        raise ReadError("absurd_spacing", f"{uri}: a B-scan distance of exactly 1 mm is a placeholder; correct SliceThickness")
+        raise ReadError(
+            "absurd_spacing", f"{uri}: a B-scan distance of exactly 1 mm is a placeholder; correct SliceThickness"
+        )
     if between is not None or abs(declared / dx - 1) >= 0.01 or shape[0] * declared >= 0.5 * shape[2] * dx:
         return declared, source, ()
     if scanner != "zeiss_cirrus":
@@ -156,14 +160,19 @@ def _lines(frames, shared, shape: Shape3, dx: float) -> Lines | None:
         ends *= length_mm / np.nanmedian(np.where(length > 1e-6, length, np.nan))
         return Lines(ends[:, [1, 0]], ends[:, [3, 2]])
     points = [
-        floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None for f in frames
+        floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None
+        for f in frames
     ]
-    planes = [_first(frame, "PlaneOrientationSequence") or _first(shared, "PlaneOrientationSequence") for frame in frames]
+    planes = [
+        _first(frame, "PlaneOrientationSequence") or _first(shared, "PlaneOrientationSequence") for frame in frames
+    ]
     axes = [floats(plane.get("ImageOrientationPatient")) if plane is not None else None for plane in planes]
     if any(p is None or len(p) != 3 for p in points) or any(a is None or len(a) != 6 for a in axes):
         return None
     start, turned = np.array(points), np.array(axes)
-    if (np.abs(turned[:, 4]) < 0.7).any():  # the beam does not run from front to back, so that left and up cannot be told
+    if (
+        np.abs(turned[:, 4]) < 0.7
+    ).any():  # the beam does not run from front to back, so that left and up cannot be told
         return None
     end = start + length_mm * turned[:, :3]
     return Lines(start[:, [0, 2]] * (1, -1), end[:, [0, 2]] * (1, -1))
@@ -245,7 +254,8 @@ def _dz_from_positions(frames, shared, shape: Shape3, dx: float, uri: str) -> tu
 def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None] | None:
     """Position of each frame along the stack in mm and the sign of superior along it, from ImagePositionPatient."""
     points = [
-        floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None for f in frames
+        floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None
+        for f in frames
     ]
     if any(point is None or len(point) != 3 for point in points):
         return None
@@ -256,7 +266,11 @@ def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None
     if all(axis is not None and len(axis) == 6 for axis in axes):
         directions = np.array(axes)
         refuse_rotating(
-            np.arctan2(np.linalg.norm(np.cross(directions[0, :3], directions[:, :3]), axis=1), directions[:, :3] @ directions[0, :3]), uri
+            np.arctan2(
+                np.linalg.norm(np.cross(directions[0, :3], directions[:, :3]), axis=1),
+                directions[:, :3] @ directions[0, :3],
+            ),
+            uri,
         )
         normal = np.cross(directions[0, :3], directions[0, 3:])
     else:
@@ -278,7 +292,9 @@ def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | No
         return None
     kinds = {str(location.get("OphthalmicImageOrientation", "LINEAR")) for location in locations}
     if kinds & {"NONLINEAR", "TRANSVERSE"}:
-        raise NotRaster("circle", f"{uri}: frames are {' and '.join(sorted(kinds)).lower()}; a volume needs parallel linear B-scans")
+        raise NotRaster(
+            "circle", f"{uri}: frames are {' and '.join(sorted(kinds)).lower()}; a volume needs parallel linear B-scans"
+        )
     lines = [line for location in locations if (line := _line(location)) is not None]
     if len(lines) != len(frames):
         return None
@@ -286,7 +302,9 @@ def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | No
     direction = end - start  # (row, column); rows grow downwards, towards inferior
     length = np.linalg.norm(direction, axis=1)
     if (length < 1e-6).any():
-        raise NotRaster("circle", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs parallel linear B-scans")
+        raise NotRaster(
+            "circle", f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs parallel linear B-scans"
+        )
     angle = np.arctan2(direction[:, 0], direction[:, 1])
     refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
     across = np.array([direction[0, 1], -direction[0, 0]]) / length[0]
@@ -301,7 +319,10 @@ def refuse_rotating(angle: np.ndarray, uri: str) -> None:
     """`angle` [D] in radians against the first frame; a line scanned backwards is still parallel."""
     turned = np.abs((angle + np.pi / 2) % np.pi - np.pi / 2).max()
     if turned > np.deg2rad(5):
-        raise NotRaster("radial", f"{uri}: B-scans turn by {np.rad2deg(turned):.0f} degrees (radial scan); a volume needs parallel ones")
+        raise NotRaster(
+            "radial",
+            f"{uri}: B-scans turn by {np.rad2deg(turned):.0f} degrees (radial scan); a volume needs parallel ones",
+        )
 
 
 def stack_of(along: np.ndarray, superior: int | None, uri: str) -> Stack:
@@ -313,7 +334,9 @@ def stack_of(along: np.ndarray, superior: int | None, uri: str) -> Stack:
     # Not the median: of a place that was scanned twice or more often, it is how far the eye moved in between.
     to_the_next_place = float(np.quantile(steps, 0.9))
     if to_the_next_place < 1e-6 or np.mean(steps < 0.05 * to_the_next_place) > 0.2:
-        raise NotRaster("repeated", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position")
+        raise NotRaster(
+            "repeated", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position"
+        )
     return Stack(
         step=step,
         superior_first=None if superior is None else bool((superior > 0) == falling),
@@ -329,7 +352,8 @@ def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
     ):
         if not low <= mm <= high:
             raise ReadError(
-                "absurd_spacing", f"{uri}: {axis} spacing is {mm:g} mm, retinal OCT has {low:g} to {high:g}; correct the header"
+                "absurd_spacing",
+                f"{uri}: {axis} spacing is {mm:g} mm, retinal OCT has {low:g} to {high:g}; correct the header",
             )
         if not short <= mm * count <= long:
             raise ReadError(

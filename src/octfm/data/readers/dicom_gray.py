@@ -30,7 +30,9 @@ def read_gray(dataset: Any, uri: str) -> Gray:
     rescale = _stated(dataset, "PixelValueTransformationSequence", ("RescaleSlope", "RescaleIntercept"), uri)
     window = _stated(dataset, "FrameVOILUTSequence", ("WindowCenter", "WindowWidth"), uri)
     if rescale is not None and rescale[0] == 0:
-        raise ReadError("unsupported_pixels", f"{uri}: RescaleSlope is 0, which makes every pixel the same; export it again")
+        raise ReadError(
+            "unsupported_pixels", f"{uri}: RescaleSlope is 0, which makes every pixel the same; export it again"
+        )
     slope, intercept = rescale or (1.0, 0.0)
     return Gray(slope, intercept, window if window is not None and window[1] > 1 else None)
 
@@ -75,7 +77,8 @@ def _stated(dataset: Any, sequence: str, keywords: tuple[str, str], uri: str) ->
     found = {pair for place in (dataset, *groups) if (pair := _pair(place, keywords)) is not None}
     if len(found) > 1 or not all(map(isfinite, next(iter(found), ()))):
         raise ReadError(
-            "unsupported_pixels", f"{uri}: {' and '.join(keywords)} differ from B-scan to B-scan or are no numbers; export it again"
+            "unsupported_pixels",
+            f"{uri}: {' and '.join(keywords)} differ from B-scan to B-scan or are no numbers; export it again",
         )
     return next(iter(found), None)
 

@@ -17,7 +17,12 @@ from octfm.data.readers.dicom_file import ELEMENTS, OpenFile, integer, parsed, t
 from octfm.data.readers.dicom_geometry import Geometry
 from octfm.errors import ReadError
 
-_FRAME_GROUPS = ("PixelMeasuresSequence", "PlanePositionSequence", "PlaneOrientationSequence", "OphthalmicFrameLocationSequence")
+_FRAME_GROUPS = (
+    "PixelMeasuresSequence",
+    "PlanePositionSequence",
+    "PlaneOrientationSequence",
+    "OphthalmicFrameLocationSequence",
+)
 
 MAX_PARTS = 10_000
 """No volume has as many files; a damaged number may claim two billions."""
@@ -93,7 +98,10 @@ def merged(datasets: Sequence[Any], frames: Sequence[int]) -> dict[str, Any]:
             "PlaneOrientationSequence": [dataset] if dataset.get("ImageOrientationPatient") else None,
         }
         for frame in own if len(own) == count else [{}] * count:
-            found = {name: frame.get(name) or shared.get(name) or plain.get(name) for name in (*_FRAME_GROUPS, "FrameAnatomySequence")}
+            found = {
+                name: frame.get(name) or shared.get(name) or plain.get(name)
+                for name in (*_FRAME_GROUPS, "FrameAnatomySequence")
+            }
             groups.append({name: value for name, value in found.items() if value})
     first = datasets[0]
     header = {keyword: first.get(keyword) for keyword in ELEMENTS}
@@ -116,23 +124,33 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
     copies = _twice([part.sop_instance_uid for part in parts if part.sop_instance_uid])
     if copies:
         same = [part.uri for part in parts if part.sop_instance_uid == copies[0]]
-        raise ReadError("inconsistent_parts", f"{uri}: {' and '.join(same[:2])} have one SOP Instance UID; remove the copy")
+        raise ReadError(
+            "inconsistent_parts", f"{uri}: {' and '.join(same[:2])} have one SOP Instance UID; remove the copy"
+        )
     by_position = geometry is not None and geometry.spacing_source.endswith("+positions")
     even = by_position and geometry is not None and "uneven_positions" not in geometry.flags
     numbers = [part.number for part in parts if part.number is not None]
     if not joined and (geometry is None or even):
         return
     if (joined or not by_position) and (_twice(numbers) or len(numbers) < len(parts)):
-        problem = f"number {_listed(_twice(numbers))} is there more than once" if _twice(numbers) else "some have no number"
-        raise ReadError("inconsistent_parts", f"{uri}: among {len(parts)} {what}, {problem}; remove copies, or export it again")
+        problem = (
+            f"number {_listed(_twice(numbers))} is there more than once" if _twice(numbers) else "some have no number"
+        )
+        raise ReadError(
+            "inconsistent_parts", f"{uri}: among {len(parts)} {what}, {problem}; remove copies, or export it again"
+        )
     first = 1 if joined else min(numbers, default=1)
     last = max([*numbers, *(part.total for part in parts if part.total)], default=0)
     if last - min([first, *numbers]) > MAX_PARTS:
-        raise ReadError("inconsistent_parts", f"{uri}: {what} are numbered up to {last:,}, expected at most {MAX_PARTS:,}; export it again")
+        raise ReadError(
+            "inconsistent_parts",
+            f"{uri}: {what} are numbered up to {last:,}, expected at most {MAX_PARTS:,}; export it again",
+        )
     expected = range(first, 1 + last)
     if absent := sorted(set(expected) - set(numbers)):
         raise ReadError(
-            "missing_part", f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; put all files of the volume there"
+            "missing_part",
+            f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; put all files of the volume there",
         )
 
 

@@ -77,7 +77,10 @@ def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[
         stream.seek(position)
         head = stream.read(8)
         if len(head) < 8:
-            raise _truncated(uri, f"pixel data ends at byte {size:,} without its end marker, after {max(len(fragments) - 1, 0)} fragments")
+            raise _truncated(
+                uri,
+                f"pixel data ends at byte {size:,} without its end marker, after {max(len(fragments) - 1, 0)} fragments",
+            )
         tag = int.from_bytes(head[:2], "little") << 16 | int.from_bytes(head[2:4], "little")
         length = int.from_bytes(head[4:], "little")
         if tag == _DELIMITER:
@@ -110,19 +113,29 @@ def check_native(pixels: Pixels, size: int, uri: str) -> None:
 
 
 def find_frames(
-    stream: BinaryIO, fragments: tuple[tuple[int, int], ...], transfer_syntax: str, count: int, manufacturer: str, uri: str
+    stream: BinaryIO,
+    fragments: tuple[tuple[int, int], ...],
+    transfer_syntax: str,
+    count: int,
+    manufacturer: str,
+    uri: str,
 ) -> tuple[Frame, ...]:
     """Compressed: as many codestreams as frames, each with its beginning and its end, however many fragments it is cut into.
 
     Raises ReadError: missing_pixel_data, scrambled_pixels, decode_failed, frame_count_mismatch, truncated_pixel_data.
     """
     if not fragments:
-        raise ReadError("missing_pixel_data", f"{uri}: the pixel data are an empty sequence; export it again with images")
+        raise ReadError(
+            "missing_pixel_data", f"{uri}: the pixel data are an empty sequence; export it again with images"
+        )
     heads = [_bytes_at(stream, at, 12) for at, _ in fragments]
     if transfer_syntax == RLE:  # PS3.5 A.4.2: a frame is one fragment
         begins = [True] * len(fragments)
         if not 1 <= int.from_bytes(heads[0][:4], "little") <= 2:
-            raise ReadError("decode_failed", f"{uri}: the first fragment has no RLE header; the pixel data are damaged, fetch it again")
+            raise ReadError(
+                "decode_failed",
+                f"{uri}: the first fragment has no RLE header; the pixel data are damaged, fetch it again",
+            )
     else:
         # No frame begins in the middle of entropy-coded data: it holds no FF D8, and FF 4F FF 51 once in 2^32.
         begins = [head[:3] == b"\xff\xd8\xff" or head[:4] == b"\xff\x4f\xff\x51" or head[:8] == _JP2 for head in heads]
@@ -130,7 +143,8 @@ def find_frames(
             if transfer_syntax in JPEG_2000 and "zeiss" in manufacturer.lower():
                 raise scrambled(uri)
             raise ReadError(
-                "decode_failed", f"{uri}: the first fragment does not start a codestream; the pixel data are damaged, fetch it again"
+                "decode_failed",
+                f"{uri}: the first fragment does not start a codestream; the pixel data are damaged, fetch it again",
             )
     starts = [i for i, begin in enumerate(begins) if begin]
     if len(starts) != count:
@@ -214,7 +228,8 @@ def _decode_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarr
         image = decode_frame(_content(stream, frame), pixels.frame_format, decoders)
         if isinstance(image, str):
             raise ReadError(
-                "decode_failed", f"{uri}: {name} B-scan {number} could not be decoded ({image}); fetch it again, or transcode it"
+                "decode_failed",
+                f"{uri}: {name} B-scan {number} could not be decoded ({image}); fetch it again, or transcode it",
             )
         voxels[number] = image
     return voxels

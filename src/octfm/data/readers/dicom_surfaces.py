@@ -37,7 +37,8 @@ def read_height_map(uri: str | Path) -> HeightMap:
         dataset = dcmread(file, force=True)
         if text(dataset, "SOPClassUID") != HEIGHT_MAP:
             raise ReadError(
-                "not_layer_heights", f"{uri}: expected a height map ({HEIGHT_MAP}), got {text(dataset, 'SOPClassUID')[:64] or 'no DICOM'}"
+                "not_layer_heights",
+                f"{uri}: expected a height map ({HEIGHT_MAP}), got {text(dataset, 'SOPClassUID')[:64] or 'no DICOM'}",
             )
         shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
         content = dataset.get("FloatPixelData")
@@ -46,10 +47,14 @@ def read_height_map(uri: str | Path) -> HeightMap:
         if content is None or len(content) == 0:
             raise ReadError("missing_pixel_data", f"{uri}: no FloatPixelData; export it again")
         if len(content) < 4 * np.prod(shape):
-            raise ReadError("truncated_pixel_data", f"{uri}: {len(content):,} of {4 * np.prod(shape):,} bytes of heights; fetch it again")
+            raise ReadError(
+                "truncated_pixel_data",
+                f"{uri}: {len(content):,} of {4 * np.prod(shape):,} bytes of heights; fetch it again",
+            )
         if len(content) > 4 * np.prod(shape):
             raise ReadError(
-                "frame_count_mismatch", f"{uri}: more heights than {shape[0]} surfaces of {shape[1]} x {shape[2]}; export it again"
+                "frame_count_mismatch",
+                f"{uri}: more heights than {shape[0]} surfaces of {shape[1]} x {shape[2]}; export it again",
             )
         big_endian = not dataset.original_encoding[1]
         heights = np.frombuffer(content, ">f4" if big_endian else "<f4").astype(np.float32).reshape(shape)
@@ -74,12 +79,17 @@ def surfaces_of_volume(volume_uri: str | Path, height_map: HeightMap | str | Pat
     header, frame_order = read_geometry_of(volume_uri)
     surfaces, shape = found.surfaces, found.surfaces.heights_px.shape
     if found.volume_uids and header.sop_instance_uid not in found.volume_uids:
-        raise ReadError("other_volume", f"{surfaces.source}: its surfaces are of {found.volume_uids[0]}, not of {header.sop_instance_uid}")
+        raise ReadError(
+            "other_volume",
+            f"{surfaces.source}: its surfaces are of {found.volume_uids[0]}, not of {header.sop_instance_uid}",
+        )
     if shape[1:] != (header.shape[0], header.shape[2]):
         sizes = f"{shape[1]} B-scans of {shape[2]} A-scans, {header.uri} has {header.shape[0]} of {header.shape[2]}"
         raise ReadError("other_volume", f"{surfaces.source}: surfaces of {sizes}")
     heights = surfaces.heights_px if frame_order is None else surfaces.heights_px[:, list(frame_order)]
-    return replace(surfaces, heights_px=heights, axial_mm=header.spacing_mm[1] if header.spacing_mm else surfaces.axial_mm)
+    return replace(
+        surfaces, heights_px=heights, axial_mm=header.spacing_mm[1] if header.spacing_mm else surfaces.axial_mm
+    )
 
 
 def _without_padding(heights: np.ndarray, dataset: Any) -> np.ndarray:
@@ -94,9 +104,15 @@ def _without_padding(heights: np.ndarray, dataset: Any) -> np.ndarray:
 
 def _row_mm(dataset: Any) -> float | None:
     """Millimetres of a row, from the real-world value mapping, where there is one."""
-    for group in (*(dataset.get("SharedFunctionalGroupsSequence") or []), *list(dataset.get("PerFrameFunctionalGroupsSequence") or [])[:1]):
+    for group in (
+        *(dataset.get("SharedFunctionalGroupsSequence") or []),
+        *list(dataset.get("PerFrameFunctionalGroupsSequence") or [])[:1],
+    ):
         for mapping in group.get("RealWorldValueMappingSequence") or []:
-            slope, unit = floats(mapping.get("RealWorldValueSlope")), mapping.get("MeasurementUnitsCodeSequence") or [{}]
+            slope, unit = (
+                floats(mapping.get("RealWorldValueSlope")),
+                mapping.get("MeasurementUnitsCodeSequence") or [{}],
+            )
             scale = {"mm": 1.0, "um": 1e-3, "": 1.0}.get(text(unit[0], "CodeValue"))
             if slope and scale and 0 < slope[0] * scale < 0.1:
                 return slope[0] * scale

@@ -60,14 +60,18 @@ def open_bscans(uri: str) -> Bscans:
     keys = [key for key in found if not wanted or "_".join(map(str, key)) == wanted.removeprefix("series_")]
     if len(keys) != 1:
         names = ", ".join(f"series_{'_'.join(map(str, key))}" for key in sorted(found))
-        raise ReadError("several_volumes", f"{uri}: which of its {len(found)} series? add {MEMBER} and one of {names[:200]}")
+        raise ReadError(
+            "several_volumes", f"{uri}: which of its {len(found)} series? add {MEMBER} and one of {names[:200]}"
+        )
     key, series = keys[0], found[keys[0]]
     slices = sorted(series.images)
     sizes = {series.images[i][1:] for i in slices}
     if len(sizes) > 1:
         raise ReadError("mixed_images", f"{uri}: B-scans of {len(sizes)} sizes in one series; export it again")
     if 1 < series.stated_count != len(slices):
-        raise ReadError("frame_count_mismatch", f"{uri}: {len(slices)} of {series.stated_count} B-scans are there; export it again")
+        raise ReadError(
+            "frame_count_mismatch", f"{uri}: {len(slices)} of {series.stated_count} B-scans are there; export it again"
+        )
     height, width = sizes.pop()
     shape = (len(slices), height, width)
     check_size(shape, uri, bytes_per_voxel=2)
@@ -183,4 +187,6 @@ def _text(field_bytes: bytes) -> str:
 
 
 def _cut(uri: str, size: int, expected: int) -> ReadError:
-    return ReadError("truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes or more; the file is incomplete, fetch it again")
+    return ReadError(
+        "truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes or more; the file is incomplete, fetch it again"
+    )

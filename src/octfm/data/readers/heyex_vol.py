@@ -17,7 +17,25 @@ _HEADER_BYTES = 2048
 _NO_VALUE = 1e30
 """Reflectivity and layers are the largest float32 where there is none."""
 _PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
-_LAYERS = ("ILM", "BM", "RNFL", "GCL", "IPL", "INL", "OPL", "ONL", "ELM", "IOS", "OPT", "CHO", "VIT", "ANT", "EZ", "IZ", "RPE")
+_LAYERS = (
+    "ILM",
+    "BM",
+    "RNFL",
+    "GCL",
+    "IPL",
+    "INL",
+    "OPL",
+    "ONL",
+    "ELM",
+    "IOS",
+    "OPT",
+    "CHO",
+    "VIT",
+    "ANT",
+    "EZ",
+    "IZ",
+    "RPE",
+)
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -44,7 +62,10 @@ def open_bscans(uri: str) -> Bscans:
             file.seek(first + i * step)
             bscan = file.read(60)
             if not bscan.startswith((b"HSF-BS", b"ep-v")):
-                raise ReadError("damaged_file", f"{uri}: B-scan {i + 1} of {count} does not start where the header says; export it again")
+                raise ReadError(
+                    "damaged_file",
+                    f"{uri}: B-scan {i + 1} of {count} does not start where the header says; export it again",
+                )
             ends[i] = struct.unpack_from("<4d", bscan, 16)
             layer_counts.append(struct.unpack_from("<2I", bscan, 48))
         uid = uid_of(file, size)
@@ -65,7 +86,9 @@ def open_bscans(uri: str) -> Bscans:
         with open_file(uri, whole=True) as stream:
             for i, (layers, offset) in enumerate(layer_counts):
                 if offset + 4 * width * layers > head_bytes:
-                    raise ReadError("damaged_file", f"{uri}: the layers of B-scan {i + 1} reach beyond its header; export it again")
+                    raise ReadError(
+                        "damaged_file", f"{uri}: the layers of B-scan {i + 1} reach beyond its header; export it again"
+                    )
                 stream.seek(first + i * step + offset)
                 layers = min(layers, most)
                 heights[:layers, i] = np.frombuffer(stream.read(4 * width * layers), "<f4").reshape(layers, width)
@@ -112,4 +135,6 @@ def _text(field: bytes) -> str:
 
 
 def _cut(uri: str, size: int, expected: int) -> ReadError:
-    return ReadError("truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes; the file is incomplete, fetch it again")
+    return ReadError(
+        "truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes; the file is incomplete, fetch it again"
+    )

@@ -25,7 +25,13 @@ HEAD_BYTES = 4096
 MAX_BYTES = 64 * 2**20
 """Four times what the layers of 145 wide B-scans take."""
 _NO_VALUE = 1e30
-_LAYOUTS: dict[str, Layout] = {"line": "line", "single": "line", "circle": "circle", "star": "radial", "radial": "radial"}
+_LAYOUTS: dict[str, Layout] = {
+    "line": "line",
+    "single": "line",
+    "circle": "circle",
+    "star": "radial",
+    "radial": "radial",
+}
 
 
 def fits(head: bytes) -> bool:
@@ -58,10 +64,13 @@ def open_bscans(uri: str) -> Bscans:
     for i, place in enumerate(files):
         if (size := image_size(place)) != (height, width):
             raise ReadError(
-                "mixed_images", f"{uri}: B-scan {i + 1} is {width} x {height}, and its image {size[1]} x {size[0]}; export it again"
+                "mixed_images",
+                f"{uri}: B-scan {i + 1} is {width} x {height}, and its image {size[1]} x {size[0]}; export it again",
             )
     scales = np.array([_floats(context, "ScaleY", "ScaleX") for context in contexts])
-    ends = np.array([_floats(context, "Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y") for context in contexts])
+    ends = np.array(
+        [_floats(context, "Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y") for context in contexts]
+    )
     dy, dx = np.median(scales, axis=0) if np.isfinite(scales).all() else (None, None)
     kind = _text(series, "Type").lower()
 
@@ -104,7 +113,9 @@ def _root(uri: str) -> Element:
     try:
         return _parsed(content)
     except (ElementTree.ParseError, ValueError) as error:
-        raise ReadError("damaged_file", f"{uri}: the XML cannot be parsed ({type(error).__name__}); fetch it again") from None
+        raise ReadError(
+            "damaged_file", f"{uri}: the XML cannot be parsed ({type(error).__name__}); fetch it again"
+        ) from None
 
 
 def _parsed(content: bytes) -> Element:
@@ -115,7 +126,11 @@ def _parsed(content: bytes) -> Element:
 
 
 def _series(root: Element, uri: str) -> Element:
-    found = [series for series in root.iter("Series") if any(_text(i, "ImageType/Type") == "OCT" for i in series.findall("Image"))]
+    found = [
+        series
+        for series in root.iter("Series")
+        if any(_text(i, "ImageType/Type") == "OCT" for i in series.findall("Image"))
+    ]
     if len(found) > 1:
         raise ReadError("mixed_images", f"{uri}: holds {len(found)} OCT series; export each into a folder of its own")
     if not found:
@@ -153,7 +168,10 @@ def _files(uri: str, names: list[str]) -> list[str]:
     present = {PurePath(place).name.lower(): place for place in list_folder(str(location(uri).parent))}
     missing = [name or "(no name)" for name in names if name.lower() not in present]
     if missing:
-        raise ReadError("incomplete_export", f"{uri}: {len(missing)} of {len(names)} B-scans are not beside it, for example {missing[0]}")
+        raise ReadError(
+            "incomplete_export",
+            f"{uri}: {len(missing)} of {len(names)} B-scans are not beside it, for example {missing[0]}",
+        )
     if len(set(names)) < len(names):
         raise ReadError("damaged_file", f"{uri}: names one image for two B-scans; export it again")
     return [present[name.lower()] for name in names]
@@ -166,7 +184,10 @@ def _surfaces(images: list[Element], shape: tuple[int, int, int], dy: float | No
         for line in image.iter("SegLine"):
             values = np.array(_text(line, "Array").split(), float)
             if len(values) != shape[2]:
-                raise ReadError("damaged_file", f"{uri}: a layer of B-scan {i + 1} has {len(values)} of {shape[2]} values; export it again")
+                raise ReadError(
+                    "damaged_file",
+                    f"{uri}: a layer of B-scan {i + 1} has {len(values)} of {shape[2]} values; export it again",
+                )
             values[(values > _NO_VALUE) | (values < 0)] = np.nan
             heights[names.index(_text(line, "Name")), i] = values
     return Surfaces(tuple(names), heights, float(dy) if dy else None, uri) if names else None

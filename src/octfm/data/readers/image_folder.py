@@ -20,7 +20,9 @@ def open_bscans(uri: str) -> Bscans:
     exports = heyex_xml.exports_in(inside)
     if len(exports) > 1:
         names = ", ".join(PurePath(place).name for place in exports)
-        raise ReadError("several_volumes", f"{uri}: which of its {len(exports)} HEYEX exports? give one of {names[:200]}")
+        raise ReadError(
+            "several_volumes", f"{uri}: which of its {len(exports)} HEYEX exports? give one of {names[:200]}"
+        )
     if exports:
         return heyex_xml.open_bscans(exports[0])
     files = numbered([place for place in inside if PurePath(place).suffix.lower() in SUFFIXES], uri)
@@ -41,7 +43,10 @@ def open_bscans(uri: str) -> Bscans:
 def numbered(places: list[str], uri: str) -> list[str]:
     """In the order of the one number in which their names differ: 2 before 10. Raises ReadError mixed_images."""
     if not places:
-        raise ReadError("unreadable", f"{uri}: a folder without images; give a file, or a folder whose images are the B-scans of a volume")
+        raise ReadError(
+            "unreadable",
+            f"{uri}: a folder without images; give a file, or a folder whose images are the B-scans of a volume",
+        )
     if len(places) < 2:
         raise ReadError("single_image", f"{uri}: {len(places)} image; a volume needs several B-scans")
     parts = [[*re.split(r"(\d+)", PurePath(place).stem), PurePath(place).suffix.lower()] for place in places]
@@ -57,5 +62,8 @@ def numbered(places: list[str], uri: str) -> list[str]:
     steps = set(np.diff(order).tolist())
     if len(numbers) < len(places) or len(steps) > 1:
         gap = next((a for a, b in pairwise(order) if b - a != min(steps)), order[0])
-        raise ReadError("mixed_images", f"{uri}: the B-scan after number {gap} is missing, or is there twice; fetch the folder again")
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: the B-scan after number {gap} is missing, or is there twice; fetch the folder again",
+        )
     return [numbers[number] for number in order]

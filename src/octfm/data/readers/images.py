@@ -30,7 +30,8 @@ def open_bscans(uri: str) -> Bscans:
             pages = getattr(image, "n_frames", 1)
             if image.format != "TIFF" or pages == 1:
                 raise ReadError(
-                    "single_image", f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages"
+                    "single_image",
+                    f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages",
                 )
             width, height = image.size
             shape = (pages, height, width)
@@ -126,9 +127,19 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
                 yield image
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         code = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed"
-        raise ReadError(code, f"{uri}: no image that can be decoded ({type(error).__name__}); fetch or export it again") from None
-    except (OSError, SyntaxError, TypeError, AttributeError, RuntimeError) as error:  # what Pillow makes of damaged bytes
-        raise ReadError("decode_failed", f"{uri}: the image cannot be decoded ({type(error).__name__}); fetch or export it again") from None
+        raise ReadError(
+            code, f"{uri}: no image that can be decoded ({type(error).__name__}); fetch or export it again"
+        ) from None
+    except (
+        OSError,
+        SyntaxError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # what Pillow makes of damaged bytes
+        raise ReadError(
+            "decode_failed", f"{uri}: the image cannot be decoded ({type(error).__name__}); fetch or export it again"
+        ) from None
 
 
 def _gray(image: "Image", uri: str) -> np.ndarray:
@@ -142,14 +153,20 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
         pixels = pixels.astype(np.uint16)  # how Pillow opens some 16-bit images
     if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
-        raise ReadError("unsupported_pixels", f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, and layer lines not painted in")
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, and layer lines not painted in",
+        )
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
 
 def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
     """`expected` (W, H); every strip or tile has to lie inside the file."""
     if image.size != expected:
-        raise ReadError("mixed_images", f"{where} is {image.width} x {image.height}, expected {expected[0]} x {expected[1]} as the first")
+        raise ReadError(
+            "mixed_images",
+            f"{where} is {image.width} x {image.height}, expected {expected[0]} x {expected[1]} as the first",
+        )
     tags = getattr(image, "tag_v2", {})
     starts, counts = (tags.get(strips, tags.get(tiles, ())) for strips, tiles in ((273, 324), (279, 325)))
     starts, counts = ((value,) if isinstance(value, int) else value for value in (starts, counts))

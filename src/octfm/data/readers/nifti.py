@@ -48,10 +48,14 @@ def open_bscans(uri: str) -> Bscans:
         check_size(header.shape, uri, header.dtype.itemsize)
         needed = header.offset + header.dtype.itemsize * int(np.prod(header.shape))
         if not zipped and size < needed:
-            raise ReadError("truncated_pixel_data", f"{uri}: {size:,} of {needed:,} bytes; the file is incomplete, fetch it again")
+            raise ReadError(
+                "truncated_pixel_data", f"{uri}: {size:,} of {needed:,} bytes; the file is incomplete, fetch it again"
+            )
         uid = uid_of(file, size)
     axes = read_declared(uri).axes or _axes(header.mm, uri)
-    shape, mm = ((tuple(values[axes.index(axis)] for axis in "DHW") if values else None) for values in (header.shape, header.mm))
+    shape, mm = (
+        (tuple(values[axes.index(axis)] for axis in "DHW") if values else None) for values in (header.shape, header.mm)
+    )
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as whole, _stream(whole) as stream:
@@ -83,7 +87,10 @@ def _axes(mm: tuple[float, float, float] | None, uri: str) -> str:
         if mm[middle] >= _AXIAL_FINER * mm[fine] and mm[coarse] >= _BSCANS_COARSER * mm[middle]:
             return "".join({coarse: "D", fine: "H", middle: "W"}[i] for i in range(3))
     told = "states no millimetres" if mm is None else f"voxels of {mm[0]:g} x {mm[1]:g} x {mm[2]:g} mm"
-    raise ReadError("unknown_axes", f'{uri}: {told} do not tell its axes; declare them in a .json of the same name, such as "axes": "WHD"')
+    raise ReadError(
+        "unknown_axes",
+        f'{uri}: {told} do not tell its axes; declare them in a .json of the same name, such as "axes": "WHD"',
+    )
 
 
 def _read_header(stream: BinaryIO, uri: str) -> _Header:

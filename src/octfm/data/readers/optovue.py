@@ -33,12 +33,18 @@ def open_bscans(uri: str) -> Bscans:
         raise ReadError(
             "incomplete_export", f"{uri}: {PurePath(beside).name} is not beside it; copy the whole folder of the export"
         ) from None
-    heights, lengths, counts = (_numbers(pattern, text) for pattern in (r"Window Height", r"Scan Length", r"Scan Usage"))
+    heights, lengths, counts = (
+        _numbers(pattern, text) for pattern in (r"Window Height", r"Scan Length", r"Scan Usage")
+    )
     if len(set(heights)) != 1 or not lengths or len(lengths) != len(counts):
-        raise ReadError("damaged_file", f"{uri}: {PurePath(beside).name} does not say how many B-scans of which size; export it again")
+        raise ReadError(
+            "damaged_file",
+            f"{uri}: {PurePath(beside).name} does not say how many B-scans of which size; export it again",
+        )
     if len(lengths) > 1:
         raise ReadError(
-            "not_raster", f"{uri}: {len(lengths)} groups of B-scans, which lie across each other; a volume needs parallel B-scans"
+            "not_raster",
+            f"{uri}: {len(lengths)} groups of B-scans, which lie across each other; a volume needs parallel B-scans",
         )
     shape = (counts[0], heights[0], lengths[0])
     check_size(shape, uri, bytes_per_voxel=4)
@@ -46,7 +52,9 @@ def open_bscans(uri: str) -> Bscans:
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
     if size < 4 * depth * height * width:
-        raise ReadError("truncated_pixel_data", f"{uri}: {size:,} of {4 * depth * height * width:,} bytes; fetch it again")
+        raise ReadError(
+            "truncated_pixel_data", f"{uri}: {size:,} of {4 * depth * height * width:,} bytes; fetch it again"
+        )
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as stream:

@@ -46,7 +46,9 @@ def open_bscans(uri: str) -> Bscans:
             found = []
             for i, (offset, count) in enumerate(places):
                 stream.seek(offset)
-                found.append(decode_gray(stream.read(count), f"{uri}: B-scan {i + 1} of {shape[0]}", ("JPEG2000", "JPEG")))
+                found.append(
+                    decode_gray(stream.read(count), f"{uri}: B-scan {i + 1} of {shape[0]}", ("JPEG2000", "JPEG"))
+                )
         return np.stack(found)
 
     return Bscans(
@@ -73,11 +75,16 @@ def _chunks(file: BinaryIO, size: int, uri: str) -> Chunks:
             return found
         head = file.read(length[0] + 4) if length else b""
         if not length or len(head) < length[0] + 4:
-            raise ReadError("truncated_pixel_data", f"{uri}: no chunk ends it ({size:,} bytes); the file is incomplete, fetch it again")
+            raise ReadError(
+                "truncated_pixel_data",
+                f"{uri}: no chunk ends it ({size:,} bytes); the file is incomplete, fetch it again",
+            )
         count = int.from_bytes(head[-4:], "little")
         at += 1 + len(head)
         if at + count > size:
-            raise ReadError("truncated_pixel_data", f"{uri}: a chunk reaches to byte {at + count:,} of {size:,}; fetch it again")
+            raise ReadError(
+                "truncated_pixel_data", f"{uri}: a chunk reaches to byte {at + count:,} of {size:,}; fetch it again"
+            )
         found.setdefault(head[:-4].decode("latin-1"), (at, count))
         at += count
 
@@ -93,7 +100,9 @@ def _compressed(file: BinaryIO, chunk: tuple[int, int], uri: str):
         file.seek(at)
         (size,) = struct.unpack("<I", file.read(4))
         if at + 4 + size > offset + length:
-            raise ReadError("truncated_pixel_data", f"{uri}: B-scan {i + 1} of {count} ends after its chunk does; fetch it again")
+            raise ReadError(
+                "truncated_pixel_data", f"{uri}: B-scan {i + 1} of {count} ends after its chunk does; fetch it again"
+            )
         places.append((at + 4, size))
         at += 4 + size
     return mode, shape, places
@@ -111,7 +120,8 @@ def _plain(file: BinaryIO, chunks: Chunks, uri: str):
     needed = 2 * width * height * count
     if bits != 16 or 22 + needed > length:
         raise ReadError(
-            "damaged_file", f"{uri}: {name} of {length:,} bytes for {count} B-scans of {height} x {width}, {bits} bits; fetch it again"
+            "damaged_file",
+            f"{uri}: {name} of {length:,} bytes for {count} B-scans of {height} x {width}, {bits} bits; fetch it again",
         )
     return mode, shape, [(offset + 22, needed)]
 

@@ -22,7 +22,9 @@ _NAME = re.compile(r"([A-Za-z ]*Cube) (\d+)x(\d+)_[\d-]+_[\d-]+_(OD|OS)_sn\d+_cu
 
 def fits(name: str, size: int) -> bool:
     """Whether a file without magic bytes can be a cube: called .img, and of a size that one has."""
-    return PurePath(name).suffix.lower() == ".img" and (size in _CUBES or (size > 0 and size % ROWS == 0 and _named(name) is not None))
+    return PurePath(name).suffix.lower() == ".img" and (
+        size in _CUBES or (size > 0 and size % ROWS == 0 and _named(name) is not None)
+    )
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -34,7 +36,8 @@ def open_bscans(uri: str) -> Bscans:
         check_size(shape, uri)
         if size != depth * ROWS * width:
             raise ReadError(
-                "truncated_pixel_data", f"{uri}: {size:,} of {depth * ROWS * width:,} bytes for {width}x{depth}; fetch it again"
+                "truncated_pixel_data",
+                f"{uri}: {size:,} of {depth * ROWS * width:,} bytes for {width}x{depth}; fetch it again",
             )
         uid = uid_of(file, size)
 

@@ -19,7 +19,9 @@ def calibration(study: Study) -> dict[str, Any]:
     results, skipped = [], []
     for task in study.tasks:
         if task.cases.classes is None:
-            skipped.append({"target": task.name, "sentence": "A number has no probability; its errors are in the table."})
+            skipped.append(
+                {"target": task.name, "sentence": "A number has no probability; its errors are in the table."}
+            )
             continue
         for name, said in study.everyone(task):
             if study.kinds[name] in ("run", "other run", "from scratch"):
@@ -37,7 +39,12 @@ def _judged(study: Study, task: Task, name: str, said: Predictions) -> dict[str,
     assert units.log_prior is not None
     probability = softmax(units.value + units.log_prior)
     rare = part_metric(task.cases, said, "ece").rare
-    row: dict[str, Any] = {"target": task.name, "encoder": name, "n_participants": len(np.unique(units.participant)), "note": few(rare)}
+    row: dict[str, Any] = {
+        "target": task.name,
+        "encoder": name,
+        "n_participants": len(np.unique(units.participant)),
+        "note": few(rare),
+    }
     for metric, fn, chance in metrics_of(task.cases, units):
         if metric in ("ece", "brier"):
             boot = bootstrap(fn, units.participant, resamples=study.resamples, seed=study.seed)
@@ -79,7 +86,10 @@ def _curve(shown: np.ndarray, outcome: np.ndarray) -> list[dict[str, float | int
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
     """Interval of a binomial share (Wilson 1927)."""
-    middle, half = (share + z**2 / (2 * n)) / (1 + z**2 / n), z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    middle, half = (
+        (share + z**2 / (2 * n)) / (1 + z**2 / n),
+        z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)),
+    )
     return float(max(0, middle - half)), float(min(1, middle + half))
 
 
@@ -92,7 +102,9 @@ def _honest(confidence: np.ndarray, participant: np.ndarray, seed: int) -> dict[
     drawn = np.random.default_rng((seed, 3)).random((SIMULATIONS, int(member.max()) + 1))[:, member]
     right = drawn < confidence
     which = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    found = np.sum([np.abs(((confidence - right) * (which == b)).sum(1)) for b in range(BINS)], axis=0) / len(confidence)
+    found = np.sum([np.abs(((confidence - right) * (which == b)).sum(1)) for b in range(BINS)], axis=0) / len(
+        confidence
+    )
     return {"mean": float(found.mean()), "high": float(np.quantile(found, 0.975))}
 
 
@@ -104,7 +116,10 @@ def _line(units: Units, outcome: np.ndarray, study: Study) -> dict[str, Any]:
     found = {}
     for i, name in enumerate(("intercept", "slope")):
         boot = bootstrap(
-            lambda W, i=i: calibration_line(outcome, odds, W)[:, i], units.participant, resamples=study.resamples, seed=study.seed
+            lambda W, i=i: calibration_line(outcome, odds, W)[:, i],
+            units.participant,
+            resamples=study.resamples,
+            seed=study.seed,
         )
         found[name] = estimate(boot)
     return found

@@ -63,7 +63,9 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
 def _by_chance(study: Study, detail: Callable[[int], np.ndarray], a: str, b: str) -> float:
     """Above what strangers on these two scanners reach: their 99 % quantile, and half again as far from their median."""
     rng, people = np.random.default_rng((study.seed, 4)), study.data.participant
-    drawn = np.stack([rng.choice(np.flatnonzero(study.data.scanner == scanner), STRANGERS) for scanner in (a, b)], axis=1).tolist()
+    drawn = np.stack(
+        [rng.choice(np.flatnonzero(study.data.scanner == scanner), STRANGERS) for scanner in (a, b)], axis=1
+    ).tolist()
     found = [same_speckle(detail(i), detail(j)) for i, j in drawn if people[i] != people[j]]
     if not found:
         return 0.0
@@ -86,7 +88,10 @@ def _exact(rows: list[StoreRow], study: Study) -> list[dict[str, Any]]:
                     two = study.data.participant[i] != study.data.participant[j]
                     if (crosses or two) and (study.tested[i] or study.tested[j]) and (i, j) not in known:
                         known.add((i, j))
-                        found.append(_pair(study.data, i, j) | {"by": {"pixels": "native voxels", "checksum": "prepared volume"}[key]})
+                        found.append(
+                            _pair(study.data, i, j)
+                            | {"by": {"pixels": "native voxels", "checksum": "prepared volume"}[key]}
+                        )
     return found
 
 

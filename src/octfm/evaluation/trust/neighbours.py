@@ -52,23 +52,54 @@ def neighbours(study: Study) -> dict[str, Any]:
         query, nearest, gallery = nearest_scans(study, encoder)
         people = study.data.participant[query]
         if len(np.unique(people)) < MIN_PARTICIPANTS or len(gallery) <= NEAREST:
-            return {"results": [], "comparisons": [], "examples": [], "sentence": "Too few scans for neighbours to mean anything."}
+            return {
+                "results": [],
+                "comparisons": [],
+                "examples": [],
+                "sentence": "Too few scans for neighbours to mean anything.",
+            }
         for name, label in {**labels, "scanner": study.data.scanner.astype(object)}.items():
             known = np.array([value is not None for value in label])
             asked = known[query]
             # A neighbour without a label shares none.
             share = (label[nearest[asked]] == label[query[asked]][:, None]).mean(1)
             chance = float(np.mean([(label[gallery] == value).mean() for value in label[query[asked]]]))
-            boot = bootstrap(lambda W, x=share: W @ x / W.sum(1), people[asked], resamples=study.resamples, seed=study.seed)
+            boot = bootstrap(
+                lambda W, x=share: W @ x / W.sum(1), people[asked], resamples=study.resamples, seed=study.seed
+            )
             boots[encoder.name, name] = boot
-            facts = {"target": name, "encoder": encoder.name, "k": NEAREST, "chance": chance, "leakage": name == "scanner"}
-            results.append({**facts, **estimate(boot), "n_queries": int(asked.sum()), "n_participants": len(np.unique(people[asked]))})
+            facts = {
+                "target": name,
+                "encoder": encoder.name,
+                "k": NEAREST,
+                "chance": chance,
+                "leakage": name == "scanner",
+            }
+            results.append(
+                {
+                    **facts,
+                    **estimate(boot),
+                    "n_queries": int(asked.sum()),
+                    "n_participants": len(np.unique(people[asked])),
+                }
+            )
     for name in [*labels, "scanner"]:
         for other in [e.name for e in study.encoders if (e.name, name) in boots and e.name != study.reference]:
             pair = boots[study.reference, name], boots[other, name]
-            facts = {"target": name, "metric": "neighbours", "a": study.reference, "b": other, "leakage": name == "scanner"}
+            facts = {
+                "target": name,
+                "metric": "neighbours",
+                "a": study.reference,
+                "b": other,
+                "leakage": name == "scanner",
+            }
             comparisons.append(difference(*pair, planned=name != "scanner", lower_is_better=name == "scanner", **facts))
-    return {"results": results, "comparisons": claimed(comparisons), "examples": _examples(study, labels), "sentence": None}
+    return {
+        "results": results,
+        "comparisons": claimed(comparisons),
+        "examples": _examples(study, labels),
+        "sentence": None,
+    }
 
 
 def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -108,7 +139,9 @@ def _examples(study: Study, labels: dict[str, np.ndarray]) -> list[dict[str, Any
     return [_example(study, target, labels, int(query[at]), nearest[at].tolist()) for at in places[::step][:EXAMPLES]]
 
 
-def _example(study: Study, target: str | None, labels: dict[str, np.ndarray], query: int, nearest: list[int]) -> dict[str, Any]:
+def _example(
+    study: Study, target: str | None, labels: dict[str, np.ndarray], query: int, nearest: list[int]
+) -> dict[str, Any]:
     names = [str(study.data.acquisition[i]) for i in (query, *nearest)]
     classes = [None if target is None else labels[target][i] for i in (query, *nearest)]
     return {"query": names[0], "nearest": names[1:], "target": target, "labels": classes}

@@ -88,7 +88,9 @@ def trust(
     )  # fmt: skip
     scratch_note = "Left out by --from-scratch-epochs 0."
     if from_scratch_epochs > 0:
-        study, scratch_note = _from_scratch(study, Path(run), opened[0], labels, orders, from_scratch_epochs, out, allow_seen, echo)
+        study, scratch_note = _from_scratch(
+            study, Path(run), opened[0], labels, orders, from_scratch_epochs, out, allow_seen, echo
+        )
     return {
         "format": "octfm-trust",
         "version": 1,
@@ -119,7 +121,12 @@ def trust(
 
 
 def ask(
-    study: Study, store: Store, *, groups: Sequence[str] = (), age_bands: Sequence[float] = AGE_BANDS, echo: Echo = print
+    study: Study,
+    store: Store,
+    *,
+    groups: Sequence[str] = (),
+    age_bands: Sequence[float] = AGE_BANDS,
+    echo: Echo = print,
 ) -> dict[str, Any]:
     """The answer to every question, under its own key."""
     parts: dict[str, Any] = {"skipped": list(study.skipped)}
@@ -174,7 +181,11 @@ def _named(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def _encoders(
-    runs: Mapping[str, Path], external: Mapping[str, tuple[str, Embed]], stores: Sequence[Store], folder: Path, echo: Echo
+    runs: Mapping[str, Path],
+    external: Mapping[str, tuple[str, Embed]],
+    stores: Sequence[Store],
+    folder: Path,
+    echo: Echo,
 ) -> tuple[list[Embeddings], dict[str, Kind]]:
     """The run first, then other runs, then the baselines, then encoders of one's own."""
     found: list[Embeddings] = []
@@ -184,7 +195,11 @@ def _encoders(
         encoder = load_encoder(path, random_init=random_init)
         store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
         echo(f"embedding {len(store)} volumes with {name}")
-        found.append(replace(read_embeddings(embed_store(encoder, store, folder, re.sub(r"[^\w.-]", "_", name), echo)), name=name))
+        found.append(
+            replace(
+                read_embeddings(embed_store(encoder, store, folder, re.sub(r"[^\w.-]", "_", name), echo)), name=name
+            )
+        )
         kinds[name] = kind
 
     first = next(iter(runs))
@@ -195,7 +210,9 @@ def _encoders(
     align(found)
     data = found[0]
     found.append(tissue_map(stores[0], data))
-    found.append(replace(data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner, no image"}))
+    found.append(
+        replace(data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner, no image"})
+    )
     kinds |= {"histogram": "baseline", "tissue_map": "baseline", "metadata": "baseline"}
     for spec, loaded in external.items():
         echo(f"embedding with {spec}")

@@ -60,14 +60,20 @@ def same_eye(study: Study) -> dict[str, Any]:
         if truth is not None:
             row = {"target": task.name, "quantity": "the label itself", "encoder": "label", "form": OVERALL}
             agreements.append(
-                row | estimate(_one_way(truth, several, study)) | {"n_eyes": len(np.unique(truth.eye[several])), "n_participants": people}
+                row
+                | estimate(_one_way(truth, several, study))
+                | {"n_eyes": len(np.unique(truth.eye[several])), "n_participants": people}
             )
         comparisons += [
-            difference(boots[study.reference], b, planned=True, target=task.name, metric="icc", a=study.reference, b=name)
+            difference(
+                boots[study.reference], b, planned=True, target=task.name, metric="icc", a=study.reference, b=name
+            )
             for name, b in boots.items()
             if name in {e.name for e in study.images()} - {study.reference}
         ]
-        pairs += [_pair(study, task, quantity, measured[study.reference], a, b) for a, b in combinations(study.scanners, 2)]
+        pairs += [
+            _pair(study, task, quantity, measured[study.reference], a, b) for a, b in combinations(study.scanners, 2)
+        ]
     retrieval, found = _retrieval(study)
     comparisons += found
     return {
@@ -89,7 +95,10 @@ def _quantity(task: Task) -> tuple[str | None, str]:
         return "log-odds", ""
     if kind == "ordinal":
         return "expected grade", ""
-    return None, "Several classes without an order are no number; agreement is measured on yes-or-no targets, grades and numbers."
+    return (
+        None,
+        "Several classes without an order are no number; agreement is measured on yes-or-no targets, grades and numbers.",
+    )
 
 
 def _seen(study: Study, task: Task, said: Predictions) -> Seen:
@@ -130,7 +139,12 @@ def _several(seen: Seen) -> np.ndarray:
 
 def _one_way(seen: Seen, several: np.ndarray, study: Study) -> Bootstrap:
     eye, value = seen.eye[several], seen.value[several]
-    return bootstrap(lambda W: agreement.icc_one_way(eye, value, W), seen.participant[several], resamples=study.resamples, seed=study.seed)
+    return bootstrap(
+        lambda W: agreement.icc_one_way(eye, value, W),
+        seen.participant[several],
+        resamples=study.resamples,
+        seed=study.seed,
+    )
 
 
 def _pair(study: Study, task: Task, quantity: str, seen: Seen, a: str, b: str) -> dict[str, Any]:
@@ -203,7 +217,9 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         results.append(row)
     reference = boots[study.reference]
     compared = [
-        difference(reference, boot, planned=True, target="same eye", metric="reciprocal_rank", a=study.reference, b=name)
+        difference(
+            reference, boot, planned=True, target="same eye", metric="reciprocal_rank", a=study.reference, b=name
+        )
         for name, boot in boots.items()
         if name != study.reference
     ]

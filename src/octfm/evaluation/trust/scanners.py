@@ -43,12 +43,17 @@ def leave_one_scanner_out(study: Study) -> dict[str, Any]:
         if len(sets) < 2:
             continue
         for encoder in study.encoders:
-            own = {s: {regime: _runs(study, task, encoder, runs) for regime, runs in by.items()} for s, by in sets.items()}
+            own = {
+                s: {regime: _runs(study, task, encoder, runs) for regime, runs in by.items()} for s, by in sets.items()
+            }
             rows, compared = _judged(study, task, encoder, own)
             for row in rows:
                 by = sets.get(row["scanner"])
                 trained = (
-                    [len(np.unique(task.cases.participant[np.concatenate([r.train for r in run])])) for run in by[row["regime"]]]
+                    [
+                        len(np.unique(task.cases.participant[np.concatenate([r.train for r in run])]))
+                        for run in by[row["regime"]]
+                    ]
                     if by
                     else []
                 )
@@ -87,11 +92,19 @@ def training_sets(task: Task, study: Study, scanner: str) -> dict[str, list[tupl
         shares = [min(pair) / pair[mine] for pair in sizes]
         draws = DRAWS if min(shares) < 1 else 1
         return [
-            tuple(r if share == 1 else subset(cases, r, share, study.seed + d) for r, share in zip(rounds, shares, strict=True))
+            tuple(
+                r if share == 1 else subset(cases, r, share, study.seed + d)
+                for r, share in zip(rounds, shares, strict=True)
+            )
             for d in range(draws)
         ]
 
-    return {"within": cut(within, 0), "left_out": cut(others, 1), "left_out_all": [tuple(others)], "every": [tuple(whole)]}
+    return {
+        "within": cut(within, 0),
+        "left_out": cut(others, 1),
+        "left_out_all": [tuple(others)],
+        "every": [tuple(whole)],
+    }
 
 
 def domains(study: Study) -> dict[str, Any]:
@@ -114,7 +127,13 @@ def domains(study: Study) -> dict[str, Any]:
                 parts = [part_metric(task.cases, part(run, keep), task.metric) for run in both]
                 rare = parts[0].rare
                 a, b = (None, None) if rare else _together(parts, study)
-                facts = {"target": task.name, "metric": task.metric, "a": study.reference, "b": other.name, "scanner": where or None}
+                facts = {
+                    "target": task.name,
+                    "metric": task.metric,
+                    "a": study.reference,
+                    "b": other.name,
+                    "scanner": where or None,
+                }
                 row = difference(a, b, planned=True, **facts)
                 comparisons.append(row | {"n_test_participants": parts[0].n_participants, "note": few(rare)})
     return {
@@ -150,10 +169,14 @@ def _judged(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Estimates by scanner and regime, their mean over scanners, and the drops of this encoder."""
     parts = {
-        (s, regime): [part_metric(task.cases, run, task.metric) for run in runs] for s, by in own.items() for regime, runs in by.items()
+        (s, regime): [part_metric(task.cases, run, task.metric) for run in runs]
+        for s, by in own.items()
+        for regime, runs in by.items()
     }
     flat = [p for runs in parts.values() for p in runs]
-    boots = iter(bootstrap_together([(p.metric, p.participants) for p in flat], resamples=study.resamples, seed=study.seed))
+    boots = iter(
+        bootstrap_together([(p.metric, p.participants) for p in flat], resamples=study.resamples, seed=study.seed)
+    )
     of = {key: over_seeds([next(boots) for _ in runs], seed=study.seed) for key, runs in parts.items()}
     facts: dict[str, Any] = {"target": task.name, "metric": task.metric, "encoder": encoder.name}
     rows = []
@@ -166,7 +189,10 @@ def _judged(
     planned = encoder.name == study.reference
     usable = [s for s in own if not parts[s, "within"][0].rare]
     compared = [
-        difference(*(of[s, r] if s in usable else None for r in ("left_out", "within")), planned=planned, **facts, scanner=s) for s in own
+        difference(
+            *(of[s, r] if s in usable else None for r in ("left_out", "within")), planned=planned, **facts, scanner=s
+        )
+        for s in own
     ]
     if len(usable) > 1:
         mean = {regime: mean_of([of[s, regime] for s in usable]) for regime in REGIMES}

@@ -81,7 +81,11 @@ class Study:
 
     def vectors(self, task: Task, encoder: Embeddings) -> Embeddings:
         """Of this encoder for this target: metadata must not hold the answer."""
-        return replace(metadata(self.data, without=task.cases.target.column), name=encoder.name) if encoder.name == "metadata" else encoder
+        return (
+            replace(metadata(self.data, without=task.cases.target.column), name=encoder.name)
+            if encoder.name == "metadata"
+            else encoder
+        )
 
     def said(self, task: Task, encoder: Embeddings) -> Predictions:
         """What a linear model on the encoder's vectors says of every tested row, fitted on all that may be learned from. Kept."""
@@ -126,8 +130,12 @@ def make_study(
             skipped.append({"target": target.name, "sentence": str(reason)})
     if not tasks:
         why = " ".join(s["sentence"] for s in skipped)
-        raise EvaluationError(f"no target can be judged: {why or 'no label column is known'}; give --labels and --target")
-    tested = np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen
+        raise EvaluationError(
+            f"no target can be judged: {why or 'no label column is known'}; give --labels and --target"
+        )
+    tested = (
+        np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen
+    )
     return Study(
         tuple(encoders), dict(kinds), tuple(tasks), tuple(skipped), table, design, seen, tested, dict(pretrained_on or {}),
         allow_seen, resamples, seed,
@@ -135,7 +143,13 @@ def make_study(
 
 
 def make_task(
-    target: Target, data: Embeddings, table: LabelTable | None, design: Design, seen: np.ndarray, allow_seen: bool, seed: int
+    target: Target,
+    data: Embeddings,
+    table: LabelTable | None,
+    design: Design,
+    seen: np.ndarray,
+    allow_seen: bool,
+    seed: int,
 ) -> Task:
     """Raises Skip where there is nothing to learn or too few to learn from."""
     cases, rounds = make_rounds(make_cases(target, data, table), data, design, seen, allow_seen, FOLDS, seed)
@@ -189,7 +203,15 @@ def difference(
 ) -> dict[str, Any]:
     """a − b on the same resamples, before Holm; a verdict is about a. Without a bootstrap: inconclusive."""
     if a is None or b is None:
-        return {**facts, "difference": None, "low": None, "high": None, "p": None, "verdict": "inconclusive", "planned": False}
+        return {
+            **facts,
+            "difference": None,
+            "low": None,
+            "high": None,
+            "p": None,
+            "verdict": "inconclusive",
+            "planned": False,
+        }
     c = compare(a, b)
     verdict = c.verdict
     if lower_is_better and verdict != "inconclusive":
@@ -211,4 +233,7 @@ def claimed(comparisons: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     A comparison that was not planned is never claimed.
     """
     rows = correct(list(comparisons))
-    return [{**c, "claim": c["verdict"] if c["p_holm"] is not None and c["p_holm"] <= LEVEL else "inconclusive"} for c in rows]
+    return [
+        {**c, "claim": c["verdict"] if c["p_holm"] is not None and c["p_holm"] <= LEVEL else "inconclusive"}
+        for c in rows
+    ]

@@ -39,22 +39,30 @@ def subgroups(study: Study, columns: Sequence[str] = (), age_bands: Sequence[flo
                 # A group may lack a class altogether; then there is nothing to compare.
                 parts = [part_metric(task.cases, part(said, keep), metric) for keep in (inside, rest)]
                 rare = parts[0].rare
-                a, b = bootstrap_together([(p.metric, p.participants) for p in parts], resamples=study.resamples, seed=study.seed)
+                a, b = bootstrap_together(
+                    [(p.metric, p.participants) for p in parts], resamples=study.resamples, seed=study.seed
+                )
                 facts = {"target": task.name, "metric": metric, "group": name, "value": value}
                 row = {**facts, **estimate(None if rare else a, a.estimate), "n_participants": parts[0].n_participants}
                 results.append(row | {"n_acquisitions": int(inside.sum()), "lower_is_better": lower, "note": few(rare)})
                 if position and len(present) == 2:
                     continue  # the other one of two is the same comparison
                 usable = not rare and not parts[1].rare
-                gap = difference(a if usable else None, b if usable else None, planned=True, lower_is_better=lower, **facts)
+                gap = difference(
+                    a if usable else None, b if usable else None, planned=True, lower_is_better=lower, **facts
+                )
                 against = "the others" if len(present) > 2 else present[1]
-                comparisons.append(gap | {"against": against, "lower_is_better": lower, "note": few(rare or parts[1].rare)})
+                comparisons.append(
+                    gap | {"against": against, "lower_is_better": lower, "note": few(rare or parts[1].rare)}
+                )
     return {
         "encoder": study.reference,
         "groups": list(dimensions),
         "results": results,
         "comparisons": claimed(comparisons),
-        "sentence": None if results else "No column tells groups apart: no site, age, eye or scanner differs among those tested.",
+        "sentence": None
+        if results
+        else "No column tells groups apart: no site, age, eye or scanner differs among those tested.",
     }
 
 
@@ -63,7 +71,9 @@ def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[floa
     data, table = study.data, study.table
     bands = tuple(age_bands)
     if list(bands) != sorted(set(bands)) or not bands:
-        raise EvaluationError(f"--age-bands: expected rising years such as 50,60,70, got {', '.join(f'{b:g}' for b in bands) or 'none'}")
+        raise EvaluationError(
+            f"--age-bands: expected rising years such as 50,60,70, got {', '.join(f'{b:g}' for b in bands) or 'none'}"
+        )
 
     def column(name: str) -> list[str | None]:
         if table is not None and name in table.columns:
@@ -79,7 +89,9 @@ def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[floa
     for name in columns:
         found[name] = column(name)
         if not any(found[name]):
-            known = sorted({key for labels in data.participant_labels for key in labels} | set(table.columns if table else ()))
+            known = sorted(
+                {key for labels in data.participant_labels for key in labels} | set(table.columns if table else ())
+            )
             raise EvaluationError(f"--group {name}: no label column {name}; columns: {', '.join(known) or 'none'}")
     return {name: values for name, values in found.items() if len({v for v in values if v}) > 1}
 

@@ -69,7 +69,9 @@ def checks(
     return found
 
 
-def examine(config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1) -> list[Check]:
+def examine(
+    config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
+) -> list[Check]:
     """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks.
 
     With `ranks` of more than one, what each of so many would meet on a device of its own that is like this one.
@@ -83,9 +85,13 @@ def examine(config: PretrainConfig, out: Location, device: str | None = None, pl
         measured, _, advice = str(error).partition("; ")
         return [fail("splits", measured, f"{advice} (F16)")]
     config = in_steps(config, len(train_rows))
-    runtime = replace(start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp")
+    runtime = replace(
+        start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp"
+    )
     found = checks(config, store, runtime, train_rows, validation_rows, out)
-    if plot is not None and all(check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")):
+    if plot is not None and all(
+        check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")
+    ):
         from octfm.training.preflight.plot import draw_plot
 
         draw_plot(plot, config, store, train_rows)
@@ -107,7 +113,9 @@ def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.
     held_out = any(row.split == "val" and row.scanner in seen and row.layout in data.layouts for row in store.rows)
     validation = np.array([], np.int64)
     if held_out:
-        validation = select(store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners, data.layouts)
+        validation = select(
+            store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners, data.layouts
+        )
     return train, validation
 
 
@@ -120,7 +128,9 @@ def require(found: list[Check], echo: Callable[[str], None]) -> None:
     if failed:
         first = failed[0]
         more = f" (and {len(failed) - 1} more; octfm doctor lists them)" if len(failed) > 1 else ""
-        raise ConfigError(f"preflight stopped the run before step 0: {first.name}: {first.measured}; {first.advice}{more}")
+        raise ConfigError(
+            f"preflight stopped the run before step 0: {first.name}: {first.measured}; {first.advice}{more}"
+        )
     echo(f"preflight: {len(found)} checks, {sum(c.status == 'PASS' for c in found)} passed")
     for check in found:
         if check.name in ("parameters", "memory", "forecast"):

@@ -28,12 +28,19 @@ def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
     edges = {low, high}
     for whole in range(max(height, width) + 1):
         half = (whole + 0.5) ** 2
-        edges |= {aspect for aspect in (half / (config.block_area * height**2), config.block_area * width**2 / half) if low < aspect < high}
+        edges |= {
+            aspect
+            for aspect in (half / (config.block_area * height**2), config.block_area * width**2 / half)
+            if low < aspect < high
+        }
     ordered = sorted(edges)
     found: dict[tuple[int, int], float] = {}
     for first, last in zip(ordered, ordered[1:] or ordered, strict=False):
         middle = (first + last) / 2
-        rows, columns = (min(max(round(sqrt(config.block_area * share) * n), 1), n) for share, n in ((middle, height), (1 / middle, width)))
+        rows, columns = (
+            min(max(round(sqrt(config.block_area * share) * n), 1), n)
+            for share, n in ((middle, height), (1 / middle, width))
+        )
         found[rows, columns] = found.get((rows, columns), 0.0) + ((last - first) / (high - low) if high > low else 1.0)
     return [BlockSize(*size, probability) for size, probability in found.items()]
 

@@ -42,7 +42,12 @@ class Cost:
 
 
 def step_cost(
-    config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int, ranks: int = 1, sharded: bool = False
+    config: PretrainConfig,
+    preprocessing: Preprocessing,
+    micro_batch: int,
+    micro_steps: int,
+    ranks: int = 1,
+    sharded: bool = False,
 ) -> Cost:
     """Forward, backward and the logged extras of one rank's micro-batch, on fake tensors: a second for ViT-S, no memory, no arithmetic.
 
@@ -50,12 +55,24 @@ def step_cost(
     allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is within 20 % of what a real
     run's process grows by (`tests/test_preflight_resources.py`).
     """
-    return _step_cost(config.model_dump_json(), preprocessing.model_dump_json(), micro_batch, micro_steps, ranks, sharded and ranks > 1)
+    return _step_cost(
+        config.model_dump_json(),
+        preprocessing.model_dump_json(),
+        micro_batch,
+        micro_steps,
+        ranks,
+        sharded and ranks > 1,
+    )
 
 
 @functools.lru_cache(maxsize=32)
-def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int, ranks: int, sharded: bool) -> Cost:
-    config, preprocessing = PretrainConfig.model_validate_json(config_json), Preprocessing.model_validate_json(preprocessing_json)
+def _step_cost(
+    config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int, ranks: int, sharded: bool
+) -> Cost:
+    config, preprocessing = (
+        PretrainConfig.model_validate_json(config_json),
+        Preprocessing.model_validate_json(preprocessing_json),
+    )
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -78,12 +95,17 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
         # which says that something of that size is missing there (docs/LOG.md).
         # torch counts the fused kernels of accelerators, not the CPU's.
         fused = {
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+                q, k, v
+            ),
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
                 lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
             ),
         }
-        ledger, counter = _Ledger(model.parameters() if sharded else ()), FlopCounterMode(display=False, custom_mapping=fused)
+        ledger, counter = (
+            _Ledger(model.parameters() if sharded else ()),
+            FlopCounterMode(display=False, custom_mapping=fused),
+        )
         with ledger, counter:
             inputs = _inputs(config, preprocessing, micro_batch, kept, num_context, num_target)
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
@@ -100,7 +122,9 @@ def _step_cost(config_json: str, preprocessing_json: str, micro_batch: int, micr
     # they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
-    activations = 4 * (2 * trained + count_parameters(model)) // shares + int(ALLOCATOR * (forward + kept_bytes + gathered))
+    activations = 4 * (2 * trained + count_parameters(model)) // shares + int(
+        ALLOCATOR * (forward + kept_bytes + gathered)
+    )
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects those of all ranks.
     copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
     telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
@@ -125,11 +149,15 @@ def _give_away(parameter: torch.Tensor) -> None:
 def _gathered(model: torch.nn.Module) -> int:
     """Bytes that one rank holds whole for a while (fsdp): what is outside blocks, and of two blocks at a time weights and gradients, each
     with the buffer that it travels in."""
-    blocks = [count_parameters(block) for part in model.modules() if isinstance(part, torch.nn.ModuleList) for block in part]
+    blocks = [
+        count_parameters(block) for part in model.modules() if isinstance(part, torch.nn.ModuleList) for block in part
+    ]
     return 4 * (2 * (count_parameters(model) - sum(blocks)) + 4 * max(blocks, default=0))
 
 
-def _inputs(config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int):
+def _inputs(
+    config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int
+):
     """What `make_inputs` allocates on the device for one micro-batch, call by call."""
     places = (torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target))
     index = TokenIndex(*places, tissue=torch.ones(batch, kept, dtype=torch.bool))
@@ -192,7 +220,9 @@ class Speed:
 
     def seconds(self, cost: Cost) -> float:
         """Forecast of one step: products, then memory traffic (each written byte was also read twice), then launches."""
-        return cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
+        return (
+            cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
+        )
 
 
 @torch.no_grad()

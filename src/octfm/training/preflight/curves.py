@@ -18,7 +18,13 @@ def learning_rate(schedule: Schedule) -> list[Check]:
     measured = f"{curve[0]:.2e} at step 0, peak {curve.max():.2e} at step {curve.argmax()}, {curve[-1]:.2e} at the end"
     found = []
     if not (curve > 0).all():
-        found.append(fail("learning rate", f"0 at step {int(np.argmin(curve > 0))}", "a step with learning rate 0 trains nothing (F2)"))
+        found.append(
+            fail(
+                "learning rate",
+                f"0 at step {int(np.argmin(curve > 0))}",
+                "a step with learning rate 0 trains nothing (F2)",
+            )
+        )
     rises = np.flatnonzero(np.diff(curve) > 1e-12 * peak) + 1
     late = rises[rises > schedule.warmup_steps]
     if late.size:
@@ -30,7 +36,13 @@ def learning_rate(schedule: Schedule) -> list[Check]:
         found.append(fail("learning rate", again, "one warm-up has no second beginning (F1)"))
     declared = schedule.config.lr_shape == "constant" or schedule.config.min_lr_ratio > 1 - 1e-6
     if schedule.steps > schedule.warmup_steps + 1 and not declared and curve[-1] >= curve.max():
-        found.append(fail("learning rate", f"{measured}: it never decays", "set schedule.lr_shape=constant if that is what you want (F1)"))
+        found.append(
+            fail(
+                "learning rate",
+                f"{measured}: it never decays",
+                "set schedule.lr_shape=constant if that is what you want (F1)",
+            )
+        )
     return found or [passed("learning rate", f"one warm-up, then {schedule.config.lr_shape}: {measured}")]
 
 
@@ -40,10 +52,14 @@ def weight_decay(schedule: Schedule) -> Check:
     measured = f"{curve[0]:g} at step 0, {curve[-1]:g} at the end"
     if not np.isfinite(curve).all() or curve.min() < 0:
         bad = int(np.argmin(np.isfinite(curve) & (curve >= 0)))
-        return fail("weight decay", f"{curve[bad]:g} at step {bad}", "it must be 0 or more: below 0 weights grow without end")
+        return fail(
+            "weight decay", f"{curve[bad]:g} at step {bad}", "it must be 0 or more: below 0 weights grow without end"
+        )
     change = np.diff(curve)
     if (change > 0).any() and (change < 0).any():
-        return fail("weight decay", f"{measured}, and it rises and falls in between", "let it be constant or go one way")
+        return fail(
+            "weight decay", f"{measured}, and it rises and falls in between", "let it be constant or go one way"
+        )
     return passed("weight decay", measured)
 
 
@@ -53,13 +69,25 @@ def teacher(schedule: Schedule) -> Check:
     outside = (curve < 0) | (curve > 1)
     if outside.any():
         bad = int(outside.argmax())
-        return fail("teacher momentum", f"{curve[bad]:.4f} at step {bad}", "an average needs a momentum from 0 to 1; see schedule.ema_base")
+        return fail(
+            "teacher momentum",
+            f"{curve[bad]:.4f} at step {bad}",
+            "an average needs a momentum from 0 to 1; see schedule.ema_base",
+        )
     if (falls := np.diff(curve) < -1e-12).any():
-        return fail("teacher momentum", f"falls at step {int(falls.argmax()) + 1}", "raise schedule.ema_end above schedule.ema_base")
+        return fail(
+            "teacher momentum",
+            f"falls at step {int(falls.argmax()) + 1}",
+            "raise schedule.ema_end above schedule.ema_base",
+        )
     quarter = ceil(schedule.steps / 4)
     left = float(np.prod(curve[:quarter]))
     measured = f"{left:.1%} of the initial teacher is left after {quarter} steps (momentum from {schedule.ema_base:.5f} to {curve[-1]:.5f})"
     if left <= 0.05 + 1e-9:
         return passed("teacher momentum", measured)
     advice = "lower schedule.ema_base, or set it to null to derive it from the run length (F11)"
-    return fail("teacher momentum", measured, advice) if schedule.steps >= LONG_RUN else warn("teacher momentum", measured, advice)
+    return (
+        fail("teacher momentum", measured, advice)
+        if schedule.steps >= LONG_RUN
+        else warn("teacher momentum", measured, advice)
+    )

@@ -46,7 +46,9 @@ def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sampl
         elapsed += time.perf_counter() - start
         tokens.append(token_map(arrays.band, arrays.valid, size, patch))
         depth.append((arrays.band[:, 1] - arrays.band[:, 0]).clip(0))
-    return Sample(chosen, np.concatenate(tokens), float(np.mean(np.concatenate(depth))), len(chosen) / max(elapsed, 1e-9))
+    return Sample(
+        chosen, np.concatenate(tokens), float(np.mean(np.concatenate(depth))), len(chosen) / max(elapsed, 1e-9)
+    )
 
 
 def patches_tile(config: PretrainConfig, store: Store) -> Check:
@@ -55,7 +57,9 @@ def patches_tile(config: PretrainConfig, store: Store) -> Check:
     try:
         grid: Shape3 = token_grid(size, patch)
     except ValueError as error:
-        return fail("token grid", str(error).partition(";")[0], "choose a model.patch_size that divides the store's volumes")
+        return fail(
+            "token grid", str(error).partition(";")[0], "choose a model.patch_size that divides the store's volumes"
+        )
     return passed("token grid", "{} x {} x {} tokens".format(*grid))
 
 
@@ -70,7 +74,9 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
     product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
     scanners = set(data.scanners or [row.scanner for row in store.rows]) - set(data.leave_out_scanners)
-    if left_out := sum(row.split == "train" and row.scanner in scanners and row.layout not in data.layouts for row in store.rows):
+    if left_out := sum(
+        row.split == "train" and row.scanner in scanners and row.layout not in data.layouts for row in store.rows
+    ):
         measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] takes them)"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
@@ -86,13 +92,19 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
         for step in (0, 1, config.steps - 1):
             shares = []
             for rank in range(count):
-                with Loader(store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners) as loader:
+                with Loader(
+                    store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners
+                ) as loader:
                     shares.append(loader.positions(step))
             together = np.sort(np.concatenate(shares))
             if not np.array_equal(together, step * batch + np.arange(batch)):
                 repeated = len(together) - len(np.unique(together))
                 measured = f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice"
-                return fail("ranks", measured, "every rank must take its own places of the global batch; report this as a bug (F10)")
+                return fail(
+                    "ranks",
+                    measured,
+                    "every rank must take its own places of the global batch; report this as a bug (F10)",
+                )
     if not worlds:
         return passed("ranks", "one rank; a global batch of this size cannot be shared by 2 or 4")
     return passed("ranks", f"disjoint shares of the global batch with {' or '.join(map(str, worlds))} ranks")
@@ -101,7 +113,9 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
 def prepared(store: Store) -> Check:
     """Volumes as this version prepares them, and bytes as they were written, on a sample."""
     if store.fingerprint != store.preprocessing.fingerprint():
-        return fail("store", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)")
+        return fail(
+            "store", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)"
+        )
     try:
         count = store.verify(sample=min(CHECKSUMS, len(store)))
     except StoreError as error:
@@ -114,8 +128,12 @@ def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) ->
     """No participant in two splits (F16), and somebody to validate on (F12)."""
     train, validation = ({store.rows[row].participant for row in rows} for rows in (train_rows, validation_rows))
     if shared := train & validation:
-        return fail("splits", f"{len(shared)} participants are in training and validation", "split by participant (F16)")
+        return fail(
+            "splits", f"{len(shared)} participants are in training and validation", "split by participant (F16)"
+        )
     measured = f"{len(train)} participants to train on, {len(validation)} to validate on"
     if not validation:
-        return warn("splits", measured, "without validation participants there is no validation loss; scan with a val split")
+        return warn(
+            "splits", measured, "without validation participants there is no validation loss; scan with a val split"
+        )
     return passed("splits", measured)

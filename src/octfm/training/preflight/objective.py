@@ -42,7 +42,9 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
     if model.target_encoder is None:
         return found
     if taught := sum(float(p.grad.abs().sum()) for p in model.target_encoder.parameters() if p.grad is not None):
-        found.append(fail("teacher gets no gradient", f"gradient {taught:.1e}", "the target encoder must only be averaged (F11)"))
+        found.append(
+            fail("teacher gets no gradient", f"gradient {taught:.1e}", "the target encoder must only be averaged (F11)")
+        )
     else:
         found.append(passed("teacher gets no gradient", "none"))
     # One real update: what the optimizer changes in the encoder must arrive in the teacher.
@@ -52,7 +54,13 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
     if any(not torch.equal(a, b) for a, b in zip(before, model.target_encoder.parameters(), strict=True)):
         found.append(passed("teacher moves", "it follows the first update"))
     else:
-        found.append(fail("teacher moves", "the target encoder is unchanged after an update", "its average is not being taken (F11)"))
+        found.append(
+            fail(
+                "teacher moves",
+                "the target encoder is unchanged after an update",
+                "its average is not being taken (F11)",
+            )
+        )
     return found
 
 
@@ -80,7 +88,13 @@ def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.n
     distinct = len(np.unique(inputs.masks.kept[0]))
     if target < 0.5 * config.masks.mask_ratio * distinct or not context:
         measured = f"{target} of {distinct} tokens of a held-out volume are targets, {context} are context"
-        return [fail("validation masks", measured, "a loss without targets is always 0, and the first epoch would look best (F12)")]
+        return [
+            fail(
+                "validation masks",
+                measured,
+                "a loss without targets is always 0, and the first epoch would look best (F12)",
+            )
+        ]
     return [passed("validation masks", f"{target} targets and {context} context tokens in a held-out volume")]
 
 
@@ -94,7 +108,9 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     name = "objective learns"
     rows = train_rows[np.linspace(0, len(train_rows) - 1, min(VOLUMES, len(train_rows))).astype(int)]
     if len(rows) < 2:
-        return warn(name, "one training volume: whether answers depend on content cannot be told", "train on more volumes")
+        return warn(
+            name, "one training volume: whether answers depend on content cannot be told", "train on more volumes"
+        )
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
     patches, index = _shared_masks(tiny, store, rows)
@@ -112,10 +128,16 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
         own, other = _losses_with_shuffled_targets(model, patches, index, weight)
         rise = other / max(own, 1e-12) - 1
     if not np.isfinite(rise):
-        return fail(name, f"the loss of a tiny copy is {own} after {steps} steps", "the objective is not differentiable as it stands")
+        return fail(
+            name,
+            f"the loss of a tiny copy is {own} after {steps} steps",
+            "the objective is not differentiable as it stands",
+        )
     measured = f"{steps} steps on {len(rows)} volumes: loss {first:.3f} to {own:.3f}; targets of another volume raise it by {rise:.0%}"
     if rise < CONTENT_RISE:
-        return fail(name, measured, "its answers do not depend on what it sees; check the teacher, masks and targets (F11)")
+        return fail(
+            name, measured, "its answers do not depend on what it sees; check the teacher, masks and targets (F11)"
+        )
     return passed(name, measured)
 
 
@@ -127,7 +149,9 @@ def _tiny(config: PretrainConfig) -> PretrainConfig:
         update={
             "model": config.model.model_copy(update={"width": width, "heads": 2, "depth": depth}),
             "predictor": config.predictor.model_copy(update={"width": 32, "heads": 1, "depth": 1}),
-            "objective": config.objective.model_copy(update={"target_levels": min(depth, config.objective.target_levels)}),
+            "objective": config.objective.model_copy(
+                update={"target_levels": min(depth, config.objective.target_levels)}
+            ),
             "masks": config.masks.model_copy(update={"budget": budget}),
         }
     )
@@ -140,11 +164,18 @@ def _trained(model: Objective) -> list[Tensor]:
 
 def _batch(store: Store, rows: np.ndarray) -> Batch:
     arrays = store.read(rows)
-    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, tuple(store.rows[row].scanner for row in rows), 0.0)
+    return Batch(
+        arrays.voxels, arrays.band, arrays.valid, rows, rows, tuple(store.rows[row].scanner for row in rows), 0.0
+    )
 
 
 def _index(masks) -> TokenIndex:
-    return TokenIndex(*(torch.from_numpy(x) for x in (masks.kept, masks.where(masks.context), masks.where(masks.target), masks.tissue)))
+    return TokenIndex(
+        *(
+            torch.from_numpy(x)
+            for x in (masks.kept, masks.where(masks.context), masks.where(masks.target), masks.tissue)
+        )
+    )
 
 
 def _one_volume(config: PretrainConfig, store: Store, row: int):
@@ -175,7 +206,9 @@ def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> tup
 
 
 @torch.no_grad()
-def _losses_with_shuffled_targets(model: Objective, patches: Tensor, index: TokenIndex, weight: float) -> tuple[float, float]:
+def _losses_with_shuffled_targets(
+    model: Objective, patches: Tensor, index: TokenIndex, weight: float
+) -> tuple[float, float]:
     """Masked loss with each volume's own targets, and with those of the next volume."""
     own = model(patches, patches, index, weight)
     other = model(patches, patches.roll(1, 0), index, weight)

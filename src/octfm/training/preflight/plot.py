@@ -25,7 +25,11 @@ def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.n
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")
         top, bottom = figure.subplots(2, 3)
-        curves = (("learning rate", schedule.lr), ("weight decay", schedule.weight_decay), ("EMA momentum of the teacher", schedule.ema))
+        curves = (
+            ("learning rate", schedule.lr),
+            ("weight decay", schedule.weight_decay),
+            ("EMA momentum of the teacher", schedule.ema),
+        )
         for axes, (title, curve) in zip(top, curves, strict=True):
             axes.plot(steps, [curve(int(step)) for step in steps], color=OBSERVED)
             axes.set_title(title, loc="left")
@@ -37,7 +41,9 @@ def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.n
             expected, error = coverage.expected[axis], coverage.standard_error[axis]
             known, drawn = np.isfinite(expected), error > 0
             low, high = expected * (1 - TOLERANCE[axis]), expected * (1 + TOLERANCE[axis])
-            axes.fill_between(places, low, high, where=known, color=BAND, step="mid", label=f"expected ± {TOLERANCE[axis]:.0%}")
+            axes.fill_between(
+                places, low, high, where=known, color=BAND, step="mid", label=f"expected ± {TOLERANCE[axis]:.0%}"
+            )
             axes.step(places, expected, where="mid", color=EXPECTED, linewidth=1, linestyle="--")
             bars = {"yerr": 2 * error[drawn], "fmt": "o", "markersize": 3.5, "color": OBSERVED, "elinewidth": 1}
             axes.errorbar(places[drawn], coverage.observed[axis][drawn], **bars, label="drawn, ± 2 standard errors")

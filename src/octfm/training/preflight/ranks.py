@@ -50,7 +50,9 @@ def _has_key(run: RunFolder, key: str) -> bool:
 
 def require_disjoint(runtime: Runtime, loader: Loader, step: int) -> None:
     """The places of the global batch that the ranks are about to take are all of it, each once."""
-    places = runtime.exchange(loader.positions(step).astype(np.float64)).astype(np.int64) - step * loader.global_batch_size
+    places = (
+        runtime.exchange(loader.positions(step).astype(np.float64)).astype(np.int64) - step * loader.global_batch_size
+    )
     if np.array_equal(np.sort(places.ravel()), np.arange(loader.global_batch_size)):
         return
     twice = len(places.ravel()) - len(np.unique(places))

@@ -42,20 +42,24 @@ def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
     other = 1 if chosen > 1 else 2
 
     def cost(micro_batch: int) -> Cost:
-        return step_cost(config, store.preprocessing, micro_batch, max(1, per_rank // micro_batch), runtime.world, runtime.sharded)
+        return step_cost(
+            config, store.preprocessing, micro_batch, max(1, per_rank // micro_batch), runtime.world, runtime.sharded
+        )
 
     def peak(micro_batch: int) -> int:
         return cost(micro_batch).peak_bytes
 
     needed, compared, free = peak(chosen), peak(other), runtime.free_memory_gb() * GB
     slope = max(1.0, (needed - compared) / (chosen - other))
-    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and needed + slope * (n - chosen) <= (1 - ACCURACY) * free]
+    sizes = [
+        n
+        for n in range(1, per_rank + 1)
+        if per_rank % n == 0 and needed + slope * (n - chosen) <= (1 - ACCURACY) * free
+    ]
     fitting = f"per_device_batch_size {max(sizes)} would fit" if sizes else "not even one volume at a time would fit"
     held = "a share of weights and optimizer" if runtime.sharded else "weights and optimizer"
     each = " on each rank" if runtime.world > 1 else ""
-    measured = (
-        f"{needed / GB:.2f} GB estimated{each} ({cost(chosen).weights_bytes / GB:.2f} of it {held}), {free / GB:.1f} GB free; {fitting}"
-    )
+    measured = f"{needed / GB:.2f} GB estimated{each} ({cost(chosen).weights_bytes / GB:.2f} of it {held}), {free / GB:.1f} GB free; {fitting}"
     smaller = f"data.per_device_batch_size={max(sizes)}" if sizes else "a smaller model or masks.budget"
     advice = f"choose {smaller}; the global batch stays (F7)"
     if needed > (1 + ACCURACY) * free:
@@ -69,7 +73,9 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     """How long a step and the run will take, and whether the store can feed it (F8)."""
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
-    cost = step_cost(config, store.preprocessing, data.per_device_batch_size, micro_steps, runtime.world, runtime.sharded)
+    cost = step_cost(
+        config, store.preprocessing, data.per_device_batch_size, micro_steps, runtime.world, runtime.sharded
+    )
     tokens = config.masks.counts(sample.tokens.shape[1:])[0] * data.per_device_batch_size
     step_s = measure_speed(runtime, config.model.width, tokens).seconds(cost)
     needs = data.global_batch_size / step_s
@@ -94,7 +100,11 @@ def destinations(config: PretrainConfig, out: Location) -> list[Check]:
     found = [_bucket(out) if isinstance(out, BucketPath) else _folder("destination", out, "choose another --out (F6)")]
     if config.ckpt_second_dir is not None:
         second = Path(config.ckpt_second_dir)
-        found.append(_folder("second destination", second, "name a folder that can be written in ckpt_second_dir, or set it to null"))
+        found.append(
+            _folder(
+                "second destination", second, "name a folder that can be written in ckpt_second_dir, or set it to null"
+            )
+        )
     return found
 
 
@@ -132,14 +142,21 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     torch.set_rng_state(state)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 4 * (count_parameters(model) + 2 * trained)
-    every = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size]
+    every = [
+        config.keep_every_steps,
+        config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size,
+    ]
     for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
     count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + 1
     needed = size * count / GB
     free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free / GB
     measured = f"{needed:.2f} GB for up to {count} checkpoints, {free:.1f} GB free"
     if free < needed:
-        return fail("disk", measured, "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs")
+        return fail(
+            "disk",
+            measured,
+            "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs",
+        )
     return passed("disk", measured)
 
 

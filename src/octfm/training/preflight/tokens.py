@@ -66,9 +66,19 @@ def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
     measured = f"{np.prod(grid)} tokens: {share}; {kept} kept, {num_context} context, {num_target} target; x {each} volumes per device"
     found = [passed("token budget", measured)]
     if (empty := float(padding.mean()) / np.prod(grid)) > 0.4:
-        found.append(warn("padding", f"{empty:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)"))
+        found.append(
+            warn(
+                "padding", f"{empty:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)"
+            )
+        )
     if (deep := sample.band_rows / config.model.patch_size[1]) < 2:
-        found.append(warn("axial detail", f"the tissue band is {deep:.1f} tokens deep", "use a finer axial target_spacing or patch (F14)"))
+        found.append(
+            warn(
+                "axial detail",
+                f"the tissue band is {deep:.1f} tokens deep",
+                "use a finer axial target_spacing or patch (F14)",
+            )
+        )
     if (short := float(np.mean(image < kept))) > 0.1:
         measured = f"{short:.0%} of volumes have fewer image tokens than the budget"
         found.append(warn("tokens repeated", measured, f"lower masks.budget to {int(image.min())}"))
@@ -99,11 +109,15 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
     found = []
     if coverage.overlap or coverage.padded:
         measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"
-        found.append(fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)"))
+        found.append(
+            fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)")
+        )
     elif coverage.shapes != {counts}:
         drawn = ", ".join(" + ".join(map(str, shape)) for shape in sorted(coverage.shapes)[:3])
         measured = f"kept, context and target should be {' + '.join(map(str, counts))} tokens, and are {drawn}"
-        found.append(fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)"))
+        found.append(
+            fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)")
+        )
     else:
         told = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept, and disjoint, in each of {DRAWS} draws"
         found.append(passed("masks", told))
@@ -118,10 +132,14 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
         if abs(gap) > TOLERANCE[axis]:
             uneven.append(f"slice {where} of {axis} is a target {gap:+.0%} as often as expected")
     if uneven:
-        found.append(fail("mask coverage", "; ".join(uneven), "some places would hardly be trained on; report this as a bug"))
+        found.append(
+            fail("mask coverage", "; ".join(uneven), "some places would hardly be trained on; report this as a bug")
+        )
     else:
         widest = max(abs(coverage.worst(axis)[1]) for axis in AXES)
-        found.append(passed("mask coverage", f"even over B-scans, rows and A-scans (largest sure departure {widest:.0%})"))
+        found.append(
+            passed("mask coverage", f"even over B-scans, rows and A-scans (largest sure departure {widest:.0%})")
+        )
     return found
 
 
@@ -146,7 +164,9 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
         overlap += np.intersect1d(drawn.context, target).size
         padded += int((volume.ravel()[kept] == PADDING).sum())
         dead.append(drawn.dead.mean())
-        for axis, places_kept, places_target in zip(AXES, np.unravel_index(kept, grid), np.unravel_index(target, grid), strict=True):
+        for axis, places_kept, places_target in zip(
+            AXES, np.unravel_index(kept, grid), np.unravel_index(target, grid), strict=True
+        ):
             n = hits[axis].shape[1]
             hits[axis][draw] = np.bincount(places_target, minlength=n)
             kept_count[axis][draw] = np.bincount(places_kept, minlength=n)

@@ -70,7 +70,9 @@ class Compiled:
         return f"{self.total / GIB:.2f} of {HBM / GIB:.2f} GiB per device ({parts})"
 
 
-def examine(config: PretrainConfig, preprocessing: Preprocessing, name: str, echo: Callable[[str], None]) -> list[Check]:
+def examine(
+    config: PretrainConfig, preprocessing: Preprocessing, name: str, echo: Callable[[str], None]
+) -> list[Check]:
     """Whether the step of this config compiles for and fits a TPU slice, and if not, what does. Takes minutes per attempt, of which `echo`
     hears. ConfigError for a slice or libraries that are not there, and for settings that no run with XLA accepts."""
     values = config.model_dump(mode="json")
@@ -87,7 +89,10 @@ def examine(config: PretrainConfig, preprocessing: Preprocessing, name: str, ech
     echo(f"compiling the step for {name} ({chosen.topology}): minutes")
     made = compile_step(config, preprocessing, chosen)
     if made.trouble is None:
-        return [*found, passed(row, f"{made}; compiled in {made.seconds:.0f} s; speed and numerics are untested on hardware")]
+        return [
+            *found,
+            passed(row, f"{made}; compiled in {made.seconds:.0f} s; speed and numerics are untested on hardware"),
+        ]
     last, tried = made, ""
     for words, smaller in smaller_steps(config, preprocessing):
         echo(f"{last}; trying {words}")
@@ -105,7 +110,9 @@ def smaller_steps(config: PretrainConfig, preprocessing: Preprocessing) -> Itera
     def with_(section: str, key: str, value: Any) -> tuple[str, PretrainConfig]:
         nonlocal config
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
-        words[:] = [w for w in words if not w.startswith(f"{section}.{key}=")] + [f"{section}.{key}={str(value).lower()}"]
+        words[:] = [w for w in words if not w.startswith(f"{section}.{key}=")] + [
+            f"{section}.{key}={str(value).lower()}"
+        ]
         return " ".join(words), config
 
     while (size := config.data.per_device_batch_size) > 1:

@@ -13,7 +13,10 @@ from octfm.training.memory import host_bytes_available
 
 TASKS = {"tpu_record": "recording the step (torch_xla)", "tpu_compile": "compiling the step (libtpu)"}
 OWN_ERROR = re.compile(r"octfm\.errors\.\w+: (.*)")
-REASONS = (re.compile(r"\w*(Error|Exception)\b|F\d{4} |.*(Check failed|terminate called)"), re.compile("Fatal Python error"))
+REASONS = (
+    re.compile(r"\w*(Error|Exception)\b|F\d{4} |.*(Check failed|terminate called)"),
+    re.compile("Fatal Python error"),
+)
 """Lines that tell why a program ended: Python's, abseil's and C++'s own, or else which signal it was. What follows them is where."""
 LOST_LIBRARY = re.compile(r"ModuleNotFoundError|ImportError|cannot open shared object")
 NO_MEMORY = re.compile(r"\bMemoryError\b|bad_alloc|Cannot allocate memory|can't allocate memory", re.IGNORECASE)
@@ -26,7 +29,9 @@ def run(program: str, folder: Path, answer: str, environment: dict[str, str], *w
     # Of a crash in a library, Python then says where it was.
     environment = os.environ | environment | {"PYTHONFAULTHANDLER": "1"}
     try:
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
     except OSError as error:
         raise ConfigError(f"--tpu: {TASKS[program]} could not be started: {error}; {_remedy('', str(error))}") from None
     if done.returncode or not (folder / answer).is_file():

@@ -70,12 +70,17 @@ def blank_batch(preprocessing: Preprocessing, volumes: int) -> Batch:
     surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (volumes, 4, d, w))
     # Zeros that take no memory until somebody writes to them.
     voxels = np.zeros((volumes, d, h, w), np.uint8)
-    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * volumes, 0.0)
+    return Batch(
+        voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * volumes, 0.0
+    )
 
 
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
-    config, preprocessing = PretrainConfig.model_validate(job["config"]), Preprocessing.model_validate(job["preprocessing"])
+    config, preprocessing = (
+        PretrainConfig.model_validate(job["config"]),
+        Preprocessing.model_validate(job["preprocessing"]),
+    )
     program, arguments = record(config, preprocessing, job["devices"])
     (folder / "step.mlir").write_text(program)
     (folder / "arguments.json").write_text(json.dumps(arguments | {"devices": job["devices"]}))

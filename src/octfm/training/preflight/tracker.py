@@ -17,17 +17,27 @@ def tracker(config: PretrainConfig) -> Check:
     """metrics.jsonl needs nothing; TensorBoard its package; W&B its package, a key and a server, or to be offline."""
     tracking = config.tracking
     if absent := missing(tracking):
-        return fail("tracker", f"{absent[0]} is not installed", f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off")
+        return fail(
+            "tracker",
+            f"{absent[0]} is not installed",
+            f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off",
+        )
     told = ["metrics.jsonl", *(["TensorBoard"] if tracking.tensorboard else [])]
     if tracking.wandb is None:
         return passed("tracker", " and ".join(told))
     if tracking.wandb == "offline" or os.environ.get("WANDB_MODE") == "offline":
         return passed("tracker", f"{' and '.join(told)}; Weights & Biases offline, `wandb sync` uploads it later")
     if why := reachable():
-        return warn("tracker", f"Weights & Biases cannot be reached ({why})", "set tracking.wandb=offline and `wandb sync` later")
+        return warn(
+            "tracker",
+            f"Weights & Biases cannot be reached ({why})",
+            "set tracking.wandb=offline and `wandb sync` later",
+        )
     netrc = Path.home() / ".netrc"
     if not os.environ.get("WANDB_API_KEY") and not (netrc.is_file() and "wandb" in netrc.read_text()):
-        return warn("tracker", "Weights & Biases answers, but no key is set", "run `wandb login`, or set tracking.wandb=offline")
+        return warn(
+            "tracker", "Weights & Biases answers, but no key is set", "run `wandb login`, or set tracking.wandb=offline"
+        )
     return passed("tracker", f"{' and '.join(told)}; Weights & Biases answers")
 
 
@@ -41,4 +51,9 @@ def probed(config: PretrainConfig, store: Store, train_rows: np.ndarray, validat
     if cases is None:
         return []
     kind = f"{len(cases.classes)} classes" if cases.classes else "a number"
-    return [passed("online probe", f"{cases.target} ({kind}): {len(cases.train)} training and {len(cases.held_out)} validation volumes")]
+    return [
+        passed(
+            "online probe",
+            f"{cases.target} ({kind}): {len(cases.train)} training and {len(cases.held_out)} validation volumes",
+        )
+    ]
