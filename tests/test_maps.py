@@ -17,6 +17,7 @@ from octfm.data.readers import read_volume
 from octfm.data.store import Arrays
 from octfm.errors import EvaluationError
 from octfm.evaluation import maps
+from octfm.evaluation.embed import embed_all
 from octfm.evaluation.encoder import load_encoder
 from octfm.evaluation.finetune import finetune
 from octfm.evaluation.finetune_settings import FinetuneConfig
@@ -26,7 +27,7 @@ from octfm.evaluation.view import scene_of
 from octfm.masks import TISSUE
 from octfm.models.heads import CrossAttentionPool
 from octfm.training.pretrain import pretrain
-from small_store import GRADES, darkened, small_store
+from small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
 from test_pretrain import config, quiet
 from test_radial import lines_of, scanned, write_star
 
@@ -111,6 +112,41 @@ def test_occlusion_is_what_leaving_out_a_block_changes(seen, run, attentive):
             p, q = np.exp(before.max()), np.exp(after[before.argmax()])
             expected = np.log(p / (1 - p)) - np.log(q / (1 - q))
         np.testing.assert_allclose(values[chosen[hidden]], expected, rtol=1e-3, atol=1e-5)
+
+
+def the_same(seed, prepared):
+    return prepared_eye(0, small_preprocessing())
+
+
+def nearly_the_same(seed, prepared):
+    one = the_same(seed, prepared)
+    voxels = one.voxels.copy()
+    voxels[0, 0, 0] ^= seed & 1
+    return replace(one, voxels=voxels)
+
+
+def constant(seed, prepared):
+    return replace(prepared, voxels=np.full_like(prepared.voxels, 90))
+
+
+@pytest.mark.parametrize("edit", [the_same, nearly_the_same, constant])
+def test_volumes_without_spread_are_embedded_and_drawn(run, tmp_path, edit):
+    """Identical, nearly identical and constant volumes: nothing is divided by how far they are apart."""
+    store = small_store(tmp_path / "prepared", edit, ["train"] * 3)  # the first and the third on one scanner
+    embed_all(str(run), str(store.path), tmp_path / "embeddings", baselines=False, echo=quiet)
+    scenes = load_scenes(tmp_path / "figures" / "scenes.npz")
+    shown = [values for scene in scenes if (values := scene.overlay("occlusion")) is not None]
+    assert shown and all(np.nanmax(np.abs(values)) < 1e3 for values in shown)
+
+
+@pytest.mark.parametrize("tissue", [1, 2, None])
+def test_one_volume_of_equal_tokens_has_a_basis(seen, tissue):
+    encoder, one, tokens, kinds, _ = seen
+    few = kinds[:1].copy()
+    few[0].flat[np.flatnonzero(few[0] == TISSUE)[tissue:]] = TISSUE if tissue is None else 0
+    basis = maps.fit_basis(encoder, np.broadcast_to(tokens[:1, :1, :1, :1], tokens[:1].shape), few)
+    assert np.isnan(basis.spread) and np.isfinite(basis.axes).all() and np.isfinite(basis.explained)
+    assert np.nanmax(np.abs(maps.occlusion(encoder, one, basis).values)) < 1e3
 
 
 def test_attention_lies_on_tissue_and_is_one_on_average(seen, run, attentive):

@@ -7,6 +7,7 @@ import torch
 
 from octfm.data.store import Store
 from octfm.evaluation.encoder import Encoder
+from octfm.evaluation.maps import ROUNDING
 from octfm.masks import TISSUE, Dropped, dropped_by, tissue_dropped, token_map
 from octfm.models.pooling import pooled
 
@@ -55,7 +56,9 @@ def against_full_grid(whole_ND: np.ndarray, kept_ND: np.ndarray, sample_KD: np.n
     """
     sample = sample_KD.astype(np.float64)
     apart = np.linalg.norm(sample[:, None] - sample[None], axis=-1)[np.triu_indices(len(sample), 1)]
-    if len(whole_ND) < 2 or not np.median(apart) > 0:
+    # Identical volumes are apart by rounding, which is no yardstick.
+    least = ROUNDING * np.linalg.norm(sample, axis=1).max(initial=0.0)
+    if len(whole_ND) < 2 or not len(apart) or not np.median(apart) > least:
         return {"offset": None, "own": None}
     gaps = whole_ND.astype(np.float64) - kept_ND
     offset = gaps.mean(0)

@@ -1,5 +1,6 @@
 """What an encoder makes of single volumes: its masks, principal components of tokens, occlusion, attention, features for similarities."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from octfm.masks import PADDING, TISSUE, sample_masks, token_map
 PER_SCANNER = 2
 FEATURE_BYTES, DIRECTIONS = 300_000, (16, 64)
 """Of a volume's token features that are kept for similarities: as many directions, within limits, as fit."""
+ROUNDING = 1e-4
+"""Two vectors closer than this share of their length are equal for our purposes: their distance is no yardstick."""
 BLOCKS = 32
 """About so many blocks are hidden in turn for an occlusion map."""
 UNSEEN = "Tissue without a colour was beyond the encoder's budget of tokens."
@@ -38,7 +41,7 @@ class Basis:
     step: float
     """Of int8 scores: one for all directions, so that angles stay."""
     spread: float
-    """Median distance between the vectors of two volumes; NaN for one volume."""
+    """Median distance between the vectors of two volumes; NaN for one volume, and where volumes differ by rounding only."""
 
 
 def save_pictures(
@@ -110,7 +113,8 @@ def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions
     # A basis over all tokens would spend its directions on telling tissue from background.
     own = tokens[tissue].astype(np.float64)
     mean = own.mean(0)
-    values, vectors = np.linalg.eigh(np.cov(own - mean, rowvar=False))
+    # Not over N - 1: one token has a mean and no spread, and only ratios of these values are used.
+    values, vectors = np.linalg.eigh(np.cov(own - mean, rowvar=False, bias=True))
     order = values.argsort()[::-1][:directions]
     axes = vectors[:, order].T
     scores = (own - mean) @ axes.T
@@ -124,8 +128,13 @@ def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions
         low=low,
         high=high,
         step=float(np.percentile(np.abs(scores), 99.9)) / 127 or 1.0,
-        spread=float(np.median(apart)) if apart else float("nan"),
+        spread=_yardstick(float(np.median(apart)) if apart else 0.0, volumes) or float("nan"),
     )
+
+
+def _yardstick(distance: float, vectors: Sequence[np.ndarray]) -> float:
+    """The distance, or 0 where it is no more than rounding: near-identical volumes must not make everything look large."""
+    return distance if distance > ROUNDING * max((float(np.linalg.norm(v)) for v in vectors), default=0.0) else 0.0
 
 
 def reduced(tokens: np.ndarray, basis: Basis) -> np.ndarray:
@@ -184,11 +193,10 @@ def occlusion(
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
     whole = encoder.vector_of(everything[0][0], everything[1][0])
     answer = None if head is None else head.answer(*everything)[0]
-    size = (
-        basis.spread
-        if np.isfinite(basis.spread)
-        else float(np.linalg.norm(whole - encoder.vector_of(basis.mean[None], np.ones(1, bool)))) or 1.0
-    )
+    size = basis.spread
+    if not np.isfinite(size):
+        average = encoder.vector_of(basis.mean[None], np.ones(1, bool))
+        size = _yardstick(float(np.linalg.norm(whole - average)), [whole]) or 1.0
     for name in np.unique(block[block >= 0]):
         hidden = block == name
         if not counts[~hidden].any():
