@@ -14,6 +14,8 @@ from octfm.cli_use import register as register_use
 from octfm.errors import OctfmError, Preempted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from octfm.data.store import Store
 
 app = typer.Typer(
@@ -164,7 +166,14 @@ def scan(
     images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
     pseudonymise: Annotated[
         Path | None,
-        typer.Option(help="Key file, made where there is none: hash ids, UIDs and paths with it and shift dates."),
+        typer.Option(
+            help="Key file, made where there is none: hash ids, UIDs and paths with it, shift dates, and keep of tables only what is "
+            "known to name nobody."
+        ),
+    ] = None,
+    keep_columns: Annotated[
+        list[str] | None,
+        typer.Option(help="With --pseudonymise: columns of participants to keep as they are: visus,lens_type"),
     ] = None,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
@@ -182,6 +191,8 @@ def scan(
         raise ConfigError(
             "--pseudonymise and --extract: unpacked files keep their names; archives are read in place without --extract"
         )
+    if keep_columns and pseudonymise is None:
+        raise ConfigError("--keep-columns: says what --pseudonymise keeps; give it with --pseudonymise KEYFILE")
     mapped = Columns.parse(columns or []).of_field
     try:
         limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
@@ -206,8 +217,11 @@ def scan(
     if pseudonymise is not None:
         from octfm.data import pseudonyms
 
+        kept = [name.strip() for text in keep_columns or [] for name in text.split(",") if name.strip()]
+        lost = pseudonyms.withheld(catalog, kept)
         key = pseudonyms.read_key(pseudonymise)
-        catalog = pseudonyms.pseudonymise(catalog, key)
+        catalog = pseudonyms.pseudonymise(catalog, key, kept)
+        _print_withheld(lost)
         locations = pseudonyms.locate(catalog, root, key)
     catalog.save(out)
     options = {"images": images, "max_reject": max_reject, "locations": locations, "looked": pixels}
@@ -437,6 +451,18 @@ def _print_counts(title: str, counts: dict) -> None:
         if isinstance(value, dict):
             value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
         typer.echo(f"  {name.replace('_', ' ')}: {value}")
+
+
+def _print_withheld(lost: "Mapping[str, tuple[int, int]]") -> None:
+    """On the terminal only: the name of a column may itself be private."""
+    if not lost:
+        return
+    names = ", ".join(f"{column!a} {few} of {many}" for column, (few, many) in lost.items())
+    typer.echo(
+        f"withheld, as not known to be safe, in {len(lost)} columns (values of so many participants): {names}; "
+        "--keep-columns NAME,NAME keeps a column as it is",
+        err=True,
+    )
 
 
 register_use(app)

@@ -6,6 +6,8 @@ from octfm.data.readers import REASONS
 from octfm.data.splits import Split
 from octfm.data.volume import Laterality, Layout, Shape3, Spacing3
 
+PSEUDONYM = "pseudonym:"
+"""What a uri begins with that names a file to the holder of the key only (octfm.data.pseudonyms)."""
 FLAGS: dict[str, str] = {
     "laterality_conflict": "header and table name different eyes; counted as unknown, never mirrored",
     "laterality_unknown": "nothing says which eye it is; never mirrored",

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from octfm.data.acquisition import FLAGS
+from octfm.data.acquisition import FLAGS, PSEUDONYM
 from octfm.data.bucket import Account
 from octfm.data.isolation import Limits, Lost, release
 from octfm.data.location import Location, location
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
+from octfm.data.readers import REASONS as READER_REASONS
 from octfm.data.spread import spread
 from octfm.data.store import Compression, Store, StoreRow, Unprepared
 from octfm.data.store_writer import StoreWriter, stage
@@ -307,6 +308,13 @@ def prepare_acquisition(
     return preprocessing(known), fingerprint(volume.voxels)
 
 
+def meaning_of(code: str) -> str:
+    """What a reason code means and what would fix it: no word of it comes from a file."""
+    if code in READER_REASONS:
+        return f"{READER_REASONS[code].meaning}; {READER_REASONS[code].fix}"
+    return REASONS[code] if code in REASONS else FLAGS[code]
+
+
 def code_of(error: BaseException) -> str:
     """The reason code of a file that could not be prepared."""
     if isinstance(error, ReadError):
@@ -325,6 +333,8 @@ def _deadline(limits: Limits, task: _Task) -> float:
 
 
 def _unprepared(acquisition: "Acquisition", code: str, sentence: str) -> Unprepared:
+    if acquisition.uri.startswith(PSEUDONYM):  # sentences quote paths, members of archives, sidecars and values
+        sentence = f"{acquisition.uri}: {meaning_of(code)}"
     return Unprepared(acquisition.sop_instance_uid, acquisition.uri, acquisition.scanner, code, sentence)
 
 
