@@ -198,11 +198,33 @@ def test_rejects_are_kept_where_nothing_at_all_is_accepted(tmp_path):
     for name in ("a", "b"):
         (tmp_path / "clinic" / name).mkdir(parents=True)
         (tmp_path / "clinic" / name / "x.dcm").write_bytes(b"")
-    code, _, err = octfm_command("scan", "clinic", cwd=tmp_path)
+    code, out, err = octfm_command("scan", "clinic", cwd=tmp_path)
     assert code == 1 and "none of 2 files is an acceptable OCT volume: 2 empty_file" in err and err.count("\n") == 1
     catalog = Catalog.load(tmp_path / "catalog")
     assert catalog.acquisitions == () and [r.code for r in catalog.rejects] == ["empty_file"] * 2
     assert octfm_command("prepare", "catalog", cwd=tmp_path)[0] == 1
+    page = tmp_path / "catalog" / "data_health.html"
+    assert out.strip().endswith("catalog/data_health.html")
+    assert "nothing accepted" in text_of(page) and "the file has no bytes" in text_of(page)
+
+
+def test_a_scan_that_accepts_nothing_hides_names_under_a_key(tmp_path):
+    clinic = tmp_path / "Geheim"
+    write_oct_dicom(
+        clinic / "Meyer" / "19580312.dcm",
+        np.zeros((4, 32, 36), np.uint8),
+        SPACING_MM,
+        participant="Kanarie7",
+        spacing_in="nowhere",
+    )
+    (clinic / "Meyer" / "leer.dcm").write_bytes(b"")
+    code, _, err = octfm_command("scan", "Geheim", "--pseudonymise", "key", cwd=tmp_path)
+    assert code == 1 and "none of 2 files" in err
+    catalog = Catalog.load(tmp_path / "catalog")
+    assert not catalog.acquisitions and len(catalog.rejects) == 2
+    page = (tmp_path / "catalog" / "data_health.html").read_text()
+    for secret in ("Meyer", "19580312", "Kanarie7", "leer", "Geheim"):
+        assert secret not in repr(catalog) + page, secret
 
 
 def test_rejects_parquet_says_what_would_fix_each_file(catalog, tmp_path):

@@ -194,6 +194,7 @@ def scan(
     if keep_columns and pseudonymise is None:
         raise ConfigError("--keep-columns: says what --pseudonymise keeps; give it with --pseudonymise KEYFILE")
     mapped = Columns.parse(columns or []).of_field
+    failure = None
     try:
         limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
         catalog = scan_root(
@@ -210,9 +211,7 @@ def scan(
             limits=limits,
         )
     except NothingAccepted as nothing:
-        if pseudonymise is None:
-            nothing.catalog.save(out)  # what is wrong with every one of them
-        raise
+        catalog, failure = nothing.catalog, nothing  # catalog and page say what is wrong with every file
     locations = {}
     if pseudonymise is not None:
         from octfm.data import pseudonyms
@@ -226,6 +225,9 @@ def scan(
     catalog.save(out)
     options = {"images": images, "max_reject": max_reject, "locations": locations, "looked": pixels}
     page = write_data_health(catalog, out / "data_health.html", **options)
+    if failure is not None:
+        typer.echo(str(page))
+        raise failure
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     _print_counts(f"{out}: {counts}", catalog.summary())
     typer.echo(str(page))
