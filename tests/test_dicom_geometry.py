@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydicom.dataset import Dataset
 
 from dicom_files import item, write_oct_dicom
 from octfm.data.readers import ReadError, read_header, read_volume
-from octfm.data.readers.dicom_geometry import read_geometry
+from octfm.data.readers.dicom_geometry import check_bounds, looks_swapped, read_geometry
 from octfm.data.volume import LAYOUTS
 
 SHAPE = (9, 300, 400)
@@ -39,7 +39,9 @@ def rotation(yaw: float, pitch: float, roll: float) -> np.ndarray:
     return turn(0, 1, yaw) @ turn(1, 2, pitch) @ turn(0, 2, roll)
 
 
-spacings = st.tuples(st.floats(0.02, 0.6), st.floats(0.0015, 0.012), st.floats(0.004, 0.03))
+spacings = st.tuples(st.floats(0.04, 0.6), st.floats(0.0015, 0.012), st.floats(0.004, 0.03)).filter(
+    lambda mm: mm[1] <= mm[2]
+)
 angles = st.floats(-np.pi, np.pi)
 
 
@@ -188,6 +190,100 @@ def test_places_that_were_scanned_again_are_no_raster_even_where_the_eye_moved(t
     assert refused.value.code == "not_raster"
     asked = read_geometry(dataset(frames, (0.06, 0.0039, 0.0115), thickness=0.06), shape, "any", "here", LAYOUTS)
     assert asked.layout == "repeated"
+
+
+WHERE = ("patient", "patient_shared", "fundus", "fundus_shared")
+
+
+@many
+@given(
+    count=st.integers(8, 21),
+    place=st.tuples(*[st.floats(-40, 40)] * 3).filter(any),
+    jitter_mm=st.sampled_from([0, 0.005, 0.02]),
+    where=st.sampled_from(WHERE),
+    thickness=st.sampled_from([None, 0.047, 0.25]),
+    seed=st.integers(0, 99),
+)
+def test_a_line_scanned_again_and_again_is_never_a_raster(count, place, jitter_mm, where, thickness, seed):
+    """Whether its one position stands in every frame or once for all, and whether or not the eye moved a little in between."""
+    jitter = np.random.default_rng(seed).normal(0, jitter_mm, (count, 3)).clip(-0.03, 0.03)
+    if where.startswith("patient"):
+        frames = planes(np.add(place, jitter), [(np.eye(3)[0], np.eye(3)[1])] * count)
+    else:  # 400 columns of 11.5 µm on 800 pixels of the fundus image
+        at = np.abs(place[:2]) * 10 + jitter[:, :2] * 800 / 4.6
+        frames = [location((start, np.add(start, (0, 800)))) for start in at]
+    whole = dataset(frames, (0.1, 0.0039, 0.0115), thickness)
+    if where.endswith("shared"):
+        (measures,) = whole.SharedFunctionalGroupsSequence
+        for element in frames[0]:
+            measures[element.tag] = element
+        whole.PerFrameFunctionalGroupsSequence = [Dataset() for _ in range(count)]
+    with pytest.raises(ReadError) as refused:
+        read_geometry(whole, (count, *SHAPE[1:]), "any", "here")
+    assert refused.value.code == "not_raster"
+    assert read_geometry(whole, (count, *SHAPE[1:]), "any", "here", LAYOUTS).layout == "repeated"
+
+
+def test_no_space_between_slices_is_a_repeat_and_zeros_for_positions_are_flagged():
+    zeros = planes(np.zeros((9, 3)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    whole = dataset(zeros, (0.1, 0.0039, 0.0115), thickness=0.05)
+    found = read_geometry(whole, SHAPE, "any", "here")
+    assert (found.spacing_mm[0], found.flags) == (0.05, ("positions_placeholder",))
+    whole.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SpacingBetweenSlices = 0
+    with pytest.raises(ReadError, match="SpacingBetweenSlices is 0"):
+        read_geometry(whole, SHAPE, "any", "here")
+
+
+# B-scans, rows, columns and [axial, lateral] mm of what instruments export: the published protocols of AI-READI, and others.
+PROTOCOLS = {
+    "spectralis": ((61, 496, 768), (0.00387, 0.0115)),
+    "spectralis_hr": ((61, 496, 1536), (0.00387, 0.00575)),
+    "spectralis_onh": ((27, 496, 768), (0.00387, 0.0115)),
+    "spectralis_cropped": ((61, 200, 512), (0.00387, 0.0112)),
+    "maestro2_macula": ((128, 885, 512), (0.0026, 0.0118)),
+    "maestro2_wide": ((128, 885, 512), (0.0026, 0.0235)),
+    "triton": ((256, 992, 512), (0.0026, 0.0137)),
+    "triton_12": ((256, 992, 512), (0.0026, 0.0234)),
+    "cirrus_512": ((128, 1024, 512), (0.00196, 0.0117)),
+    "cirrus_200": ((200, 1024, 200), (0.00196, 0.03)),
+    "angiography_3x3": ((320, 640, 320), (0.003, 0.0094)),
+    "angiography_dense": ((500, 1024, 1024), (0.00196, 0.00293)),
+}
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_swapped_spacing_is_known_for_every_protocol_and_the_true_one_accepted(name):
+    (depth, height, width), (dy, dx) = PROTOCOLS[name]
+    # Spectralis scales per eye, laterally.
+    for scale in (0.9, 1.0, 1.1):
+        check_bounds((0.05, dy, scale * dx), (depth, height, width), "here")
+        assert looks_swapped((scale * dx, dy), (depth, height, width)) or name == "angiography_dense"
+
+
+@many
+@given(
+    shape=st.tuples(st.integers(5, 200), st.integers(64, 1024), st.integers(64, 1024)),
+    depth_mm=st.floats(1.6, 3.0),
+    width_mm=st.floats(3.0, 12.0),
+)
+def test_no_resampled_scan_is_taken_for_a_swapped_one(shape, depth_mm, width_mm):
+    dy, dx = depth_mm / shape[1], width_mm / shape[2]
+    assume(dx >= 0.0057)  # the densest raster of an instrument; pixels may be as coarse as anybody likes
+    assert not looks_swapped((dy, dx), shape)
+
+
+@pytest.mark.parametrize("columns", [4096, 1024])
+def test_lines_of_thousands_of_a_scans_are_not_taken_for_swapped(columns):
+    assert not looks_swapped((0.00196, 6 / columns), (5, 1024, columns))
+
+
+def test_a_dicom_whose_pixel_spacing_is_swapped_is_a_reject(tmp_path):
+    voxels = np.random.default_rng(0).integers(0, 255, (5, 496, 768), dtype=np.uint8)
+    path = write_oct_dicom(tmp_path / "a.dcm", voxels, (0.12, 0.0115, 0.0039), superior_first=True)
+    for read in (read_header, read_volume):
+        with pytest.raises(ReadError, match="look exchanged") as refused:
+            read(path)
+        assert refused.value.code == "swapped_spacing"
 
 
 @pytest.mark.parametrize(("degrees", "raster"), [(3, True), (8, False)])

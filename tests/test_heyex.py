@@ -133,9 +133,12 @@ def test_real_line_and_circle_are_left_out_unless_asked_for(real_data, name, lay
 
 
 @pytest.mark.parametrize("write", [write_vol, write_heyex_xml])
-@pytest.mark.parametrize("kind", ["radial", "repeated"])
+@pytest.mark.parametrize("kind", ["radial", "repeated", "one place", "one place, eye moving"])
 def test_radial_and_repeated_scans_are_told_by_their_positions(tmp_path, write, kind):
     ends = radial_ends(12) if kind == "radial" else np.repeat(ends_of(3, 36), 4, axis=0)
+    if kind.startswith("one place"):
+        moved = np.random.default_rng(0).uniform(-0.001, 0.001, 12) * kind.endswith("moving")
+        ends, kind = np.repeat(ends_of(1, 36), 12, axis=0) + moved[:, None] * (0, 1, 0, 1), "repeated"
     uri = write(tmp_path / "a.vol", telling_voxels(), ends=ends)
     with pytest.raises(ReadError) as caught:
         read_volume(uri)

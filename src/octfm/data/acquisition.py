@@ -31,6 +31,7 @@ FLAGS: dict[str, str] = {
     "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; positions are believed",
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); taken from the square field of view",
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
+    "positions_placeholder": "every B-scan has the position 0, a placeholder; the stated distance is believed, repeats would go unnoticed",
     "uneven_positions": "B-scans are not equally far apart",
     "several_files": "its B-scans are in several files of one folder; the row names the first",
     "frames_reordered": "frames are not stored in the order of their positions",

@@ -131,6 +131,10 @@ REASONS: dict[str, Reason] = {
     "absurd_spacing": Reason(
         "the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"
     ),
+    "swapped_spacing": Reason(
+        "axial and lateral millimetres look exchanged: the retina would be coarser along its depth than across it",
+        "state the axial millimetres first: PixelSpacing is [axial, lateral], spacing_mm [dz, dy, dx]",
+    ),
     "blank_volume": Reason(
         "every voxel has the same value", "nothing was imaged, or the export failed: export it again"
     ),

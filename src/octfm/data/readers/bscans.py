@@ -180,14 +180,24 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
         ) from None
 
 
+def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str) -> None:
+    """Of anything but a raster only the millimetres within a B-scan mean something. Raises ReadError as `check_bounds`."""
+    _, dy, dx = spacing_mm
+    if layout == "raster":
+        check_bounds(spacing_mm, shape, uri)
+    else:
+        check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
+
+
 def _header(bscans: Bscans, arrangement: Arrangement) -> Header:
     declared = read_declared(bscans.beside or bscans.uri)
     spacing_mm, source, flags = _spacing(bscans, arrangement, declared)
-    if spacing_mm is not None and arrangement.layout == "raster":
-        check_bounds(spacing_mm, bscans.shape, bscans.uri)
+    if spacing_mm is not None:
+        check_spacing(spacing_mm, bscans.shape, arrangement.layout, bscans.uri)
     laterality, conflict = lateralities([bscans.laterality, declared.laterality])
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
     stack = arrangement.stack
+    flags += ["positions_placeholder"] * (stack is None and bscans.lines is not None and arrangement.layout == "raster")
     if stack is not None and not stack.even:
         flags.append("uneven_positions")
     if stack is not None and stack.order is not None:
@@ -259,7 +269,7 @@ def _stack(bscans: Bscans) -> Stack | None:
 
 
 def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
-    """None where all positions are one, which is a placeholder. Raises NotRaster."""
+    """None where every B-scan starts and ends at one point, which is a placeholder. Raises NotRaster."""
     direction = lines.end - lines.start
     length = np.linalg.norm(direction, axis=1)
     if not np.isfinite(length).all() or max(length.max(), np.ptp(lines.start, axis=0).max()) < 1e-6:
@@ -276,6 +286,6 @@ def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
     # y grows downwards, so that what grows along a falling `across` goes up.
     superior = -int(np.sign(across[1])) if abs(across[1]) > 0.7 else None
     along = (middle - middle[0]) @ across
-    stack = stack_of(along, superior, uri)
+    stack = stack_of(along, superior, uri, float(np.median(length)))
     # Positions are rounded to micrometres in some formats: over the whole stack that does not matter.
     return replace(stack, step=float(np.ptp(along)) / (len(along) - 1)) if stack.even else stack

@@ -21,6 +21,9 @@ EXTENT_BOUNDS_MM = ((0.02, 26.0), (0.05, 15.0), (0.1, 26.0))
 """Widefield scans reach 24 mm."""
 
 
+SAME_PLACE = 0.02
+"""Share of a B-scan's length: B-scans that scatter over less, unevenly or in no order, show one place while the eye moved."""
+
 FEWEST_OF_A_CUBE = 64
 """Cirrus cubes have 128, 200 and more B-scans; its HD rasters of 5 to 21 lines are not square."""
 
@@ -71,7 +74,9 @@ def read_geometry(
     try:
         if shape[0] == 1:
             raise NotRaster("line", f"{uri}: a single B-scan; a volume needs a raster of several")
-        from_positions, stack = _dz_from_positions(frames, shared, shape, dx, uri)
+        from_positions, stack, doubts_of_positions = _dz_from_positions(frames, shared, shape, dx, uri)
+        if stack is None and _median([*_every_measures(shared, frames), dataset], "SpacingBetweenSlices") == 0:
+            raise repeats(uri, "SpacingBetweenSlices is 0, so all B-scans show one place")
     except NotRaster as found:
         layout = _layout(frames, found.layout)
         if layout not in layouts:
@@ -80,7 +85,7 @@ def read_geometry(
         lines = _lines(frames, shared, shape, dx) if layout == "radial" else None
         return Geometry((dx, dy, dx), source, None, None, (), layout, lines)
     dz, source, doubts = _distance(from_positions, between, thickness, (dy, dx), shape, (scanner, source), uri)
-    flags = [*doubts]
+    flags = [*doubts, *doubts_of_positions]
     check_bounds((dz, dy, dx), shape, uri)
     if stack is not None and not stack.even:
         flags.append("uneven_positions")
@@ -231,28 +236,49 @@ def _median(measures, keyword: str) -> float | None:
     return float(np.median(found)) if found else None
 
 
-def _dz_from_positions(frames, shared, shape: Shape3, dx: float, uri: str) -> tuple[float | None, Stack | None]:
-    """Millimetres between B-scans and their order; (None, None) where positions are absent or all the same."""
+def _every_measures(shared, frames) -> list[Any]:
+    found = [_first(group, "PixelMeasuresSequence") for group in (shared, *frames)]
+    return [item for item in found if item is not None]
+
+
+def _dz_from_positions(
+    frames, shared, shape: Shape3, dx: float, uri: str
+) -> tuple[float | None, Stack | None, tuple[str, ...]]:
+    """Millimetres between B-scans, their order, and flags; (None, None, flags) where positions are absent or placeholders."""
     if len(frames) != shape[0]:
-        return None, None
+        frames = [{}] * shape[0] if not frames else []  # without per-frame groups, what is shared holds for all
+    if not frames:
+        return None, None, ()
+    # What stands in the shared group holds for every frame (PS3.3 C.7.6.16.1.1).
+    frames = [
+        {name: item for name in _POSITION_GROUPS if (item := frame.get(name) or (shared or {}).get(name))}
+        for frame in frames
+    ]
     dz, stack = None, None
-    in_space = _patient_positions(frames, shared, uri)
+    in_space = _patient_positions(frames, shape[2] * dx, uri)
     if in_space is not None:
-        stack = stack_of(in_space[0], in_space[1], uri)
+        stack = stack_of(in_space[0], in_space[1], uri, shape[2] * dx)
         dz = stack.step
     on_fundus = _fundus_lines(frames, uri)
     if on_fundus is not None:
         along, superior_first, length = on_fundus
-        fundus = stack_of(along, superior_first, uri)
+        fundus = stack_of(along, superior_first, uri, length)
         # Both ends of a B-scan are known in fundus pixels and in mm, which gives the fundus scale (pixels are square).
         dz = dz if dz is not None else fundus.step * shape[2] * dx / length
         # The fundus image is what a reader sees; converters often fill ImagePositionPatient with a running number.
         stack = fundus
-    return dz, stack
+    zeros = stack is None and all(_first(frame, "PlanePositionSequence") is not None for frame in frames)
+    return dz, stack, ("positions_placeholder",) if zeros else ()
 
 
-def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None] | None:
-    """Position of each frame along the stack in mm and the sign of superior along it, from ImagePositionPatient."""
+_POSITION_GROUPS = ("PlanePositionSequence", "PlaneOrientationSequence", "OphthalmicFrameLocationSequence")
+
+
+def _patient_positions(frames, length_mm: float, uri: str) -> tuple[np.ndarray, int | None] | None:
+    """Position of each frame along the stack in mm and the sign of superior along it, from ImagePositionPatient.
+
+    None where they are absent, all at the origin (a placeholder), or step within the plane of the B-scans. Raises NotRaster.
+    """
     points = [
         floats(item.get("ImagePositionPatient")) if (item := _first(f, "PlanePositionSequence")) is not None else None
         for f in frames
@@ -260,8 +286,12 @@ def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None
     if any(point is None or len(point) != 3 for point in points):
         return None
     position = np.array(points)
-    shared_plane = _first(shared, "PlaneOrientationSequence")
-    planes = [_first(frame, "PlaneOrientationSequence") or shared_plane for frame in frames]
+    if not position.any():
+        return None
+    moved = float(np.linalg.norm(np.ptp(position, axis=0)))
+    if moved < 1e-6:
+        raise repeats(uri, "all B-scans have one position")
+    planes = [_first(frame, "PlaneOrientationSequence") for frame in frames]
     axes = [floats(plane.get("ImageOrientationPatient")) if plane is not None else None for plane in planes]
     if all(axis is not None and len(axis) == 6 for axis in axes):
         directions = np.array(axes)
@@ -280,7 +310,9 @@ def _patient_positions(frames, shared, uri: str) -> tuple[np.ndarray, int | None
         return None
     normal = normal / length
     along = (position - position[0]) @ normal
-    if np.ptp(along) < 1e-6:  # all zeros is a placeholder, not a position
+    if np.ptp(along) < 1e-6:
+        if moved < SAME_PLACE * length_mm:
+            raise repeats(uri, f"all B-scans lie within {moved:.3f} mm of one position")
         return None
     return along, int(np.sign(normal[2])) if abs(normal[2]) > 0.7 else None
 
@@ -310,8 +342,6 @@ def _fundus_lines(frames, uri: str) -> tuple[np.ndarray, int | None, float] | No
     across = np.array([direction[0, 1], -direction[0, 0]]) / length[0]
     middle = (start + end) / 2
     along = (middle - middle[0]) @ across
-    if np.ptp(along) < 1e-6:
-        return None
     return along, -int(np.sign(across[0])) if abs(across[0]) > 0.7 else None, float(np.median(length))
 
 
@@ -325,8 +355,15 @@ def refuse_rotating(angle: np.ndarray, uri: str) -> None:
         )
 
 
-def stack_of(along: np.ndarray, superior: int | None, uri: str) -> Stack:
-    """`along` [D] positions; `superior` is +1 where growing positions go up, -1 down, None where the raster is vertical."""
+def repeats(uri: str, found: str) -> NotRaster:
+    return NotRaster("repeated", f"{uri}: {found} (repeats); a volume needs one B-scan per position")
+
+
+def stack_of(along: np.ndarray, superior: int | None, uri: str, length: float) -> Stack:
+    """`along` [D] positions; `superior` is +1 where growing positions go up, -1 down, None where the raster is vertical.
+
+    `length`: of a B-scan, in the same unit. Raises NotRaster for repeats.
+    """
     falling = along[-1] < along[0]
     order = np.argsort(-along if falling else along, kind="stable")
     steps = np.abs(np.diff(along[order]))
@@ -334,19 +371,54 @@ def stack_of(along: np.ndarray, superior: int | None, uri: str) -> Stack:
     # Not the median: of a place that was scanned twice or more often, it is how far the eye moved in between.
     to_the_next_place = float(np.quantile(steps, 0.9))
     if to_the_next_place < 1e-6 or np.mean(steps < 0.05 * to_the_next_place) > 0.2:
-        raise NotRaster(
-            "repeated", f"{uri}: several B-scans share one position (repeats); a volume needs one B-scan per position"
-        )
+        raise repeats(uri, "several B-scans share one position")
+    even, in_order = bool((np.abs(steps - step) <= 0.5 * step).all()), bool((order == np.arange(len(order))).all())
+    if not (even and in_order) and np.ptp(along) < SAME_PLACE * length:
+        raise repeats(uri, f"all B-scans scatter over {np.ptp(along) / length:.1%} of their length, as of one place")
     return Stack(
         step=step,
         superior_first=None if superior is None else bool((superior > 0) == falling),
-        order=None if (order == np.arange(len(order))).all() else tuple(int(i) for i in order),
-        even=bool((np.abs(steps - step) <= 0.5 * step).all()),
+        order=None if in_order else tuple(int(i) for i in order),
+        even=even,
     )
 
 
+def looks_swapped(in_plane_mm: tuple[float, float], shape: Shape3) -> bool:
+    """Whether the millimetres of (axial, lateral) can only be meant the other way round.
+
+    No OCT is coarser along depth than across: native axial pixels are 1.5 to 4 µm and show 1 to 4 mm, A-scans are 5 µm apart or more. What is
+    coarser after resampling is left alone unless the swapped reading, and only that, is a scan of the retina. Lines of 4,096 A-scans
+    are the exception (Cirrus: 1.5 µm apart, pixels of 2.0 µm), so below `_FINEST_PIXEL_MM` nothing can be said.
+    """
+    (dy, dx), (_, height, width) = in_plane_mm, shape
+    if dy <= 1.25 * dx or width * dy > EXTENT_BOUNDS_MM[2][1]:
+        return False
+    depth, depth_if_swapped = height * dy, height * dx
+    (short, long), (finest, coarsest) = _DEPTH_MM, _AXIAL_PIXEL_MM
+    if finest <= dx <= _FINEST_ASCANS_MM and dy > _FINEST_PIXEL_MM:
+        # A frame cropped to the retina may show less than 1 mm, but no pixel is then coarser than 8 µm.
+        return (_RETINA_MM if dy > coarsest else short) <= depth_if_swapped <= long
+    return depth > long and short <= depth_if_swapped <= long
+
+
+_DEPTH_MM, _RETINA_MM, _AXIAL_PIXEL_MM, _FINEST_ASCANS_MM, _FINEST_PIXEL_MM = (
+    (1.0, 4.0),
+    0.4,
+    (0.0015, 0.008),
+    0.005,
+    0.0025,
+)
+
+
 def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
-    """Raises ReadError absurd_spacing."""
+    """Raises ReadError: absurd_spacing, swapped_spacing."""
+    _, dy, dx = spacing_mm
+    if looks_swapped((dy, dx), shape):
+        raise ReadError(
+            "swapped_spacing",
+            f"{uri}: pixels of {dy:g} mm axially and {dx:g} mm laterally make a retina {shape[1] * dy:.1f} mm deep in {shape[1]} rows; "
+            f"the two look exchanged ({shape[1] * dx:.1f} mm the other way round), state the axial one first",
+        )
     for axis, mm, count, (low, high), (short, long) in zip(
         ("B-scan", "axial", "lateral"), spacing_mm, shape, SPACING_BOUNDS_MM, EXTENT_BOUNDS_MM, strict=True
     ):
