@@ -11,7 +11,7 @@ from octfm.data.location import Location
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
-from octfm.training.preflight import curves, data, objective, resources, tokens, tpu
+from octfm.training.preflight import cohort, curves, data, objective, resources, tokens, tpu
 from octfm.training.preflight.check import Check, fail
 from octfm.training.preflight.tracker import probed, tracker
 from octfm.training.runtime import Runtime, start
@@ -59,6 +59,7 @@ def checks(
     ]
     if resumed or any(check.status == "FAIL" for check in found):
         return found
+    found += cohort.checks(store, train_rows)
     found += objective.integrity(config, store, train_rows)
     found.append(objective.views(config, store, train_rows))
     found += objective.validation_masks(config, store, validation_rows)
