@@ -12,6 +12,7 @@ import octfm
 ROOT = Path(octfm.__file__).parent
 LAYERS = [
     {"errors"},
+    {"addresses"},
     {"config"},
     {"data", "masks"},
     {"models"},
@@ -19,7 +20,7 @@ LAYERS = [
     {"evaluation"},
     {"report"},
     {"demo"},
-    {"cli", "cli_evaluation", "cli_report", "cli_use", "__main__"},
+    {"cli", "cli_evaluation", "cli_options", "cli_report", "cli_use", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = ("errors", "config", "data", "masks", "report")

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from dicom_files import write_oct_dicom
+from hostile_folder import executed, octfm, plant
 from octfm.data.catalog import scan
-from octfm.data.isolation import Limits, Lost, each, release
+from octfm.data.isolation import Limits, Lost, each, import_path, release
 from octfm.data.readers import REASONS
 from octfm.data.spread import spread
+from octfm.errors import ConfigError
 
 SHORT = Limits(seconds=2)
 
@@ -217,3 +219,77 @@ def test_released_children_are_gone():
     (pid, _, _), *_ = run(who, [1])
     release()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_command_runs_no_module_that_lies_beside_the_scans(tmp_path):
+    """One of every name that Python, octfm or a library imports, in the current folder and in that of the scans."""
+    folder = plant(tmp_path / "hostile")
+    scans = plant(folder / "scans")
+    voxels, spacing_mm = np.random.default_rng(0).integers(0, 255, (8, 64, 48), dtype=np.uint8), (0.12, 0.0039, 0.0115)
+    write_oct_dicom(scans / "a.dcm", voxels, spacing_mm)
+    for words in (
+        ("scan", "scans", "--pixels"),
+        ("view", "scans/a.dcm"),
+    ):
+        done = octfm(folder, *words)
+        assert done.returncode == 0, done.stderr
+    assert executed(folder) == executed(scans) == []
+
+
+@pytest.mark.parametrize("entry", ["", ".", "scans/.."])
+def test_an_entry_of_PYTHONPATH_that_means_here_is_not_for_children(tmp_path, monkeypatch, entry):
+    monkeypatch.chdir(plant(tmp_path / "hostile"))
+    monkeypatch.setenv("PYTHONPATH", f"{entry}:{tmp_path}")
+    monkeypatch.setattr(sys, "path", ["", entry, str(Path.cwd()), *sys.path])
+    assert run(misbehave, ["a"]) == ["A"] and executed(Path.cwd()) == []
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    assert str(Path.cwd()) in import_path(), "named in full, it is meant"
+
+
+def test_phantoms_are_rendered_without_modules_of_the_current_folder(tmp_path, monkeypatch):
+    from octfm.data.phantom import write_phantom
+
+    monkeypatch.chdir(plant(tmp_path / "hostile"))
+    write_phantom(tmp_path / "clinic", 2, 0, size=(4, 64, 32), workers=2)
+    assert executed(Path.cwd()) == []
+
+
+def test_the_tpu_programs_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    from octfm.training.preflight import tpu_program
+
+    monkeypatch.chdir(plant(tmp_path / "hostile"))
+    with pytest.raises(ConfigError):
+        tpu_program.run("tpu_record", tmp_path, "answer", {})  # it is given nothing to do
+    assert executed(Path.cwd()) == []
+
+
+def test_a_function_of_a_module_that_lies_here_is_named(tmp_path, monkeypatch):
+    """As of a notebook, whose folder children do not import from."""
+    (tmp_path / "my_own_reader.py").write_text("def read(item):\n    return item\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    import my_own_reader  # pyright: ignore[reportMissingImports]
+
+    with pytest.raises(ConfigError, match=r"my_own_reader.*PYTHONPATH"):
+        run(my_own_reader.read, [1])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert run(my_own_reader.read, [1]) == [1]
+
+
+@pytest.mark.slow
+def test_no_verb_that_starts_children_runs_a_module_beside_the_scans(tmp_path):
+    folder = plant(tmp_path / "hostile")
+    verbs = (
+        ("phantom", "clinic", "--participants", "6", "--size", "8x64x48", "--workers", "2"),
+        ("scan", "clinic", "--workers", "2", "--pixels"),
+        ("prepare", "catalog", "image_size=[16,128,128]", "target_spacing=[0.375,0.0156,0.047]", "--workers", "2"),
+        ("pretrain", "smoke_test", "data.store=prepared", "--smoke", "--device", "cpu"),
+        ("embed", "runs/run", "--files", "clinic", "--out", "vectors", "--device", "cpu"),
+        ("view", next((tmp_path / "hostile").rglob("*.dcm"), "clinic"), "--run", "runs/run", "--device", "cpu"),
+        ("report", "runs/run", "--catalog", "catalog"),
+    )
+    for words in verbs:
+        done = octfm(folder, *words)
+        assert done.returncode == 0, (words, done.stderr)
+        assert executed(folder) == [], words

@@ -1,5 +1,12 @@
 """`python -m octfm` and `torchrun -m octfm`."""
 
+import os
+import sys
+
+# Python has put the current folder first, where modules of strangers may lie; the command `octfm` never has it there.
+if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109
+    del sys.path[0]
+
 from octfm.cli import main
 
 main()

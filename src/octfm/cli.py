@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octfm.cli_evaluation import register as register_evaluation
+from octfm.cli_options import FileGB, FileSeconds, limits_of
 from octfm.cli_report import parse_spacing
 from octfm.cli_report import register as register_report
 from octfm.cli_use import register as register_use
@@ -43,10 +44,6 @@ OutPlace = Annotated[
     typer.Option("--out", parser=_place, metavar="PLACE", help="Folder, or s3:// or gs:// address, to write into."),
 ]
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.")]
-FileSeconds = Annotated[
-    float, typer.Option(help="Reject a file that takes longer; large ones have one more per megabyte.", min=0.1)
-]
-FileGB = Annotated[float, typer.Option(help="Reject a file that needs more memory (GB).", min=0.3)]
 
 
 @app.command()
@@ -159,6 +156,10 @@ def scan(
     pixels: Annotated[
         bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")
     ] = False,
+    follow_links: Annotated[
+        bool,
+        typer.Option(help="Also read what symbolic links below ROOT lead to, even out of it; else they are skipped."),
+    ] = True,
     max_reject: Annotated[
         float | None,
         typer.Option(help="Exit with 1 where a larger share than this is rejected, for example 0.2.", min=0, max=1),
@@ -183,7 +184,6 @@ def scan(
     from octfm.data.catalog import NothingAccepted
     from octfm.data.catalog import scan as scan_root
     from octfm.data.columns import Columns
-    from octfm.data.isolation import Limits
     from octfm.errors import ConfigError
     from octfm.report.data_health import write_data_health
 
@@ -196,7 +196,7 @@ def scan(
     mapped = Columns.parse(columns or []).of_field
     failure = None
     try:
-        limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+        limits = limits_of(file_seconds, file_gb)
         catalog = scan_root(
             root,
             seed=seed,
@@ -207,6 +207,7 @@ def scan(
             nominal_spacing_mm=parse_spacing(nominal_spacing, "--nominal-spacing") if nominal_spacing else None,
             layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
             pixels=pixels,
+            follow_links=follow_links,
             workers=workers,
             limits=limits,
         )
@@ -260,7 +261,6 @@ def prepare(
     """Turn a catalog into a store of uniform volumes; a second call does only what is missing."""
     from octfm.config import load
     from octfm.data.catalog import Catalog
-    from octfm.data.isolation import Limits
     from octfm.data.prepare import prepare as prepare_catalog
     from octfm.data.preprocessing import Preprocessing
     from octfm.errors import ConfigError
@@ -282,7 +282,7 @@ def prepare(
                 "--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither"
             )
         locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
-    limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+    limits = limits_of(file_seconds, file_gb)
     store = prepare_catalog(
         scanned,
         out,
@@ -478,6 +478,8 @@ def main() -> None:
     torchrun makes 1 of every exit code but 0. Where OCTFM_EXIT_FILE names a file, one rank per host leaves its 75 there for
     launch/torchrun.sh.
     """
+    # No process that a library starts imports from the current folder, where strangers' files may lie.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     word = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
     if word:
         Path(word).unlink(missing_ok=True)

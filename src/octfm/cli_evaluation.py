@@ -1,11 +1,14 @@
 """The verbs that judge an encoder: thin calls of the public functions; imports happen inside the verbs."""
 
+import functools
 import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from octfm.cli_options import FileGB, FileSeconds, limits_of
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
 
@@ -252,10 +255,12 @@ def segment(
         bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+    file_seconds: FileSeconds = 10,
+    file_gb: FileGB = 2,
 ) -> None:
     """Layer surfaces and fluid from tokens: train and judge in µm and Dice, or apply to files and export NIfTI and DICOM."""
     from octfm.config import load
-    from octfm.data.readers import read_volume
+    from octfm.data.readers import read_volume, within
     from octfm.evaluation.segment import load_segmenter
     from octfm.evaluation.segment_export import write_dicom, write_nifti
     from octfm.evaluation.segment_score import segment as run_segment
@@ -270,10 +275,13 @@ def segment(
             typer.echo(line)
         typer.echo(str(out / "segment.json"))
         return
-    segmenter = load_segmenter(apply, device)
+    segmenter, limits = load_segmenter(apply, device), limits_of(file_seconds, file_gb)
     for file in words or []:
-        found = segmenter.segment(read_volume(file))
-        for path in [*write_nifti(found, out, Path(file).stem), *(write_dicom(found, file, out) if dicom else [])]:
+        volume = read_volume(file, limits=limits)
+        found = segmenter.segment(volume)
+        written = write_nifti(found, out, Path(file).stem)
+        written += within(limits, functools.partial(write_dicom, found, folder=out), file) if dicom else []
+        for path in written:
             typer.echo(str(path))
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from octfm.cli_options import FileGB, FileSeconds, limits_of
+
 Run = Annotated[Path, typer.Argument(help="Run folder.")]
 CatalogOption = Annotated[str | None, typer.Option("--catalog", help="Folder written by `octfm scan`.")]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Prepared store, also s3:// or gs://.")]
@@ -89,6 +91,8 @@ def view(
     segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: adds its layers and areas.")] = None,
     spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm for a file that states none.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
+    file_seconds: FileSeconds = 10,
+    file_gb: FileGB = 2,
 ) -> None:
     """Any OCT file as one page to scrub through, offline; under 25 MB. It shows the patient's scan: treat it like the file."""
     from octfm.data.readers import read_surfaces, read_volume
@@ -102,14 +106,15 @@ def view(
             f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}"
         )
     stated = parse_spacing(spacing, "--spacing") if spacing else None
+    limits = limits_of(file_seconds, file_gb)
     try:
-        volume = read_volume(file, spacing_mm=stated, raster_only=False)
+        volume = read_volume(file, spacing_mm=stated, raster_only=False, limits=limits)
     except ReadError as error:
         if error.code != "missing_spacing":
             raise
         raise ReadError(error.code, f"{error}; here with --spacing dz,dy,dx") from None
     try:
-        surfaces = read_surfaces(file)
+        surfaces = read_surfaces(file, limits)
     except ReadError as error:
         surfaces = None
         typer.echo(f"without its layers: {error}", err=True)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from octfm.cli_options import FileGB, FileSeconds, limits_of
+
 
 def register(app: typer.Typer) -> None:
     """Add the verbs of this file to the command."""
@@ -50,10 +52,11 @@ def embed(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda, of --files and --catalog; default: what there is.")
     ] = None,
-    file_seconds: Annotated[
-        float, typer.Option(help="Give up a file that takes longer; large ones have more.", min=0.1)
-    ] = 10,
-    file_gb: Annotated[float, typer.Option(help="Give up a file that needs more memory (GB).", min=0.3)] = 2,
+    follow_links: Annotated[
+        bool, typer.Option(help="Of --files: also read what symbolic links lead to; else they are skipped.")
+    ] = True,
+    file_seconds: FileSeconds = 10,
+    file_gb: FileGB = 2,
 ) -> None:
     """One vector per acquisition: of a store, or straight from thousands of files; the same command continues after any interruption."""
     from octfm.errors import ConfigError
@@ -82,7 +85,6 @@ def embed(
     if head is not None or segment is not None:
         raise ConfigError("--head and --segment are shown in the report of a run; they need --store")
     from octfm.data.catalog import Catalog
-    from octfm.data.isolation import Limits
     from octfm.evaluation.embed_files import embed_files
 
     if out is None:
@@ -91,10 +93,10 @@ def embed(
         raise ConfigError(f"--precision: expected fp32 or bf16, got {precision!r}")
     source = files if catalog is None else Catalog.load(catalog)
     assert source is not None
-    limits = Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+    limits = limits_of(file_seconds, file_gb)
     done = embed_files(
         run, source, out, baselines=bool(baselines), workers=workers, limits=limits, retry=retry, pool=pool,
-        precision=precision, device=device, echo=typer.echo,
+        precision=precision, device=device, follow_links=follow_links, echo=typer.echo,
     )  # fmt: skip
     typer.echo(
         f"{out}: {done['embedded']:,} of {done['volumes']:,} volumes embedded, {done['skipped']:,} other files skipped on purpose"

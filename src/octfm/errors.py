@@ -19,6 +19,9 @@ class ReadError(OctfmError):
         super().__init__(message)
         self.code, self.refers_to = code, refers_to
 
+    def __reduce__(self):
+        return type(self), (self.code, str(self), self.refers_to)  # it travels between processes
+
 
 class BucketError(OctfmError):
     """A bucket that refuses or does not answer, after everything was tried; the data in it are not known to be bad."""

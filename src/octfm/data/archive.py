@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -83,6 +84,41 @@ def split_uri(uri: str | Location) -> tuple[str, str] | None:
     return None
 
 
+_FOLLOW_LINKS: ContextVar[bool] = ContextVar("follow_links", default=True)
+
+
+@contextmanager
+def links(*, follow: bool) -> Iterator[None]:
+    """Inside, with `follow` False, `open_file` and `list_folder` raise ReadError link_not_followed at a symbolic link."""
+    before = _FOLLOW_LINKS.set(follow)
+    try:
+        yield
+    finally:
+        _FOLLOW_LINKS.reset(before)
+
+
+def refuse_link(path: str) -> None:
+    """Raises ReadError where links are not followed and this is one."""
+    if not _FOLLOW_LINKS.get() and os.path.islink(path):  # noqa: PTH114
+        raise ReadError(
+            "link_not_followed", f"{path}: a link; put the file itself there, or scan without --no-follow-links"
+        )
+
+
+def read_start(uri: str | Location, count: int) -> bytes:
+    """The first `count` bytes of a file or of a member, of which no more is inflated. Raises OSError, ReadError."""
+    inside = split_uri(uri)
+    if inside is None:
+        with open_file(uri) as file:
+            return file.read(count)
+    with open_binary(inside[0], in_place=True) as file:
+        member = _member(*inside, str(uri))
+        file.seek(_data_offset(file, member, str(uri)))
+        if member.method == zipfile.ZIP_STORED:
+            return file.read(min(count, member.size))
+        return _inflated(file, member, str(uri), most=count)
+
+
 @contextmanager
 def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]:
     """A seekable stream of a file or of a member. `whole`: everything will be read, so a member's checksum is verified first.
@@ -95,6 +131,7 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
             with open_binary(uri, whole=whole) as file:
                 yield file
             return
+        refuse_link(str(uri))
         with _Frugal(io.FileIO(cast(str, uri))) as file:
             yield cast(BinaryIO, file)
         return
@@ -137,10 +174,13 @@ def list_folder(uri: str | Location) -> list[str]:
         return directly_below(str(uri))
     if inside is None and not str(uri).endswith(MEMBER[0]):
         with os.scandir(str(uri)) as entries:
-            return sorted(entry.path for entry in entries if entry.is_file())
+            found = sorted(entry.path for entry in entries if entry.is_file())
+        for path in found:
+            refuse_link(path)
+        return found
     archive, folder = inside or (str(uri)[: -len(MEMBER[0])], "")
-    found = (PurePosixPath(name) for name in open_archive(archive).members)
-    return [f"{archive}{MEMBER}{name}" for name in found if str(name.parent).removeprefix(".") == folder]
+    names = (PurePosixPath(name) for name in open_archive(archive).members)
+    return [f"{archive}{MEMBER}{name}" for name in names if str(name.parent).removeprefix(".") == folder]
 
 
 def file_size(uri: str | Location) -> int:
@@ -327,15 +367,19 @@ def _content(file: BinaryIO, start: int, member: Member, uri: str) -> bytes:
     return content
 
 
-def _inflated(file: BinaryIO, member: Member, uri: str) -> bytes:
+def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None) -> bytes:
+    """All bytes, or the first `most`."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     pieces, done, left = [], 0, member.compressed
     try:
         while left and (packed := file.read(min(left, _CHUNK))):
             left -= len(packed)
             # One byte more than there may be, so that a surplus shows.
-            pieces.append(inflater.decompress(packed, member.size - done + 1))
+            limit = member.size if most is None else min(most, member.size)
+            pieces.append(inflater.decompress(packed, limit - done + 1))
             done += len(pieces[-1])
+            if most is not None and done >= most:
+                return b"".join(pieces)[:most]
             if done > member.size:
                 raise ReadError(
                     "decompression_bomb", f"{uri}: inflates beyond the {member.size:,} bytes that the archive claims"

@@ -176,6 +176,7 @@ def scan(
     nominal_spacing_mm: Spacing3 | None = None,
     layouts: Collection[Layout] = RASTER_ONLY,
     pixels: bool = False,
+    follow_links: bool = True,
     workers: int | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -189,6 +190,7 @@ def scan(
     `nominal_spacing_mm` (dz, dy, dx) is taken, and flagged, where neither file, sidecar nor table states millimetres.
     `layouts`: ("raster", "radial") also takes stars, as rows of their own layout; what is neither is never a volume.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
+    `follow_links`: also files and folders that symbolic links below `root` lead to, wherever they lie; False leaves them out, with a code.
     `pixels`: decode every accepted volume, too, and find copies under other identities and eyes whose optic disc lies on the wrong side.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
@@ -199,7 +201,7 @@ def scan(
         raise CatalogError(f"layouts: expected raster, or raster and radial, got {', '.join(layouts) or 'none'}")
     folder = _existing(root)
     account = Account(folder)
-    found = walk(folder)
+    found = walk(folder, follow_links=follow_links)
     if not found.files and not found.refused:
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
         raise CatalogError(
@@ -211,7 +213,7 @@ def scan(
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     limits = limits or Limits()
     deadline = functools.partial(deadline_of, limits)
-    look = account.counting(functools.partial(examine_file, layouts=tuple(layouts)))
+    look = account.counting(functools.partial(examine_file, layouts=tuple(layouts), follow_links=follow_links))
     examined = spread(
         look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from octfm.data import readers
 from octfm.data.acquisition import Reject
-from octfm.data.archive import file_size
+from octfm.data.archive import file_size, links
 from octfm.data.isolation import Limits, Lost
 from octfm.data.location import Location
 from octfm.data.ranged import recall
@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from octfm.data.readers.dicom_parts import Part
 
 
-def examine_file(path: Location, layouts: Collection[Layout]) -> "list[Header | Part | Reject]":
+def examine_file(
+    path: Location, layouts: Collection[Layout], follow_links: bool = True
+) -> "list[Header | Part | Reject]":
     """One outcome for a file, or for each volume in it."""
     recall(path)
+    with links(follow=follow_links):
+        return _examine(path, layouts)
+
+
+def _examine(path: Location, layouts: Collection[Layout]) -> "list[Header | Part | Reject]":
     try:
         return [readers.examine(str(path), layouts)]
     except ReadError as error:

@@ -1,6 +1,6 @@
 """Which images of a folder are B-scans of one volume: those that a HEYEX XML there names, else all images of a folder with nothing else."""
 
-from octfm.data.archive import open_file
+from octfm.data.archive import file_size, open_file, read_start, split_uri
 from octfm.data.location import Location
 from octfm.data.readers.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images
 from octfm.data.readers.image_folder import SUFFIXES
@@ -33,8 +33,7 @@ def join_images(files: list[Location], companions: list[Location]) -> None:
 
 def _named_by(path: Location) -> set[str]:
     try:
-        with open_file(path) as file:
-            content = file.read(MAX_BYTES)
+        content = read_start(path, MAX_BYTES)
     except (OSError, ReadError):
         return set()
     return named_images(content) if fits(content[:HEAD_BYTES]) else set()
@@ -43,6 +42,8 @@ def _named_by(path: Location) -> set[str]:
 def _is_image(path: Location) -> bool:
     """One image, not a TIFF that is a volume by itself."""
     try:
+        if split_uri(path) and file_size(path) > MAX_BYTES:
+            return False  # it would have to be inflated here; a B-scan is never so large
         with open_file(path) as file:
             return file.read(8).startswith(MAGIC) and not several_pages(file)
     except (OSError, ReadError):

@@ -2,6 +2,8 @@
 
 A child is a fresh interpreter that serves one file after the other and is replaced when it dies. Not a fork, which would copy threads,
 locks and torch; not multiprocessing, which runs the caller's script again and is forbidden inside the workers of a cluster.
+
+Children never import from the current folder, which may be where strangers' files lie: a json.py there would run in the place of Python's.
 """
 
 import atexit
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from octfm.errors import ConfigError
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -31,6 +35,8 @@ _START_S = 120.0
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "VECLIB_MAXIMUM")}
 _HEAD = struct.Struct("<Q")
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from octfm.data.isolation import serve; serve(int(sys.argv[2]))"
+_HOME = Path(__file__).absolute().parents[2]
+"""The folder that octfm is imported from, also where an editable install finds it without sys.path."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +107,11 @@ class _Child:
     def __init__(self, memory: int):
         self.memory, self.ended, self.idle_since = memory, False, 0.0
         self.surroundings = _surroundings()
-        start = [sys.executable, "-c", _START, json.dumps(sys.path), str(os.getpid())]
+        # -P: the path that it starts with has no current folder either.
+        start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
+        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_python_path())}
         self._process = subprocess.Popen(
-            start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={**os.environ, **_ONE_THREAD}
+            start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
         )
         assert self._process.stdin and self._process.stdout
         self._requests, self._replies = self._process.stdin, self._process.stdout.fileno()
@@ -223,6 +231,29 @@ def _give_back(child: _Child) -> None:
         _idle.append(child)
 
 
+def import_path() -> list[str]:
+    """sys.path without the current folder, except where the user names that in PYTHONPATH in full, or runs a script that lies there.
+
+    `python -m`, `python -c`, notebooks and an empty entry of PYTHONPATH put it there unasked.
+    """
+    wanted = {os.path.normpath(place) for place in _python_path()}
+    main = sys.modules.get("__main__")
+    if (script := getattr(main, "__file__", None)) is not None and getattr(main, "__spec__", None) is None:
+        wanted.add(str(Path(script).absolute().parent))
+    here = {os.path.normpath(Path.cwd()), os.path.realpath(Path.cwd())}
+
+    def elsewhere(place: str) -> bool:
+        return os.path.isabs(place) and not {os.path.normpath(place), os.path.realpath(place)} & here  # noqa: PTH117
+
+    kept = [place for place in sys.path if os.path.normpath(place) in wanted or elsewhere(place)]
+    return kept if str(_HOME) in kept else [*kept, str(_HOME)]
+
+
+def _python_path() -> list[str]:
+    """What PYTHONPATH names in full: an empty or relative entry means the current folder, wherever that is."""
+    return [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]  # noqa: PTH117
+
+
 def _surroundings() -> tuple:
     """What a child inherits when it starts, and never hears of again: credentials, for one. (pytest puts the test's name there.)"""
     return (
@@ -249,7 +280,11 @@ def serve(parent: int) -> None:
     while True:
         if not select.select([requests], [], [], IDLE_S)[0]:
             return
-        function, items = pickle.loads(_read_message(requests))
+        try:
+            function, items = pickle.loads(_read_message(requests))
+        except ImportError as error:
+            _answer(replies, _not_importable(error), None)
+            return
         for item in items:
             error, result = None, None
             try:
@@ -257,6 +292,13 @@ def serve(parent: int) -> None:
             except Exception as raised:
                 error = raised
             _answer(replies, error, result)
+
+
+def _not_importable(error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"a child process cannot import what it should run ({error}); children do not import from the current folder: put the full path of "
+        "the folder that has it into PYTHONPATH, or install it"
+    )
 
 
 def _limit(memory: int) -> None:

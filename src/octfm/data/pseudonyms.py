@@ -19,6 +19,7 @@ from typing import Any
 
 from octfm.data.acquisition import PSEUDONYM, Acquisition, Reject
 from octfm.data.catalog import Catalog, CatalogError
+from octfm.data.isolation import Limits
 from octfm.data.labels import MISSING
 from octfm.data.location import Location, location
 from octfm.data.readers import REASONS, volumes_in
@@ -120,7 +121,7 @@ def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]
 
 def _volumes_in(path: str) -> list[str]:
     try:
-        return volumes_in(path)
+        return volumes_in(path, Limits())
     except ReadError:
         return []
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from octfm.data.acquisition import Reject
-from octfm.data.archive import MEMBER, Archive, file_size, open_archive, open_file
+from octfm.data.archive import MEMBER, Archive, file_size, open_archive, read_start
 from octfm.data.folders import join_images
 from octfm.data.location import BucketPath, Location, location
+from octfm.data.readers import REASONS
 from octfm.errors import ReadError
 
 _COMPANION_FOLDERS = {"ground_truth"}
@@ -28,8 +29,11 @@ class Found:
     """Folders that cannot be listed, broken links, pipes, names that are not text, damaged archives, hostile members."""
 
 
-def walk(root: Location) -> Found:
-    """Everything below `root`, sorted by path. Links are followed; a folder reached twice is listed once; a bucket is listed once."""
+def walk(root: Location, *, follow_links: bool = True) -> Found:
+    """Everything below `root`, sorted by path; a bucket is listed once.
+
+    Links are followed, also out of `root`, and a folder reached twice is listed once; without `follow_links` they are refused with a code.
+    """
     found = Found()
     if isinstance(root, BucketPath):
         _list_bucket(root, found)
@@ -47,6 +51,11 @@ def walk(root: Location) -> Found:
             found.refused.append(_unreadable(folder, f"cannot be listed: {error.strerror}; check permissions"))
             continue
         for entry in entries:
+            if not follow_links and entry.is_symlink():
+                reason = REASONS["link_not_followed"]
+                text = _text(entry)
+                found.refused.append(Reject(text, "link_not_followed", f"{text}: {reason.meaning}; {reason.fix}", 0))
+                continue
             if problem := _sort(entry, root, found, pending):
                 found.refused.append(_unreadable(entry, problem))
     join_images(found.files, found.companions)
@@ -126,8 +135,7 @@ def _is_companion(path: Location, parts: Sequence[str]) -> bool:
 
 def _starts_with(path: Location, magic: bytes, at: int = 0) -> bool:
     try:
-        with open_file(path) as file:
-            return file.read(at + len(magic))[at:] == magic
+        return read_start(path, at + len(magic))[at:] == magic
     except (OSError, ReadError):
         return False
 

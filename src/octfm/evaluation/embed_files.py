@@ -85,6 +85,7 @@ def embed_files(
     pool: VectorPool | None = None,
     precision: Precision = "fp32",
     device: str | None = None,
+    follow_links: bool = True,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Embed every OCT volume below `source` (a folder, s3:// or gs://, or a Catalog) into `out`, a folder or an address in a bucket.
@@ -92,7 +93,7 @@ def embed_files(
     Stopped at any moment, even by kill -9, the same call continues and computes at most one shard again; files that are new or have changed
     since are taken up. What cannot be read is a row of failures.parquet, and is tried again when its file changes, or with `retry`.
     workers: processes that read and prepare, None for one per core, 0 for this one. baselines: also random initialisation and histogram.
-    pool: instead of the run's own objective.pool.
+    pool: instead of the run's own objective.pool. follow_links: as for octfm.scan.
     Returns counts. Raises EvaluationError where `out` holds vectors of other weights, Preprocessing or precision, or where nothing could
     be embedded; BucketError where the bucket stopped answering, which is no file's fault.
     """
@@ -106,7 +107,7 @@ def embed_files(
     with _alone(out):
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, encoder, kinds)
-        catalog, version_of = _catalog(source, out, workers, limits, echo)
+        catalog, version_of = _catalog(source, out, workers, limits, follow_links, echo)
         tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in catalog.acquisitions]
         parts, done = _done(out, retry)
         missing = [task for task in tasks if done.get(_identity(task)) is None]
@@ -195,7 +196,12 @@ def _alone(out: Location) -> Iterator[None]:
 
 
 def _catalog(
-    source: str | Location | Catalog, out: Location, workers: int | None, limits: Limits, echo: Callable[[str], None]
+    source: str | Location | Catalog,
+    out: Location,
+    workers: int | None,
+    limits: Limits,
+    follow_links: bool,
+    echo: Callable[[str], None],
 ) -> tuple[Catalog, Callable[[str], str]]:
     """What there is to embed, and the version of each of its files. A scan is kept, and used again while no file below has changed."""
     if isinstance(source, Catalog):
@@ -213,7 +219,9 @@ def _catalog(
             )
     listing = listing_of(root)
     digest = hashlib.sha256(
-        json.dumps([str(root), sorted(listing.items())]).encode("utf-8", "surrogateescape")
+        json.dumps([str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]).encode(
+            "utf-8", "surrogateescape"
+        )
     ).hexdigest()
     kept = out / "catalog"
     try:
@@ -222,7 +230,7 @@ def _catalog(
     except (FileNotFoundError, ValueError, KeyError):
         pass
     echo(f"{root}: looking at {len(listing):,} files")
-    catalog = scan(root, workers=workers, limits=limits)
+    catalog = scan(root, follow_links=follow_links, workers=workers, limits=limits)
     catalog.save(kept)
     write_whole(kept / "listing.json", json.dumps({"digest": digest}).encode())
     return catalog, versions(listing)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from octfm import __version__
 from octfm.config import load
+from octfm.data.isolation import Limits
+from octfm.data.readers import within
+from octfm.data.readers.arrays import named_arrays
 from octfm.data.store import Arrays, Store, StoreRow
 from octfm.data.surface import best_path
 from octfm.data.transform import Transform
@@ -232,16 +235,16 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
         raise EvaluationError(
             f"{path}: no truth for this acquisition; every volume that is trained or tested on needs one"
         )
-    with np.load(path, allow_pickle=False) as file:
-        names = file["surface_names"].tolist() if "surface_names" in file else []
-        if absent := [name for name in config.surfaces if name not in names]:
-            raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
-        rows = (
-            file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64)
-            if config.surfaces
-            else np.zeros((0, 1, 1))
-        )
-        mask = np.isin(file["lesions"], config.mask_values) if config.mask_values else None
+    file = within(Limits(), named_arrays, str(path))
+    names = file["surface_names"].tolist() if "surface_names" in file else []
+    if absent := [name for name in config.surfaces if name not in names]:
+        raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
+    rows = (
+        file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64)
+        if config.surfaces
+        else np.zeros((0, 1, 1))
+    )
+    mask = np.isin(file["lesions"], config.mask_values) if config.mask_values else None
     return {"rows": rows, "mask": mask}
 
 

@@ -3,23 +3,24 @@
 import csv
 import json
 import math
-import os
 import shutil
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from octfm.data.isolation import Limits, Lost
 from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
 from octfm.data.phantom.defects import DEFECTS, Defect, spoil
 from octfm.data.phantom.dicom import to_bytes, to_dataset, uid
 from octfm.data.phantom.pathology import DIAGNOSES, LESIONS
 from octfm.data.phantom.render import GroundTruth, render
 from octfm.data.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
+from octfm.data.spread import spread
 from octfm.data.volume import Laterality, Shape3, Volume
 from octfm.errors import OctfmError
 
@@ -37,6 +38,9 @@ _MODALITIES = (
     "retinal_photography",
 )
 
+
+_LIMITS = Limits(seconds=24 * 3600, memory=2**62)
+"""None: what is rendered here is not a stranger's file."""
 
 _Rows = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
 """Of one participant: rows of manifest.tsv, labels.tsv and defects.tsv."""
@@ -78,8 +82,6 @@ def write_phantom(
     same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
     The folder appears at once when it is complete; one that exists is refused.
     """
-    from joblib import Parallel, delayed
-
     out = Path(out)
     _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
     people = draw_cohort(
@@ -92,12 +94,10 @@ def write_phantom(
     labels: list[dict[str, Any]] = []
     planted: list[dict[str, Any]] = []
     spoilt_files = _plan_defects(people, seed, defects)
-    jobs = (
-        delayed(_write_participant)(_Job(partial, person, seed, size, spoilt_files[person.index], effect))
-        for person in people
-    )
-    written = Parallel(n_jobs=workers or os.cpu_count() or 1, return_as="generator")(jobs)
-    for done, (rows, truths, spoilt) in enumerate(cast(Generator[_Rows], written), 1):
+    jobs = [_Job(partial, person, seed, size, spoilt_files[person.index], effect) for person in people]
+    count = 0 if workers == 1 else workers  # one worker is this process
+    written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
+    for done, (rows, truths, spoilt) in enumerate(written, 1):
         manifest += rows
         labels += truths
         planted += spoilt
@@ -161,6 +161,11 @@ def _check(
         raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
     if not 0 <= defects <= 1:
         raise OctfmError(f"phantom cohort: defects is a share of the good files, expected 0 to 1, got {defects}")
+
+
+def _not_written(job: _Job, lost: Lost) -> _Rows:
+    advice = "free memory, or use fewer --workers, and run the same command again"
+    raise OctfmError(f"{job.out}: the process that rendered participant {job.person.index} {lost.what}; {advice}")
 
 
 def _write_participant(job: _Job) -> _Rows:

@@ -1,14 +1,17 @@
 """Files to Volumes: the format is decided by content, never by name, and what cannot be read has a reason code."""
 
-from collections.abc import Collection, Sequence
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from octfm.data.volume import RASTER_ONLY, Laterality, Layout, Shape3, Spacing3, Surfaces, Volume
+from octfm.data.volume import LAYOUTS, RASTER_ONLY, Laterality, Layout, Shape3, Spacing3, Surfaces, Volume
 from octfm.errors import ReadError
 
 if TYPE_CHECKING:
+    from octfm.data.isolation import Limits
     from octfm.data.readers.dicom_parts import Part
 
 
@@ -31,6 +34,11 @@ REASONS: dict[str, Reason] = {
     ),
     "missing_file": Reason("a DICOMDIR lists it, and it is not there", "copy the whole medium again"),
     "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
+    "link_not_followed": Reason(
+        "a link, or a folder of B-scans with a link among them, in a scan with --no-follow-links",
+        f"{_LEFT_OUT}; put the file itself there, or scan without --no-follow-links",
+        expected=True,
+    ),
     "unsafe_member": Reason(
         "a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"
     ),
@@ -154,6 +162,10 @@ REASONS: dict[str, Reason] = {
 """The one list of reason codes; rejects.parquet and the report use no other."""
 
 
+LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
+"""How a file ends that takes the process that reads it with it."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What is known about an acquisition before its pixels are decoded."""
@@ -178,15 +190,47 @@ class Header:
     """Of anything but a raster, dz repeats dx and means nothing."""
 
 
-def read_volume(uri: str | Path, *, spacing_mm: Spacing3 | None = None, raster_only: bool = True) -> Volume:
+T = TypeVar("T")
+
+
+def read_volume(
+    uri: str | Path, *, spacing_mm: Spacing3 | None = None, raster_only: bool = True, limits: "Limits | None" = None
+) -> Volume:
     """The Volume in a file, or in a folder of images, whatever its name is. Raises ReadError with one of REASONS.
 
     spacing_mm: (dz, dy, dx) for a file that states none itself, such as a folder of images; a file that does is believed.
     raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.data.radial.to_raster for stars.
+    limits: read in a child process that may take so much time and memory, as a scan does; for files that nobody vouches for.
     """
     from octfm.data.readers import formats  # parsers stay out of the training path
 
-    return formats.read_volume(str(uri), spacing_mm, raster_only)
+    if limits is None:
+        return formats.read_volume(str(uri), spacing_mm, raster_only)
+    layouts = RASTER_ONLY if raster_only else LAYOUTS
+    size = None
+    try:
+        size = math.prod(within(limits, functools.partial(formats.read_header, layouts=layouts), str(uri)).shape)
+    except ReadError as error:
+        if error.code in LOST:
+            raise
+        # A star of too few lines has no header that a scan would take, and can be read.
+    read = functools.partial(formats.read_volume, spacing_mm=spacing_mm, raster_only=raster_only)
+    return within(limits, read, str(uri), size=size)
+
+
+def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | None = None) -> T:
+    """`read` of a uri in a child process. `size`, in bytes or voxels, by default of the file, buys time.
+
+    Raises what `read` raises, and ReadError decoder_crashed, decoder_timeout or decoder_memory where it takes the child with it.
+    """
+    from octfm.data.archive import file_size
+    from octfm.data.isolation import Lost, each
+
+    seconds = limits.deadline(file_size(uri) if size is None else size, uri)
+    (result,) = each(read, [uri], limits, lambda _: seconds)
+    if isinstance(result, Lost):
+        raise ReadError(result.code, f"{uri}: the process that read it {result.what}; {REASONS[result.code].fix}")
+    return result
 
 
 def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
@@ -204,11 +248,13 @@ def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> "Head
     return formats.examine(str(uri), layouts)
 
 
-def volumes_in(uri: str | Path) -> list[str]:
-    """uris of the volumes in a file, its own where it is one; of several, each is file!/name. Raises ReadError."""
+def volumes_in(uri: str | Path, limits: "Limits | None" = None) -> list[str]:
+    """uris of the volumes in a file, its own where it is one; of several, each is file!/name. `limits` as for `read_volume`.
+
+    Raises ReadError."""
     from octfm.data.readers import formats
 
-    return formats.volumes_in(str(uri))
+    return formats.volumes_in(str(uri)) if limits is None else within(limits, formats.volumes_in, str(uri))
 
 
 def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
@@ -218,14 +264,14 @@ def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = 
     return dicom.read_header_of_parts(parts, layouts)
 
 
-def read_surfaces(uri: str | Path) -> Surfaces | None:
+def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces | None:
     """The layer boundaries stored with the B-scans, or in a DICOM height map, None where there are none. Raises ReadError.
 
-    DICOM keeps them in a file of their own: `dicom_surfaces.surfaces_of_volume` joins the two.
+    DICOM keeps them in a file of their own: `dicom_surfaces.surfaces_of_volume` joins the two. `limits` as for `read_volume`.
     """
     from octfm.data.readers import formats
 
-    return formats.read_surfaces(str(uri))
+    return formats.read_surfaces(str(uri)) if limits is None else within(limits, formats.read_surfaces, str(uri))
 
 
 __all__ = [
@@ -239,4 +285,5 @@ __all__ = [
     "read_surfaces",
     "read_volume",
     "volumes_in",
+    "within",
 ]

@@ -14,13 +14,15 @@ from typing import BinaryIO
 import numpy as np
 
 from octfm.data.archive import open_file
-from octfm.data.readers.bscans import Bscans, check_size, uid_of
+from octfm.data.readers.bscans import Bscans, check_size, damage_has_a_code, uid_of
 from octfm.data.readers.declared import read_declared, spacing_from
 from octfm.errors import ReadError
 
 _NAMES = ("volume", "voxels")
 """Which of several arrays is meant."""
 _FACT_BYTES = 4096
+_MORE_BYTES = 2**20
+"""A header, and what a careless program left behind the array; more is no array of that size."""
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -33,6 +35,11 @@ def open_bscans(uri: str) -> Bscans:
             check_size(tuple(stored), uri, dtype.itemsize)  # type: ignore[arg-type]
             if left is not None and left < dtype.itemsize * int(np.prod(stored)):
                 raise ReadError("truncated_pixel_data", f"{uri}: the array ends early; fetch it again")
+            if left is not None and left > dtype.itemsize * int(np.prod(stored)) + _MORE_BYTES:
+                raise ReadError(
+                    "decompression_bomb",
+                    f"{uri}: {left:,} bytes for an array of {stored}, which takes {dtype.itemsize * int(np.prod(stored)):,}; save it again",
+                )
         uid = uid_of(file, size)
     shape = tuple(stored[axes.index(axis)] for axis in "DHW")
     spacing = spacing_from(facts["spacing_mm"], uri) if "spacing_mm" in facts else None
@@ -57,6 +64,12 @@ def open_bscans(uri: str) -> Bscans:
         between_mm=spacing[0] if spacing else None,
         laterality=str(facts.get("laterality", "")),
     )
+
+
+def named_arrays(uri: str) -> dict[str, np.ndarray]:
+    """All arrays of an .npz by name. Raises ReadError."""
+    with damage_has_a_code(uri), np.load(uri, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
 
 
 def to_axes(array: np.ndarray, axes: str) -> np.ndarray:

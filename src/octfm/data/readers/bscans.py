@@ -173,6 +173,11 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
         raise ReadError(
             "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
         ) from None
+    except MemoryError:
+        raise ReadError(
+            "decoder_memory",
+            f"{uri}: reading it needs more memory than there is; a huge volume needs a higher limit, else it is damaged",
+        ) from None
     except DAMAGE as error:
         raise ReadError(
             "damaged_file",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAGIC = (b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"\xff\xd8\xff")
+MAX_PAGES = 10_000
+"""Ten times the B-scans of any instrument; a loop of pages has more."""
 _PNG_END = b"IEND\xaeB`\x82"
 _TO_MM = {"mm": 1.0, "millimeter": 1.0, "um": 1e-3, "µm": 1e-3, "\\u00b5m": 1e-3, "micron": 1e-3, "micrometer": 1e-3}
 
@@ -26,6 +28,11 @@ def open_bscans(uri: str) -> Bscans:
     """A TIFF of several pages of one size. Any other image alone is no volume."""
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
+        if several_pages(file, MAX_PAGES):
+            raise ReadError(
+                "absurd_size",
+                f"{uri}: more than {MAX_PAGES:,} pages, which no OCT volume has; it is damaged or no volume",
+            )
         with _opened(file, uri) as image:
             pages = getattr(image, "n_frames", 1)
             if image.format != "TIFF" or pages == 1:
@@ -86,18 +93,22 @@ def image_size(uri: str) -> tuple[int, int]:
     return height, width
 
 
-def several_pages(file: BinaryIO) -> bool:
-    """Whether a TIFF has a second page, told from the first one's directory (TIFF 6.0, section 2; BigTIFF)."""
+def several_pages(file: BinaryIO, most: int = 1) -> bool:
+    """Whether a TIFF has more pages than `most`: each one's directory ends with the place of the next (TIFF 6.0, section 2; BigTIFF)."""
     file.seek(0)
     head = file.read(16)
     if head[:4] not in MAGIC[1:5]:
         return False
     order: Literal["little", "big"] = "little" if head[:2] == b"II" else "big"
     count, entry, pointer = (8, 20, 8) if b"+" in head[:4] else (2, 12, 4)
-    file.seek(int.from_bytes(head[8:16] if pointer == 8 else head[4:8], order))
-    entries = int.from_bytes(file.read(count), order)
-    file.seek(entries * entry, io.SEEK_CUR)
-    return any(file.read(pointer))
+    place = int.from_bytes(head[8:16] if pointer == 8 else head[4:8], order)
+    for _ in range(most):
+        file.seek(place)
+        entries = int.from_bytes(file.read(count), order)
+        file.seek(entries * entry, io.SEEK_CUR)
+        if not (place := int.from_bytes(file.read(pointer), order)):
+            return False
+    return True
 
 
 def digest_of(uris: Iterable[str]) -> bytes:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from octfm.data.isolation import import_path
 from octfm.errors import ConfigError
 from octfm.training.memory import host_bytes_available
 
@@ -25,9 +26,10 @@ LOCKED = re.compile(r"libtpu_lockfile|already in use by process")
 
 def run(program: str, folder: Path, answer: str, environment: dict[str, str], *words: str) -> str:
     """What a program wrote into the file `answer` of its folder. ConfigError for one that failed, crashed, was killed or had no memory."""
-    command = [sys.executable, "-m", f"octfm.training.preflight.{program}", str(folder), *words]
-    # Of a crash in a library, Python then says where it was.
-    environment = os.environ | environment | {"PYTHONFAULTHANDLER": "1"}
+    command = [sys.executable, "-P", "-m", f"octfm.training.preflight.{program}", str(folder), *words]
+    # -P and the path: nothing is imported from the current folder. Of a crash in a library, Python says where it was.
+    paths = {"PYTHONPATH": os.pathsep.join(import_path()), "PYTHONFAULTHANDLER": "1"}
+    environment = os.environ | environment | paths
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"

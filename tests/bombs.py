@@ -1,0 +1,112 @@
+"""Files of a few kilobytes or megabytes that claim, or inflate to, more than any OCT volume has."""
+
+import gzip
+import io
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pydicom
+
+from dicom_files import write_oct_dicom
+from fuzz_files import deflated_bomb
+
+_MB = 2**20
+
+
+def npz_with_more_behind(path: Path, megabytes: int = 4000) -> Path:
+    """A small array, and zeros behind it in the same member: what checks the checksum at the end inflates them all."""
+    head = io.BytesIO()
+    np.save(head, np.arange(8 * 64 * 48, dtype=np.uint16).reshape(8, 64, 48))
+    return _zip_of_zeros(path, b"volume.npy", head.getvalue(), megabytes)
+
+
+def npz_of_zeros(path: Path, megabytes: int = 1900) -> Path:
+    """An array of nearly the largest size that a reader takes."""
+    head = io.BytesIO()
+    shape = (megabytes, 1024, 1024)
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return _zip_of_zeros(path, b"volume.npy", head.getvalue(), megabytes)
+
+
+def _zip_of_zeros(path: Path, name: bytes, start: bytes, megabytes: int) -> Path:
+    """One deflated member, `start` and then zeros; made in no time, since every megabyte of them is compressed alike."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    first = packer.compress(start) + packer.flush(zlib.Z_FULL_FLUSH)
+    again = packer.compress(bytes(_MB)) + packer.flush(zlib.Z_FULL_FLUSH)
+    body = first + again * megabytes + packer.flush()
+    sizes = (0, len(body), len(start) + megabytes * _MB)  # nobody gets as far as to compare the checksum
+    local = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 0, 8, 0, 0, *sizes, len(name), 0) + name
+    entry = (
+        struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 20, 20, 0, 8, 0, 0, *sizes, len(name), 0, 0, 0, 0, 0, 0) + name
+    )
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, len(entry), len(local) + len(body), 0)
+    path.write_bytes(local + body + entry + end)
+    return path
+
+
+def tiff_of_pages(path: Path, pages: int = 300_000) -> Path:
+    """Pages of one pixel, all of which share it."""
+    tags = [(256, 1), (257, 1), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1), (279, 1)]
+    size = 2 + 12 * len(tags) + 4
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    directories = (
+        struct.pack("<H", len(tags)) + entries + struct.pack("<I", 16 + (i + 1) * size if i + 1 < pages else 0)
+        for i in range(pages)
+    )
+    path.write_bytes(b"II*\0" + struct.pack("<I", 16) + b"\x7f" + bytes(7) + b"".join(directories))
+    return path
+
+
+def tiff_in_a_circle(path: Path) -> Path:
+    """Whose second page says that the first one follows."""
+    content = bytearray(tiff_of_pages(path, 2).read_bytes())
+    content[-4:] = struct.pack("<I", 16)
+    path.write_bytes(content)
+    return path
+
+
+def dicom_of_frames(path: Path, frames: int = 2**31 - 1) -> Path:
+    """A NumberOfFrames that no instrument has, of frames so small that they would be allowed."""
+    voxels = np.random.default_rng(0).integers(0, 255, (4, 2, 2), dtype=np.uint8)
+    write_oct_dicom(path, voxels, (0.12, 0.0039, 0.0115))
+    dataset = pydicom.dcmread(path)
+    dataset.NumberOfFrames, dataset.Rows, dataset.Columns = frames, 1, 1
+    dataset.save_as(path)
+    return path
+
+
+def nifti_of_dimensions(path: Path, dimensions: tuple[int, int, int] = (32767, 32767, 32767)) -> Path:
+    return _nifti(path, dimensions, b"")
+
+
+def nifti_of_zeros(path: Path) -> Path:
+    """A volume of 300 megabytes that could be one."""
+    shape = (2000, 800, 200)
+    return _nifti(path, shape, bytes(math.prod(shape)))
+
+
+def _nifti(path: Path, dimensions: tuple[int, int, int], body: bytes) -> Path:
+    header = bytearray(352)
+    struct.pack_into("<i", header, 0, 348)
+    struct.pack_into("<8h", header, 40, 3, *dimensions, 1, 1, 1, 1)
+    struct.pack_into("<hh", header, 70, 2, 8)
+    struct.pack_into("<8f", header, 76, 1, 0.0115, 0.0039, 0.12, 0, 0, 0, 0)
+    struct.pack_into("<3f", header, 108, 352, 1, 0)
+    header[123], header[344:348] = 2, b"n+1\0"
+    path.write_bytes(gzip.compress(bytes(header) + body, 1) if path.suffix == ".gz" else bytes(header) + body)
+    return path
+
+
+BOMBS = {
+    "more_behind.npz": npz_with_more_behind,
+    "zeros.npz": npz_of_zeros,
+    "pages.tif": tiff_of_pages,
+    "circle.tif": tiff_in_a_circle,
+    "frames.dcm": dicom_of_frames,
+    "deflated.dcm": lambda path: deflated_bomb(path, 300),
+    "dimensions.nii": nifti_of_dimensions,
+}
+"""Name of the file -> what writes it."""

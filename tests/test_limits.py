@@ -1,0 +1,168 @@
+"""Every verb that reads a stranger's file does so within a scan's limits: it is refused in one line, and takes neither memory nor time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bombs import BOMBS, nifti_of_zeros
+from dicom_files import write_oct_dicom
+from octfm.cli import app
+from octfm.data import pseudonyms
+from octfm.data.catalog import Catalog, scan
+from octfm.data.isolation import Limits
+from octfm.data.readers import REASONS, ReadError, read_surfaces, read_volume, within
+from octfm.data.readers.arrays import named_arrays
+
+TIGHT = Limits(seconds=60, memory=3 * 10**8)
+SPACING_MM = (0.12, 0.0039, 0.0115)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> Path:
+    """One of each bomb, and a volume."""
+    folder = tmp_path_factory.mktemp("planted")
+    for name, write in BOMBS.items():
+        write(folder / name)
+    voxels = np.random.default_rng(0).integers(0, 255, (8, 64, 48), dtype=np.uint8)
+    write_oct_dicom(folder / "good.dcm", voxels, SPACING_MM)
+    return folder
+
+
+@pytest.fixture
+def bytes_before() -> int:
+    """Resident memory of this process, whose peak (VmHWM) is counted anew from here on."""
+    size = _resident()
+    Path("/proc/self/clear_refs").write_text("5")
+    return size
+
+
+def _resident(name: str = "VmRSS") -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_with_a_code(planted, bytes_before, name):
+    with pytest.raises(ReadError) as caught:
+        read_volume(planted / name, spacing_mm=SPACING_MM, raster_only=False, limits=TIGHT)
+    assert caught.value.code in REASONS and name in str(caught.value) and "\n" not in str(caught.value)
+    assert _resident("VmHWM") - bytes_before < 10**8, "this process reads none of it"
+
+
+def test_view_refuses_what_is_left_of_four_gigabytes_in_little_memory(planted, tmp_path):
+    """The real command and its children; 5.7 GB before."""
+    command = [str(Path(sys.executable).with_name("octfm")), "view", str(planted / "more_behind.npz")]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        error = process.stderr.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 1 and error.count("\n") == 1 and "save it again" in error
+    assert 1024 * used.ru_maxrss < 6 * 10**8 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_view_and_segment_read_in_a_child(planted, tmp_path, monkeypatch, name):
+    """Where reading fails, no encoder or segmenter is needed; the child is what has the limit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("octfm.data.readers.formats.find_reader", None)  # of this process
+    monkeypatch.setattr("octfm.evaluation.segment.load_segmenter", lambda *_: None)
+    few = ["--file-gb", "0.3", "--file-seconds", "60"]
+    for words in (
+        ["view", str(planted / name), "--spacing", "0.12,0.0039,0.0115"],
+        ["segment", "--apply", ".", str(planted / name)],
+    ):
+        with pytest.raises(ReadError, match=name):
+            CliRunner().invoke(app, [*words, *few], catch_exceptions=False)
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_scan_and_its_pseudonyms_go_on_past_all_bombs(planted, bytes_before):
+    catalog = scan(planted, limits=TIGHT, workers=1)
+    assert [Path(a.uri).name for a in catalog.acquisitions] == ["good.dcm"]
+    assert {Path(reject.uri).name for reject in catalog.rejects} >= BOMBS.keys() - {"zeros.npz"}
+    hidden = pseudonyms.pseudonymise(catalog, b"k" * 32)
+    assert list(pseudonyms.locate(hidden, planted, b"k" * 32).values()) == [str(planted / "good.dcm")]
+    assert _resident("VmHWM") - bytes_before < 3 * 10**8
+
+
+def test_a_volume_too_large_for_the_limit_is_not_called_damaged(tmp_path):
+    file = nifti_of_zeros(tmp_path / "huge.nii.gz")
+    with pytest.raises(ReadError, match="limit") as caught:
+        read_volume(file, limits=TIGHT)
+    assert caught.value.code == "decoder_memory"
+
+
+def test_a_file_that_takes_for_ever_is_given_up_and_named(tmp_path):
+    (tmp_path / "slow.bin").write_bytes(b"x")
+    with pytest.raises(ReadError, match=r"slow\.bin.*not done after 1 s") as caught:
+        within(Limits(seconds=1), _sleep, str(tmp_path / "slow.bin"))
+    assert caught.value.code == "decoder_timeout"
+
+
+def _sleep(uri: str) -> None:
+    import time
+
+    time.sleep(600)
+
+
+def test_what_is_read_in_a_child_is_what_is_read_here(planted):
+    here, there = (read_volume(planted / "good.dcm", limits=limits) for limits in (None, Limits()))
+    assert np.array_equal(here.voxels, there.voxels) and here.spacing_mm == there.spacing_mm
+    assert here.acquisition == there.acquisition and here.source == there.source
+    assert read_surfaces(planted / "good.dcm", Limits()) is None
+
+
+def test_truth_for_a_segmentation_is_read_within_limits(planted, tmp_path):
+    np.savez(tmp_path / "truth.npz", surfaces=np.ones((2, 4, 5)), surface_names=np.array(["ilm", "bm"]))
+    assert within(TIGHT, named_arrays, str(tmp_path / "truth.npz"))["surfaces"].sum() == 40
+    with pytest.raises(ReadError):
+        within(TIGHT, named_arrays, str(planted / "zeros.npz"))
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_links_are_followed_unless_they_are_not(tmp_path):
+    """To a file and a folder outside, in a circle, to nowhere, and of a B-scan and a sidecar."""
+    from PIL import Image
+
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    rng = np.random.default_rng(1)
+
+    def dicom(path: Path, participant: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_oct_dicom(path, rng.integers(0, 255, (6, 64, 48), dtype=np.uint8), SPACING_MM, participant=participant)
+
+    for path, participant in ((root / "own.dcm", "1"), (outside / "a.dcm", "2"), (outside / "more" / "b.dcm", "3")):
+        dicom(path, participant)
+    (root / "bscans").mkdir()
+    for number in range(4):
+        place = (outside if number == 2 else root / "bscans") / f"{number}.png"
+        Image.fromarray(rng.integers(0, 255, (64, 48), dtype=np.uint8)).save(place)
+    links = {
+        "a.dcm": outside / "a.dcm", "more": outside / "more", "round": root, "nowhere": outside / "none", "bscans/2.png": outside / "2.png",
+    }  # fmt: skip
+    for name, target in links.items():
+        (root / name).symlink_to(target)
+
+    followed = scan(root, nominal_spacing_mm=SPACING_MM, workers=1)
+    assert _names(root, followed) == ["a.dcm", "bscans", "more/b.dcm", "own.dcm"]
+    assert [Path(reject.uri).name for reject in followed.rejects] == ["nowhere"]
+
+    left = scan(root, nominal_spacing_mm=SPACING_MM, workers=1, follow_links=False)
+    assert _names(root, left) == ["own.dcm"] and not left.rejects
+    found = {str(Path(skip.uri).relative_to(root)) for skip in left.skipped if skip.code == "link_not_followed"}
+    assert found == links.keys() | {"bscans"}
+    done = CliRunner().invoke(
+        app, ["scan", str(root), "--no-follow-links", "--no-images", "--out", str(tmp_path / "catalog")]
+    )
+    assert done.exit_code == 0 and _names(root, Catalog.load(tmp_path / "catalog")) == ["own.dcm"]
+
+
+def _names(root: Path, catalog: Catalog) -> list[str]:
+    return [str(Path(a.uri).relative_to(root)) for a in catalog.acquisitions]
