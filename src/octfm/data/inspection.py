@@ -9,14 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from octfm.data.acquisition import FLAGS, Acquisition, Reject
 from octfm.data.archive import file_size
 from octfm.data.isolation import Limits, Lost
 from octfm.data.laterality import DiscSide, disc_side
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
-from octfm.data.planes import Planes
+from octfm.data.planes import eight_bit
 from octfm.data.radial import to_raster
 from octfm.data.readers import REASONS, read_volume
 from octfm.data.spread import spread
@@ -72,8 +70,7 @@ def _look(acquisition: Acquisition) -> Seen | Reject:
         volume = to_raster(volume) if volume.layout == "radial" else volume
     except ReadError as error:
         return Reject(acquisition.uri, error.code, str(error), file_size(acquisition.uri))
-    voxels = volume.superior_to_inferior().voxels
-    voxels = Planes(voxels, 65535) if voxels.dtype == np.uint16 else voxels
+    voxels = eight_bit(volume.superior_to_inferior())
     return Seen(native, disc_side(voxels, volume.spacing_mm, find_tissue(voxels, volume.spacing_mm)))
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from octfm.data.volume import Shape3
+from octfm.data.volume import Shape3, Volume
 
 
 class Planes:
@@ -29,6 +29,16 @@ class Planes:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[bscan] for bscan in range(len(self)))
+
+
+def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Planes:
+    """Voxels as uint8 B-scans, white at 255. `full_scale`: the value of 16-bit voxels that is white, None for the volume's own."""
+    return volume.voxels if volume.voxels.dtype == np.uint8 else Planes(volume.voxels, full_scale or volume.full_scale)
+
+
+def used_full_scale(voxels: np.ndarray) -> int:
+    """White of uint16 `voxels` [D, H, W] that do not say how many of their bits are used: as few, from 8 up, as hold the brightest of all."""
+    return (1 << max(8, int(voxels.max()).bit_length())) - 1
 
 
 def memory_order(plane: np.ndarray) -> Literal[1, -1]:

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from octfm.config import Config
 from octfm.data.laterality import Side, disc_side
-from octfm.data.planes import Planes
+from octfm.data.planes import Planes, eight_bit
 from octfm.data.radial import to_raster
 from octfm.data.resampling import resample, seen_rows
 from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
@@ -79,7 +79,8 @@ class Preprocessing(Config):
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(65535, gt=0)
-    """The uint16 value that becomes 255. Fixed, so that brightness never depends on the content of one volume."""
+    """The uint16 value that becomes 255. 65535, the default: what each volume says is white (`Volume.full_scale`), else every bit
+    that its file uses; anything else overrules that."""
     intensity_mean: float = 0.2
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, gt=0)
@@ -128,15 +129,12 @@ class Preprocessing(Config):
         )
 
     def _to_uint8(self, volume: Volume) -> np.ndarray | Planes:
-        if volume.voxels.dtype == np.uint16:
-            voxels: np.ndarray | Planes = Planes(volume.voxels, self.uint16_full_scale)
-        elif volume.voxels.dtype == np.uint8:
-            voxels = volume.voxels
-        else:
+        if volume.voxels.dtype not in (np.uint8, np.uint16):
             raise ReadError(
                 "unsupported_pixels",
                 f"{volume.source}: voxels are {volume.voxels.dtype}, expected uint8 or uint16 intensities; convert them when reading",
             )
+        voxels = eight_bit(volume, None if self.uint16_full_scale == 65535 else self.uint16_full_scale)
         first = voxels[0][0, 0]
         if all((bscan == first).all() for bscan in voxels):
             raise ReadError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from octfm.data.planes import Planes
 from octfm.data.registration import register_star
 from octfm.data.tissue import find_tissue
 from octfm.data.volume import Lines, Volume
@@ -101,7 +102,7 @@ def to_raster(volume: Volume) -> Volume:
     planes = volume.voxels[star.used]
     planes[star.backwards] = planes[star.backwards][:, :, ::-1]
     (_, dy, dx), (_, height, width) = volume.spacing_mm, planes.shape
-    motion, follow = _heights(planes, star, dy, dx)
+    motion, follow = _heights(planes, star, dy, dx, volume.full_scale)
     depth, columns = (2 * int(star.radius / mm) + 1 for mm in (BSCAN_MM, dx))
     x = (np.arange(columns) - columns // 2) * dx
     # A-scans as rows: each is taken as one piece.
@@ -121,13 +122,15 @@ def to_raster(volume: Volume) -> Volume:
     return replace(volume, voxels=out, spacing_mm=(BSCAN_MM, dy, dx), superior_first=True, layout="raster", lines=None)
 
 
-def _heights(planes_JHW: np.ndarray, star: Star, dy: float, dx: float) -> tuple[np.ndarray, np.ndarray]:
+def _heights(
+    planes_JHW: np.ndarray, star: Star, dy: float, dx: float, full_scale: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Axial motion of each B-scan, [J], and how high the retina stands in it without that motion, [J, W], both in rows.
 
     Where no tissue band is told with confidence, the height is 0 everywhere: interpolation is then straight across.
     """
-    eight_bit = planes_JHW if planes_JHW.dtype == np.uint8 else (planes_JHW >> 8).astype(np.uint8)
     between = float(np.median(np.diff(star.angle))) * star.radius / 2
+    eight_bit = planes_JHW if planes_JHW.dtype == np.uint8 else Planes(planes_JHW, full_scale)
     tissue = find_tissue(eight_bit, (between, dy, dx))
     reach, middle = (
         max(1, round(CROSSING_MM / dx)),

@@ -56,6 +56,8 @@ class Volume:
     """Of a star (radial), where positions tell: the angles that its B-scans have instead of a spacing."""
     source: str = "memory"
     """Where the voxels came from; named in every error."""
+    full_scale: int = 65535
+    """The value of uint16 voxels that is white: 4095 where 12 bits are used. uint8 is white at 255."""
 
     def __post_init__(self):
         if self.voxels.ndim != 3 or 0 in self.voxels.shape:

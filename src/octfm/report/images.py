@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from octfm.data.planes import eight_bit
 from octfm.data.volume import Volume
 from octfm.evaluation.scene import Scene
 
@@ -119,7 +120,8 @@ def front(scene: Scene) -> np.ndarray:
 def native_pictures(volume: Volume) -> list[Picture]:
     """Middle B-scan and en-face mean of a volume as it lies in its file; sides are named only where the file tells them."""
     dz, dy, dx = volume.spacing_mm
-    voxels = volume.voxels if volume.voxels.dtype == np.uint8 else (volume.voxels >> 8).astype(np.uint8)
+    planes = eight_bit(volume)
+    voxels = planes if isinstance(planes, np.ndarray) else np.stack(list(planes))
     d, h, w = volume.shape
     # Proportions in mm, within what a page can show: a wrong spacing would make a picture of a hundred metres.
     dy = float(np.clip(h * dy, w * dx / 8, w * dx * 2)) / h

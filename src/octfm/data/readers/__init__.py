@@ -74,7 +74,8 @@ REASONS: dict[str, Reason] = {
         "a file that needs another beside it, which is missing", "copy the whole folder of the export"
     ),
     "contradicting_declaration": Reason(
-        "what is declared about the file, in a sidecar or a table, cannot be meant", "correct the sidecar or the table"
+        "what is declared about the file, in a sidecar or a table, cannot be read or cannot be meant",
+        "correct the line of the sidecar or the table that the sentence names",
     ),
     "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),

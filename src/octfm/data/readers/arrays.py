@@ -63,6 +63,7 @@ def open_bscans(uri: str) -> Bscans:
         in_plane_mm=spacing[1:] if spacing else None,
         between_mm=spacing[0] if spacing else None,
         laterality=str(facts.get("laterality", "")),
+        bits=8 if dtype.itemsize == 1 else None,
     )
 
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from octfm.data.planes import used_full_scale
 from octfm.data.radial import expect_a_star
 from octfm.data.readers import Header
 from octfm.data.readers.declared import Declared, read_declared
@@ -58,6 +59,8 @@ class Bscans:
     beside: str = ""
     """Where a sidecar lies beside, if not beside `uri`."""
     surfaces: Callable[[], Surfaces | None] = lambda: None
+    bits: int | None = 16
+    """Significant bits of uint16 voxels; None where the file does not say, so that the whole volume has to."""
     flags: tuple[str, ...] = ()
 
 
@@ -84,7 +87,7 @@ def to_header(bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY) -> Head
         raise arrangement.problem
     if arrangement.layout == "radial":
         expect_a_star(_lines_in_mm(bscans), bscans.uri)
-    return _header(bscans, arrangement)
+    return _header(bscans, arrangement, read_declared(bscans.beside or bscans.uri))
 
 
 def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[Layout] = LAYOUTS) -> Volume:
@@ -93,7 +96,8 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
     arrangement = _arrange(bscans)
     if arrangement.problem is not None and arrangement.layout not in layouts:
         raise arrangement.problem
-    header = _header(bscans, arrangement)
+    declared = read_declared(bscans.beside or bscans.uri)
+    header = _header(bscans, arrangement, declared)
     spacing_mm = header.spacing_mm or spacing_mm
     if spacing_mm is None:
         raise missing_spacing(bscans.uri)
@@ -107,8 +111,13 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
         raise ReadError(
             "blank_volume", f"{bscans.uri}: every voxel has the same value; nothing was imaged, export it again"
         )
+    stated = declared.bits or bscans.bits
+    white = used_full_scale(voxels) if voxels.dtype == np.uint16 else 255
+    if stated is not None:  # unless the values contradict it
+        white = max(white, (1 << stated) - 1)
     return Volume(
-        voxels=arrangement.ordered(voxels, axis=0),
+        voxels=arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0),
+        full_scale=white if voxels.dtype == np.uint16 else 65535,
         spacing_mm=spacing_mm,
         laterality=header.laterality,
         scanner=header.scanner,
@@ -125,7 +134,12 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
 def to_surfaces(bscans: Bscans) -> Surfaces | None:
     """B-scan for B-scan as `to_volume` orders them."""
     surfaces = bscans.surfaces()
-    return surfaces and replace(surfaces, heights_px=_arrange(bscans).ordered(surfaces.heights_px, axis=1))
+    if surfaces is None:
+        return None
+    heights_px = _arrange(bscans).ordered(surfaces.heights_px, axis=1)
+    if read_declared(bscans.beside or bscans.uri).upside_down:
+        heights_px = bscans.shape[1] - 1 - heights_px
+    return replace(surfaces, heights_px=heights_px)
 
 
 def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
@@ -194,13 +208,13 @@ def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str)
         check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
 
 
-def _header(bscans: Bscans, arrangement: Arrangement) -> Header:
-    declared = read_declared(bscans.beside or bscans.uri)
+def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Header:
     spacing_mm, source, flags = _spacing(bscans, arrangement, declared)
     if spacing_mm is not None:
         check_spacing(spacing_mm, bscans.shape, arrangement.layout, bscans.uri)
     laterality, conflict = lateralities([bscans.laterality, declared.laterality])
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
+    flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     stack = arrangement.stack
     flags += ["positions_placeholder"] * (stack is None and bscans.lines is not None and arrangement.layout == "raster")
     if stack is not None and not stack.even:
@@ -218,7 +232,7 @@ def _header(bscans: Bscans, arrangement: Arrangement) -> Header:
         participant=bscans.participant or declared.participant or None,
         sop_instance_uid=bscans.uid,
         superior_first=stack.superior_first if stack else None,
-        flags=(*bscans.flags, *flags),
+        flags=(*bscans.flags, *declared.flags, *flags),
         layout=arrangement.layout,
     )
 

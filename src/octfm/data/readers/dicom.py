@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.data.planes import used_full_scale
 from octfm.data.radial import expect_a_star
 from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, referenced_uids, refusing_damage, text
@@ -39,7 +40,7 @@ _SCANNERS = (
 
 
 def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Volume:
-    """The Volume of an Ophthalmic Tomography file, or of all files that are one volume with it; white is full scale of uint8 or uint16.
+    """The Volume of an Ophthalmic Tomography file, or of all files that are one volume with it; white is `full_scale`.
 
     Raises ReadError, not_raster for one that is of none of these `layouts`.
     """
@@ -49,19 +50,25 @@ def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Vo
         part = part_of(file)
         if part is None:
             pixels = locate_pixels(file)
-            header, geometry = _describe(file.dataset, pixels.shape, uri, layouts)
+            header, geometry = _describe(file.dataset, pixels, pixels.shape, uri, layouts)
             voxels = decode(file.stream, pixels, uri)
     if part is not None:
         with refusing_damage(uri):
             parts = parts_beside(part)
             header, geometry, _ = _inspect_parts(parts, layouts)
-            voxels = _decode_parts(parts, header.shape)
+            voxels, pixels = _decode_parts(parts, header.shape)
     if all((plane == voxels[0, 0, 0]).all() for plane in voxels):
         raise _blank(uri)
     if geometry.frame_order is not None:
         _reorder(voxels, geometry.frame_order)
+    white = 65535
+    if "bits_from_values" in header.flags:
+        white = used_full_scale(voxels if not pixels.inverted else 65535 - voxels.min(keepdims=True))
+        if pixels.inverted:  # `decode` took 65,535 for white
+            voxels -= np.uint16(65535 - white)
     return Volume(
         voxels=voxels,
+        full_scale=white,
         spacing_mm=geometry.spacing_mm,
         laterality=header.laterality,
         scanner=header.scanner,
@@ -89,7 +96,7 @@ def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Heade
         if (part := part_of(file)) is not None:
             return part
         pixels = locate_pixels(file)
-        header, geometry = _describe(file.dataset, pixels.shape, uri, layouts)
+        header, geometry = _describe(file.dataset, pixels, pixels.shape, uri, layouts)
         _expect_resampling(geometry, uri)
         if is_blank(file.stream, pixels, uri):
             raise _blank(uri)
@@ -103,7 +110,8 @@ def read_geometry_of(uri: str | Path) -> tuple[Header, tuple[int, ...] | None]:
         _expect_oct(file)
         part = part_of(file)
         if part is None:
-            header, geometry = _describe(file.dataset, locate_pixels(file).shape, uri, LAYOUTS)
+            pixels = locate_pixels(file)
+            header, geometry = _describe(file.dataset, pixels, pixels.shape, uri, LAYOUTS)
     if part is not None:
         header, geometry, _ = _inspect_parts(parts_beside(part), LAYOUTS)
     return header, geometry.frame_order
@@ -114,7 +122,7 @@ def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout] = RA
     with refusing_damage(parts[0].uri):
         header, geometry, blank = _inspect_parts(parts, layouts)
         _expect_resampling(geometry, header.uri)
-        if blank and np.ptp(_decode_parts(parts, header.shape)) == 0:
+        if blank and np.ptp(_decode_parts(parts, header.shape)[0]) == 0:
             raise _blank(header.uri)
     return header
 
@@ -176,7 +184,7 @@ def _expect_resampling(geometry: Geometry, uri: str) -> None:
         expect_a_star(geometry.lines, uri)
 
 
-def _describe(dataset, shape: Shape3, uri: str, layouts: Collection[Layout]) -> tuple[Header, Geometry]:
+def _describe(dataset, pixels: Pixels, shape: Shape3, uri: str, layouts: Collection[Layout]) -> tuple[Header, Geometry]:
     """`dataset` has `.get(keyword)`; it may be merged from several files."""
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
     geometry = read_geometry(dataset, shape, scanner, uri, layouts)
@@ -185,6 +193,8 @@ def _describe(dataset, shape: Shape3, uri: str, layouts: Collection[Layout]) -> 
         *geometry.flags,
         *(("laterality_conflict",) if conflict else ()),
         *(() if laterality or conflict else ("laterality_unknown",)),
+        # What converters write for any number of bits; signed pixels say what is white.
+        *(("bits_from_values",) if pixels.bits_stored == 16 and pixels.gray is None else ()),
     )
     header = Header(
         uri=uri,
@@ -213,7 +223,8 @@ def _inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[
             pixels.append(locate_pixels(file))
             blank = blank and is_blank(file.stream, pixels[-1], part.uri)
     shape = _joint_shape(parts, pixels)
-    header, geometry = _describe(merged(datasets, [p.shape[0] for p in pixels]), shape, parts[0].uri, layouts)
+    frames = [p.shape[0] for p in pixels]
+    header, geometry = _describe(merged(datasets, frames), pixels[0], shape, parts[0].uri, layouts)
     expect_all_parts(parts, geometry)
     return replace(header, flags=(*header.flags, "several_files")), geometry, blank
 
@@ -234,16 +245,18 @@ def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
     return (frames, *pixels[0].shape[1:])
 
 
-def _decode_parts(parts: Sequence[Part], shape: Shape3) -> np.ndarray:
+def _decode_parts(parts: Sequence[Part], shape: Shape3) -> tuple[np.ndarray, Pixels]:
+    """All B-scans, and what the last file says about its pixels."""
     voxels, at = None, 0
     for part in parts:
         with parsed(part.uri, whole=True) as file:
-            planes = decode(file.stream, locate_pixels(file), part.uri)
+            pixels = locate_pixels(file)
+            planes = decode(file.stream, pixels, part.uri)
         voxels = np.empty(shape, planes.dtype) if voxels is None else voxels
         voxels[at : at + len(planes)] = planes
         at += len(planes)
     assert voxels is not None  # parts_beside finds at least the file itself
-    return voxels
+    return voxels, pixels
 
 
 def _reorder(voxels: np.ndarray, order: Sequence[int]) -> None:

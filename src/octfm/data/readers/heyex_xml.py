@@ -16,7 +16,7 @@ from octfm.data.archive import list_folder, open_file
 from octfm.data.location import location
 from octfm.data.readers.bscans import Bscans, check_size, uid_from
 from octfm.data.readers.dicom import scanner_slug
-from octfm.data.readers.images import digest_of, image_size, read_gray
+from octfm.data.readers.images import digest_of, image_size, significant_bits, stack_gray
 from octfm.data.volume import Layout, Lines, Surfaces
 from octfm.errors import ReadError
 
@@ -75,7 +75,7 @@ def open_bscans(uri: str) -> Bscans:
     kind = _text(series, "Type").lower()
 
     def decode() -> np.ndarray:
-        return np.stack([read_gray(place) for place in files])
+        return stack_gray(files, uri)
 
     def surfaces() -> Surfaces | None:
         return _surfaces(images, shape, dy, uri)
@@ -96,6 +96,7 @@ def open_bscans(uri: str) -> Bscans:
         protocol=" ".join(filter(None, (_text(series, "ModalityProcedure"), kind))),
         participant=_participant(root),
         surfaces=surfaces,
+        bits=significant_bits(files[0]),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from octfm.data.archive import list_folder
 from octfm.data.readers import heyex_xml
 from octfm.data.readers.bscans import Bscans, uid_from
-from octfm.data.readers.images import digest_of, image_size, read_gray
+from octfm.data.readers.images import digest_of, image_size, significant_bits, stack_gray
 from octfm.errors import ReadError
 
 SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
@@ -35,9 +35,15 @@ def open_bscans(uri: str) -> Bscans:
         )
 
     def decode() -> np.ndarray:
-        return np.stack([read_gray(place) for place in files])
+        return stack_gray(files, uri)
 
-    return Bscans(uri=uri, shape=(len(files), *sizes[0]), decode=decode, uid=uid_from(digest_of(files)))
+    return Bscans(
+        uri=uri,
+        shape=(len(files), *sizes[0]),
+        decode=decode,
+        uid=uid_from(digest_of(files)),
+        bits=significant_bits(files[0]),
+    )
 
 
 def numbered(places: list[str], uri: str) -> list[str]:

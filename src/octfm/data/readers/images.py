@@ -6,6 +6,8 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from html import unescape
+from pathlib import PurePath
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
@@ -21,7 +23,21 @@ MAGIC = (b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"
 MAX_PAGES = 10_000
 """Ten times the B-scans of any instrument; a loop of pages has more."""
 _PNG_END = b"IEND\xaeB`\x82"
-_TO_MM = {"mm": 1.0, "millimeter": 1.0, "um": 1e-3, "µm": 1e-3, "\\u00b5m": 1e-3, "micron": 1e-3, "micrometer": 1e-3}
+_TO_MM = {
+    **{
+        "m": 1000.0,
+        "meter": 1000.0,
+        "metre": 1000.0,
+        "cm": 10.0,
+        "centimeter": 10.0,
+        "dm": 100.0,
+        "in": 25.4,
+        "inch": 25.4,
+    },
+    **{"mm": 1.0, "millimeter": 1.0, "millimetre": 1.0, "thou": 0.0254, "mil": 0.0254, "pt": 25.4 / 72, "å": 1e-7},
+    **{"um": 1e-3, "micron": 1e-3, "micrometer": 1e-3, "micrometre": 1e-3, "nm": 1e-6, "nanometer": 1e-6, "pm": 1e-9},
+}
+"""Millimetres of the units of length of OME 2016-06 and ImageJ, in lower case, the micro sign as u, without a plural s."""
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -43,7 +59,7 @@ def open_bscans(uri: str) -> Bscans:
             width, height = image.size
             shape = (pages, height, width)
             check_size(shape, uri)
-            spacing = _stated_mm(image)
+            spacing, bits = _stated_mm(image), _stated_bits(image)
             for page in range(pages):
                 image.seek(page)
                 _check_page(image, (width, height), size, f"{uri}: page {page + 1} of {pages}")
@@ -64,7 +80,27 @@ def open_bscans(uri: str) -> Bscans:
         uid=uid,
         in_plane_mm=spacing[1:] if spacing else None,
         between_mm=spacing[0] if spacing else None,
+        bits=bits,
     )
+
+
+def significant_bits(uri: str) -> int | None:
+    """Of the pixels of an image, from its header; None where they are wider than 8 bits and the file does not say how many are used."""
+    with open_file(uri) as file, _opened(file, uri) as image:
+        return _stated_bits(image)
+
+
+def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
+    """[D, H, W] of one image per B-scan. Raises ReadError, mixed_images where some are of 8 bit and others of 16."""
+    planes = {place: read_gray(place) for place in uris}
+    first = next(iter(planes))
+    if other := next((place for place, plane in planes.items() if plane.dtype != planes[first].dtype), None):
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: {PurePath(first).name} has {8 * planes[first].itemsize}-bit pixels, {PurePath(other).name} "
+            f"{8 * planes[other].itemsize}-bit ones; save all B-scans of a volume alike",
+        )
+    return np.stack(list(planes.values()))
 
 
 def read_gray(uri: str) -> np.ndarray:
@@ -159,6 +195,8 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     if image.mode in ("1", "P", "LA"):
         image = image.convert("RGB" if image.mode == "P" else "L")
     pixels = np.asarray(image)
+    if pixels.dtype.itemsize > 1 and getattr(image, "tag_v2", {}).get(262) == 0:  # Pillow inverts 8 bit only
+        raise ReadError("unsupported_pixels", f"{uri}: 16-bit pixels whose 0 is white; save it with 0 as black")
     if pixels.ndim == 3 and pixels.shape[2] in (3, 4) and (pixels[..., :3] == pixels[..., :1]).all():
         pixels = pixels[..., 0]
     if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
@@ -187,19 +225,58 @@ def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str
 
 def _stated_mm(image: "Image") -> tuple[float, float, float] | None:
     """(dz, dy, dx) where ImageJ or OME wrote them; the resolution tags alone mean print, not tissue."""
-    tags = getattr(image, "tag_v2", {})
-    text = str(tags.get(270, ""))
-    if text.startswith("ImageJ=") and (unit := _TO_MM.get(_word(r"unit=(\S+)", text))):
+    tags, text = getattr(image, "tag_v2", {}), _description(image)
+    if text.startswith("ImageJ=") and (unit := to_mm(_word(r"\bunit=(\S+)", text))):
         dy, dx = (1 / float(tags[tag]) if tags.get(tag) else 0.0 for tag in (283, 282))
         found = (float(_word(r"spacing=([\d.eE+-]+)", text) or 0) * unit, dy * unit, dx * unit)
     elif "<OME" in text:
-        sizes = [_word(rf'PhysicalSize{axis}="([\d.eE+-]+)"', text) for axis in "ZYX"]
-        units = [_word(rf'PhysicalSize{axis}Unit="(\S+?)"', text) or "µm" for axis in "ZYX"]
-        z, y, x = (float(mm or 0) * _TO_MM.get(unit, 0) for mm, unit in zip(sizes, units, strict=True))
+        sizes = [_attribute(f"PhysicalSize{axis}", text) for axis in "ZYX"]
+        units = [_attribute(f"PhysicalSize{axis}Unit", text) or "um" for axis in "ZYX"]
+        z, y, x = (float(mm or 0) * to_mm(unit) for mm, unit in zip(sizes, units, strict=True))
         found = (z, y, x)
     else:
         return None
     return found if min(found) > 0 else None
+
+
+def to_mm(unit: str) -> float:
+    """Millimetres of a unit as ImageJ and OME write it; 0 where it is none of length. The micro sign is U+00B5 or the Greek U+03BC."""
+    word = re.sub(r"\\u00?b5|\\u03bc|[\u00b5\u03bc]", "u", unit.strip().lower())
+    return _TO_MM.get(word, _TO_MM.get(word.removesuffix("s"), 0.0))
+
+
+def _stated_bits(image: "Image") -> int | None:
+    """8 for pixels of 8 bit; of wider ones what TIFF or OME say are used, None where nothing does."""
+    if image.mode in ("1", "L", "P", "LA", "RGB", "RGBA"):
+        return 8
+    tags = getattr(image, "tag_v2", {})
+    stated = [_attribute("SignificantBits", _description(image)), *(tags.get(tag) for tag in (258,))]
+    whole = {(1 << bits) - 1: bits for bits in range(8, 16)}  # MaxSampleValue may also be the brightest value there is
+    stated += [whole.get(value) for tag in (281, 341) if (value := _first_int(tags.get(tag))) is not None]
+    return next((bits for value in stated if (bits := _first_int(value)) is not None and 8 <= bits < 16), None)
+
+
+def _first_int(value: object) -> int | None:
+    try:
+        return int(value[0] if isinstance(value, tuple) else value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+def _description(image: "Image") -> str:
+    """ImageDescription. OME writes UTF-8 into what TIFF calls ASCII and Pillow reads as Latin-1, which older files are."""
+    text = str(getattr(image, "tag_v2", {}).get(270, ""))
+    try:
+        return text.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return text
+
+
+def _attribute(name: str, text: str) -> str:
+    """Of the first <Pixels> of an OME-XML."""
+    pixels = _word(r"<(?:\w+:)?Pixels\b([^>]*)", text)
+    match = re.search(rf"""\b{name}\s*=\s*(["'])(.*?)\1""", pixels)
+    return unescape(match[2]).strip() if match else ""
 
 
 def _word(pattern: str, text: str) -> str:

@@ -76,6 +76,7 @@ def open_bscans(uri: str) -> Bscans:
         uid=uid,
         in_plane_mm=(mm[1], mm[2]) if mm else None,
         between_mm=mm[0] if mm else None,
+        bits=8 if header.dtype.itemsize == 1 else None,
         flags=("axial_direction_assumed",),
     )
 

@@ -1,0 +1,178 @@
+"""A sidecar that is broken or mistyped is an error that names file, line and key: never as good as none."""
+
+import json
+import string
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octfm.data.readers import ReadError, read_header, read_surfaces, read_volume
+from octfm.data.readers.declared import KEYS, read_declared
+from test_readers import telling_voxels
+from vendor_files import SPACING_MM, ends_of, write_images, write_npy, write_vol
+
+many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+GOOD = {
+    "spacing_mm": [0.12, 0.0039, 0.0115],
+    "laterality": "OS",
+    "participant": "p1",
+    "scanner": "cirrus",
+    "protocol": "macula",
+    "axes": "DHW",
+    "bits": 12,
+    "upside_down": False,
+}
+
+
+def refused(folder, content: str | bytes) -> str:
+    (folder / "a.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ReadError) as caught:
+        read_declared(str(folder / "a.npy"))
+    message = str(caught.value)
+    assert (
+        caught.value.code == "contradicting_declaration" and str(folder / "a.json") in message and "\n" not in message
+    )
+    return message
+
+
+def line_of(facts: dict, key: str) -> str:
+    return f": line {2 + list(facts).index(key)}: "
+
+
+def test_every_key_is_read(tmp_path):
+    assert set(GOOD) == set(KEYS)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        (tmp_path / "a.json").write_text(json.dumps(GOOD), encoding=encoding)
+        found = read_declared(str(tmp_path / "a.npy"))
+        assert {key: getattr(found, key) for key in GOOD} == GOOD | {"spacing_mm": (0.12, 0.0039, 0.0115)}
+
+
+@many
+@given(
+    key=st.sampled_from(sorted(KEYS)),
+    at=st.integers(0, 30),
+    letter=st.sampled_from(string.ascii_lowercase),
+    edit=st.integers(0, 4),
+)
+def test_a_mistyped_key_names_the_nearest(tmp_path, key, at, letter, edit):
+    at %= len(key) - 1
+    wrong = (
+        key[:at] + key[at + 1 :],
+        key[:at] + letter + key[at:],
+        key[:at] + key[at + 1] + key[at] + key[at + 2 :],
+        key.upper(),
+        key.replace("_", "-") + " ",
+    )[edit]
+    if wrong in KEYS:
+        return
+    facts = {"note": "line 2", wrong: GOOD[key], "source": 1}
+    message = refused(tmp_path, json.dumps(facts, indent=1))
+    assert line_of(facts, wrong) in message and f"did you mean {key}?" in message and KEYS[key] in message
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("spacing", "spacing_mm"),
+        ("voxel_size", "spacing_mm"),
+        ("eye", "laterality"),
+        ("patient_id", "participant"),
+        ("flipped", "upside_down"),
+    ],
+)
+def test_other_words_for_a_key_are_not_ignored(tmp_path, word, key):
+    assert f"did you mean {key}?" in refused(tmp_path, json.dumps({word: GOOD[key]}))
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@many
+@given(key=st.sampled_from(sorted(KEYS)), value=anything)
+def test_no_value_is_read_as_something_else(tmp_path, key, value):
+    """It is taken as it stands, or refused with file, line and what is allowed."""
+    facts = {"note": 0, key: value}
+    (tmp_path / "a.json").write_text(json.dumps(facts, indent=1))
+    try:
+        found = getattr(read_declared(str(tmp_path / "a.npy")), key)
+    except ReadError as error:
+        assert str(tmp_path / "a.json") in str(error) and ": line " in str(error) and value is not None
+        return
+    plain = {"spacing_mm": lambda v: tuple(map(float, v)), "axes": str.upper, "participant": lambda v: str(v).strip()}
+    assert value is None or found == plain.get(key, lambda v: v.strip() if isinstance(v, str) else v)(value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{\n "laterality": "links"}', "line 2: laterality is 'links'; expected one of R, L, OD"),
+        ('{"spacing_mm": [0.1, 0.1]}', "line 1: spacing_mm is [0.1, 0.1]; expected [dz, dy, dx]"),
+        ('{"spacing_mm": "123"}', "expected [dz, dy, dx]"),
+        ('{"spacing_mm": [true, 0.01, 0.01]}', "expected [dz, dy, dx]"),
+        ('{"spacing_mm": [0.1, NaN, 0.1]}', "line 1: NaN is no number of JSON"),
+        ('{"spacing_mm": [1e999, 0.01, 0.1]}', "expected [dz, dy, dx]"),
+        ('{"laterality": "R",\n"laterality": "L"}', "line 2: 'laterality' is there twice"),
+        ("spacing_mm: [0.1, 0.1, 0.1]\nlaterality: OD", "line 1, column 1: no JSON"),
+        ('{"laterality": "R",\n "axes": "DHW",\n}', "line 3, column 1: no JSON"),
+        ("{'laterality': 'R'}", "no JSON"),
+        ('{"laterality": "R"', "no JSON"),
+        ("", "no JSON"),
+        ("[0.12, 0.0039, 0.0115]", "expected an object"),
+        ("[" * 100_000, "no JSON"),
+        ('{"spacing_mm": [' + "1" * 5000 + ", 1, 1]}", "no JSON that can be read"),
+        ('{"laterality": "R",\n "protocol": "für"}'.encode("latin-1"), "line 2: not UTF-8"),
+        ('{"upside_down": "true"}', "expected true or false, without quotes"),
+        ('{"bits": 4}', "from 8 to 16"),
+        ('{"spacing_mm": [0.1, 0.01, 0.1], "spacing_mm_zyx": [0.2, 0.01, 0.1]}', "differ"),
+    ],
+)
+def test_a_broken_sidecar_names_file_line_and_what_is_allowed(tmp_path, content, says):
+    assert says in refused(tmp_path, content)
+
+
+def test_sidecars_of_other_programs_are_left_alone_and_flagged(tmp_path, real_data):
+    uri = write_npy(tmp_path / "a.npz", telling_voxels(), spacing_mm=SPACING_MM)
+    bids = {
+        "Modality": "OPT",
+        "Manufacturer": "Topcon",
+        "PatientID": "x",
+        "SliceThickness": 0.1,
+        "shapes": [{"spacing": 1}],
+    }
+    for content in (json.dumps(bids), json.dumps({"imageData": "A" * 2**20})):
+        (tmp_path / "a.json").write_text(content)
+        header = read_header(uri)
+        assert header.spacing_mm == SPACING_MM and "sidecar_states_nothing" in header.flags
+    assert read_declared(str(real_data / "medvisbonn_amd_spectralis_145.npz")).spacing_mm == (0.03, 0.003872, 0.011182)
+
+
+def test_a_sidecar_that_cannot_be_opened_is_not_as_good_as_none(tmp_path):
+    uri = write_npy(tmp_path / "a.npz", telling_voxels(), spacing_mm=SPACING_MM)
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ReadError, match=r"a\.json: cannot be read"):
+        read_header(uri)
+
+
+def test_a_scan_that_is_declared_upside_down_is_flipped(tmp_path):
+    folder = write_images(tmp_path / "visit", telling_voxels()[:, ::-1], upside_down=True)
+    np.testing.assert_array_equal(read_volume(folder).voxels, telling_voxels())
+    assert "declared_upside_down" in read_header(folder).flags
+    kept = write_images(tmp_path / "kept", telling_voxels(), upside_down=False)
+    np.testing.assert_array_equal(read_volume(kept).voxels, telling_voxels())
+    assert "declared_upright" in read_header(kept).flags
+
+
+def test_layers_of_a_scan_that_is_declared_upside_down_are_flipped_with_it(tmp_path):
+    voxels = telling_voxels()
+    layers = np.arange(2 * 12 * 36, dtype=np.float32).reshape(2, 12, 36) % 30
+    uri = write_vol(tmp_path / "a.vol", voxels, ends=ends_of(12, 36), layers=layers)
+    before = read_surfaces(uri).heights_px
+    (tmp_path / "a.json").write_text('{"upside_down": true}')
+    np.testing.assert_array_equal(read_volume(uri).voxels, voxels[:, ::-1])
+    np.testing.assert_allclose(read_surfaces(uri).heights_px, voxels.shape[1] - 1 - before)
