@@ -135,6 +135,7 @@ def leaderboard(
     out: Out = Path("leaderboard"),
 ) -> None:
     """Several checkpoints and fine-tuned models on identical data and splits, beside baselines: CSV, Markdown, HTML."""
+    from octfm.data.location import write_whole
     from octfm.evaluation import leaderboard as board
     from octfm.evaluation.probe import write_probe
     from octfm.report.leaderboard import write_leaderboard
@@ -154,8 +155,8 @@ def leaderboard(
     text = board.to_markdown(result)
     typer.echo(text)
     write_probe(out / "leaderboard.json", result)
-    (out / "leaderboard.csv").write_text(board.to_csv(result))
-    (out / "leaderboard.md").write_text(text)
+    write_whole(out / "leaderboard.csv", board.to_csv(result).encode())
+    write_whole(out / "leaderboard.md", text.encode())
     typer.echo(
         str(write_leaderboard(result, [row["encoder"] for row in board.ranked(result)], out / "leaderboard.html"))
     )

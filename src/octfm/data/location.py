@@ -1,6 +1,7 @@
 """Where things are: a path on a disk, or an address in a bucket that can be used like one."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,17 +47,32 @@ def write_whole(where: "Path | BucketPath", data: bytes) -> None:
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
+    with replacing(where) as partial:
+        partial.write_bytes(data)
+
+
+@contextmanager
+def replacing(where: Path) -> Iterator[Path]:
+    """A new file to write into, which takes the place of `where` at the end of the context: the old content or the new, and durable then."""
     where.parent.mkdir(parents=True, exist_ok=True)
-    partial = where.with_name(f".{where.name}.{os.getpid()}.partial")
+    partial = where.with_name(f".{where.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
+        flush(partial)
         partial.replace(where)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    flush(where.parent)
+
+
+def flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk: a rename survives a power cut only when its folder was flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, order=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from octfm.data import bucket, bucket_cache
 from octfm.data.lease import Lease
-from octfm.data.location import BucketPath
+from octfm.data.location import BucketPath, write_whole
 from octfm.data.store import ARRAYS, Compression, StoreRow, checksum, read_rows, shapes, shard_key
 from octfm.data.store_writer import StoreWriter, array_metadata
 from octfm.errors import StoreError
@@ -199,7 +199,7 @@ class BucketStoreWriter(StoreWriter):
         self.path.mkdir(parents=True)
         for name in ("store.json", "unprepared.jsonl", "rows.jsonl"):
             if (self.where / name).is_file():
-                (self.path / name).write_bytes((self.where / name).read_bytes())
+                write_whole(self.path / name, (self.where / name).read_bytes())
         rows, _ = read_rows(self.path)
         self._listed = len(rows)
         pending = {BucketPath.of(uri).stem: uri for uri in bucket.find(str(self.where / "pending"))}

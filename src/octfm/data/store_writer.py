@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from octfm.data.location import flush, write_whole
 from octfm.data.store import (
     ARRAYS,
     CHECKSUM,
@@ -83,7 +84,7 @@ class StoreWriter:
     def rewrite(self, rows: Iterable[StoreRow]) -> None:
         """Other words about the same volumes."""
         self.rows = list(rows)
-        replace_durably(self.path / "rows.jsonl", "".join(row.to_line() for row in self.rows).encode())
+        write_whole(self.path / "rows.jsonl", "".join(row.to_line() for row in self.rows).encode())
 
     def missing(self) -> set[int]:
         """Rows of which a shard is absent or, where its size is known, cut off."""
@@ -98,7 +99,7 @@ class StoreWriter:
     def keep_unprepared(self, keep: Callable[[Unprepared], bool]) -> None:
         """Drop from the quarantine what is about to be tried again."""
         kept = [u for u in read_unprepared(self.path) if keep(u)]
-        replace_durably(self.path / "unprepared.jsonl", "".join(to_line(asdict(u)) for u in kept).encode())
+        write_whole(self.path / "unprepared.jsonl", "".join(to_line(asdict(u)) for u in kept).encode())
 
     def quarantine(self, unprepared: Unprepared) -> None:
         with (self.path / "unprepared.jsonl").open("ab") as handle:
@@ -117,7 +118,7 @@ class StoreWriter:
                 "checksum": CHECKSUM,
                 "preprocessing": settings,
             }
-            replace_durably(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
+            write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
         if header["fingerprint"] != self._preprocessing.fingerprint():
             before = header["preprocessing"]
             keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
@@ -144,7 +145,7 @@ class StoreWriter:
         file.touch()
         if file.stat().st_size != whole:
             os.truncate(file, whole)
-        replace_durably(
+        write_whole(
             self.path / "zarr.json", json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
         )
         for name in ARRAYS:
@@ -164,7 +165,7 @@ class StoreWriter:
     def _move(self, staged: str, index: int) -> None:
         for name in ARRAYS:
             (self.staging / f"{staged}.{name}").replace(self.path / name / shard_key(index))
-            _sync_folder(self.path / name)
+            flush(self.path / name)
 
     def _shard_size(self, name: str) -> int | None:
         if self.compression != "none":
@@ -286,23 +287,5 @@ def _encode_by_zarr(name: str, array: np.ndarray, image_size: Sequence[int], com
 
 def write_durably(file: Path, data: bytes) -> None:
     """Never makes a folder: a worker that outlives its run finds its staging folder gone, and stops there."""
-    with file.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def replace_durably(file: Path, data: bytes) -> None:
-    """The old content or the new, whatever happens in between."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    write_durably(temporary, data)
-    temporary.replace(file)
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    file.write_bytes(data)
+    flush(file)

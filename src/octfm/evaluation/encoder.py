@@ -25,6 +25,7 @@ from octfm.training.augment import normalise
 from octfm.training.bucket_run import local_run
 from octfm.training.inputs import build_objective, frozen_encoder, grid_of
 from octfm.training.learner import config_of
+from octfm.training.run_folder import load_newest
 from octfm.training.runtime import Runtime, start
 from octfm.training.settings import PretrainConfig
 
@@ -235,8 +236,7 @@ def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
     where = location(run)
     if exported.is_export(where):
         return where, exported.read_export(where)
-    path = checkpoint.newest(local_run(where))
-    return path, checkpoint.load(path)
+    return load_newest(local_run(where))
 
 
 def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:

@@ -186,7 +186,7 @@ def _train(
     target = _Target(task, config, model)
     participants = task.cases.participant[np.r_[task.train, task.validation]].tolist()
     step, best, stale = 0, None, 0
-    content = runtime.first(lambda: newest(out))
+    content = runtime.first(lambda: newest(out, config, store))
     if content is not None:
         model.module.load_state_dict(content["model"])
         model.optimizer.load_state_dict(content["optimizer"])
@@ -202,6 +202,8 @@ def _train(
             model.head.standardise_by(torch.cat([t for t, _ in parts]), torch.cat([c for _, c in parts]))
     runtime.share(model.module.state_dict().values())
     metrics = Metrics(out / "metrics.jsonl", step) if runtime.leads else Unheard()
+    if metrics.broken is not None:
+        echo(f"warning: {metrics.broken}")
 
     def keep() -> None:
         runtime.first(lambda: save(out, step, model, best, stale, encoder, store, participants, target.answer))

@@ -7,14 +7,16 @@ from typing import Any
 
 from octfm import __version__
 from octfm.config import dump, load
+from octfm.data.location import write_whole
 from octfm.data.store import Store
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, ConfigError
 from octfm.evaluation.encoder import Encoder, participants_of
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.task_model import TaskModel
 from octfm.evaluation.tuned import Answer
 from octfm.training import checkpoint
-from octfm.training.run_folder import LOCK, locked
+from octfm.training.checkpoint_files import delete
+from octfm.training.run_folder import LOCK, has_only, locked
 from octfm.training.runtime import Runtime
 
 MAY_CHANGE = {"runtime", "max_cache_gb"}
@@ -31,13 +33,7 @@ def claim_together(runtime: Runtime, out: Path, config: FinetuneConfig, echo: Ca
 
 def _claim(held: ExitStack, out: Path, config: FinetuneConfig, echo: Callable[[str], None]) -> None:
     settings = out / "config.yaml"
-    # A kill between the first files leaves these alone: that run has not begun yet.
-    beginnings = {LOCK, "config.partial"}
-    if (
-        out.exists()
-        and not settings.is_file()
-        and (not out.is_dir() or {path.name for path in out.iterdir()} - beginnings)
-    ):
+    if out.exists() and not settings.is_file() and not has_only(out, {LOCK}):
         raise CheckpointError(f"{out}: exists and is not a fine-tuning run (no config.yaml); choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(locked(out, echo))
@@ -49,15 +45,39 @@ def _claim(held: ExitStack, out: Path, config: FinetuneConfig, echo: Callable[[s
                 f"{out}: this run began with other values of {', '.join(changed)}; restore them, or choose another --out"
             )
         return
-    partial = settings.with_suffix(".partial")
-    partial.write_text(dump(config))
-    partial.replace(settings)
+    write_whole(settings, dump(config).encode())
 
 
-def newest(out: Path) -> dict[str, Any] | None:
-    """The checkpoint to go on from; None in a run that has none yet."""
+def newest(out: Path, config: FinetuneConfig, store: Store) -> dict[str, Any] | None:
+    """The checkpoint to go on from; None in a run that has none yet. CheckpointError where one of another run is among them."""
     found = checkpoint.steps(out / "checkpoints")
+    for path in found:
+        content = checkpoint.header(path)
+        if content is not None and not _is_of(content, config, store):
+            raise CheckpointError(
+                f"{path}: a checkpoint of another run (other settings, encoder or Preprocessing); move it out of this folder and run again"
+            )
     return checkpoint.load(found[-1]) if found else None
+
+
+def _is_of(content: dict[str, Any], config: FinetuneConfig, store: Store) -> bool:
+    try:
+        before = load(FinetuneConfig, content["config"]).model_dump(mode="json")
+    except (ConfigError, LookupError):
+        return False
+    now = config.model_dump(mode="json")
+    key = content["participants"]["key"]
+    return (
+        all(before[name] == now[name] for name in now if name not in MAY_CHANGE)
+        and content["fingerprint"] == store.fingerprint
+        and key == _key(config)
+    )
+
+
+def _key(config: FinetuneConfig) -> str:
+    """Of the hashes of participants: that of the encoder's run."""
+    known = "" if config.from_scratch else participants_of(str(config.encoder))["key"]
+    return known or "octfm-finetune"
 
 
 def save(
@@ -76,7 +96,7 @@ def save(
     known = {"key": "", "hashes": []}
     if not config.from_scratch:
         known = participants_of(str(config.encoder))
-    key = known["key"] or "octfm-finetune"
+    key = _key(config)
     trained = checkpoint.participant_hashes(trained_on, key)
     content = {
         "model": model.module.state_dict(),
@@ -93,4 +113,4 @@ def save(
     written = checkpoint.write(out / "checkpoints", step, content)
     for old in checkpoint.steps(out / "checkpoints"):
         if old != written:
-            old.unlink()
+            delete(old)

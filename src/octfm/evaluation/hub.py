@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, arange, nn
 
 from octfm.config import load
+from octfm.data.location import write_whole
 from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
 from octfm.evaluation import exported
@@ -116,4 +117,4 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()}
         write_files(Path(save_directory), self.facts, tensors, self.seen["hashes"])
         if self.seen["key"]:
-            (Path(save_directory) / exported.KEY).write_text(f"{self.seen['key']}\n")
+            write_whole(Path(save_directory) / exported.KEY, f"{self.seen['key']}\n".encode())

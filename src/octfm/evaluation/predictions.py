@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octfm.data.location import replacing
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases
@@ -74,9 +75,8 @@ def write_predictions(
         "best_epoch": best_epoch,
         "log_prior": task.log_prior.tolist() if cases.classes else [],
     }
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), partial)
 
 
 def read_predictions(path: Path) -> Said:

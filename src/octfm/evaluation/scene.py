@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from octfm.data.location import replacing
 from octfm.data.transform import Transform
 from octfm.data.volume import Laterality, Spacing3
 from octfm.errors import EvaluationError
@@ -179,10 +180,8 @@ def save_scenes(scenes: Sequence[Scene], path: Path) -> Path:
             [scene.placement.bscans, scene.placement.columns, scene.placement.rows] if scene.placement else None
         )
         facts.append(own)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial.npz")
-    np.savez_compressed(partial, scenes=np.array(json.dumps(facts)), **arrays)  # type: ignore[arg-type]
-    partial.replace(path)
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, scenes=np.array(json.dumps(facts)), **arrays)  # type: ignore[arg-type]
     return path
 
 

@@ -1,11 +1,13 @@
 """Segmentations for other programs: NIfTI height and label maps, DICOM SEG through highdicom, DICOM height maps."""
 
+import gzip
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octfm.data.location import replacing, write_whole
 from octfm.errors import EvaluationError
 from octfm.evaluation.segment import Segmentation
 
@@ -49,11 +51,11 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
         heights = np.stack([found.heights_um(name).T for name in found.surfaces], axis=-1).astype(np.float32)
         image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
         image.header["descrip"] = " ".join(found.surfaces).encode()[:79]
-        written.append(_nifti(nibabel, image, folder / f"{stem}_heights_um.nii.gz"))
+        written.append(_nifti(image, folder / f"{stem}_heights_um.nii.gz"))
     labels, meaning = label_map(found)
     image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
     image.header["descrip"] = "; ".join(f"{value} {name}" for value, name in meaning.items()).encode()[:79]
-    return [*written, _nifti(nibabel, image, folder / f"{stem}_labels.nii.gz")]
+    return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
 
 
 def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> list[Path]:
@@ -157,18 +159,15 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
     return path
 
 
-def _nifti(nibabel: Any, image: Any, path: Path) -> Path:
+def _nifti(image: Any, path: Path) -> Path:
     image.header.set_xyzt_units("mm")
-    partial = path.with_name(f".{path.name}")
-    nibabel.save(image, partial)
-    partial.replace(path)
+    write_whole(path, gzip.compress(image.to_bytes(), mtime=0))
     return path
 
 
 def _save(dataset: Any, path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    dataset.save_as(partial, enforce_file_format=True)
-    partial.replace(path)
+    with replacing(path) as partial:
+        dataset.save_as(partial, enforce_file_format=True)
 
 
 def _version() -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from octfm.config import dump
 from octfm.data.loader import assert_disjoint_splits
+from octfm.data.location import write_whole
 from octfm.data.store import Store
 from octfm.data.transform import Transform
 from octfm.data.volume import Volume
@@ -101,8 +102,7 @@ def segment(
         "comparisons": correct(comparisons),
         "settings": config.model_dump(mode="json"),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.yaml").write_text(dump(config))
+    write_whole(out / "config.yaml", dump(config).encode())
     segmenters["pretrained"].save(out)
     write_probe(out / "segment.json", result)
     return result

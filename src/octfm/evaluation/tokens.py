@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.data.location import flush, write_whole
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.encoder import SELECTION_SEED, Encoder
@@ -114,12 +115,12 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
             for own in parts:
                 own.unlink()
             parts = [path.with_suffix(".partial.npy")]
+        flush(parts[0])
         parts[0].replace(path)
         # The record comes last: without it there are no features.
-        waiting = record.with_suffix(".partial")
         names = [row.acquisition for row in store.rows]
-        waiting.write_text(json.dumps({"acquisitions": names, "counts": counts.tolist(), "encoder": encoder.source}))
-        waiting.replace(record)
+        facts = {"acquisitions": names, "counts": counts.tolist(), "encoder": encoder.source}
+        write_whole(record, json.dumps(facts).encode())
 
     seen = collect(runtime, np.array([runtime.leads or path.with_suffix(".0.partial.npy").is_file()]))
     _require_all(seen, path.parent)

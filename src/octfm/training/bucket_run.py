@@ -22,6 +22,8 @@ from octfm.data import bucket, bucket_cache
 from octfm.data.lease import Lease
 from octfm.data.location import BucketPath, location, write_whole
 from octfm.errors import BucketError, CheckpointError
+from octfm.training import checkpoint_files
+from octfm.training.checkpoint_files import step_of
 
 POINTER, MARK, VERSIONS = "checkpoints.json", ".bucket.json", ".versions.json"
 FORMAT, VERSION = "octfm-bucket-run", 1
@@ -79,8 +81,12 @@ class BucketRun:
         self._lease.__exit__()
 
     def keep(self, surplus: Surplus) -> None:
-        """`surplus` says which of the checkpoints in the bucket may be deleted."""
+        """`surplus` says which of the checkpoints in the bucket may be deleted. Those in the folder are the run's own by now."""
         self._surplus = surplus
+        last = max(map(step_of, self._sent), default=-1)
+        for path in checkpoint_files.steps(self.path / "checkpoints"):
+            if step_of(path) > last:
+                self.offer(path)  # written, and not sent before the process ended
 
     def require(self) -> None:
         """Raises BucketError once another process trains into this run."""
@@ -103,7 +109,7 @@ class BucketRun:
             for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
                 shutil.rmtree(self._waiting.pop(name), ignore_errors=True)
                 self._failures.append(
-                    (_step(name), f"checkpoint {name} was never sent to {self.where}: newer ones are waiting already")
+                    (step_of(name), f"checkpoint {name} was never sent to {self.where}: newer ones are waiting already")
                 )
             self._idle.clear()
         self._wake.set()
@@ -111,9 +117,9 @@ class BucketRun:
     def forget_after(self, step: int) -> None:
         """Checkpoints of an abandoned course of training count no longer."""
         with self._lock:
-            for name in [name for name in self._waiting if _step(name) > step]:
+            for name in [name for name in self._waiting if step_of(name) > step]:
                 self._waiting.pop(name)
-            for name in [name for name in self._sent if _step(name) > step]:
+            for name in [name for name in self._sent if step_of(name) > step]:
                 del self._sent[name]
                 self._stale_pointer = True
             self._idle.clear()
@@ -160,7 +166,7 @@ class BucketRun:
             except (BucketError, OSError) as error:
                 sentence = f"the checkpoint is on the local disk and not yet in {self.where}: {error}; training goes on, it is sent again"
                 with self._lock:
-                    self._failures.append((_step(name) if name else 0, sentence))
+                    self._failures.append((step_of(name) if name else 0, sentence))
                 self._wake.clear()
                 self._wake.wait(bucket.PATIENCE.longest_s)
             self._wake.set()
@@ -238,10 +244,6 @@ class BucketRun:
         else:
             self._refuse_foreign()
         shutil.rmtree(self.path / ".outbox", ignore_errors=True)
-        last = max(map(_step, self._sent), default=-1)
-        for path in sorted((self.path / "checkpoints").glob("step-*")):
-            if path.suffix in (".pt", ".dcp") and _step(path.name) > last:
-                self.offer(path)  # written, and not sent before the process ended
 
     def _refuse_foreign(self) -> None:
         """Without a pointer nothing of a run counts yet; whatever else lies at the address is not ours to mix with."""
@@ -352,9 +354,7 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
 
 def _mark(folder: Path, tokens: list[str]) -> None:
     """Which pointers of the bucket this folder is as new as, or newer."""
-    partial = folder / f"{MARK}.partial"
-    partial.write_text(json.dumps({"tokens": tokens}))
-    partial.replace(folder / MARK)
+    write_whole(folder / MARK, json.dumps({"tokens": tokens}).encode())
 
 
 def _stays_here(inside: Path) -> bool:
@@ -366,10 +366,6 @@ def _stays_here(inside: Path) -> bool:
         or inside.name in (MARK, VERSIONS, "run.lock")
         or inside.suffix == ".partial"
     )
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-").split(".")[0])
 
 
 def _sha256(file: Path) -> str:

@@ -5,7 +5,7 @@ import hmac
 import json
 import os
 import pickle
-import shutil
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,13 +13,32 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from octfm.data.location import flush
 from octfm.errors import CheckpointError
 from octfm.training import shards
+from octfm.training.checkpoint_files import name_of, step_of, steps
 
 FORMAT, VERSION = shards.FORMAT, shards.VERSION
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
 CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
 ADDED = {1: set(), 2: {"state", "checksum"}}
+
+
+DAMAGE = (
+    shards.DamagedShards,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    struct.error,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What torch and pickle make of bytes that are no checkpoint."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -29,7 +48,7 @@ class DamagedCheckpoint(CheckpointError):
 def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """Write `step-XXXXXXXX.pt` after `step` updates. OSError when the disk will not take it; nothing is left behind then."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}.pt"
+    path = folder / name_of(step)
     partial = path.with_suffix(".partial")
     whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
     whole["checksum"] = checksum(whole)
@@ -47,46 +66,15 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
         partial.unlink(missing_ok=True)
         raise
     partial.replace(path)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the rename itself must survive a power cut
-    finally:
-        os.close(descriptor)
+    flush(folder)
     return path
-
-
-def steps(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first: files, and folders of shards."""
-    return sorted([*folder.glob("step-*.pt"), *folder.glob(f"step-*{shards.SUFFIX}")])
-
-
-def delete(path: Path) -> None:
-    """A file, or a folder of shards."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def step_of(path: Path) -> int:
-    """Updates done when this checkpoint was written, as its name says."""
-    return int(path.stem.removeprefix("step-"))
 
 
 def load(path: Path) -> dict[str, Any]:
     """Everything `write` was given, verified. Tensors and plain values only: no code in a checkpoint is ever run."""
     try:
         content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        shards.DamagedShards,
-        RuntimeError,
-        EOFError,
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-        ValueError,
-        LookupError,
-        AttributeError,
-    ) as error:
+    except DAMAGE as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise DamagedCheckpoint(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore it from a copy"
@@ -104,6 +92,19 @@ def load(path: Path) -> dict[str, Any]:
             "delete it to continue from the one before it, or restore it from a copy"
         )
     return content
+
+
+def header(path: Path) -> dict[str, Any] | None:
+    """Whose a checkpoint is: its content, neither verified nor read into memory; None where it is too damaged to tell."""
+    try:
+        content = (
+            shards.load_rest(path)
+            if path.is_dir()
+            else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        )
+    except (*DAMAGE, OSError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
 
 
 def checksum(content: dict[str, Any]) -> str:
@@ -142,7 +143,7 @@ def everywhere(run: Path) -> list[Path]:
     found = {
         path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)
     }
-    return [found[name] for name in sorted(found)]
+    return sorted(found.values(), key=lambda path: (step_of(path), path.name))
 
 
 def second_destination(run: Path) -> Path | None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octfm.data.location import write_whole
 from octfm.training import checkpoint
 from octfm.training.bucket_run import BucketRun
+from octfm.training.checkpoint_files import delete, left_over
 
 BEST = "best.json"
 Write = Callable[[Path, int, dict[str, Any]], Path]
@@ -35,10 +37,7 @@ class Retention:
 
 def keep_best(folder: Path, step: int) -> None:
     """Name the checkpoint after `step` updates the best so far: it is never deleted, until another one is named."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{BEST}.partial"
-    partial.write_text(json.dumps({"step": step}))
-    partial.replace(folder / BEST)
+    write_whole(folder / BEST, json.dumps({"step": step}).encode())
 
 
 def best_step(folder: Path) -> int | None:
@@ -76,8 +75,8 @@ class CheckpointWriter:
         self.remote: BucketRun | None = None
         """Where each checkpoint goes after it was written, for a run in a bucket."""
         for place in self.places if tidies else ():
-            for partial in place.glob("*.partial"):  # of a process that was killed while it wrote
-                checkpoint.delete(partial)
+            for partial in left_over(place):
+                delete(partial)
 
     def save(self, step: int, content: dict[str, Any]) -> None:
         """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being written."""
@@ -119,7 +118,7 @@ class CheckpointWriter:
         for place in self.places if self._tidies else ():
             for path in checkpoint.steps(place):
                 if checkpoint.step_of(path) > step:
-                    checkpoint.delete(path)
+                    delete(path)
         if self.remote is not None:
             self.remote.forget_after(step)
 
@@ -143,7 +142,7 @@ class CheckpointWriter:
     def _tidy(self, place: Path) -> None:
         try:
             for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
-                checkpoint.delete(path)
+                delete(path)
         except OSError as error:
             self._failures.append(
                 Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False)

@@ -130,6 +130,8 @@ def _train(
     require_disjoint(runtime, loader, learner.step + learner.state.offset)
     cases = find_cases(config.probe, store, train_rows, validation_rows)
     metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)
+    if metrics.broken is not None:
+        echo(f"warning: {metrics.broken}")
     if remote is not None and runtime.leads:
         writer.follow(remote)
     session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, learner.step, aloud)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.training import checkpoint
+from octfm.training.checkpoint_files import set_aside, strangers
 from octfm.training.learner import Learner
 from octfm.training.run_folder import RunFolder
 from octfm.training.run_state import RunState
@@ -35,6 +36,17 @@ def resume(run: RunFolder, learner: Learner, echo: Echo) -> None:
 
 
 def _newest_whole(run: RunFolder, echo: Echo) -> tuple[Path, dict[str, Any]] | None:
+    for folder in run.destinations:
+        if names := strangers(folder):
+            echo(
+                f"warning: {folder}: left alone, for no checkpoint of a run has such a name: {', '.join(names[:5])}"
+                + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            )
+    # All of them, the older ones too: a rollback may return to one, and retention deletes them.
+    for path in checkpoint.everywhere(run.path):
+        content = checkpoint.header(path)
+        if content is not None and {"participants", "step"} <= content.keys():
+            run.require_own(path, content)
     first_problem: checkpoint.DamagedCheckpoint | None = None
     damaged: list[Path] = []
     for path in reversed(checkpoint.everywhere(run.path)):
@@ -45,7 +57,7 @@ def _newest_whole(run: RunFolder, echo: Echo) -> tuple[Path, dict[str, Any]] | N
             damaged.append(path)
             continue
         for bad in damaged:
-            aside = bad.replace(bad.with_suffix(".damaged"))
+            aside = set_aside(bad)
             echo(f"warning: {bad} is damaged and was set aside as {aside.name}; going back to {path}")
         return path, content
     if first_problem is not None:
@@ -62,6 +74,7 @@ def healthy_before(run: RunFolder, step: int) -> tuple[Path, dict[str, Any]] | N
             content = checkpoint.load(path)
         except checkpoint.DamagedCheckpoint:
             continue
+        run.require_own(path, content)
         if RunState.from_dict(content.get("state", {})).healthy:
             return path, content
     return None

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from octfm.config import dump, load
-from octfm.errors import CheckpointError
+from octfm.data.location import write_whole
+from octfm.errors import CheckpointError, ConfigError
 from octfm.training import checkpoint
 from octfm.training.runtime import Runtime
 from octfm.training.settings import PretrainConfig, differences
@@ -42,7 +43,10 @@ class RunFolder:
         """run.json: what was run, on what, with which code."""
         path = self.path / "run.json"
         try:
-            return json.loads(path.read_text())
+            facts = json.loads(path.read_text())
+            if not isinstance(facts, dict) or not isinstance(facts.get("participant_key"), str):
+                raise ValueError("it lacks participant_key")
+            return facts
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: missing or damaged ({error}); restore it from a copy, or choose another --out"
@@ -63,19 +67,40 @@ class RunFolder:
         found = checkpoint.everywhere(self.path)
         return found[-1] if found else None
 
+    def require_own(self, path: Path, content: dict[str, Any]) -> None:
+        """Raises CheckpointError where a checkpoint is another run's: its participants' hashes have another key, or, for one of a version
+        without a key, its settings or its Preprocessing are not this run's."""
+        key = content["participants"].get("key")
+        if content["step"] != checkpoint.step_of(path):
+            raise CheckpointError(
+                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; give it back its name, "
+                f"{checkpoint.name_of(content['step'], path.suffix)}, or move it out of this folder"
+            )
+        if key == self.key or (not key and self._agrees_with(content)):
+            return
+        raise CheckpointError(
+            f"{path}: a checkpoint of another run (its key and that in {self.path / 'run.json'} differ); move it out of this folder and "
+            "run again, which goes on from this run's own last checkpoint; to begin a run with these weights, set model.init to the file"
+        )
+
+    def _agrees_with(self, content: dict[str, Any]) -> bool:
+        try:
+            before = load(PretrainConfig, content["config"])
+        except ConfigError:
+            return False
+        overridden = {key for entry in self.record.get("overrides", []) for key in entry["settings"]}
+        changed = differences(before, load(PretrainConfig, self.path / "config.yaml")).keys()
+        return content["fingerprint"] == self.record.get("fingerprint") and changed <= overridden
+
     def write_record(self, **facts: Any) -> None:
         """Add facts to run.json, atomically."""
         path = self.path / "run.json"
-        known = json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "version": VERSION}
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(known | facts, indent=2))
-        partial.replace(path)
+        known = self.record if path.exists() else {"format": FORMAT, "version": VERSION}
+        write_whole(path, json.dumps(known | facts, indent=2).encode())
 
     def note_memory(self, micro_batch: int) -> None:
         """For the next start: memory suffices for so many volumes at a time. The one file that is not rank 0's alone to write."""
-        partial = self.path / f"memory.{os.getpid()}.partial"
-        partial.write_text(json.dumps({"micro_batch": micro_batch}))
-        partial.replace(self.path / "memory.json")
+        write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
 
     def noted_memory(self) -> int | None:
         """What `note_memory` was told last; None where memory never ran out so."""
@@ -85,6 +110,15 @@ class RunFolder:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{self.path / 'memory.json'}: damaged ({error}); delete it") from None
+
+
+def load_newest(run: Path) -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint of a run folder, which must be that run's own; a checkpoint file is its own answer."""
+    path = checkpoint.newest(run)
+    content = checkpoint.load(path)
+    if path != run and (run / "run.json").is_file():
+        RunFolder(run).require_own(path, content)
+    return path, content
 
 
 @contextmanager
@@ -116,13 +150,7 @@ def claim(
     """
     run = RunFolder(Path(out))
     settings = run.path / "config.yaml"
-    # A kill between the first files leaves these alone: that run has not begun yet.
-    beginnings = {"run.json", "run.partial", "config.partial", LOCK}
-    if (
-        run.path.exists()
-        and not settings.is_file()
-        and (not run.path.is_dir() or {p.name for p in run.path.iterdir()} - beginnings)
-    ):
+    if run.path.exists() and not settings.is_file() and not has_only(run.path, {"run.json", LOCK}):
         raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
     run.path.mkdir(parents=True, exist_ok=True)
     with locked(run.path, echo):
@@ -137,7 +165,7 @@ def claim(
                 participant_key=secrets.token_hex(16),
                 git=git_state(),
             )
-            _write_settings(settings, config)
+            write_whole(settings, dump(config).encode())
         yield run
 
 
@@ -172,9 +200,14 @@ def _continue(
     run.write_record(
         overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
     )
-    _write_settings(settings, config)
+    write_whole(settings, dump(config).encode())
     for key, (now, before) in changed.items():
         echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
+
+
+def has_only(folder: Path, beginnings: set[str]) -> bool:
+    """Whether a folder holds no more than a kill between a run's first files leaves there: that run has not begun yet."""
+    return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
 
 
 @contextmanager
@@ -197,12 +230,6 @@ def locked(folder: Path, echo: Callable[[str], None]) -> Iterator[None]:
         file.write(f"pid {os.getpid()} since {_now()}\n")
         file.flush()
         yield
-
-
-def _write_settings(path: Path, config: PretrainConfig) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(dump(config))
-    partial.replace(path)
 
 
 def _now() -> str:

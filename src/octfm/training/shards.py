@@ -6,7 +6,6 @@ SHA-256 of each. It is written under another name and renamed when it is whole. 
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 import warnings
@@ -17,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octfm.data.location import flush
 from octfm.errors import CheckpointError
+from octfm.training.checkpoint_files import SHARDS as SUFFIX
+from octfm.training.checkpoint_files import name_of
 from octfm.training.runtime import Runtime
 
-SUFFIX, REST, MANIFEST = ".dcp", "rest.pt", "manifest.json"
+REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
 FORMAT, VERSION = "octfm-checkpoint", 2
 """As of checkpoint.py, whose content this is."""
@@ -43,7 +45,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
     """OSError on every rank when any of them cannot write."""
     import torch.distributed.checkpoint as dcp
 
-    path = folder / f"step-{step:08d}{SUFFIX}"
+    path = folder / name_of(step, SUFFIX)
     partial = path.with_suffix(f"{SUFFIX}.partial")
     group = runtime.background
 
@@ -59,10 +61,10 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
         names = sorted(p.name for p in partial.iterdir())
         (partial / MANIFEST).write_text(json.dumps({name: _sha256(partial / name) for name in names}))
         for name in (REST, INDEX, MANIFEST):
-            _flush(partial / name)
+            flush(partial / name)
         shutil.rmtree(path, ignore_errors=True)  # of an abandoned course of training
         partial.replace(path)
-        _flush(folder)
+        flush(folder)
 
     _first(prepare, runtime)
     try:
@@ -211,11 +213,3 @@ def _first(work: Callable[[], None], runtime: Runtime) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

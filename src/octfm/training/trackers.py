@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from octfm.data.location import write_whole
 from octfm.errors import ConfigError
 from octfm.training.tracking import Listener, TrackingConfig
 
@@ -111,9 +112,7 @@ class WeightsAndBiases:
         self._run.log(values, step=step)
 
     def _note(self, told: int) -> None:
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps({"wandb_id": self._id, "told": told}))
-        partial.replace(self._file)
+        write_whole(self._file, json.dumps({"wandb_id": self._id, "told": told}).encode())
 
 
 def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:

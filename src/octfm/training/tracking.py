@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from octfm.config import Config
+from octfm.data.location import write_whole
 
 
 class TrackingConfig(Config):
@@ -49,20 +49,27 @@ class Metrics:
         self._lock = (
             threading.RLock()
         )  # rows come from the loop, and from the thread that speaks up when it stands still
-        if path.exists():
-            _keep_before(path, first_step, rollbacks)
+        broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
         self._file = path.open("ab", buffering=0)
+        self.broken = broken
+        """A sentence about lines that are no rows and were set aside; None where there were none."""
+        self._name(broken, first_step)
 
     def rewind(self, first_step: int, rollbacks: int) -> None:
         """Training goes on from an earlier step: what was told since is moved to abandoned-N.jsonl. Trackers keep what they were told."""
         with self._lock:
             self._file.close()
-            told = [row for row in read_metrics(self._path) if not _stays(row, first_step, rollbacks)]
-            self._path.with_name(f"abandoned-{rollbacks}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in told)
-            )
-            _keep_before(self._path, first_step, rollbacks)
+            rows = [(text, row) for _, text, row in _lines(self._path) if row is not None]
+            abandoned = b"".join(text + b"\n" for text, row in rows if not _stays(row, first_step, rollbacks))
+            write_whole(self._path.with_name(f"abandoned-{rollbacks}.jsonl"), abandoned)
+            broken = _keep_before(self._path, first_step, rollbacks)
             self._file = self._path.open("ab", buffering=0)
+            self._name(broken, first_step)
+
+    def _name(self, broken: str | None, step: int) -> None:
+        if broken is not None:
+            facts = {"what": "metrics", "verdict": "watch", "action": "set aside", "sentence": broken, "volumes": []}
+            self.write("incident", step, **facts)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a row. Rows that a full disk does not take are kept until it does: metrics are no reason to stop training."""
@@ -104,7 +111,7 @@ class Unheard(Metrics):
     """What other ranks than the first tell: nothing, so that a job is told once (F10)."""
 
     def __init__(self) -> None:
-        self.listeners = []
+        self.listeners, self.broken = [], None
 
     def rewind(self, first_step: int, rollbacks: int) -> None: ...
     def write(self, kind: str, step: int, **values: Any) -> None: ...
@@ -113,26 +120,54 @@ class Unheard(Metrics):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that was cut off by a kill is left out."""
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    """Rows of a metrics.jsonl. Lines that are no rows are left out: the next start of the run sets them aside and names them."""
+    for _, _, row in _lines(path):
+        if row is not None:
+            yield row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Number and bytes of each line, and the row that it is, or None. A last line that was cut off by a kill is left out."""
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
+        row = _row(text)
+        if text.strip() and (row is not None or number < len(texts)):
+            yield number, text, row
+
+
+def _row(text: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)
+    return row if whole else None
 
 
 def _stays(row: dict[str, Any], first_step: int, rollbacks: int) -> bool:
-    return row["step"] < first_step or row.get("rollback", rollbacks + 1) <= rollbacks
+    number = row.get("rollback", rollbacks + 1)
+    return row["step"] < first_step or (isinstance(number, int) and number <= rollbacks)
 
 
-def _keep_before(path: Path, first_step: int, rollbacks: int) -> None:
-    rows = [row for row in read_metrics(path) if _stays(row, first_step, rollbacks)]
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
+    """Cut what is told anew, and only that: a line that is no row goes to metrics.broken.txt. A sentence about those lines, if any."""
+    lines = list(_lines(path))
+    broken = [(number, text) for number, text, row in lines if row is None]
+    aside = path.with_suffix(".broken.txt")
+    if broken:
+        before = aside.read_bytes() if aside.exists() else b""
+        # First, so that a kill in between loses nothing; the next start may find the same lines again.
+        known = set(before.split(b"\n"))
+        write_whole(aside, before + b"".join(text + b"\n" for _, text in broken if text not in known))
+    kept = [text + b"\n" for _, text, row in lines if row is not None and _stays(row, first_step, rollbacks)]
+    write_whole(path, b"".join(kept))
+    if not broken:
+        return None
+    places = ", ".join(str(number) for number, _ in broken[:5]) + (" …" if len(broken) > 5 else "")
+    return (
+        f"{path}: {len(broken)} damaged {'line was' if len(broken) == 1 else 'lines were'} moved to {aside.name} (line {places}); "
+        "all other rows are kept"
+    )
 
 
 def _plain(value: Any) -> Any:

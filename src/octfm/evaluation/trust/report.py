@@ -31,8 +31,8 @@ from octfm.evaluation.trust.same_eye import same_eye
 from octfm.evaluation.trust.scanners import domains, leave_one_scanner_out
 from octfm.evaluation.trust.study import FROM_SCRATCH, Kind, Study, claimed, make_study
 from octfm.evaluation.trust.subgroups import AGE_BANDS, subgroups
-from octfm.training import checkpoint
 from octfm.training.learner import config_of
+from octfm.training.run_folder import load_newest
 
 RESAMPLES = 4000
 """More than elsewhere: the smallest p, 2 / 4,001, has to survive Holm over some sixty comparisons."""
@@ -223,7 +223,7 @@ def _encoders(
 
 def _pretraining(path: Path, store: Store) -> dict[str, Any]:
     """What a run was pretrained on, as its checkpoint says."""
-    content = checkpoint.load(checkpoint.newest(path))
+    _, content = load_newest(path)
     config = config_of(content)
     named = set(config.data.scanners) or {row.scanner for row in store.rows}
     return {

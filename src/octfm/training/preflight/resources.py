@@ -12,6 +12,7 @@ from octfm.data.location import BucketPath, Location, write_whole
 from octfm.data.store import Store
 from octfm.errors import BucketError
 from octfm.models.vit3d import count_parameters
+from octfm.training import checkpoint, checkpoint_files
 from octfm.training.bucket_run import mirror_of
 from octfm.training.inputs import build_objective, teacher_parameters
 from octfm.training.preflight.check import Check, fail, passed, warn
@@ -134,8 +135,14 @@ def _bucket(out: BucketPath) -> Check:
 
 
 def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> Check:
-    """Room for the checkpoints that the retention policy keeps until the end, and one more while it is written."""
+    """Room for the checkpoints that the retention policy keeps until the end, and one more while it is written.
+
+    What is there already is not demanded again: a checkpoint either stays, and is counted, or is deleted. A finished run needs nothing.
+    """
     out = out if isinstance(out, Path) else mirror_of(out)
+    last = (checkpoint.everywhere(out) or [None])[-1]
+    if last is not None and checkpoint.step_of(last) >= config.steps:
+        return passed("disk", "the run is finished and writes no checkpoint")
     state = torch.get_rng_state()
     with torch.device("meta"):
         model = build_objective(config, store.preprocessing)
@@ -148,16 +155,30 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     ]
     for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
     count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + 1
-    needed = size * count / GB
-    free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free / GB
-    measured = f"{needed:.2f} GB for up to {count} checkpoints, {free:.1f} GB free"
+    folder = out / "checkpoints"
+    held = sum(map(checkpoint_files.size_of, [*checkpoint_files.steps(folder), *checkpoint_files.left_over(folder)]))
+    # One is written before the first is deleted, however many there are.
+    needed = max(size * count - held, size) / GB
+    free = _free(out) / GB
+    had = f" ({held / GB:.2f} GB of them are there)" if held else ""
+    measured = f"{needed:.2f} GB for up to {count} checkpoints{had}, {free:.1f} GB free"
     if free < needed:
+        second = Path(config.ckpt_second_dir) if config.ckpt_second_dir else None
+        if second is not None and _free(second) / GB >= needed:
+            return warn(
+                "disk", measured, f"checkpoints that find no room go to ckpt_second_dir {second}, where there is enough"
+            )
         return fail(
             "disk",
             measured,
             "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs",
         )
     return passed("disk", measured)
+
+
+def _free(folder: Path) -> int:
+    """Bytes on the disk that a folder lies on, or will."""
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,66 @@
+"""Which files of a folder are checkpoints: by their exact names, and nothing that only looks like one."""
+
+import re
+import shutil
+from pathlib import Path
+
+FILE, SHARDS = ".pt", ".dcp"
+_NAME = re.compile(r"step-([0-9]{8,})(\.pt|\.dcp)", re.ASCII)
+_PARTIAL = re.compile(r"step-[0-9]{8,}(\.dcp)?\.partial|\.best\.json\..*\.partial", re.ASCII)
+_KNOWN = re.compile(r"best\.json|.*\.partial|step-[0-9]{8,}\.damaged[0-9]*", re.ASCII)
+
+
+def name_of(step: int, suffix: str = FILE) -> str:
+    return f"step-{step:08d}{suffix}"
+
+
+def step_of(path: Path | str) -> int:
+    """Updates done when this checkpoint was written, as its name says."""
+    return int(Path(path).name.split(".")[0].removeprefix("step-"))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """A file, or a folder of shards, under the one name that a checkpoint of its step has."""
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.name != name_of(int(match[1]), match[2]):
+        return False
+    return path.is_dir() if match[2] == SHARDS else path.is_file()
+
+
+def steps(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first: files, and folders of shards."""
+    return sorted((p for p in folder.glob("step-*") if is_checkpoint(p)), key=lambda p: (step_of(p), p.name))
+
+
+def strangers(folder: Path) -> list[str]:
+    """Names of what lies in a folder of checkpoints and is none: copies, downloads, other spellings. Nobody reads or deletes them."""
+    if not folder.is_dir():
+        return []
+    return sorted(p.name for p in folder.iterdir() if not (_KNOWN.fullmatch(p.name) or is_checkpoint(p)))
+
+
+def left_over(folder: Path) -> list[Path]:
+    """What a process that was killed while it wrote has left."""
+    return [p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)] if folder.is_dir() else []
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint."""
+    return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else (path,)) if p.is_file())
+
+
+def delete(path: Path) -> None:
+    """A file, or a folder of shards."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it counts no longer; returns the new path."""
+    aside, number = path.with_suffix(".damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_suffix(f".damaged{number}")
+    return path.rename(aside)

@@ -1,0 +1,452 @@
+"""A run goes on over full disks, broken lines, foreign and misnamed checkpoints and kills between two writes, or says why not."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.config import load
+from octfm.data import location
+from octfm.data.location import BucketPath, write_whole
+from octfm.errors import CheckpointError
+from octfm.evaluation import finetune_folder
+from octfm.evaluation.encoder import load_encoder
+from octfm.evaluation.finetune_settings import FinetuneConfig
+from octfm.training import checkpoint, checkpoint_files, run_folder
+from octfm.training.bucket_run import BucketRun
+from octfm.training.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.training.preflight import resources
+from octfm.training.pretrain import pretrain
+from octfm.training.recovery import healthy_before
+from octfm.training.run_folder import RunFolder, claim
+from octfm.training.tracking import Metrics, read_metrics
+from small_store import small_store
+from test_pretrain import config as tiny
+from test_pretrain import quiet, timeless
+
+GIB = 2**30
+
+
+def config(**changes):
+    return tiny(keep_checkpoints=3, **changes)
+
+
+CONTENT = {"model": {}, "optimizer": {}, "config": {}, "preprocessing": {}, "fingerprint": "", "state": {}}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="module")
+def finished(store, tmp_path_factory):
+    """Runs of 8 steps with checkpoints after 3, 6 and 8: two of one config, and one of another seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        name: pretrain(config(seed=seed), store, folder / name, echo=quiet) for name, seed in (("a", 3), ("other", 4))
+    }
+
+
+@pytest.fixture
+def halted(finished, tmp_path):
+    """As if the run had been killed after its checkpoint at step 6."""
+    run = Path(shutil.copytree(finished["a"], tmp_path / "run"))
+    (run / "checkpoints" / "step-00000008.pt").unlink()
+    return run
+
+
+# ---- room on the disk ------------------------------------------------------------------------------------------------------------
+
+
+def disk_of(bytes_free, monkeypatch, others=()):
+    free = dict(others)
+    monkeypatch.setattr(
+        resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=free.get(str(path), bytes_free))
+    )
+
+
+def test_a_finished_run_needs_no_room_on_the_disk(store, finished, monkeypatch):
+    disk_of(0, monkeypatch)
+    assert resources.disk(config(), store, finished["a"], 16).status == "PASS"
+    assert pretrain(config(), store, finished["a"], echo=quiet) == finished["a"]
+
+
+def test_a_preempted_run_needs_only_the_room_that_it_lacks(store, halted, tmp_path, monkeypatch):
+    """Two of its checkpoints are there, a third is written before the first is deleted."""
+    one = max(path.stat().st_size for path in checkpoint.steps(halted / "checkpoints"))
+    disk_of(1.3 * one, monkeypatch)
+    assert resources.disk(config(), store, tmp_path / "new", 16).status == "FAIL"
+    (halted / "checkpoints" / "step-00000007.partial").write_bytes(b"x" * one)
+    assert resources.disk(config(), store, halted, 16).status == "PASS"
+    pretrain(config(), store, halted, echo=quiet)
+    assert checkpoint.step_of(checkpoint.newest(halted)) == 8
+    assert not list((halted / "checkpoints").glob("*.partial"))
+
+
+def test_a_resumed_run_still_needs_room_for_the_next_checkpoint(store, halted, monkeypatch):
+    for step in range(100):  # more than are kept: they are deleted only after the next one is written
+        checkpoint.write(halted / "checkpoints", step + 10_000, CONTENT | {"participants": {}})
+    disk_of(1000, monkeypatch)
+    assert resources.disk(config(steps=20_000), store, halted, 16).status == "FAIL"
+
+
+def test_a_run_whose_disk_is_full_goes_on_in_its_second_folder(store, halted, tmp_path, monkeypatch):
+    second = tmp_path / "second"
+    second.mkdir()
+    disk_of(0, monkeypatch, {str(second): GIB})
+    found = resources.disk(config(ckpt_second_dir=str(second)), store, halted, 16)
+    assert found.status == "WARN" and str(second) in found.advice
+
+
+# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------------------
+
+ROWS = st.lists(st.integers(0, 30), min_size=1, max_size=30).map(
+    lambda steps: [
+        json.dumps({"kind": "train", "step": step, "loss": i}).encode() for i, step in enumerate(sorted(steps))
+    ]
+)
+JUNK = st.one_of(
+    st.binary(min_size=1, max_size=30).map(lambda data: data.replace(b"\n", b"?")),
+    st.sampled_from(
+        [b"{", b"5", b"[]", b'{"kind": "train"}', b'{"step": 1}', b"\0" * 40, b"[" * 3000, b'{"kind":1,"step":1}']
+    ),
+).filter(lambda data: data.strip())
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROWS, st.lists(st.tuples(st.integers(0, 30), JUNK), max_size=4), st.integers(0, 31), st.booleans())
+def test_broken_lines_are_set_aside_and_take_no_other_row(tmp_path_factory, rows, junk, first, cut):
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    lines, expected = list(rows), [row for row in rows if json.loads(row)["step"] < first]
+    for place, text in junk:
+        lines.insert(place % (len(lines) + 1), text)
+    path.write_bytes(b"".join(line + b"\n" for line in lines) + (b'{"kind": "tr' if cut else b""))
+    metrics = Metrics(path, first)
+    metrics.close()
+    kept = [line for line in path.read_bytes().split(b"\n") if line]
+    assert kept[: len(expected)] == expected
+    aside = path.with_name("metrics.broken.txt")
+    broken = [text + b"\n" for text in lines if text not in rows]
+    assert (aside.read_bytes() if junk else b"") == b"".join(broken)
+    assert len(kept) == len(expected) + bool(junk) and (metrics.broken is not None) == bool(junk)
+    if junk:
+        (named,) = [row for row in read_metrics(path) if row["kind"] == "incident"]
+        assert "metrics.broken.txt" in named["sentence"] and named["what"] == "metrics"
+
+
+def test_a_broken_line_in_the_middle_costs_no_row_of_a_resumed_run(store, finished, halted):
+    path = halted / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(len(lines) // 2, b'{"kind": "train", "st\xff\n')
+    path.write_bytes(b"".join(lines))
+    said = []
+    pretrain(config(), store, halted, echo=said.append)
+    told = [row for row in timeless(halted) if row.get("what") != "metrics"]
+    assert told == timeless(finished["a"])
+    assert any("1 damaged line was moved to metrics.broken.txt" in line for line in said)
+
+
+def test_a_rollback_keeps_abandoned_rows_as_they_were(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    for step in range(6):
+        metrics.write("train", step, loss=1.0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], b"\0\0\0\n", *lines[5:]]))
+    metrics.rewind(3, 1)
+    metrics.close()
+    assert (tmp_path / "abandoned-1.jsonl").read_bytes() == b"".join(lines[3:])
+    assert [row["step"] for row in read_metrics(path) if row["kind"] == "train"] == [0, 1, 2]
+    assert (tmp_path / "metrics.broken.txt").read_bytes() == b"\0\0\0\n"
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------------------
+
+ODD_NAMES = (
+    "step-best.pt", "step-00000050 (1).pt", "step-50.pt", "Step-00000050.pt", "step-00000050.pt.crdownload", "step-00000050.tmp",
+    "step-00000050.PT", "step-000000050.pt", "step--0000050.pt", "step-0000005a.pt", "step-٠٠٠٠٠٠٥٠.pt", "step-00000050.pt~", "copy.pt",
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.from_regex(
+        r"(step|Step|stp)?-?[0-9]{0,10}( ?\([0-9]\))?(best|a)?(\.pt|\.dcp|\.tmp|\.partial|\.damaged){0,2}",
+        fullmatch=True,
+    )
+)
+def test_only_exact_names_are_checkpoints(tmp_path_factory, name):
+    if not name.strip(". "):
+        return
+    folder = tmp_path_factory.mktemp("n")
+    (folder / name).touch()
+    (folder / "step-00000007.pt").touch()
+    found = [path.name for path in checkpoint.steps(folder)]
+    exact = name.endswith(".pt") and name[5:-3].isdigit() and name == f"step-{int(name[5:-3]):08d}.pt"
+    assert set(found) == {"step-00000007.pt", *([name] if exact else [])}
+    assert [checkpoint_files.step_of(path) for path in checkpoint.steps(folder)] == sorted(
+        checkpoint_files.step_of(name) for name in found
+    )
+
+
+def test_files_that_look_like_checkpoints_are_named_and_left_alone(store, finished, halted):
+    folder = halted / "checkpoints"
+    for name in ODD_NAMES:
+        (folder / name).write_bytes(b"not mine")
+    (folder / "step-00000099.pt").mkdir()
+    (folder / "step-00000098.dcp").touch()
+    (folder / "step-00000097.pt").symlink_to("nowhere")
+    said = []
+    pretrain(config(), store, halted, echo=said.append)
+    assert timeless(halted) == timeless(finished["a"])
+    assert all((folder / name).read_bytes() == b"not mine" for name in ODD_NAMES)
+    assert (folder / "step-00000099.pt").is_dir()
+    (warning,) = [line for line in said if "left alone" in line]
+    assert "Step-00000050.pt" in warning and "and 11 more" in warning
+    assert load_encoder(halted, device="cpu") is not None
+
+
+def test_odd_names_are_not_sent_to_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    remote = BucketRun(BucketPath.of("s3://bucket/run"))
+    folder = remote.path / "checkpoints"
+    folder.mkdir(parents=True)
+    for name in ("step-00000050 (1).pt", "step-best.pt", "step-00000004.pt", "step-00000002.pt"):
+        (folder / name).write_bytes(b"x")
+    remote._sent = {"step-00000002.pt": []}
+    remote.keep(lambda found: [])
+    assert remote.waiting() == ["step-00000004.pt"]
+
+
+def test_only_what_a_killed_writer_left_is_deleted(tmp_path):
+    for name in (
+        "step-00000004.partial",
+        "step-00000004.dcp.partial",
+        ".best.json.7.ab.partial",
+        "mine.partial",
+        "movie.pt.partial",
+    ):
+        (tmp_path / name).touch()
+    CheckpointWriter([tmp_path], Retention(2)).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.partial", "movie.pt.partial"}
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bytes_of_a_checkpoint(tmp_path_factory):
+    content = CONTENT | {"model": {"w": torch.arange(40.0)}, "participants": {"key": "k", "hashes": ["a"]}}
+    return checkpoint.write(tmp_path_factory.mktemp("c"), 5, content).read_bytes()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_damaged_checkpoint_is_never_taken_nor_a_traceback(tmp_path_factory, bytes_of_a_checkpoint, data):
+    good = bytes_of_a_checkpoint
+    path = tmp_path_factory.mktemp("d") / "step-00000005.pt"
+    if data.draw(st.booleans()):
+        bad = good[: data.draw(st.integers(0, len(good) - 1))]
+    else:
+        changed = bytearray(good)
+        for at in data.draw(st.lists(st.integers(0, len(good) - 1), min_size=1, max_size=4)):
+            changed[at] ^= data.draw(st.integers(1, 255))
+        bad = bytes(changed)
+    path.write_bytes(bad)
+    checkpoint.header(path)
+    try:
+        content = checkpoint.load(path)
+    except CheckpointError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:  # in what zip files leave unused
+        assert torch.equal(content["model"]["w"], torch.arange(40.0)) and content["step"] == 5
+
+
+@pytest.mark.parametrize("length", [0, 100])
+def test_a_cut_newest_checkpoint_falls_back_twice_over(store, finished, halted, length):
+    """Also where an earlier damaged one was set aside under the same name before."""
+    newest = checkpoint.newest(halted)
+    newest.with_suffix(".damaged").mkdir()
+    newest.write_bytes(newest.read_bytes()[:length])
+    said = []
+    pretrain(config(), store, halted, echo=said.append)
+    assert any("step-00000006.pt is damaged and was set aside as step-00000006.damaged2" in line for line in said)
+    assert timeless(halted) == timeless(finished["a"])
+
+
+# ---- whose checkpoint it is --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [8, 6, 3])
+def test_a_checkpoint_of_another_run_stops_and_is_named(store, finished, halted, step):
+    """Also an older one: a rollback would return to it, and retention delete it."""
+    name = f"step-{step:08d}.pt"
+    foreign = shutil.copy(checkpoint.newest(finished["other"]), halted / "checkpoints" / "step-00000008.pt")
+    if step < 8:
+        content = torch.load(foreign, weights_only=True) | {"step": step}
+        Path(foreign).unlink()
+        foreign = checkpoint.write(
+            halted / "checkpoints", step, {k: content[k] for k in content if k not in ("format", "version")}
+        )
+    before = Path(foreign).read_bytes()
+    with pytest.raises(CheckpointError, match=rf"{name}: a checkpoint of another run .*move it out .*model\.init"):
+        pretrain(config(), store, halted, echo=quiet)
+    if step > 3:
+        with pytest.raises(CheckpointError, match=rf"{name}: a checkpoint of another run"):
+            load_encoder(halted, device="cpu")
+    with pytest.raises(CheckpointError, match="another run"):
+        healthy_before(RunFolder(halted), step)
+    assert Path(foreign).read_bytes() == before
+    load_encoder(foreign, device="cpu")  # named as a file, it is what was asked for
+
+
+def test_a_renamed_checkpoint_stops(store, halted):
+    newest = checkpoint.newest(halted)
+    newest.rename(newest.with_name("step-00000007.pt"))
+    with pytest.raises(
+        CheckpointError, match=r"its name says 7 updates and it holds 6; give it back its name, step-00000006\.pt"
+    ):
+        pretrain(config(), store, halted, echo=quiet)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_without_a_key_is_judged_by_its_settings(store, finished, halted, own):
+    source = checkpoint.load(
+        halted / "checkpoints" / "step-00000006.pt" if own else checkpoint.newest(finished["other"])
+    )
+    (halted / "checkpoints" / "step-00000006.pt").unlink()
+    source |= {"participants": {}, "step": 6}
+    checkpoint.write(
+        halted / "checkpoints",
+        6,
+        {k: v for k, v in source.items() if k not in ("format", "version", "checksum", "step")},
+    )
+    if own:
+        pretrain(config(), store, halted, echo=quiet)
+        assert checkpoint.step_of(checkpoint.newest(halted)) == 8
+    else:
+        with pytest.raises(CheckpointError, match="another run"):
+            pretrain(config(), store, halted, echo=quiet)
+
+
+def test_fine_tuning_refuses_a_foreign_checkpoint_too(store, tmp_path):
+    def content(settings, key="octfm-finetune"):
+        facts = {
+            "config": settings.model_dump(mode="json"),
+            "participants": {"key": key},
+            "fingerprint": store.fingerprint,
+        }
+        return CONTENT | facts
+
+    ours = load(FinetuneConfig, {"encoder": "runs/a", "store": "s", "from_scratch": True, "target": "grade"})
+    other = ours.model_copy(update={"seed": 1})
+    folder = tmp_path / "checkpoints"
+    assert finetune_folder.newest(tmp_path, ours, store) is None
+    checkpoint.write(folder, 4, content(ours))
+    assert finetune_folder.newest(tmp_path, ours, store)["step"] == 4
+    for foreign in (content(other), content(ours, "k"), CONTENT | {"participants": {"key": "k", "hashes": []}}):
+        for step in (2, 9):
+            path = checkpoint.write(folder, step, foreign)
+            with pytest.raises(CheckpointError, match=rf"{path.name}: a checkpoint of another run"):
+                finetune_folder.newest(tmp_path, ours, store)
+            path.unlink()
+
+
+# ---- kills and power cuts between two writes -----------------------------------------------------------------------------------------
+
+
+def test_what_is_written_whole_is_flushed_with_its_name(tmp_path, monkeypatch):
+    """The bytes before the rename, the folder after it."""
+    happened, fsync, replace = [], os.fsync, Path.replace
+
+    def flushed(descriptor):
+        happened.append(("flush", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        fsync(descriptor)
+
+    def renamed(self, target):
+        happened.append(("rename", str(self)))
+        return replace(self, target)
+
+    monkeypatch.setattr(location.os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_whole(tmp_path / "x.json", b"{}")
+    partial = happened[0][1]
+    assert happened == [("flush", partial), ("rename", partial), ("flush", str(tmp_path))]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_what_could_not_be_written_leaves_the_old_content(tmp_path):
+    write_whole(tmp_path / "x", b"old")
+    with pytest.raises(ValueError, match="no"), location.replacing(tmp_path / "x") as partial:
+        partial.write_bytes(b"new")
+        raise ValueError("no")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"old"}
+
+
+def work(folder: Path) -> None:
+    """Everything that a run writes besides tensors, twice over."""
+    with claim(folder, config(), "fingerprint", "data", echo=quiet) as run:
+        run.write_record(parameters={"total": 1})
+        metrics = Metrics(run.metrics, 2)
+        for step in (2, 3):
+            metrics.write("train", step, loss=0.5)
+        metrics.rewind(3, 1)
+        run.note_memory(2)
+        keep_best(run.checkpoints, 3)
+        checkpoint.write(run.checkpoints, 3, CONTENT | {"participants": {"key": run.key}})
+        metrics.close()
+
+
+def killed_at(operation: int, folder: Path) -> bool:
+    """Do `work` in a child that gets a SIGKILL before its n-th opening, flushing or renaming of a file; whether it came to that."""
+    pid = os.fork()
+    if pid == 0:
+        left = [operation]
+
+        def count(event, _):
+            left[0] -= event in ("open", "os.rename", "os.mkdir", "os.truncate", "fsync")
+            if left[0] < 0:
+                left[0] = sys.maxsize  # killing is an event, too
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        fsync = os.fsync
+        os.fsync = lambda descriptor: (count("fsync", None), fsync(descriptor))
+        sys.addaudithook(count)
+        try:
+            work(folder)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_kill_between_any_two_writes_leaves_a_run_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "git_state", dict)
+    operation, killed, key = 0, True, None
+    while killed:
+        folder = tmp_path / str(operation)
+        work(begun := tmp_path / f"begun {operation}") if operation % 3 == 0 else None
+        for where in [folder, *([begun] if operation % 3 == 0 else [])]:
+            known = RunFolder(where).key if where.exists() else None
+            killed = killed_at(operation, where)
+            if (where / "config.yaml").exists():
+                key = RunFolder(where).key
+                assert known in (None, key)
+            work(where)
+            assert (where / "config.yaml").exists() and (not known or RunFolder(where).key == known)
+            steps = [row["step"] for row in read_metrics(where / "metrics.jsonl") if row["kind"] == "train"]
+            assert set(steps) <= {2, 3} and RunFolder(where).noted_memory() == 2
+            assert checkpoint.load(checkpoint.newest(where))["participants"]["key"] == RunFolder(where).key
+        operation += 1
+    assert operation > 20
