@@ -396,6 +396,13 @@ def test_a_volume_is_fetched_once_and_a_damaged_copy_is_fetched_again(place, sca
     before = bucket.tally()
     assert np.array_equal(again.read([0, 1]).voxels, prepared.read([0, 1]).voxels)
     assert (bucket.tally() - before).bytes_read < fetched
+    # A copy that rots in the cache is fetched again, also in the middle of a run.
+    for store in (again, Store.open(place / "store")):
+        for cached in (bucket_cache.folder() / "objects").rglob("*"):
+            if cached.is_file():
+                cached.write_bytes(cached.read_bytes()[:-9] + b"x" * 9)
+        with pytest.warns(UserWarning, match="copy of volume 0 in .* was damaged and is fetched again"):
+            assert np.array_equal(store.read([0, 1]).voxels, prepared.read([0, 1]).voxels)
     # What arrives and is not what was written is never handed out.
     uri = str(place / "store" / "voxels" / "c.0.0.0.0")
     good = bucket.read(uri)

@@ -33,6 +33,8 @@ from test_pretrain import config as tiny
 from test_pretrain import quiet, timeless
 
 GIB = 2**30
+STRIDE = 7
+"""Of the operations that a fast test is killed at; the slow ones try those in between."""
 
 
 def config(**changes):
@@ -431,22 +433,27 @@ def killed_at(operation: int, folder: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_kill_between_any_two_writes_leaves_a_run_that_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, STRIDE))])
+def test_a_kill_between_any_two_writes_leaves_a_run_that_goes_on(tmp_path, monkeypatch, first):
+    """Of a run that begins, and of one that was begun."""
     monkeypatch.setattr(run_folder, "git_state", dict)
-    operation, killed, key = 0, True, None
-    while killed:
-        folder = tmp_path / str(operation)
-        work(begun := tmp_path / f"begun {operation}") if operation % 3 == 0 else None
-        for where in [folder, *([begun] if operation % 3 == 0 else [])]:
-            known = RunFolder(where).key if where.exists() else None
-            killed = killed_at(operation, where)
-            if (where / "config.yaml").exists():
-                key = RunFolder(where).key
-                assert known in (None, key)
-            work(where)
-            assert (where / "config.yaml").exists() and (not known or RunFolder(where).key == known)
-            steps = [row["step"] for row in read_metrics(where / "metrics.jsonl") if row["kind"] == "train"]
-            assert set(steps) <= {2, 3} and RunFolder(where).noted_memory() == 2
-            assert checkpoint.load(checkpoint.newest(where))["participants"]["key"] == RunFolder(where).key
-        operation += 1
-    assert operation > 20
+    killed = 0
+    for begun in (False, True):
+        operation = first
+        while True:
+            folder = tmp_path / f"{begun} {operation}"
+            if begun:
+                work(folder)
+            known = RunFolder(folder).key if begun else None
+            if not killed_at(operation, folder):
+                break
+            killed += 1
+            if not known and (folder / "config.yaml").exists():
+                known = RunFolder(folder).key
+            work(folder)
+            assert not known or RunFolder(folder).key == known
+            steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+            assert set(steps) <= {2, 3} and RunFolder(folder).noted_memory() == 2
+            assert checkpoint.load(checkpoint.newest(folder))["participants"]["key"] == RunFolder(folder).key
+            operation += STRIDE
+    assert killed > 6

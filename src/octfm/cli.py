@@ -257,6 +257,13 @@ def prepare(
     dask: Annotated[
         str | None, typer.Option(help="Work on this dask cluster (tcp://host:port), which sees the same paths.")
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Prepare nothing: read the whole store at --out, name what is damaged, and set it to be prepared again by the next call.",
+        ),
+    ] = False,
 ) -> None:
     """Turn a catalog into a store of uniform volumes; a second call does only what is missing."""
     from octfm.config import load
@@ -282,6 +289,13 @@ def prepare(
                 "--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither"
             )
         locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
+    if verify:
+        from octfm.data import store_verify
+
+        found = store_verify.verify(out, scanned.acquisitions, locations, typer.echo)
+        store_verify.require_whole(found, out)
+        typer.echo(f"{out}: all {found.volumes:,} volumes are as they were written")
+        return
     limits = limits_of(file_seconds, file_gb)
     store = prepare_catalog(
         scanned,

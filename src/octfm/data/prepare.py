@@ -92,6 +92,7 @@ def prepare(
             read=read,
             staging=writer.staging,
             compression=writer.compression,
+            crc=writer.crc,
         )
         copies = PixelCopies()
         for row in writer.rows:
@@ -245,7 +246,13 @@ def words(acquisition: "Acquisition") -> dict[str, Any]:
 
 
 def _prepare_one(
-    task: _Task, *, preprocessing: "Preprocessing", read: Read | None, staging: Path, compression: Compression
+    task: _Task,
+    *,
+    preprocessing: "Preprocessing",
+    read: Read | None,
+    staging: Path,
+    compression: Compression,
+    crc: bool,
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
@@ -255,7 +262,7 @@ def _prepare_one(
     except BAD_INPUT as error:
         sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
         return _unprepared(acquisition, code_of(error), sentence or type(error).__name__)
-    digest = stage(prepared, staging, task.name, compression)
+    digest = stage(prepared, staging, task.name, compression, crc)
     row = row_of(acquisition, prepared, digest, pixels)
     return row if task.index is None else replace(row, index=task.index)
 

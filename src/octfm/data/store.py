@@ -24,6 +24,9 @@ FORMAT, VERSION = "octfm-store", 1
 CHECKSUM = "sha256 of the voxels, band and valid of a volume, in this order, C order, little endian"
 HEADER_KEYS = ("fingerprint", "image_size", "compression", "preprocessing")
 """Of store.json, besides format and version."""
+SHARD_CHECKSUM = "shard_checksum"
+"""In store.json, of stores whose shards carry checksums of their data."""
+_DIGEST = ',"digest":"'
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
 DIAGNOSIS_COLUMNS = ("diagnosis", "study_group")
 
@@ -60,7 +63,9 @@ class StoreRow:
     """Of what was scanned: the voxels of a radial row are a raster made of a star, and `transform` leads back to that raster."""
 
     def to_line(self) -> str:
-        return to_line(asdict(self))
+        """A line of rows.jsonl, which ends with a digest of all before it."""
+        body = to_line(asdict(self))[: -len("}\n")]
+        return f'{body}{_DIGEST}{digest(body.encode())}"}}\n'
 
     @property
     def diagnosis(self) -> str | None:
@@ -102,7 +107,11 @@ class Store:
         self.compression: Compression = header["compression"]
         self.image_size: tuple[int, int, int] = tuple(header["image_size"])
         self._settings: dict[str, Any] = header["preprocessing"]
+        self.checks_shards: bool = header.get(SHARD_CHECKSUM) == "crc32c"
+        """Whether the shards carry checksums of their own, which whoever reads them verifies. Those of older stores do not."""
         self._arrays: Any = None
+        self._compared = np.zeros(len(rows), bool)
+        self._hashers: ThreadPoolExecutor | None = None
         self.requests: dict[str, int] = {}
         """Of `prepare` to or from a bucket: what it cost, and how many requests had to be sent again."""
 
@@ -144,31 +153,82 @@ class Store:
         if outside.size:
             raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
         out = out or Arrays.empty(len(index), self.image_size)
+        try:
+            self._read_sound(index, out)
+        except _Damaged as damage:
+            raise StoreError(
+                f"{damage}; `octfm prepare CATALOG --out {self.path} --verify` finds all damaged volumes and sets them to be prepared again"
+            ) from damage
+        return out
+
+    def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
+        """Read these rows, or all, and compare them with their checksums: row -> what is wrong, of those that are not what was written."""
+        wanted = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
+        self._compared[wanted] = False
+
+        def one(row: int) -> str | None:
+            try:
+                self._read_sound(np.array([row]), Arrays.empty(1, self.image_size))
+            except _Damaged as damage:
+                return str(damage)
+            return None
+
+        self._arrays = self._arrays or self._opened()  # before the threads do
+        # Each thread reads and hashes volumes of its own; `_fill` of one volume hashes in its own thread.
+        with ThreadPoolExecutor(self.threads or os.cpu_count()) as pool:
+            found = zip(wanted.tolist(), pool.map(one, wanted.tolist()), strict=True)
+            return {row: sentence for row, sentence in found if sentence is not None}
+
+    def verify(self, sample: int | None = None, seed: int = 0) -> int:
+        """Compare the checksums of all volumes, or of `sample` drawn with `seed`; returns how many. StoreError names those that differ."""
+        count = len(self) if sample is None else min(sample, len(self))
+        found = self.damaged(np.sort(np.random.default_rng(seed).permutation(len(self))[:count]))
+        if found:
+            names = ", ".join(f"{i} ({self.rows[i].acquisition})" for i in list(found)[:5])
+            raise StoreError(
+                f"{self.path}: {len(found)} of {count} volumes are damaged: rows {names}{' …' if len(found) > 5 else ''}; "
+                f"run `octfm prepare CATALOG --out {self.path} --verify`, which sets damaged volumes to be prepared again"
+            )
+        return count
+
+    def _read_sound(self, index: np.ndarray, out: Arrays) -> None:
+        """Fill `out`, fetching damaged copies of volumes in a bucket once again. Raises _Damaged."""
+        renewed: set[int] = set()
+        while True:
+            try:
+                return self._fill(index, out)
+            except _Damaged as damage:
+                if isinstance(self.path, Path) or damage.row in renewed:
+                    raise
+                renewed.add(damage.row)
+                self._arrays.forget(damage.row)
+
+    def _fill(self, index: np.ndarray, out: Arrays) -> None:
+        """Read, and compare with rows.jsonl: shards that carry checksums once, which tells whether they are this row's; others always."""
         self._arrays = self._arrays or self._opened()
         for name in ARRAYS:
             try:
                 self._arrays.read_into(name, index, getattr(out, name))
             except (ValueError, OSError) as error:
-                raise StoreError(self._damaged(index, name, error)) from error
-        return out
+                raise self._unreadable(index, name, error) from error
+        places = [place for place, row in enumerate(index) if not (self.checks_shards and self._compared[row])]
 
-    def verify(self, sample: int | None = None, seed: int = 0) -> int:
-        """Compare the checksums of all volumes, or of `sample` drawn with `seed`; returns how many. StoreError names those that differ."""
-        count = len(self) if sample is None else min(sample, len(self))
-        drawn = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
-        damaged = []
-        for index in drawn:
-            arrays = self.read([index])
-            if checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) != self.rows[index].checksum:
-                damaged.append(int(index))
-        if damaged:
-            names = ", ".join(f"{i} ({self.rows[i].acquisition})" for i in damaged[:5])
-            raise StoreError(
-                f"{self.path}: {len(damaged)} of {count} volumes differ from their checksum: rows {names}"
-                f"{' …' if len(damaged) > 5 else ''}; delete {self.path / 'voxels' / shard_key(damaged[0])} (and the others) "
-                "and run `octfm prepare` again, which makes only what is missing"
-            )
-        return count
+        def of_place(place: int) -> str:
+            return checksum(out.voxels[place], out.band[place], out.valid[place])
+
+        if len(places) > 1:
+            self._hashers = self._hashers or ThreadPoolExecutor(self.threads or os.cpu_count(), "octfm-checksum")
+        for place, found in zip(
+            places, (self._hashers.map if len(places) > 1 and self._hashers else map)(of_place, places), strict=True
+        ):
+            row = int(index[place])
+            if found != self.rows[row].checksum:
+                raise _Damaged(
+                    row,
+                    f"{self.path / 'voxels' / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) is not what was written: this "
+                    "file, or that of the same name in band or valid, differs from the checksum in rows.jsonl",
+                )
+            self._compared[row] = True
 
     def unprepared(self) -> tuple[Unprepared, ...]:
         """What is quarantined, from unprepared.jsonl."""
@@ -198,20 +258,33 @@ class Store:
         if isinstance(self.path, Path):
             return _open_arrays(self.path, self.threads)
         from octfm.data.store_bucket import BucketArrays
+        from octfm.data.store_writer import array_metadata
 
+        metadata = {
+            name: array_metadata(name, len(self), self.image_size, self.compression, self.checks_shards)
+            for name in ARRAYS
+        }
         return BucketArrays(
-            self.path, self.rows, self.image_size, self.compression, lambda folder: _open_arrays(folder, self.threads)
+            self.path, self.rows, self.image_size, metadata, lambda folder: _open_arrays(folder, self.threads)
         )
 
-    def _damaged(self, index: np.ndarray, name: str, error: Exception) -> str:
+    def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
         """Which of these volumes has a bad shard, found by the shard that the engine's message names."""
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
-        which = int(named[1]) if named else int(index[0])
-        shard = self.path / name / shard_key(which)
-        return (
-            f"{shard}: volume {which} ({self.rows[which].acquisition}) cannot be read: {' '.join(str(error).split())[:200]}; "
-            "delete that file and run `octfm prepare` again, which makes only what is missing"
+        row = int(named[1]) if named else int(index[0])
+        why = " ".join(str(error).split())[:200]
+        return _Damaged(
+            row,
+            f"{self.path / name / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}",
         )
+
+
+class _Damaged(Exception):
+    """A volume that is not what was written."""
+
+    def __init__(self, row: int, sentence: str):
+        super().__init__(sentence)
+        self.row = row
 
 
 class _TensorStoreArrays:
@@ -261,7 +334,10 @@ class _ZarrArrays:
             shard = self._path / name / shard_key(index[position])
             if not shard.is_file():
                 raise FileNotFoundError(f"{shard} is absent")
-            out[position] = self._arrays[name][int(index[position])]
+            try:
+                out[position] = self._arrays[name][int(index[position])]
+            except (ValueError, RuntimeError) as error:
+                raise OSError(f"{shard}: {error}") from error
 
         list(self._pool.map(one, range(len(index))))
 
@@ -283,6 +359,11 @@ def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
     for name, array in (("voxels", voxels), ("band", band), ("valid", valid)):
         digest.update(np.ascontiguousarray(array, np.dtype(ARRAYS[name]).newbyteorder("<")).data)
     return f"sha256:{digest.hexdigest()}"
+
+
+def digest(data: bytes) -> str:
+    """Of a row or of the header, which are read by people as well: short, and against damage only."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def shard_key(index: int) -> str:
@@ -309,7 +390,16 @@ def read_header(path: Location) -> dict[str, Any] | None:
         raise StoreError(
             f"{file}: expected {', '.join(absent)}, found none; the store is damaged, prepare into a new folder"
         )
+    # Headers of older stores have none.
+    if header.get("digest", header_digest(header)) != header_digest(header):
+        raise StoreError(
+            f"{file}: not what was written, a setting was changed or damaged; restore it from a copy, or prepare into a new folder"
+        )
     return header
+
+
+def header_digest(header: Mapping[str, Any]) -> str:
+    return digest(to_line({key: value for key, value in header.items() if key != "digest"}).encode())
 
 
 def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
@@ -320,7 +410,7 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
     rows = []
     for number, line in enumerate(whole.splitlines()):
         try:
-            values = json.loads(line)
+            values = json.loads(_undamaged(line))
             rows.append(
                 StoreRow(**{**values, "flags": tuple(values["flags"]), "found": tuple(values.get("found", ()))})
             )
@@ -333,6 +423,16 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
                 f"{file}: line {number + 1} holds row {rows[-1].index}; the store is damaged, prepare into a new folder"
             )
     return tuple(rows), len(whole)
+
+
+def _undamaged(line: bytes) -> bytes:
+    """A row without its digest. ValueError where they differ; rows of older stores have none."""
+    body, mark, found = line.rpartition(_DIGEST.encode())
+    if not mark:
+        return line
+    if found != f'{digest(body)}"}}'.encode():
+        raise ValueError("it differs from its digest")
+    return body + b"}"
 
 
 def read_unprepared(path: Location) -> tuple[Unprepared, ...]:

@@ -5,11 +5,12 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from octfm.data import bucket, bucket_cache
 from octfm.data.lease import Lease
 from octfm.data.location import BucketPath, write_whole
 from octfm.data.store import ARRAYS, Compression, StoreRow, checksum, read_rows, shapes, shard_key
-from octfm.data.store_writer import StoreWriter, array_metadata
+from octfm.data.store_writer import StoreWriter
 from octfm.errors import StoreError
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class BucketArrays:
         path: BucketPath,
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
-        compression: Compression,
+        metadata: Mapping[str, Any],
         open_arrays,
     ):
-        """`open_arrays`: what opens a local folder of arrays."""
+        """`metadata`: of each array; `open_arrays`: what opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
         self._listing: dict[str, bucket.Object] = {}
         self._lock = threading.Lock()
@@ -51,7 +52,7 @@ class BucketArrays:
         for name in ARRAYS:
             folder = Path(self._links.name) / name
             folder.mkdir()
-            (folder / "zarr.json").write_text(json.dumps(array_metadata(name, len(rows), image_size, compression)))
+            (folder / "zarr.json").write_text(json.dumps(metadata[name]))
         self._arrays = open_arrays(Path(self._links.name))
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octfm-bucket")
 
@@ -59,6 +60,14 @@ class BucketArrays:
         with ExitStack() as held:
             list(self._pool.map(lambda row: self._hold(row, held), (int(row) for row in np.unique(index))))
             self._arrays.read_into(name, index, out)
+
+    def forget(self, row: int) -> None:
+        """Delete a damaged copy, so that the next read fetches another one."""
+        self._forget(row)
+        warnings.warn(
+            f"{self._path}: the copy of volume {row} in {bucket_cache.folder()} was damaged and is fetched again",
+            stacklevel=2,
+        )
 
     def _hold(self, row: int, held: ExitStack) -> None:
         """Link the shards of a volume and keep them from being evicted as long as `held` is open."""

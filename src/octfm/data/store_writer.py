@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,11 +18,13 @@ from octfm.data.store import (
     ARRAYS,
     CHECKSUM,
     FORMAT,
+    SHARD_CHECKSUM,
     VERSION,
     Compression,
     StoreRow,
     Unprepared,
     checksum,
+    header_digest,
     read_header,
     read_rows,
     read_unprepared,
@@ -52,6 +55,7 @@ class StoreWriter:
         try:
             self._header = self._open_header()
             self.compression: Compression = self._header["compression"]
+            self.crc = self._header.get(SHARD_CHECKSUM) == "crc32c"
             self._mend()
             self.staging = Path(tempfile.mkdtemp(prefix="staging-", dir=self.path))
         except BaseException:
@@ -116,8 +120,10 @@ class StoreWriter:
                 "image_size": list(self._preprocessing.image_size),
                 "compression": self._asked or "none",
                 "checksum": CHECKSUM,
+                SHARD_CHECKSUM: "crc32c",
                 "preprocessing": settings,
             }
+            header["digest"] = header_digest(header)
             write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
         if header["fingerprint"] != self._preprocessing.fingerprint():
             before = header["preprocessing"]
@@ -157,7 +163,7 @@ class StoreWriter:
     def _write_metadata(self, volumes: int) -> None:
         """The arrays' length, for every reader of zarr. It follows from the rows, so it needs no fsync."""
         for name in ARRAYS:
-            metadata = array_metadata(name, volumes, self._header["image_size"], self.compression)
+            metadata = array_metadata(name, volumes, self._header["image_size"], self.compression, self.crc)
             temporary = self.path / name / ".zarr.json.tmp"
             temporary.write_text(json.dumps(metadata))
             temporary.replace(self.path / name / "zarr.json")
@@ -171,14 +177,16 @@ class StoreWriter:
         if self.compression != "none":
             return None
         blank = np.zeros(shapes(self._header["image_size"])[name], ARRAYS[name])
-        return len(encode(name, blank, self._header["image_size"], "none"))
+        return len(encode(name, blank, self._header["image_size"], "none", self.crc))
 
 
-def stage(prepared: "Prepared", staging: Path, name: str, compression: Compression) -> str:
-    """Write the shards of one volume, durably, where they have no row yet; returns their checksum. Runs in the workers."""
+def stage(prepared: "Prepared", staging: Path, name: str, compression: Compression, crc: bool = True) -> str:
+    """Write the shards of one volume, durably, where they have no row yet; returns their checksum. Runs in the workers.
+
+    `crc`: as the store has it; shards of older stores carry no checksum of their data."""
     for array in ARRAYS:
         values = getattr(prepared, array)
-        write_durably(staging / f"{name}.{array}", encode(array, values, prepared.voxels.shape, compression))
+        write_durably(staging / f"{name}.{array}", encode(array, values, prepared.voxels.shape, compression, crc))
     return checksum(prepared.voxels, prepared.band, prepared.valid)
 
 
@@ -202,6 +210,16 @@ def _refuse_foreign_folder(path: Path) -> None:
         raise StoreError(f"{path}: the folder is not empty and holds no store; choose a new folder, or empty this one")
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Held while a store is changed without being opened for writing."""
+    lock = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def _lock(path: Path) -> int:
     """A lock that ends with its process, however that ends."""
     import fcntl
@@ -217,7 +235,9 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def array_metadata(name: str, volumes: int, image_size: Sequence[int], compression: Compression) -> dict[str, Any]:
+def array_metadata(
+    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
+) -> dict[str, Any]:
     """zarr.json of one array (zarr v3 core and sharding specifications). band and valid are small: their shard is one chunk."""
     shape = shapes(image_size)[name]
     codecs: list[dict[str, Any]] = [
@@ -225,9 +245,11 @@ def array_metadata(name: str, volumes: int, image_size: Sequence[int], compressi
     ]
     if compression == "zstd":
         codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
+    if crc:
+        codecs.append({"name": "crc32c"})
     if name == "voxels":
         # Several chunks inside the shard: a few B-scans can be read alone, and one volume is decoded by several threads.
-        bscans = max(n for n in range(1, 17) if shape[0] % n == 0)
+        bscans = _bscans_of_a_chunk(shape)
         index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
         inner = {
             "chunk_shape": [1, bscans, *shape[1:]],
@@ -253,31 +275,52 @@ def array_metadata(name: str, volumes: int, image_size: Sequence[int], compressi
     }
 
 
-def encode(name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression) -> bytes:
+def _bscans_of_a_chunk(shape: Sequence[int]) -> int:
+    return max(n for n in range(1, 17) if shape[0] % n == 0)
+
+
+def encode(
+    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
+) -> bytes:
     """The bytes of one shard, as zarr writes them. They do not depend on the row, so the row may be decided later."""
     if array.dtype != ARRAYS[name] or array.shape != shapes(image_size)[name]:
         raise ValueError(
             f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, got {array.dtype} {array.shape}"
         )
     if compression == "none":
-        return _index(name, tuple(image_size)) + array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    return _encode_by_zarr(name, array, image_size, compression)
+        step = _bscans_of_a_chunk(array.shape) if name == "voxels" else len(array)
+        plain = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        chunks = [plain[i : i + step].tobytes() for i in range(0, len(plain), step)]
+        return b"".join([_index(name, tuple(image_size), crc), *(_with_crc(c) if crc else c for c in chunks)])
+    return _encode_by_zarr(name, array, image_size, compression, crc)
+
+
+def _with_crc(chunk: bytes) -> bytes:
+    """What zarr's crc32c codec makes of a chunk."""
+    import google_crc32c
+
+    return chunk + google_crc32c.value(chunk).to_bytes(4, "little")
 
 
 @functools.cache
-def _index(name: str, image_size: tuple[int, ...]) -> bytes:
+def _index(name: str, image_size: tuple[int, ...], crc: bool) -> bytes:
     """What stands before the values of an uncompressed shard: where its chunks lie, the same for all volumes of a size."""
+    if name != "voxels":
+        return b""
     blank = np.zeros(shapes(image_size)[name], ARRAYS[name])
-    shard = _encode_by_zarr(name, blank, image_size, "none")
-    return shard[: len(shard) - blank.nbytes]
+    shard = _encode_by_zarr(name, blank, image_size, "none", crc)
+    chunks = len(blank) // _bscans_of_a_chunk(blank.shape)
+    return shard[: len(shard) - blank.nbytes - 4 * chunks * crc]
 
 
-def _encode_by_zarr(name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression) -> bytes:
+def _encode_by_zarr(
+    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
+) -> bytes:
     import zarr
     from zarr.core.buffer import cpu
     from zarr.storage import MemoryStore
 
-    metadata = json.dumps(array_metadata(name, 1, image_size, compression)).encode()
+    metadata = json.dumps(array_metadata(name, 1, image_size, compression, crc)).encode()
     memory: Any = {"zarr.json": cpu.Buffer.from_bytes(metadata)}
     # Otherwise a shard of zeros would not be written, and could not be told from one that was lost.
     with zarr.config.set({"array.write_empty_chunks": True}):
