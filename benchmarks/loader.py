@@ -37,6 +37,7 @@ def write(path: Path, prepared: list[Prepared], volumes: int, compression) -> St
                 writer.staging,
                 str(number),
                 writer.compression,
+                writer.crc,
             )
             row = StoreRow(
                 index=-1,

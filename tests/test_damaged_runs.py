@@ -20,7 +20,7 @@ from octfm.errors import CheckpointError
 from octfm.evaluation import finetune_folder
 from octfm.evaluation.encoder import load_encoder
 from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.training import checkpoint, checkpoint_files, run_folder
+from octfm.training import bucket_run, checkpoint, checkpoint_files, run_folder
 from octfm.training.bucket_run import BucketRun
 from octfm.training.checkpoint_writer import CheckpointWriter, Retention, keep_best
 from octfm.training.preflight import resources
@@ -227,6 +227,15 @@ def test_odd_names_are_not_sent_to_a_bucket(tmp_path, monkeypatch):
     remote._sent = {"step-00000002.pt": []}
     remote.keep(lambda found: [])
     assert remote.waiting() == ["step-00000004.pt"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", {"checkpoints": {"step-50 (1).pt": []}}, {"checkpoints": 5}, {"token": 1}])
+def test_a_damaged_pointer_of_a_bucket_is_named(monkeypatch, text):
+    good = {"format": bucket_run.FORMAT, "version": bucket_run.VERSION, "token": "t", "checkpoints": {}}
+    text = json.dumps(good | text) if isinstance(text, dict) else text
+    monkeypatch.setattr(BucketPath, "read_text", lambda self: text)
+    with pytest.raises(CheckpointError, match=r"checkpoints\.json: damaged"):
+        bucket_run.read_pointer(BucketPath.of("s3://bucket/run"))
 
 
 def test_only_what_a_killed_writer_left_is_deleted(tmp_path):

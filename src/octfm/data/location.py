@@ -1,5 +1,6 @@
 """Where things are: a path on a disk, or an address in a bucket that can be used like one."""
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -71,6 +72,10 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush a folder, and keep its names by other means.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

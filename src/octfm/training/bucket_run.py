@@ -23,7 +23,7 @@ from octfm.data.lease import Lease
 from octfm.data.location import BucketPath, location, write_whole
 from octfm.errors import BucketError, CheckpointError
 from octfm.training import checkpoint_files
-from octfm.training.checkpoint_files import step_of
+from octfm.training.checkpoint_files import is_name, step_of
 
 POINTER, MARK, VERSIONS = "checkpoints.json", ".bucket.json", ".versions.json"
 FORMAT, VERSION = "octfm-bucket-run", 1
@@ -285,9 +285,14 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise CheckpointError(f"{where / POINTER}: damaged; restore it from a copy") from None
+        pointer = None
+    if not isinstance(pointer, dict):
+        raise CheckpointError(f"{where / POINTER}: damaged; restore it from a copy")
     if pointer.get("format") != FORMAT or pointer.get("version") != VERSION:
         raise CheckpointError(f"{where / POINTER}: expected {FORMAT} version {VERSION}; use the octfm that wrote it")
+    listed = pointer.get("checkpoints")
+    if not isinstance(pointer.get("token"), str) or not isinstance(listed, dict) or not all(map(is_name, listed)):
+        raise CheckpointError(f"{where / POINTER}: damaged; restore it from a copy")
     return pointer
 
 

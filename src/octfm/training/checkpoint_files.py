@@ -19,12 +19,15 @@ def step_of(path: Path | str) -> int:
     return int(Path(path).name.split(".")[0].removeprefix("step-"))
 
 
+def is_name(name: str) -> bool:
+    """Whether it is the one name that a checkpoint of its step has."""
+    match = _NAME.fullmatch(name)
+    return match is not None and name == name_of(int(match[1]), match[2])
+
+
 def is_checkpoint(path: Path) -> bool:
-    """A file, or a folder of shards, under the one name that a checkpoint of its step has."""
-    match = _NAME.fullmatch(path.name)
-    if match is None or path.name != name_of(int(match[1]), match[2]):
-        return False
-    return path.is_dir() if match[2] == SHARDS else path.is_file()
+    """A file, or a folder of shards, under such a name."""
+    return is_name(path.name) and (path.is_dir() if path.suffix == SHARDS else path.is_file())
 
 
 def steps(folder: Path) -> list[Path]:

@@ -226,6 +226,8 @@ def locked(folder: Path, echo: Callable[[str], None]) -> Iterator[None]:
             echo(
                 f"{folder} cannot be locked on this file system ({error.strerror}): make sure that no other process trains into it"
             )
+        for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
+            partial.unlink()
         file.truncate(0)
         file.write(f"pid {os.getpid()} since {_now()}\n")
         file.flush()
