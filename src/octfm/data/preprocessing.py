@@ -16,9 +16,10 @@ from octfm.data.resampling import resample, seen_rows
 from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.data.transform import Transform
 from octfm.data.volume import ADMISSIBLE, Shape3, Spacing3, Volume
+from octfm.data.window import IN_CROP, window
 from octfm.errors import ReadError
 
-ALGORITHM = 2
+ALGORITHM = 3
 """Raised whenever the same settings would give other voxels or another band, so that old stores are told apart."""
 
 RETINA_MM = 0.3
@@ -108,7 +109,14 @@ class Preprocessing(Config):
         tissue = find_tissue(voxels, canonical.spacing_mm)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))
-        transform = self._place(canonical, tissue, reversed_bscans=volume.superior_first is False, mirrored=mirrored)
+        transform, in_crop = self._place(
+            canonical, tissue, reversed_bscans=volume.superior_first is False, mirrored=mirrored
+        )
+        tissue = replace(
+            tissue,
+            confident=tissue.confident and in_crop >= IN_CROP,
+            confidence={**tissue.confidence, "in_crop": in_crop},
+        )
         seen = seen_rows(voxels)
         out, valid = resample(voxels, seen, transform)
         band = self._band(tissue, valid, transform)
@@ -142,33 +150,39 @@ class Preprocessing(Config):
             )
         return voxels
 
-    def _place(self, volume: Volume, tissue: Tissue, *, reversed_bscans: bool, mirrored: bool) -> Transform:
-        """Put the target window on the scan: around the band axially, around the fovea (or the middle) across."""
+    def _place(
+        self, volume: Volume, tissue: Tissue, *, reversed_bscans: bool, mirrored: bool
+    ) -> tuple[Transform, float]:
+        """Put the target window on the scan, around the band axially, around the fovea (or the middle) across; and the share of the
+        retina that it holds, of the A-scans that it takes in."""
         scale = tuple(t / n for t, n in zip(self.target_spacing, volume.spacing_mm, strict=True))
         depth, height, width = volume.shape
         fovea = tissue.fovea if self.center == "fovea" and tissue.confident else None
-        registered = (tissue.ilm + tissue.bm) / 2 - tissue.displacement[:, None]
-        middle = (
-            fovea[0] if fovea else (depth - 1) / 2,
-            float(np.median(registered)) if tissue.confident else (height - 1) / 2,
-            fovea[1] if fovea else (width - 1) / 2,
+        fovea = fovea or ((depth - 1) / 2, (width - 1) / 2)
+        across = [
+            _first_index(center, n, step, 0.0, count - 1.0)
+            for center, n, step, count in zip(fovea, self.image_size[::2], scale[::2], (depth, width), strict=True)
+        ]
+        bscans, columns = (
+            slice(max(0, round(first)), round(first + (n - 1) * step) + 1)
+            for first, n, step in zip(across, self.image_size[::2], scale[::2], strict=True)
         )
-        low = (0.0, -float(tissue.displacement.max()), 0.0)
-        high = (depth - 1.0, height - 1 - float(tissue.displacement.min()), width - 1.0)
-        origin = tuple(
-            _first_index(center, n, step, first, last)
-            for center, n, step, first, last in zip(middle, self.image_size, scale, low, high, strict=True)
-        )
-        return Transform(
+        rows, margin = self.image_size[1] * scale[1], self.margin_mm / volume.spacing_mm[1]
+        placed = window(tissue, height, rows, margin, (bscans, columns), follow=self.register_bscans)
+        low, high = -float(placed.displacement.max()), height - 1 - float(placed.displacement.min())
+        first = _first_index(placed.middle, self.image_size[1], scale[1], low, high)
+        start = first - scale[1] / 2
+        transform = Transform(
             native_shape=volume.shape,
             native_spacing_mm=volume.spacing_mm,
             shape=self.image_size,
-            origin=origin,  # type: ignore[arg-type]
+            origin=(across[0], first, across[1]),
             scale=scale,  # type: ignore[arg-type]
-            displacement=tuple(float(d) for d in tissue.displacement),
+            displacement=tuple(float(d) for d in placed.displacement),
             reversed_bscans=reversed_bscans,
             mirrored=mirrored,
         )
+        return transform, placed.holds(start, start + rows, (bscans, columns)) if tissue.located else 1.0
 
     def _band(self, tissue: Tissue, valid: np.ndarray, transform: Transform) -> np.ndarray:
         if not tissue.confident:

@@ -127,7 +127,7 @@ def _heights(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Axial motion of each B-scan, [J], and how high the retina stands in it without that motion, [J, W], both in rows.
 
-    Where no tissue band is told with confidence, the height is 0 everywhere: interpolation is then straight across.
+    Where the retina is not found, the height is 0 everywhere: interpolation is then straight across.
     """
     between = float(np.median(np.diff(star.angle))) * star.radius / 2
     eight_bit = planes_JHW if planes_JHW.dtype == np.uint8 else Planes(planes_JHW, full_scale)
@@ -138,7 +138,7 @@ def _heights(
     )
     crossing = [plane[:, at - reach : at + reach + 1].mean(axis=1) for plane, at in zip(eight_bit, middle, strict=True)]
     motion = register_star(np.array(crossing), dy)
-    if not tissue.confident:
+    if not tissue.located:
         return motion, np.zeros((len(planes_JHW), planes_JHW.shape[2]))
     return motion, (tissue.ilm.astype(np.float64) + tissue.bm) / 2 - motion[:, None]
 

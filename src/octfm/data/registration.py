@@ -27,7 +27,7 @@ def register_bscans(
         calm += alike[:, column : width // group * group : group]
     calm /= np.float32(group)
     path = np.concatenate([[0.0], np.cumsum(_neighbour_shifts(calm, reach=max(2, round(reach_mm / spacing_mm[1]))))])
-    motion = path - _robust_quadratic(used.astype(float), path)
+    motion = path - robust_quadratic(used.astype(float), path)
     displacement[:] = np.interp(np.arange(len(displacement)), used, motion)
     return displacement
 
@@ -71,7 +71,7 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
     return np.where(near[pairs, best] > SIMILAR * energy[:-1] * energy[1:], shift, 0.0)
 
 
-def _robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
+def robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
     """The quadratic that most of the path follows; a saccade in a few B-scans does not bend it."""
     degree = 2 if len(path) >= 8 else 0
     basis = np.vander((position - position.mean()) / max(np.ptp(position), 1), degree + 1)

@@ -85,10 +85,29 @@ def envelope(surface: np.ndarray, spacing_mm: tuple[float, float], side: int) ->
 
 def _quadratic(surface: np.ndarray) -> np.ndarray:
     """The least-squares quadratic: tilt and curvature, which the borders of a moving mean would flatten."""
-    d, w = (np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in surface.shape)
-    D, W = np.meshgrid(d, w, indexing="ij")
-    basis = np.stack([np.ones_like(D), D, W, D * W, D * D, W * W], axis=-1).reshape(-1, 6)
+    basis = _quadratic_basis(surface.shape)
     return (basis @ np.linalg.lstsq(basis, surface.ravel(), rcond=None)[0]).reshape(surface.shape)
+
+
+def _quadratic_basis(shape: tuple[int, ...]) -> np.ndarray:
+    d, w = (np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in shape)
+    D, W = np.meshgrid(d, w, indexing="ij")
+    return np.stack([np.ones_like(D), D, W, D * W, D * D, W * W], axis=-1).reshape(-1, 6)
+
+
+def bowl(surface: np.ndarray, known: np.ndarray, below: float = 0.2) -> np.ndarray:
+    """The quadratic that leaves a share `below` of the `known` places deeper than itself: what stands up from it does not lift it."""
+    basis = _quadratic_basis(surface.shape)
+    if not known.any():
+        return surface
+    some, rows = basis[known.ravel()], surface[known].astype(float)
+    weight = np.ones(len(rows))
+    for _ in range(8):  # quantile regression by weighted least squares
+        root = np.sqrt(weight)
+        fit = np.linalg.lstsq(some * root[:, None], rows * root, rcond=None)[0]
+        deeper = rows - some @ fit
+        weight = np.where(deeper > 0, 1 - below, below) / np.maximum(np.abs(deeper), 1.0)
+    return (basis @ fit).reshape(surface.shape)
 
 
 def smooth(surface: np.ndarray, spacing_mm: tuple[float, float], reach_mm: float) -> np.ndarray:

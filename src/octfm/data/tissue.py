@@ -12,6 +12,7 @@ from octfm.data.surface import (
     at_rows,
     best_path,
     between_bscans,
+    bowl,
     envelope,
     median_of_bscans,
     near,
@@ -52,6 +53,7 @@ FLOORS = {
     "rpe_support": 0.6,
     "smoothness": 0.88,
     "thickness": 0.9,
+    "bm_not_lifted": 0.99,
 }
 """Smallest value of each confidence measurement that is still trusted."""
 
@@ -72,6 +74,11 @@ class Tissue:
     """False: do not trust the surfaces, keep every row."""
     confidence: dict[str, float]
     """The measurements behind `confident`, each with its floor in `FLOORS`."""
+
+    @property
+    def located(self) -> bool:
+        """The retina was found, even if Bruch's membrane may lie below what was taken for it."""
+        return _above_floors(self.confidence, except_for="bm_not_lifted")
 
 
 def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue:
@@ -120,9 +127,13 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
         fovea=fovea
         and (float(np.interp(fovea[0], np.arange(len(searched)), searched)), (fovea[1] + 0.5) * block[1] - 0.5),
         displacement=displacement * block[0],
-        confident=all(confidence[name] >= floor for name, floor in FLOORS.items()),
+        confident=_above_floors(confidence),
         confidence=confidence,
     )
+
+
+def _above_floors(confidence: dict[str, float], except_for: str = "") -> bool:
+    return all(confidence[name] >= floor for name, floor in FLOORS.items() if name != except_for)
 
 
 def _block_means(voxels: np.ndarray | Planes, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int]]:
@@ -372,10 +383,16 @@ def _support(
     rpe_seen = at_rows(seen, rpe)
     jumps = (np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(rpe, axis=0))) * dy
     thickness = (bm - ilm) * dy
+    # Bruch's membrane bows smoothly: where it seems to stand above the bowl of the rest, the RPE is lifted and BM may lie deeper.
+    # Not at the disc, where there is no RPE and the path runs through nerve fibres, right below the ILM.
+    bottom = bowl(rpe, rpe_seen)
+    lifted = ((bottom - bm) * dy > MARGIN_MM) & at_rows(seen, bottom)
+    lifted &= (score > 0.3) & ((rpe - ilm) * dy > THINNEST_MM)
     return {
         "ilm_support": float((step[ilm_seen] > 0.15).mean()) if ilm_seen.any() else 0.0,
         "retina_support": float((filled[ilm_seen] > 0.5).mean()) if ilm_seen.any() else 0.0,
         "rpe_support": float((score[rpe_seen] > 0.3).mean()) if rpe_seen.any() else 0.0,
         "smoothness": float((jumps < 0.06 + 0.25 * dz).mean()) if jumps.size else 1.0,
         "thickness": float(((thickness > 0.1) & (thickness < 1.0)).mean()),
+        "bm_not_lifted": 1 - float(lifted[rpe_seen].mean()) if rpe_seen.any() else 0.0,
     }

@@ -1,0 +1,189 @@
+"""Does the tissue band hold the retina, or say that it may not? Phantoms as they are, under lifted retinas and under drifts.
+
+python benchmarks/bands.py                       # tuned on seeds 0-49, held out 50-99; one line per kind
+python benchmarks/bands.py --list                # also every volume that fails
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
+from octfm.data.preprocessing import Prepared, Preprocessing
+from octfm.data.volume import Volume
+
+HELD = 0.99
+"""Share of ILM-to-BM voxels inside band and crop that a confident volume must reach."""
+FILLS = ("serous", "solid", "detached")
+"""Under the lifted tissue: dark fluid or mid-bright material below the RPE, or dark fluid above it (only the neurosensory retina is lifted)."""
+DRIFTS = ("slope", "bowl", "wave", "late")
+CROPS = {
+    "2.0 mm": Preprocessing(image_size=(32, 192, 128), target_spacing=(0.1875, 0.0104, 0.047)),
+    "1.2 mm": Preprocessing(image_size=(32, 192, 128), target_spacing=(0.1875, 0.00625, 0.047)),
+}
+"""Crops of 6 x 6 mm, by their height: the default's, and one that a drifting retina leaves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """A phantom with its true surfaces [D, W] in rows, warped or not."""
+
+    volume: Volume
+    ilm: np.ndarray
+    rpe: np.ndarray
+    """Upper edge of the RPE."""
+    rpe_bottom: np.ndarray
+    bm: np.ndarray
+
+    def moved(self, shift_D: np.ndarray) -> "Scan":
+        """Every B-scan displaced by whole rows, positive downwards; what comes into view is dark noise."""
+        height = self.volume.shape[1]
+        rows = np.arange(height)[None, :] - shift_D[:, None]
+        outside = (rows < 0) | (rows >= height)
+        voxels = np.take_along_axis(self.volume.voxels, np.clip(rows, 0, height - 1)[:, :, None], 1)
+        voxels = np.where(outside[:, :, None], self._dark(), voxels)
+        surfaces = {name: getattr(self, name) + shift_D[:, None] for name in ("ilm", "rpe", "rpe_bottom", "bm")}
+        return Scan(replace(self.volume, voxels=voxels), **surfaces)
+
+    def _dark(self) -> np.ndarray:
+        """Noise of the vitreous, of the volume's shape."""
+        rows = np.arange(self.volume.shape[1])[None, :, None]
+        dark = self.volume.voxels[np.broadcast_to(rows < (self.ilm - 12)[:, None], self.volume.shape)]
+        return np.random.default_rng(0).choice(dark, self.volume.shape)
+
+
+def phantom(seed: int, scanner: str, diagnosis: str, severity: float, size=(32, 256, 192)) -> Scan:
+    volume, truth = phantom_volume(
+        seed, scanner=scanner, diagnosis=diagnosis, severity=severity, laterality="RL"[seed % 2], size=size
+    )
+    ilm, rpe, rpe_bottom, bm = (truth.surface(name) for name in ("ilm", "rpe", "rpe_bottom", "bm"))
+    return Scan(volume, ilm, rpe, rpe_bottom, bm)
+
+
+def elevated(
+    scan: Scan, height_um: float, width_um: float, fill: str, rng: np.random.Generator, lesions: int = 1
+) -> Scan:
+    """The tissue above the RPE's lower edge (or its upper one) lifted by smooth domes, Bruch's membrane left where it was."""
+    volume = scan.volume
+    depth, rows, width = volume.shape
+    dz, dy, dx = volume.spacing_mm
+    d = ((np.arange(depth) - (depth - 1) / 2) * dz)[:, None]
+    w = ((np.arange(width) - (width - 1) / 2) * dx)[None]
+    dome = np.zeros((depth, width))
+    for share in (1, *rng.uniform(0.3, 1, lesions - 1)):
+        away = np.hypot(d - rng.uniform(-1.5, 1.5), w - rng.uniform(-1.5, 1.5)) / (share * width_um / 2000)
+        dome = np.maximum(dome, share * np.clip(1 - away**2, 0, 1) ** rng.uniform(0.6, 1.6))
+    lift = height_um / 1000 / dy * dome
+    # As an operator would, move the eye down where its top would leave the frame, as long as BM stays in it.
+    room = max(0, int(rows - 0.16 / dy - scan.bm.max()))
+    scan = scan.moved(np.full(depth, min(room, max(0, int(0.06 / dy - (scan.ilm - lift).min())))))
+
+    voxels, index = scan.volume.voxels, np.arange(rows)[None, :, None]
+    seam = scan.rpe if fill == "detached" else scan.rpe_bottom
+    lifted = np.take_along_axis(voxels, np.clip(np.rint(index + lift[:, None]), 0, rows - 1).astype(int), 1)
+    below = (index >= (seam - lift)[:, None]) & (index < (seam if fill == "detached" else scan.bm)[:, None])
+    below &= (lift > 0)[:, None]
+    material = scan._dark()
+    if fill == "solid":
+        retina = voxels[np.broadcast_to((index > scan.ilm[:, None]) & (index < scan.rpe[:, None]), voxels.shape)]
+        material = rng.choice(retina, voxels.shape)
+    # Part of the light is lost on its way through the lesion, so that what lies below it is dimmer than elsewhere.
+    shade = 1 - rng.uniform(0, 0.9) * dome[:, None]
+    dark = np.median(scan._dark())
+    under = dark + (voxels - dark) * np.where(index >= scan.bm[:, None], shade, 1)
+    out = np.where(below, material, np.where(index < (seam - lift)[:, None], lifted, under))
+    volume = replace(scan.volume, voxels=np.clip(np.rint(out), 0, 255).astype(np.uint8))
+    moved = scan.rpe - lift, (scan.rpe_bottom if fill == "detached" else scan.rpe_bottom - lift)
+    return Scan(volume, scan.ilm - lift, *moved, scan.bm)
+
+
+def drifted(scan: Scan, range_um: float, kind: str, rng: np.random.Generator) -> Scan:
+    """The whole retina displaced from B-scan to B-scan, `range_um` between the highest and the lowest."""
+    t = np.linspace(0, 1, scan.volume.shape[0])
+    path = {
+        "slope": t,
+        "bowl": (2 * t - 1) ** 2,
+        "wave": 0.5 + 0.5 * np.sin(2 * np.pi * (t + rng.uniform())),
+        "late": np.clip(3 * t - 2, 0, 1),
+    }[kind]
+    path = path if rng.uniform() < 0.5 else 1 - path
+    shift = range_um / 1000 / scan.volume.spacing_mm[1] * path
+    # The operator keeps as much of it in the frame as goes in.
+    top, bottom = (scan.ilm + shift[:, None]).min(), (scan.bm + shift[:, None]).max()
+    return scan.moved(np.rint(shift - (top + bottom) / 2 + scan.volume.shape[1] / 2).astype(int))
+
+
+def held(prepared: Prepared, scan: Scan) -> float:
+    """Share of the retina's voxels in the native frame that lie inside band and crop, of the A-scans that the crop takes in."""
+    size = prepared.voxels.shape[1]
+    # Half a pixel outside, where a row's own area begins and ends; what leaves the native frame is nobody's fault.
+    rows = scan.volume.shape[1]
+    ilm, bm = (np.clip(surface, -0.5, rows - 0.5) for surface in (scan.ilm - 0.5, scan.bm + 0.5))
+    upper, lower = (prepared.transform.rows_to_prepared(surface) for surface in (ilm, bm))
+    shown = (prepared.valid[1] > prepared.valid[0]) & np.isfinite(upper) & np.isfinite(lower)
+    first, last = np.maximum(prepared.band[0], 0), np.minimum(prepared.band[1], size)
+    inside = np.clip(np.minimum(lower, last) - np.maximum(upper, first), 0, None)
+    return float(inside[shown].sum() / np.clip(lower - upper, 1e-9, None)[shown].sum())
+
+
+def cases(seeds: range, plain: int, warped: int) -> Iterator[tuple[str, str, Scan]]:
+    """(kind, words, scan): the first `plain` as they are, then `warped` of elevations, drifts and both; all scanners and diagnoses in turn."""
+    rng = np.random.default_rng(seeds.start)
+    scanners, kinds = list(SCANNERS), ("elevated", "drifted", "both")
+    for i in range(plain + warped):
+        scanner, diagnosis = scanners[i % len(scanners)], DIAGNOSES[i // len(scanners) % len(DIAGNOSES)]
+        severity = rng.uniform(0.2, 1)
+        seed = seeds[i % len(seeds)]
+        words = f"seed {seed} {scanner} {diagnosis} {severity:.2f}"
+        scan = phantom(seed, scanner, diagnosis, severity)
+        if i < plain:
+            yield "unwarped", words, scan
+            continue
+        kind = kinds[(i - plain) % 3]
+        if kind != "drifted":
+            lesion = (float(rng.uniform(100, 800)), float(rng.uniform(500, 3000)), str(rng.choice(FILLS)))
+            count = int(rng.integers(1, 4))
+            scan = elevated(scan, *lesion, rng, count)
+            words += f", lifted {lesion[0]:.0f} µm over {lesion[1]:.0f} µm, {lesion[2]}, {count} times"
+        if kind != "elevated":
+            way = (float(rng.uniform(100, 600)), str(rng.choice(DRIFTS)))
+            scan = drifted(scan, *way, rng)
+            words += f", drift {way[0]:.0f} µm, {way[1]}"
+        yield kind, words, scan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", type=int, default=175, help="volumes without a warp, of each half of the seeds")
+    parser.add_argument("--warped", type=int, default=150, help="volumes with one")
+    parser.add_argument("--list", action="store_true", help="name every volume that fails or is of low confidence")
+    parser.add_argument("--half", choices=("tuned", "held-out"), help="only these seeds")
+    given = parser.parse_args()
+    for half, seeds in (("tuned", range(50)), ("held-out", range(50, 100))):
+        if given.half not in (None, half):
+            continue
+        found = defaultdict(list)
+        for kind, words, scan in cases(seeds, given.plain, given.warped):
+            for crop, preprocessing in CROPS.items():
+                prepared = preprocessing(scan.volume)
+                share = held(prepared, scan)
+                found[crop, kind].append((prepared.confident, share))
+                if given.list and (share < HELD if prepared.confident else kind == "unwarped"):
+                    floors = {name: round(value, 3) for name, value in prepared.confidence.items()}
+                    print(f"{crop}: {words}: confident {prepared.confident}, holds {share:.3f}, {floors}", flush=True)
+        for (crop, kind), outcomes in sorted(found.items()):
+            confident, share = (np.array(values) for values in zip(*outcomes, strict=True))
+            wrong = confident & (share < HELD)
+            print(
+                f"{half:8}  crop {crop}  {kind:8}  {len(outcomes):4} volumes  low confidence {1 - confident.mean():6.1%}  "
+                f"confident and holding less than {HELD:.0%}: {wrong.sum():3} ({wrong.mean():.1%})  "
+                f"least held {share[confident].min() if confident.any() else 1:.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
