@@ -341,6 +341,7 @@ def test_F15_preprocessing_has_one_home():
         "center": "field",
         "register_bscans": False,
         "uint16_full_scale": 4095,
+        "algorithm": 2,
         "intensity_mean": 0.21,
         "intensity_std": 0.21,
     }

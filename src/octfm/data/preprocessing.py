@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from octfm.config import Config
+from octfm.config import Config, load
 from octfm.data.laterality import Side, disc_side
 from octfm.data.planes import Planes, eight_bit
 from octfm.data.radial import to_raster
@@ -18,9 +19,6 @@ from octfm.data.transform import Transform
 from octfm.data.volume import ADMISSIBLE, Shape3, Spacing3, Volume
 from octfm.data.window import IN_CROP, window
 from octfm.errors import ReadError
-
-ALGORITHM = 3
-"""Raised whenever the same settings would give other voxels or another band, so that old stores are told apart."""
 
 RETINA_MM = 0.3
 """A typical ILM-to-BM thickness, for `Coverage`."""
@@ -82,14 +80,22 @@ class Preprocessing(Config):
     uint16_full_scale: int = Field(65535, gt=0)
     """The uint16 value that becomes 255. 65535, the default: what each volume says is white (`Volume.full_scale`), else every bit
     that its file uses; anything else overrules that."""
+    algorithm: Literal[2, 3] = 3
+    """Raised whenever the same settings would give other voxels or another band. 2 trusts a band that runs along the tops of lesions, and its
+    crop does not follow a drifting retina; what was made by it can be continued and used with it."""
     intensity_mean: float = 0.2
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, gt=0)
     """Divides voxels / 255 - intensity_mean on the device."""
 
+    @classmethod
+    def recorded(cls, settings: Mapping[str, Any]) -> "Preprocessing":
+        """As a store or a checkpoint records it; before version 3, records did not name the algorithm."""
+        return load(cls, {"algorithm": 2, **settings})
+
     def fingerprint(self) -> str:
         """Stable hash of every setting and of the algorithm's version: equal exactly when stores are interchangeable."""
-        text = json.dumps({"algorithm": ALGORITHM, **self.model_dump(mode="json")}, sort_keys=True)
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __call__(self, volume: Volume) -> Prepared:
@@ -109,14 +115,14 @@ class Preprocessing(Config):
         tissue = find_tissue(voxels, canonical.spacing_mm)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))
+        if self.algorithm == 2:
+            tissue = replace(tissue, confident=tissue.located)
         transform, in_crop = self._place(
             canonical, tissue, reversed_bscans=volume.superior_first is False, mirrored=mirrored
         )
-        tissue = replace(
-            tissue,
-            confident=tissue.confident and in_crop >= IN_CROP,
-            confidence={**tissue.confidence, "in_crop": in_crop},
-        )
+        if self.algorithm > 2:
+            confident = tissue.confident and in_crop >= IN_CROP
+            tissue = replace(tissue, confident=confident, confidence={**tissue.confidence, "in_crop": in_crop})
         seen = seen_rows(voxels)
         out, valid = resample(voxels, seen, transform)
         band = self._band(tissue, valid, transform)
@@ -168,7 +174,9 @@ class Preprocessing(Config):
             for first, n, step in zip(across, self.image_size[::2], scale[::2], strict=True)
         )
         rows, margin = self.image_size[1] * scale[1], self.margin_mm / volume.spacing_mm[1]
-        placed = window(tissue, height, rows, margin, (bscans, columns), follow=self.register_bscans)
+        placed = window(tissue, height)
+        if self.algorithm > 2:
+            placed = placed.around(rows, margin, (bscans, columns), follow=self.register_bscans)
         low, high = -float(placed.displacement.max()), height - 1 - float(placed.displacement.min())
         first = _first_index(placed.middle, self.image_size[1], scale[1], low, high)
         start = first - scale[1] / 2
@@ -182,7 +190,7 @@ class Preprocessing(Config):
             reversed_bscans=reversed_bscans,
             mirrored=mirrored,
         )
-        return transform, placed.holds(start, start + rows, (bscans, columns)) if tissue.located else 1.0
+        return transform, placed.holds(start, start + rows, (bscans, columns))
 
     def _band(self, tissue: Tissue, valid: np.ndarray, transform: Transform) -> np.ndarray:
         if not tissue.confident:

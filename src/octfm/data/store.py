@@ -132,11 +132,10 @@ class Store:
 
     @property
     def preprocessing(self) -> "Preprocessing":
-        from octfm.config import load
         from octfm.data.preprocessing import Preprocessing
 
         try:
-            return load(Preprocessing, dict(self._settings))
+            return Preprocessing.recorded(self._settings)
         except ConfigError as error:
             raise StoreError(
                 f"{self.path / 'store.json'}: {error}; it was prepared by another octfm or edited, prepare into a new folder"

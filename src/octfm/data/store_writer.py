@@ -126,7 +126,7 @@ class StoreWriter:
             header["digest"] = header_digest(header)
             write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
         if header["fingerprint"] != self._preprocessing.fingerprint():
-            before = header["preprocessing"]
+            before = {"algorithm": 2, **header["preprocessing"]}
             keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
             differing = [f"{key} {before.get(key)} there, {settings.get(key)} here" for key in keys]
             what = "; ".join(differing) or "by another version of the algorithm"

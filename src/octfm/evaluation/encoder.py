@@ -163,7 +163,7 @@ def load_encoder(
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, runtime)
     settings = load(PretrainConfig, content["settings"]) if "network" in content else config_of(content)
-    preprocessing = load(Preprocessing, content["preprocessing"])
+    preprocessing = Preprocessing.recorded(content["preprocessing"])
     if "network" in content and not random_init:
         network = empty_network(settings, preprocessing)
         fill(network, content["network"], path)
@@ -211,7 +211,7 @@ def content_of(run: str | Location) -> dict[str, Any]:
 
 def preprocessing_of(run: str | Location) -> dict[str, Any]:
     """The settings of the Preprocessing that a run, a checkpoint or an exported folder expects."""
-    return content_of(run)["preprocessing"]
+    return Preprocessing.recorded(content_of(run)["preprocessing"]).model_dump(mode="json")
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, r
     """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
     config, preprocessing = (
         load(PretrainConfig, content["encoder_config"]),
-        load(Preprocessing, content["preprocessing"]),
+        Preprocessing.recorded(content["preprocessing"]),
     )
     tuning = content["config"]
     if random_init:

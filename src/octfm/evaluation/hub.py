@@ -43,7 +43,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
             )
         self.facts = facts
         self.run = load(PretrainConfig, facts["settings"])
-        self.preprocessing = load(Preprocessing, facts["preprocessing"])
+        self.preprocessing = Preprocessing.recorded(facts["preprocessing"])
         self.network = VisionTransformer3D(self.run.model, grid_of(self.preprocessing, self.run.model.patch_size))
         self.head = None
         if "answer" in facts:
