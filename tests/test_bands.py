@@ -9,9 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import bands  # noqa: E402
-from octfm.data.preprocessing import Preprocessing  # noqa: E402
-from octfm.data.store import Store  # noqa: E402
+import bands
+from octfm.data.preprocessing import Preprocessing
+from octfm.data.store import Store
 
 LIFTED = (
     ("heidelberg_spectralis", "drusen", 420, 2600, "serous"),
