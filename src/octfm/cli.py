@@ -12,12 +12,15 @@ from octfm.cli_options import FileGB, FileSeconds, limits_of
 from octfm.cli_report import parse_spacing
 from octfm.cli_report import register as register_report
 from octfm.cli_use import register as register_use
-from octfm.errors import OctfmError, Preempted
+from octfm.errors import OctfmError, Preempted, one_line, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from octfm.data.store import Store
+
+UsageError: Any = typer.BadParameter.__bases__[0]
+"""Typer brings its own copy of click, or uses click's, by its version."""
 
 app = typer.Typer(
     name="octfm",
@@ -43,7 +46,9 @@ OutPlace = Annotated[
     Place,
     typer.Option("--out", parser=_place, metavar="PLACE", help="Folder, or s3:// or gs:// address, to write into."),
 ]
-Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.")]
+Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.", min=0, max=1024)]
+MAX_SEED = 2**32 - 1
+"""What NumPy, PyTorch and scikit-learn all take."""
 
 
 @app.command()
@@ -52,9 +57,14 @@ def demo(
     data: Annotated[
         Path | None, typer.Option(help="Your own folder of OCT files instead of the phantom cohort.")
     ] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Use at most so many acquisitions of --data.")] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(help="Use at most so many acquisitions of --data.", min=1, max=10**9)
+    ] = None,
     seed: Annotated[
-        int, typer.Option(help="Seed of the phantom cohort and of training; reported results use 100 and above.")
+        int,
+        typer.Option(
+            help="Seed of the phantom cohort and of training; reported results use 100 and above.", min=0, max=MAX_SEED
+        ),
     ] = 100,
     quick: Annotated[
         bool, typer.Option(help="A few participants and steps: shows the path in a minute, proves nothing.")
@@ -84,12 +94,16 @@ def demo(
 @app.command()
 def phantom(
     out: Annotated[Path, typer.Argument(help="New folder for the cohort.")],
-    participants: Annotated[int, typer.Option(help="How many people; both eyes of each are scanned.")] = 20,
-    seed: Annotated[int, typer.Option(help="0-99 for development, 100 and above for reported results.")] = 0,
+    participants: Annotated[
+        int, typer.Option(help="How many people; both eyes of each are scanned.", min=1, max=10**6)
+    ] = 20,
+    seed: Annotated[
+        int, typer.Option(help="0-99 for development, 100 and above for reported results.", min=0, max=MAX_SEED)
+    ] = 0,
     size: Annotated[
         str, typer.Option(help="B-scans x rows x columns, or `native` for each scanner's own.")
     ] = "32x256x192",
-    defects: Annotated[float, typer.Option(help="Spoilt files per good one.")] = 0.0,
+    defects: Annotated[float, typer.Option(help="Spoilt files per good one.", min=0, max=100)] = 0.0,
     zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
     diagnosis: Annotated[
         list[str] | None, typer.Option(help="Draw only this diagnosis; repeat for several. Default: all seven.")
@@ -130,7 +144,10 @@ def scan(
         ),
     ],
     out: OutPlace = Path("catalog"),
-    seed: Annotated[int, typer.Option(help="Seed of the participant-level split where the data recommends none.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed of the participant-level split where the data recommends none.", min=0, max=MAX_SEED),
+    ] = 0,
     table: Annotated[
         Place, typer.Option(parser=_place, metavar="FILE", help="Your own CSV or TSV with one row per file.")
     ] = None,
@@ -321,7 +338,7 @@ def doctor(
         Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, help="For a job of so many ranks, each with a device like this one.")
+        int, typer.Option(min=1, max=100_000, help="For a job of so many ranks, each with a device like this one.")
     ] = 1,
     tpu: Annotated[
         str | None,
@@ -405,7 +422,7 @@ def bench(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value; without data.store random volumes are used.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each trial.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps of each trial.", min=1, max=10_000)] = 3,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
 ) -> None:
     """What this machine does with a config: volumes per second, MFU, data wait, memory, hours, and what to change first."""
@@ -426,7 +443,7 @@ def watch(
         typer.Argument(parser=_place, metavar="RUN", help="Run folder or address, of a run that is going on or done."),
     ],
     once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and return, for scripts.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05, max=86_400)] = 2.0,
 ) -> None:
     """A live dashboard in the terminal: curves, verdicts in words, what happened, time to go."""
     from octfm.report.watch import watch as follow
@@ -487,7 +504,8 @@ register_report(app)
 
 
 def main() -> None:
-    """One error line and exit code 1 for a problem the user can act on, 75 for a run that was stopped and saved; else a traceback.
+    """Exit code 0, or one line and an exit code: 1 for a problem the user can act on, 2 for wrong usage, 75 for a run that was stopped and
+    saved. Anything else is a fault of octfm, and a traceback.
 
     torchrun makes 1 of every exit code but 0. Where OCTFM_EXIT_FILE names a file, one rank per host leaves its 75 there for
     launch/torchrun.sh.
@@ -497,25 +515,41 @@ def main() -> None:
     word = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
     if word:
         Path(word).unlink(missing_ok=True)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    code, message = _run()
+    if code == 75 and word:
+        Path(word).write_text("75\n")
+    if message:
+        sys.stderr.write(f"octfm: {one_line(message)}\n")
+    sys.exit(code)
+
+
+def _run() -> tuple[int, str]:
+    """Exit code of the command line, and the line to end with; an empty one where another rank has it, or all is said."""
     try:
-        app()
+        code = app(prog_name="octfm", standalone_mode=False) or 0
+        return code, "interrupted; the same command continues" if code == 130 else ""
+    except UsageError as error:
+        if not error.ctx or not sys.argv[1:]:
+            error.show()
+            return 2, ""
+        command = error.ctx.command_path
+        reason = error.format_message().rstrip(".")
+        verb = command.removeprefix("octfm").strip()
+        return 2, f"{verb}{': ' if verb else ''}{reason}; try {command} --help"
     except Preempted as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"octfm: {error}\n")
-        if word:
-            Path(word).write_text("75\n")
-        sys.exit(75)
+        return 75, str(error) if os.environ.get("RANK", "0") == "0" else ""
     except OctfmError as error:
-        if not error.elsewhere:
-            sys.stderr.write(f"octfm: {error}\n")
-        sys.exit(1)
+        return 1, "" if error.elsewhere else str(error)
     except OSError as error:
         # A full disk, a folder without permission, a file where a folder was expected: the system names the path and the reason.
         where = f"{error.filename}: " if error.filename is not None else ""
-        sys.stderr.write(
-            f"octfm: {where}{error.strerror or error}; mend that, or choose another path, and run the same command again\n"
-        )
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("octfm: interrupted; the same command continues\n")
-        sys.exit(130)
+        return 1, f"{where}{error.strerror or error}; mend that, or choose another path, and run the same command again"
+    except UnicodeEncodeError as error:
+        return 1, f"{shown(error.object)}: expected text, found bytes that are no UTF-8 ({error.reason}); rename it"
+    except MemoryError as error:
+        return 1, f"out of memory: {error or 'the system gave no more'}; choose smaller sizes or fewer workers"
+    except (KeyboardInterrupt, typer.Abort):
+        return 130, "interrupted; the same command continues"

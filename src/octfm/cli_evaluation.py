@@ -50,8 +50,8 @@ def probe(
             help="recommended_split (train and val against test), k-fold (all whom pretraining has not seen), or auto."
         ),
     ] = "auto",
-    folds: Annotated[int | None, typer.Option(help="Folds of k-fold; default: 5.")] = None,
-    seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1)] = 1,
+    folds: Annotated[int | None, typer.Option(help="Folds of k-fold; default: 5.", min=2, max=1000)] = None,
+    seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with so many seeds.", min=1, max=1000)] = 1,
     label_efficiency: Annotated[
         bool, typer.Option(help="Also with 1, 5, 10, 25, 50 and 100 % of the training participants.")
     ] = False,
@@ -194,7 +194,8 @@ def trust(
         str, typer.Option(help="Where one age band ends and the next begins, in years.")
     ] = "50,60,70,80",
     from_scratch_epochs: Annotated[
-        float, typer.Option(help="Epochs of the supervised baseline, for every target; 0 leaves it out.", min=0)
+        float,
+        typer.Option(help="Epochs of the supervised baseline, for every target; 0 leaves it out.", min=0, max=100_000),
     ] = 60,
     images: Annotated[bool, typer.Option(help="Show B-scans on the page.")] = True,
     allow_seen: Annotated[

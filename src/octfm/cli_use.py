@@ -48,7 +48,9 @@ def embed(
     retry: Annotated[
         bool, typer.Option("--retry", help="Try files again that could not be read, of --files and --catalog.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(help="Processes that read files; default: all cores.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that read files; default: all cores.", min=0, max=1024)
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda, of --files and --catalog; default: what there is.")
     ] = None,

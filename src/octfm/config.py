@@ -2,21 +2,49 @@
 
 import re
 from collections.abc import Iterable
+from copy import deepcopy
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, shown
+
+MAX_BYTES = 1_000_000
+"""Of a config file; the longest packaged one has 3,000."""
+MAX_NODES = 100_000
+"""Values of a config file once its aliases are expanded."""
+
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""What NumPy, PyTorch and scikit-learn all take."""
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+"""AdamW moves every weight by about this much in a step."""
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
+"""Up to four months."""
 
 
 class Config(BaseModel):
-    """Base of every settings model: frozen, and closed to unknown keys."""
+    """Base of every settings model: frozen, closed to unknown keys, and without NaN or infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_is_null(cls, values: Any) -> Any:
+        """The text None where null is meant becomes a folder of that name at the first save (F6)."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if (
+                isinstance(value, str)
+                and value.strip().lower() in ("none", "null")
+                and field is not None
+                and type(None) in get_args(field.annotation)
+            ):
+                raise ValueError(f"{name} is the text {value!r}; write null where nothing is meant")
+        return values
 
 
 C = TypeVar("C", bound=Config)
@@ -28,7 +56,7 @@ def load(cls: type[C], source: str | Path | dict[str, Any], overrides: Iterable[
     Values of overrides are parsed as YAML, so `masks.budget=null` and `data.scanners=[topcon_triton]` mean what they say.
     """
     if isinstance(source, dict):
-        where, values = "settings", source
+        where, values = "settings", deepcopy(source)
     else:
         path = find_config(source)
         where, values = str(path), read_yaml(path)
@@ -60,12 +88,14 @@ def dump(config: Config) -> str:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ConfigError(f"{path}: {size:,} bytes; expected a YAML file of settings, of {MAX_BYTES:,} at most")
     try:
         values = _parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: expected a YAML text file in UTF-8, got other bytes") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: not valid YAML: {_problem(error)}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -74,37 +104,131 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: plain PyYAML reads `1e-4` as a string."""
+    """The YAML that a reader of the file expects: 1e-4 is a number, a date is text, a key occurs once, and nothing contains itself.
+
+    PyYAML follows YAML 1.1, where 010 is 8, 1:30 is 90 and 2024-01-01 is an object.
+    """
+
+    def compose_document(self) -> yaml.Node:
+        root = super().compose_document()
+        _require_finite(root)
+        return root
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem=f"the tag {tag}; write the value alone", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                found = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
+                raise _at(
+                    key, f"expected the name of a setting before the colon, got {shown(found)}; put text in quotes"
+                )
+            if key.value in first:
+                raise _at(key, f"{key.value} is set a second time (before in line {first[key.value]}); keep one")
+            first[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)  # pyright: ignore[reportArgumentType]
+        if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
+            raise _at(node, f"{shown(value)} holds a character that is no text")
+        return value
+
+    def construct_number(self, node: yaml.ScalarNode) -> int:
+        if re.match(r"[-+]?0\d", node.value):
+            raise _at(node, f"{node.value}: a number with a leading zero; leave it out, or put text in quotes")
+        try:
+            return self.construct_yaml_int(node)
+        except ValueError:
+            raise _at(node, f"a number of {len(node.value):,} digits") from None
 
 
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in ("timestamp", "int", "float")]
+    for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.(inf|nan)$"),
+    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+$|^[-+]?\.(inf|nan)$"),
     list("-+0123456789."),
 )
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(\d[\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"), list("-+0123456789")
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+
+
+def _require_finite(root: yaml.Node) -> None:
+    """Refuse a value that contains itself, and aliases that expand to more than a config can need."""
+    expanded: dict[int, int] = {}
+    entered: set[int] = set()
+    pending = [(root, False)]
+    while pending:
+        node, left = pending.pop()
+        inside = node.value if isinstance(node, yaml.SequenceNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            inside = [part for pair in node.value for part in pair]
+        if left:
+            entered.discard(id(node))
+            expanded[id(node)] = 1 + sum(expanded[id(part)] for part in inside)
+            if expanded[id(node)] > MAX_NODES:
+                raise _at(node, f"expands to more than {MAX_NODES:,} values; write out what is meant without aliases")
+        elif id(node) in entered:
+            raise _at(node, "a value that contains itself; write out what is meant without aliases")
+        elif id(node) not in expanded:
+            entered.add(id(node))
+            pending.append((node, True))
+            pending.extend((part, False) for part in inside)
+
+
+def _at(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if not problem:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}: {problem}" if mark else problem
 
 
 def _parse(text: str) -> Any:
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("values nested hundreds deep") from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
+    where = f"override {shown(override)}"
     if not equals or not key:
-        raise ConfigError(f"override {override!r}: expected section.key=value, for example model.depth=6")
+        raise ConfigError(f"{where}: expected section.key=value, for example model.depth=6")
     *sections, name = key.split(".")
+    if not all(part.isidentifier() for part in (*sections, name)):
+        raise ConfigError(
+            f"{where}: {shown(key)} is no name of a setting; expected section.key=value, such as model.depth=6"
+        )
+    if not text.strip():
+        raise ConfigError(f"{where}: no value after the equals sign; write null where nothing is meant")
     table = values
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {section} is a value, not a section")
+            raise ConfigError(f"{where}: {section} is a value, not a section")
     try:
         table[name] = _parse(text)
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise ConfigError(
-            f"override {override!r}: expected a YAML value such as 6, null or [a, b]: {problem}"
-        ) from None
+        problem = (getattr(error, "problem", None) or str(error).partition("\n")[0]).strip()
+        raise ConfigError(f"{where}: expected a YAML value such as 6, null or [a, b]: {problem}") from None
 
 
 def _explain(cls: type[Config], error: ValidationError) -> str:
@@ -115,6 +239,7 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         known = known_keys(cls)
+        key = key if len(key) <= 80 else shown(key)
         nearest = get_close_matches(key, known, n=1, cutoff=0.5) or get_close_matches(
             key.split(".")[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.6
         )
@@ -123,7 +248,7 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{key}: {message}{more}" if key else f"{message}{more}"
-    return f"{key}: {message}, got {first['input']!r}{more}"
+    return f"{key}: {message}, got {shown(first['input'])}{more}"
 
 
 def known_keys(cls: type[Config], prefix: str = "") -> list[str]:

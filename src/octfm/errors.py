@@ -1,5 +1,23 @@
 """The one error family: every message says where, what was expected, what was found and what to do next."""
 
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def one_line(text: object) -> str:
+    """`text` as a terminal can show it on one line: control characters, line breaks and bytes that are no text are escaped."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
+
+
+def shown(value: object, most: int = 80) -> str:
+    """repr(value) on one line, its middle left out where it is long."""
+    try:
+        text = one_line(repr(value))
+    except ValueError:  # an int of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 4 :]}"
+
 
 class OctfmError(Exception):
     """A problem the user can act on. The command line prints it as one line and exits with code 1."""

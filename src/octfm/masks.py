@@ -63,7 +63,7 @@ def token_map(
 class MaskConfig(Config):
     """Multi-block masking on a fixed budget of tokens, so that shapes never change."""
 
-    budget: int | None = Field(default=3072, ge=8)
+    budget: int | None = Field(default=3072, ge=8, le=10_000_000)
     """Tokens kept per volume (K): tissue first, the rest drawn at random from background; null keeps the whole grid."""
     mask_ratio: float = Field(default=0.6, gt=0, lt=1)
     """Share of the kept tokens that the predictor must recover."""
@@ -84,8 +84,8 @@ class MaskConfig(Config):
     @field_validator("aspect")
     @classmethod
     def _aspect_is_a_range(cls, aspect: tuple[float, float]) -> tuple[float, float]:
-        if not 0 < aspect[0] <= aspect[1]:
-            raise ValueError(f"expected two positive numbers, smaller first, got {list(aspect)}")
+        if not 0.001 <= aspect[0] <= aspect[1] <= 1000:
+            raise ValueError(f"expected two numbers from 0.001 to 1000, smaller first, got {list(aspect)}")
         return aspect
 
     @model_validator(mode="after")

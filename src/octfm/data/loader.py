@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
+from pydantic import Field
 
 from octfm.config import Config
 from octfm.data.batch_memory import BatchMemory
@@ -15,6 +16,8 @@ from octfm.data.order import Order
 from octfm.data.store import Store
 from octfm.data.volume import RASTER_ONLY, Admissible
 from octfm.errors import ConfigError, StoreError
+
+AtMost = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class DataConfig(Config):
@@ -28,13 +31,13 @@ class DataConfig(Config):
     """How the scans lay on the fundus: [raster, radial] also trains on the rasters that were made of stars, where the store has any."""
     balance_scanners: bool = False
     """Every scanner as often as any other, whatever its share of the volumes."""
-    max_samples: int | tuple[int | None, ...] | None = None
+    max_samples: AtMost | tuple[AtMost | None, ...] | None = None
     """At most this many volumes, the same ones every time; a list has one limit for each of `scanners`; null for all."""
-    global_batch_size: int = 32
+    global_batch_size: int = Field(default=32, ge=1, le=1_000_000)
     """Volumes per optimizer step, over all ranks and accumulation."""
-    per_device_batch_size: int = 1
+    per_device_batch_size: int = Field(default=1, ge=1, le=1_000_000)
     """Volumes per forward pass on one device. Accumulation follows: global / (per device × world), and must divide."""
-    prefetch: int = 2
+    prefetch: int = Field(default=2, ge=0, le=1000)
     """Steps read ahead."""
 
 

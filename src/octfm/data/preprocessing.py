@@ -4,10 +4,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from math import prod
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from octfm.config import Config, load
 from octfm.data.laterality import Side, disc_side
@@ -64,34 +65,50 @@ class Coverage:
         )
 
 
+MAX_SIDE, MAX_VOXELS = 32_767, 4 * 10**9
+"""Of a prepared volume: surfaces are stored as int16, voxels in one shard."""
+Millimetres = Annotated[float, Field(ge=1e-4, le=10)]
+"""A tenth of a micrometre, far below what any light resolves, to a whole macula in one voxel."""
+
+
 class Preprocessing(Config):
     """Frozen settings; calling them turns a Volume into Prepared. Travels in store and checkpoint."""
 
     image_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 384, 384)
     """Prepared voxels [D, H, W]."""
-    target_spacing: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.094, 0.0052, 0.0156)
+    target_spacing: tuple[Millimetres, Millimetres, Millimetres] = (0.094, 0.0052, 0.0156)
     """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched."""
-    margin_mm: float = Field(MARGIN_MM, ge=0)
+    margin_mm: float = Field(MARGIN_MM, ge=0, le=10)
     """The tissue band reaches this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
     """Where a larger scan is cropped around: the foveal pit where it is found, else the middle of the field."""
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
-    uint16_full_scale: int = Field(65535, gt=0)
+    uint16_full_scale: int = Field(65535, gt=0, le=65535)
     """The uint16 value that becomes 255. 65535, the default: what each volume says is white (`Volume.full_scale`), else every bit
     that its file uses; anything else overrules that."""
     algorithm: Literal[2, 3] = 3
     """Raised whenever the same settings would give other voxels or another band. 2 trusts a band that runs along the tops of lesions, and its
     crop does not follow a drifting retina; what was made by it can be continued and used with it."""
-    intensity_mean: float = 0.2
+    intensity_mean: float = Field(0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
-    intensity_std: float = Field(0.2, gt=0)
+    intensity_std: float = Field(0.2, ge=1e-4, le=100)
     """Divides voxels / 255 - intensity_mean on the device."""
 
     @classmethod
     def recorded(cls, settings: Mapping[str, Any]) -> "Preprocessing":
         """As a store or a checkpoint records it; before version 3, records did not name the algorithm."""
         return load(cls, {"algorithm": 2, **settings})
+
+    @field_validator("image_size")
+    @classmethod
+    def _fits_a_memory(cls, size: Shape3) -> Shape3:
+        if max(size) > MAX_SIDE or prod(size) > MAX_VOXELS:
+            raise ValueError(
+                f"{list(size)} would take {prod(size) / 1e9:,.2f} GB for each volume; "
+                f"the most is {MAX_VOXELS / 1e9:g} GB, and {MAX_SIDE:,} along an axis"
+            )
+        return size
 
     def fingerprint(self) -> str:
         """Stable hash of every setting and of the algorithm's version: equal exactly when stores are interchangeable."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from octfm.config import Config
+from octfm.config import Config, LearningRate, Seed
 from octfm.models.heads import Pool
 from octfm.training.augment import AugmentConfig
 from octfm.training.runtime import Precision, RuntimeConfig
@@ -24,36 +24,36 @@ class FinetuneConfig(Config):
     target: str = "study_group"
     order: tuple[str, ...] = ()
     """Grades of the target, lowest first, where they are not known already."""
-    seed: int = Field(default=0, ge=0)
-    epochs: float = Field(default=30, gt=0)
+    seed: Seed = 0
+    epochs: float = Field(default=30, gt=0, le=1e5)
     """Passes over the training volumes, at most."""
-    head_epochs: float = Field(default=3, ge=0)
+    head_epochs: float = Field(default=3, ge=0, le=1e5)
     """The head alone learns first; then the encoder is unfrozen."""
-    patience: int = Field(default=8, ge=1)
+    patience: int = Field(default=8, ge=1, le=1_000_000)
     """Stop after so many epochs without a better balanced accuracy (R² for numbers) of validation participants."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1, le=1_000_000)
     """Volumes per optimizer step."""
-    per_device_batch_size: int = Field(default=4, ge=1)
+    per_device_batch_size: int = Field(default=4, ge=1, le=1_000_000)
     """Volumes per forward pass; must divide batch_size."""
     precision: Precision = "fp32"
     pool: Pool = "mean"
-    lr_head: float = Field(default=1e-3, gt=0)
-    lr_encoder: float = Field(default=3e-5, ge=0)
+    lr_head: LearningRate = 1e-3
+    lr_encoder: float = Field(default=3e-5, ge=0, le=1)
     """0: the encoder is frozen, and its token features are computed once."""
     layer_decay: float = Field(default=0.75, gt=0, le=1)
     """Every block learns at this share of the rate of the block after it."""
-    lora_rank: int | None = Field(default=None, ge=1)
+    lora_rank: int | None = Field(default=None, ge=1, le=16_384)
     """Train low-rank updates of the attention projections instead of the encoder's own weights."""
-    weight_decay: float = Field(default=0.05, ge=0)
+    weight_decay: float = Field(default=0.05, ge=0, le=100)
     warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
-    clip_grad_norm: float = Field(default=3.0, gt=0)
+    clip_grad_norm: float = Field(default=3.0, gt=0, le=1e12)
     class_weights: bool = True
     """Classes count the same however rare."""
     augment: AugmentConfig = AugmentConfig()
     """Not used while the encoder is frozen."""
-    tokens_per_volume: int = Field(default=256, ge=1)
+    tokens_per_volume: int = Field(default=256, ge=1, le=10_000_000)
     """Tissue tokens of each volume that a frozen encoder's features are kept of."""
-    max_cache_gb: float = Field(default=16.0, gt=0)
+    max_cache_gb: float = Field(default=16.0, gt=0, le=1e6)
     runtime: RuntimeConfig = RuntimeConfig()
     """Of several ranks under torchrun; each holds the whole model (`ddp`)."""
 

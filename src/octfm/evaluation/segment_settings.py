@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from octfm.config import Config
+from octfm.config import Config, LearningRate, Seed
 from octfm.models.dense import Decoder
 from octfm.training.runtime import Precision
 
@@ -23,17 +23,17 @@ class SegmentConfig(Config):
     """Values of `lesions` that together are the mask; phantoms: 1 and 2 are fluid. Empty: no mask."""
     mask_name: str = "fluid"
     decoder: Decoder = "linear"
-    seed: int = Field(default=0, ge=0)
-    steps: int = Field(default=400, ge=1)
-    batch_size: int = Field(default=2, ge=1)
+    seed: Seed = 0
+    steps: int = Field(default=400, ge=1, le=10_000_000)
+    batch_size: int = Field(default=2, ge=1, le=1_000_000)
     """Volumes per step."""
-    lr: float = Field(default=2e-3, gt=0)
-    lr_encoder: float = Field(default=0.0, ge=0)
+    lr: LearningRate = 2e-3
+    lr_encoder: float = Field(default=0.0, ge=0, le=1)
     """0: the encoder is frozen and every grid is encoded once."""
     precision: Precision = "fp32"
-    max_volumes: int | None = Field(default=None, ge=1)
+    max_volumes: int | None = Field(default=None, ge=1, le=10**12)
     """At most so many training volumes, the same ones every time."""
-    max_cache_gb: float = Field(default=8.0, gt=0)
+    max_cache_gb: float = Field(default=8.0, gt=0, le=1e6)
     """Of memory, for the token grids of a frozen encoder."""
 
     @model_validator(mode="after")

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from octfm.config import Config
 from octfm.models.pooling import VectorPool
+from octfm.models.vit3d import Side
 
 TargetNorm = Literal["layer", "whiten"]
 
@@ -19,17 +20,17 @@ class ObjectiveConfig(Config):
 
     name: Literal["vjepa2", "data2vec", "mae"] = "vjepa2"
     """`vjepa2`: predict hidden tokens from visible ones. `data2vec`: the prototype's objective made sound. `mae`: predict hidden voxels."""
-    context_loss: float = Field(default=0.5, ge=0)
+    context_loss: float = Field(default=0.5, ge=0, le=1e3)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (FACTS §2)."""
-    target_levels: int = Field(default=1, ge=1)
+    target_levels: int = Field(default=1, ge=1, le=200)
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
     target_norm: TargetNorm = "layer"
     """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
     the features in short runs (docs/LOG.md); vjepa2 only."""
-    voxel_loss: float = Field(default=0.0, ge=0)
+    voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
     """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that no teacher can drag away. vjepa2 only; not part
     of the losses that are told over a baseline."""
-    goal_average: tuple[PositiveInt, PositiveInt, PositiveInt] = (1, 1, 1)
+    goal_average: tuple[Side, Side, Side] = (1, 1, 1)
     """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are predicted: speckle,
     which nobody can predict, is averaged away, layers stay. The encoder that learns sees every voxel."""
     frozen: Literal["target", "context"] = "target"

@@ -14,9 +14,9 @@ from octfm.models.vit3d import Block, Rotary, VisionTransformer3D, init_weights,
 class PredictorConfig(Config):
     """A narrow transformer; 64-wide heads keep its attention efficient."""
 
-    width: int = Field(default=192, ge=8)
-    depth: int = Field(default=6, ge=1)
-    heads: int = Field(default=3, ge=1)
+    width: int = Field(default=192, ge=8, le=16_384)
+    depth: int = Field(default=6, ge=1, le=200)
+    heads: int = Field(default=3, ge=1, le=1024)
 
 
 class Predictor(nn.Module):

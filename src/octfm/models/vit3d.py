@@ -6,10 +6,10 @@ D model width, K head width, k = K / 2 frequency pairs.
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from octfm.config import Config
@@ -21,16 +21,20 @@ Shape3 = tuple[int, int, int]
 Rotary = tuple[Tensor, Tensor]
 
 
+Side = Annotated[int, Field(ge=1, le=1024)]
+"""Voxels along one axis of a patch."""
+
+
 class ViTConfig(Config):
     """Size of the encoder. The default is ViT-S/12 on 4 x 16 x 16 patches."""
 
-    patch_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (4, 16, 16)
+    patch_size: tuple[Side, Side, Side] = (4, 16, 16)
     """Voxels of one token, (B-scan, axial, lateral)."""
-    width: int = Field(default=384, ge=8)
-    depth: int = Field(default=12, ge=1)
+    width: int = Field(default=384, ge=8, le=16_384)
+    depth: int = Field(default=12, ge=1, le=200)
     """Transformer blocks."""
-    heads: int = Field(default=6, ge=1)
-    mlp_ratio: float = Field(default=4.0, gt=0)
+    heads: int = Field(default=6, ge=1, le=1024)
+    mlp_ratio: float = Field(default=4.0, gt=0, le=64)
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
     activation_checkpointing: bool = False

@@ -22,13 +22,13 @@ from octfm.config import Config
 class AugmentConfig(Config):
     """How far a volume may be moved and recoloured. Only the first three are on unless asked for."""
 
-    axial_shift: int = Field(default=8, ge=0)
+    axial_shift: int = Field(default=8, ge=0, le=32_767)
     """Largest shift along the axial axis, in rows of the prepared volume, either way."""
     contrast: float = Field(default=0.2, ge=0, lt=1)
     """Gain is drawn from 1 - contrast to 1 + contrast."""
     gamma: float = Field(default=0.2, ge=0, lt=1)
     """Exponent is drawn from 1 / (1 + gamma) to 1 + gamma, evenly in the logarithm."""
-    lateral_shift_mm: float = Field(default=0.0, ge=0)
+    lateral_shift_mm: float = Field(default=0.0, ge=0, le=100)
     """Largest shift along the lateral axis, either way: what leaves the field is cropped, what enters it is padding."""
     lateral_scale: float = Field(default=0.0, ge=0, lt=1)
     """Magnification along the lateral axis, from 1 / (1 + lateral_scale) to 1 + lateral_scale, evenly in the logarithm: millimetres of a

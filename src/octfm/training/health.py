@@ -14,28 +14,28 @@ from octfm.config import Config
 class HealthConfig(Config):
     """When a step is not believed, and what is done then."""
 
-    check_every_steps: int = Field(default=10, ge=1)
+    check_every_steps: int = Field(default=10, ge=1, le=10_000_000)
     """How often features, teacher and objective are looked at; steps that are logged are looked at, too."""
-    window: int = Field(default=64, ge=32)
+    window: int = Field(default=64, ge=32, le=100_000)
     """Accepted steps that a loss and a gradient norm are measured against."""
-    deviations: float = Field(default=8.0, gt=0)
+    deviations: float = Field(default=8.0, gt=0, le=1e12)
     """A spike is so many robust standard deviations above the steps before it, and at least by the factors below."""
-    loss_factor: float = Field(default=3.0, gt=1)
-    gradient_factor: float = Field(default=20.0, gt=1)
-    lasting_factor: float = Field(default=1.3, gt=1)
+    loss_factor: float = Field(default=3.0, gt=1, le=1e12)
+    gradient_factor: float = Field(default=20.0, gt=1, le=1e12)
+    lasting_factor: float = Field(default=1.3, gt=1, le=1e12)
     """For the loss, when two of the last three steps show it."""
     drop: float = Field(default=0.5, gt=0, lt=1)
     """Share of their former medians that loss and effective rank must not fall below together within the window."""
     rank_share: float = Field(default=0.01, ge=0, lt=1)
     """Collapse: effective rank of tissue tokens below this share of the width, plus 1."""
-    least_std: float = Field(default=0.01, ge=0)
+    least_std: float = Field(default=0.01, ge=0, le=1e3)
     """Collapse: standard deviation over tissue tokens below this."""
-    max_skips: int = Field(default=4, ge=1)
+    max_skips: int = Field(default=4, ge=1, le=1_000_000)
     """So many updates in doubt within `skip_window` steps roll the run back."""
-    skip_window: int = Field(default=50, ge=1)
-    margin: int = Field(default=20, ge=0)
+    skip_window: int = Field(default=50, ge=1, le=1_000_000)
+    margin: int = Field(default=20, ge=0, le=1_000_000)
     """A checkpoint this many steps before the first sign of trouble is preferred to a later one."""
-    max_rollbacks: int = Field(default=2, ge=0)
+    max_rollbacks: int = Field(default=2, ge=0, le=1_000_000)
     """So many times training goes on from the same checkpoint before the run stops."""
     lr_factor: float = Field(default=1.0, gt=0, le=1)
     """Learning rate after a rollback over before; 1 leaves it."""

@@ -35,9 +35,9 @@ class OnlineProbeConfig(Config):
     """Column to predict, for example study_group, diagnosis or cst_um."""
     labels: str | None = None
     """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
-    every_steps: int | None = Field(default=None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1, le=10_000_000)
     """null: whenever a checkpoint is written, so that every probed state can be taken."""
-    volumes: int = Field(default=512, ge=8)
+    volumes: int = Field(default=512, ge=8, le=1_000_000)
     """At most so many volumes on either side, the same ones every time."""
 
 

@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 
-from octfm.config import Config
+from octfm.config import Config, Seconds
 from octfm.errors import ConfigError, OctfmError, TrainingError
 from octfm.training.adamw import CompiledAdamW
 from octfm.training.memory import host_bytes_at_peak, host_bytes_available
@@ -37,7 +36,7 @@ class RuntimeConfig(Config):
     parallel: Literal["ddp", "fsdp", "xla_spmd", "tpu"] = "ddp"
     """`ddp`: every rank holds the whole model. `fsdp`: every rank holds a share of weights, gradients and optimizer (FSDP2), for models
     that do not fit one device; checkpoints are then folders of shards."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Seconds = 600.0
     """When another rank does not answer for so long, the job ends with a message, and torchrun restarts it. Longer than the slowest
     checkpoint, validation and start."""
 

@@ -6,20 +6,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from octfm.config import Config
+from octfm.config import Config, LearningRate
 
 
 class ScheduleConfig(Config):
     """Curves over the whole run; one warm-up, one decay."""
 
-    base_lr: float = Field(default=2.5e-4, gt=0)
+    base_lr: LearningRate = 2.5e-4
     """Peak learning rate. On OCT 5e-4 diverged and 2.5e-4 was stable (ViT-B, batch 512)."""
     min_lr_ratio: float = Field(default=0.1, gt=0, le=1)
     """Final over peak learning rate; never 0, so that no step is spent for nothing."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the run spent warming up."""
     lr_shape: Literal["cosine", "constant"] = "cosine"
-    weight_decay: float = Field(default=0.05, ge=0)
+    weight_decay: float = Field(default=0.05, ge=0, le=100)
     ema_base: float | None = Field(default=None, ge=0, lt=1)
     """Momentum of the target encoder at step 0; null derives it from the run length."""
     ema_end: float = Field(default=1.0, gt=0, le=1)

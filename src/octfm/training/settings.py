@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from octfm.config import Config, load
+from octfm.config import Config, Seed, load
 from octfm.data.loader import DataConfig
 from octfm.errors import ConfigError
 from octfm.masks import MaskConfig
@@ -23,15 +23,19 @@ from octfm.training.tracking import TrackingConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT_STEPS = 100_000
+MAX_STEPS = 10_000_000
+"""Every one is evaluated before step 0 (F1)."""
+Epochs = Annotated[float, Field(gt=0, le=1e6)]
+Every = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 
 
 class PretrainConfig(Config):
     """One run."""
 
-    seed: int = Field(default=0, ge=0)
-    steps: int = Field(default=DEFAULT_STEPS, ge=1)
+    seed: Seed = 0
+    steps: Every = DEFAULT_STEPS
     """Optimizer updates."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: Epochs | None = None
     """Instead of steps: passes over the training volumes. Becomes steps as soon as the store is known, and is stored as such."""
     precision: Precision = "bf16"
     data: DataConfig = DataConfig()
@@ -47,20 +51,20 @@ class PretrainConfig(Config):
     probe: OnlineProbeConfig = OnlineProbeConfig()
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates."""
-    clip_grad_norm: float = Field(default=3.0, gt=0)
+    clip_grad_norm: float = Field(default=3.0, gt=0, le=1e12)
     """Gradients are scaled down to this norm; the norm before clipping is what is logged (F3)."""
-    log_every_steps: int = Field(default=10, ge=1)
-    validate_every_steps: int = Field(default=500, ge=1)
-    validation_volumes: int = Field(default=64, ge=1)
+    log_every_steps: Every = 10
+    validate_every_steps: Every = 500
+    validation_volumes: int = Field(default=64, ge=1, le=1_000_000)
     """At most so many held-out volumes are used for the validation loss."""
-    ckpt_every_steps: int = Field(default=500, ge=1)
-    ckpt_every_epochs: float | None = Field(default=None, gt=0)
+    ckpt_every_steps: Every = 500
+    ckpt_every_epochs: Epochs | None = None
     """Instead of ckpt_every_steps, in passes over the training volumes."""
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=100_000)
     """So many of the newest checkpoints are kept."""
-    keep_every_steps: int | None = Field(default=None, ge=1)
+    keep_every_steps: Every | None = None
     """Besides, the first checkpoint of every so many steps is kept for good."""
-    keep_every_epochs: float | None = Field(default=None, gt=0)
+    keep_every_epochs: Epochs | None = None
     """The same, in passes over the training volumes."""
     ckpt_second_dir: str | None = None
     """Another disk, for checkpoints that the run folder's own has no room for."""
@@ -158,7 +162,13 @@ def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:
     """The same settings with epochs as steps, now that it is known how many volumes are trained on."""
 
     def steps(epochs: float) -> int:
-        return max(1, round(epochs * volumes / config.data.global_batch_size))
+        count = max(1, round(epochs * volumes / config.data.global_batch_size))
+        if count > MAX_STEPS:
+            raise ConfigError(
+                f"epochs={epochs:g} of {volumes:,} volumes are {count:,} steps of {config.data.global_batch_size}; "
+                f"the most is {MAX_STEPS:,}: choose fewer epochs or a larger data.global_batch_size"
+            )
+        return count
 
     changes: dict[str, Any] = {}
     if config.epochs is not None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from pydantic import Field
 
-from octfm.config import Config
+from octfm.config import Config, Seconds
 from octfm.data.location import write_whole
 
 
@@ -24,7 +23,7 @@ class TrackingConfig(Config):
     """Weights & Biases: one run per job, also after resuming (needs octfm[wandb])."""
     project: str = "octfm"
     """Of Weights & Biases."""
-    step_deadline_s: float = Field(default=120.0, gt=0)
+    step_deadline_s: Seconds = 120.0
     """When no step finishes for so long, say what is being waited for (F8)."""
 
 
