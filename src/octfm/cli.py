@@ -532,13 +532,13 @@ def _run() -> tuple[int, str]:
         code = app(prog_name="octfm", standalone_mode=False) or 0
         return code, "interrupted; the same command continues" if code == 130 else ""
     except UsageError as error:
-        if not error.ctx or not sys.argv[1:]:
-            error.show()
+        if not sys.argv[1:]:
+            error.show()  # the help: octfm alone is no mistake to explain
             return 2, ""
-        command = error.ctx.command_path
+        verbs = {getattr(command.callback, "__name__", "") for command in app.registered_commands}
+        verb = f"{sys.argv[1]} " if sys.argv[1] in verbs else ""
         reason = error.format_message().rstrip(".")
-        verb = command.removeprefix("octfm").strip()
-        return 2, f"{verb}{': ' if verb else ''}{reason}; try {command} --help"
+        return 2, f"{verb.replace(' ', ': ')}{reason}; try octfm {verb}--help"
     except Preempted as error:
         return 75, str(error) if os.environ.get("RANK", "0") == "0" else ""
     except OctfmError as error:

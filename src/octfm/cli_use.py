@@ -136,7 +136,7 @@ def export(
     from octfm.evaluation.export import usage
     from octfm.report.model_card import model_card
 
-    text = card.read_text() if card is not None else None
+    text = _text(card) if card is not None else None
     if text is None and (location(run) / "run.json").is_file() and "://" not in run:
         text = model_card(run, usage=usage(out.name), name=out.name)
     path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, echo=typer.echo)
@@ -146,3 +146,12 @@ def export(
         typer.echo(
             "participants.key tells whoever has a list of ids which of them were trained on; to publish, use --keep-key FILE"
         )
+
+
+def _text(card: Path) -> str:
+    from octfm.errors import ConfigError
+
+    try:
+        return card.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--card {card}: expected Markdown in UTF-8, got other bytes") from None
