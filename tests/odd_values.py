@@ -17,9 +17,9 @@ import typer.main
 
 from octfm.cli import app, main
 from octfm.config import Config
+from octfm.data.preprocessing import Preprocessing
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.segment_settings import SegmentConfig
-from octfm.data.preprocessing import Preprocessing
 from octfm.training.settings import PretrainConfig
 from small_store import GRADES, darkened, small_store
 from vendor_files import write_npy, write_sidecar
@@ -233,20 +233,22 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def complaint(code: int, err: str) -> str | None:
-    """What is wrong with how a command ended, or None: 0, or one line without control characters and 1, 2 or 75."""
-    said = [line for line in err.split("\n") if line.startswith("octfm: ")]
+def complaint(code: int, said: str, err: str) -> str | None:
+    """What is wrong with how a command ended, or None: 0, or one line without control characters and 1, 2 or 75.
+
+    octfm doctor ends with 1 and a table when a check fails.
+    """
+    errors = [line for line in err.split("\n") if line.startswith("octfm: ")]
+    table = code == 1 and not err and " failed\n" in said
     if code not in (0, 1, 2, 75):
         return f"exit code {code}"
     if "Traceback" in err:
         return "a traceback"
-    if any(char != "\n" and (not char.isprintable() and char != "\r") for char in err):
+    if any(not char.isprintable() and char not in "\n\r" for char in err) or "\x1b" in said:
         return "control characters"
-    if code and (len(said) != 1 or not err.endswith("\n") or err.rstrip("\n").rpartition("\n")[2] != said[0]):
-        return f"{len(said)} lines"
-    if len(err) > 30_000:
-        return f"{len(err)} characters"
-    return None
+    if code and not table and (len(errors) != 1 or err.rstrip("\n").rpartition("\n")[2] != errors[0]):
+        return f"{len(errors)} lines"
+    return f"{len(err)} characters" if len(err) > 30_000 else None
 
 
 def make_world(folder: Path) -> dict[str, str]:

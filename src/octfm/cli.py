@@ -362,9 +362,9 @@ def doctor(
     found = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
     width = max(len(check.name) for check in found)
     for check in found:
-        typer.echo(f"{check.status}  {check.name:<{width}}  {check.measured}")
+        typer.echo(f"{check.status}  {check.name:<{width}}  {one_line(check.measured)}")
         if check.advice:
-            typer.echo(f"{'':{width + 6}}  -> {check.advice}")
+            typer.echo(f"{'':{width + 6}}  -> {one_line(check.advice)}")
     count = {status: sum(check.status == status for check in found) for status in ("PASS", "WARN", "FAIL")}
     typer.echo(f"{len(found)} checks: {count['PASS']} passed, {count['WARN']} to look at, {count['FAIL']} failed")
     if plot is not None and plot.is_file():

@@ -411,7 +411,7 @@ def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path if isinstance(path, Path) else io.BytesIO(path.read_bytes()))
+        table = pq.read_table(io.BytesIO(path.read_bytes()))
     except FileNotFoundError:
         raise CatalogError(f"{path}: no such file; make it with: octfm scan ROOT") from None
     except (OSError, pa.ArrowException) as error:

@@ -16,7 +16,7 @@ from octfm.data.isolation import Limits, Lost, release
 from octfm.data.location import Location, location
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.data.readers import REASONS as READER_REASONS
-from octfm.data.spread import spread
+from octfm.data.spread import require_cluster, spread
 from octfm.data.store import Compression, Store, StoreRow, Unprepared
 from octfm.data.store_writer import StoreWriter, stage
 from octfm.data.volume import Volume
@@ -81,6 +81,8 @@ def prepare(
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
     limits = limits or Limits()
+    if cluster is not None:
+        require_cluster(cluster)  # before anything is written
     with _writer(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, catalog.acquisitions, locations or {})

@@ -106,6 +106,11 @@ def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[l
     yield from cast(Any, parallel(tasks))
 
 
+def require_cluster(address: str) -> None:
+    """Raise ConfigError unless a dask scheduler answers there."""
+    _client(address).close()
+
+
 def _client(address: str):
     try:
         from distributed import Client

@@ -172,7 +172,7 @@ def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
     if not path.is_file():
         return None, {}
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
     except pa.ArrowInvalid:
         return None, {}
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from octfm.config import load
-from octfm.data.labels import as_number, read_labels
+from octfm.data.labels import LabelTable, as_number, read_labels
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.embed import embed_store, histogram_baseline
-from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
+from octfm.evaluation.embeddings import Embeddings, align, of_store, read_embeddings
 from octfm.evaluation.encoder import load_encoder, seen_by
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.predictions import Said, read_predictions
@@ -65,12 +65,14 @@ def leaderboard(
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:
         raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
-    base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
+    # Whatever can be wrong with what was given is said before hours of embedding, and before anything is written.
     table = read_labels(labels) if labels is not None else None
+    seen = [seen_by(path) for path in paths]
+    _one_target(target, of_store(opened[0]), table, orders)
+    base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     vectors = _embed(frozen, opened, out / "embeddings", echo)
     baselines = [*vectors[len(frozen) :], base, metadata(base, without=target)]
     align([base, *vectors])
-    seen = [seen_by(path) for path in paths]
     seen_rows = np.zeros(len(base.acquisition), bool)
     for path, is_seen in zip(paths, seen, strict=True):
         own = rows_seen(base, is_seen)
@@ -81,12 +83,15 @@ def leaderboard(
                 f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); hold them out, or --allow-seen"
             )
         seen_rows |= own
-    targets = find_targets([target], base, table, orders)
-    if len(targets) != 1:
-        raise EvaluationError(f"target {target}: its cells hold several labels; give a column of one label each")
     try:
         cases, rounds = make_rounds(
-            make_cases(targets[0], base, table), base, "recommended_split", seen_rows, allow_seen, 1, seed
+            make_cases(_one_target(target, base, table, orders), base, table),
+            base,
+            "recommended_split",
+            seen_rows,
+            allow_seen,
+            1,
+            seed,
         )
     except Skip as reason:
         raise EvaluationError(f"target {target}: {reason}") from None
@@ -124,6 +129,15 @@ def leaderboard(
         "labels": table.path if table else None,
         "commands": list(commands),
     }
+
+
+def _one_target(
+    name: str, data: Embeddings, table: LabelTable | None, orders: Mapping[str, tuple[str, ...]] | None
+) -> Target:
+    targets = find_targets([name], data, table, orders)
+    if len(targets) != 1:
+        raise EvaluationError(f"target {name}: its cells hold several labels; give a column of one label each")
+    return targets[0]
 
 
 def metadata(data: Embeddings, without: str) -> Embeddings:

@@ -75,8 +75,9 @@ def write_predictions(
         "best_epoch": best_epoch,
         "log_prior": task.log_prior.tolist() if cases.classes else [],
     }
-    with replacing(path) as partial:
-        pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), partial)
+    # Opened here: pyarrow would take a path with a colon for an address.
+    with replacing(path) as partial, partial.open("wb") as file:
+        pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), file)
 
 
 def read_predictions(path: Path) -> Said:
@@ -85,7 +86,7 @@ def read_predictions(path: Path) -> Said:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
         facts = json.loads((table.schema.metadata or {})[b"octfm"])
     except (pa.ArrowException, KeyError, ValueError, FileNotFoundError) as error:
         raise EvaluationError(

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,6 +55,28 @@ def reachable(url: str | None = None, timeout_s: float = 3.0) -> str | None:
     return None
 
 
+def mode(config: TrackingConfig) -> str | None:
+    """online, offline or None: what was asked for, as WANDB_MODE changes it."""
+    return "offline" if config.wandb and os.environ.get("WANDB_MODE") == "offline" else config.wandb
+
+
+def unusable() -> str | None:
+    """None when Weights & Biases can be used online, else why not: no key is known, or its server does not answer."""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if why := reachable(url):
+        return f"Weights & Biases cannot be reached ({why})"
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return None
+    places = (
+        [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    )
+    for place in places:
+        with suppress(OSError):
+            if (urlsplit(url).hostname or "").encode() in place.read_bytes():
+                return None
+    return "Weights & Biases answers, but no key is set"
+
+
 class TensorBoard:
     """Event files in RUN/tensorboard; of a resumed run, what was logged after the checkpoint is struck out and logged anew."""
 
@@ -88,10 +111,19 @@ class WeightsAndBiases:
         self._first_unheard = self._told + 1
         self._note(self._told)
         self._wandb = wandb
-        self._run = wandb.init(
-            project=config.project, id=self._id, name=run.resolve().name, dir=str(run), mode=config.wandb, resume="allow", config=settings,
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
-        )  # fmt: skip
+        # Without a key W&B would ask for one at a terminal that nobody watches.
+        how = "offline" if mode(config) == "online" and unusable() else mode(config)
+        try:
+            self._run = wandb.init(
+                project=config.project, id=self._id, name=run.resolve().name, dir=str(run), mode=how, resume="allow", config=settings,
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, init_timeout=60),
+            )  # fmt: skip
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); see tracking.project and `wandb login`, or set "
+                "tracking.wandb=offline"
+            ) from None
 
     def row(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self._log(step, scalars(kind, values))

@@ -13,7 +13,7 @@ from octfm.data.labels import read_labels
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.embed import embed_store, histogram_baseline
-from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
+from octfm.evaluation.embeddings import Embeddings, align, of_store, read_embeddings
 from octfm.evaluation.encoder import load_encoder, seen_by
 from octfm.evaluation.external import Embed, embed_external, load_external
 from octfm.evaluation.finetune import finetune
@@ -30,7 +30,7 @@ from octfm.evaluation.trust.neighbours import neighbours, scanner_leakage
 from octfm.evaluation.trust.same_eye import same_eye
 from octfm.evaluation.trust.scanners import domains, leave_one_scanner_out
 from octfm.evaluation.trust.study import FROM_SCRATCH, Kind, Study, claimed, make_study
-from octfm.evaluation.trust.subgroups import AGE_BANDS, subgroups
+from octfm.evaluation.trust.subgroups import AGE_BANDS, group_columns, subgroups
 from octfm.training.learner import config_of
 from octfm.training.run_folder import load_newest
 
@@ -78,12 +78,14 @@ def trust(
     for spec, (name, _) in own.items():
         if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
             raise EvaluationError(f"--external {spec}: {name} is the name of another encoder here; rename the function")
+    answered = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
+    group_columns(make_study([of_store(opened[0])], {}, **answered), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
     seen = np.zeros(len(encoders[0].acquisition), bool)
     for path in runs.values():
         seen |= rows_seen(encoders[0], seen_by(path))
     study = make_study(
-        encoders, kinds, table=table, targets=targets, orders=orders, seen=seen, allow_seen=allow_seen,
+        encoders, kinds, **answered, seen=seen,
         pretrained_on={name: facts["scanners"] for name, facts in origin.items()}, resamples=resamples, seed=seed,
     )  # fmt: skip
     scratch_note = "Left out by --from-scratch-epochs 0."

@@ -70,7 +70,7 @@ def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[floa
     """The group of every row, for every dimension that is known. EvaluationError for a named column that does not exist."""
     data, table = study.data, study.table
     bands = tuple(age_bands)
-    if list(bands) != sorted(set(bands)) or not bands:
+    if list(bands) != sorted(set(bands)) or not bands or not all(0 < band < 200 for band in bands):
         raise EvaluationError(
             f"--age-bands: expected rising years such as 50,60,70, got {', '.join(f'{b:g}' for b in bands) or 'none'}"
         )

@@ -10,7 +10,7 @@ from octfm.data.loader import select
 from octfm.data.location import Location
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Store
-from octfm.errors import ConfigError, StoreError
+from octfm.errors import ConfigError, StoreError, one_line
 from octfm.training.preflight import cohort, curves, data, objective, resources, tokens, tpu
 from octfm.training.preflight.check import Check, fail
 from octfm.training.preflight.tracker import probed, tracker
@@ -51,7 +51,7 @@ def checks(
         *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
-        tracker(config),
+        tracker(config, resumed=resumed),
         *probed(config, store, train_rows, validation_rows),
         *tokens.budget(config, sample),
         *tokens.starved(config, store, sample),
@@ -124,7 +124,7 @@ def require(found: list[Check], echo: Callable[[str], None]) -> None:
     """Say what is not right, and stop before step 0 when anything failed."""
     for check in found:
         if check.status != "PASS":
-            echo(f"preflight {check.status}: {check.name}: {check.measured}; {check.advice}")
+            echo(one_line(f"preflight {check.status}: {check.name}: {check.measured}; {check.advice}"))
     failed = [check for check in found if check.status == "FAIL"]
     if failed:
         first = failed[0]

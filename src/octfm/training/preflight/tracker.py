@@ -1,8 +1,5 @@
 """Those who watch the run: are trackers there and do they answer, does the online probe find its labels?"""
 
-import os
-from pathlib import Path
-
 import numpy as np
 
 from octfm.data.store import Store
@@ -10,11 +7,14 @@ from octfm.errors import OctfmError
 from octfm.training.online_probe import find_cases
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.settings import PretrainConfig
-from octfm.training.trackers import missing, reachable
+from octfm.training.trackers import missing, mode, unusable
 
 
-def tracker(config: PretrainConfig) -> Check:
-    """metrics.jsonl needs nothing; TensorBoard its package; W&B its package, a key and a server, or to be offline."""
+def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
+    """metrics.jsonl needs nothing; TensorBoard its package; W&B its package, a key and a server, or to be offline.
+
+    A run that is resumed goes on without its server: what it has learned is worth more than its curves.
+    """
     tracking = config.tracking
     if absent := missing(tracking):
         return fail(
@@ -25,19 +25,12 @@ def tracker(config: PretrainConfig) -> Check:
     told = ["metrics.jsonl", *(["TensorBoard"] if tracking.tensorboard else [])]
     if tracking.wandb is None:
         return passed("tracker", " and ".join(told))
-    if tracking.wandb == "offline" or os.environ.get("WANDB_MODE") == "offline":
+    if mode(tracking) == "offline":
         return passed("tracker", f"{' and '.join(told)}; Weights & Biases offline, `wandb sync` uploads it later")
-    if why := reachable():
-        return warn(
-            "tracker",
-            f"Weights & Biases cannot be reached ({why})",
-            "set tracking.wandb=offline and `wandb sync` later",
-        )
-    netrc = Path.home() / ".netrc"
-    if not os.environ.get("WANDB_API_KEY") and not (netrc.is_file() and "wandb" in netrc.read_text()):
-        return warn(
-            "tracker", "Weights & Biases answers, but no key is set", "run `wandb login`, or set tracking.wandb=offline"
-        )
+    if why := unusable():
+        if resumed:
+            return warn("tracker", why, "it goes on offline; `wandb sync` uploads it later")
+        return fail("tracker", why, "set tracking.wandb=offline and `wandb sync` later, or run `wandb login`")
     return passed("tracker", f"{' and '.join(told)}; Weights & Biases answers")
 
 

@@ -1,0 +1,90 @@
+"""No traceback, ever: odd values for every option of every verb and for every setting end in one line, and leave nothing behind."""
+
+
+import pytest
+
+from octfm.config import load
+from octfm.errors import ConfigError, one_line
+from odd_values import (
+    BASES,
+    SETTINGS,
+    call,
+    complaint,
+    files_in,
+    leaves,
+    lines,
+    make_world,
+    odd_values,
+    parameters,
+    verbs,
+)
+
+ODD_YAML = (
+    "-1e30", "1e30", "1e400", "-1", ".nan", ".inf", "-.inf", "9" * 5000, "010", "1:30", "2024-01-01", "", " ", "None", "null", "[]", "{}",
+    "[1e-9, 1e-9, 1e-9]", "[100000, 100000, 100000]", "[-1, -1, -1]", "[.nan, .nan, .nan]", "[[[[]]]]", "&a [*a]", "!!python/name:os.system x",
+    "'a\\nb'", '"a\\0b\\x1b[2J"', "\x1b[2J", "\udcff", "x" * 5000, "=", "a=b", "true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def test_every_verb_has_a_command_line_to_make_odd():
+    assert set(BASES) == set(verbs()), "a new verb needs a line in odd_values.BASES"
+
+
+@pytest.mark.parametrize("verb", sorted(BASES))
+def test_every_number_has_two_ends(verb, tmp_path):
+    """Else a huge, negative or endless one reaches the code behind the command line."""
+    for parameter in parameters(verb):
+        if parameter.kind in (int, float):
+            for odd in ("-" + "9" * 30, "9" * 30, "nan", "inf", "1e400"):
+                words = [word.replace("{", "").replace("}", "") for word in lines(parameter, odd)]
+                code, _, err = call([verb, *words], tmp_path)
+                assert code == 2 and parameter.option in err and complaint(code, "", err) is None, (words, err)
+    assert files_in(tmp_path) == set()
+
+
+def test_odd_values_of_every_option_end_in_one_line(world, tmp_path):
+    """Exit code 0, 1, 2 or 75, one line, nothing of it a command to the terminal; and what is refused leaves no file in --out."""
+    faults = []
+    for verb in BASES:
+        for parameter in parameters(verb):
+            for number, odd in enumerate(odd_values(parameter)):
+                out = tmp_path / f"{verb}-{parameter.name}-{number}"
+                words = [word.format(**world, out=out) for word in lines(parameter, odd)]
+                code, said, err = call([verb, *words], tmp_path)
+                if fault := complaint(code, said, err) or (code in (1, 2) and "leaves files" * bool(files_in(out))):
+                    faults.append((verb, parameter.name, odd[:40], fault, err[-200:]))
+    assert not faults, "\n".join(map(str, faults))
+
+
+def test_every_verb_works_on_its_own_line(world, tmp_path):
+    """Else the test above would see the same refusal again and again."""
+    for verb in BASES:
+        code, said, err = call([verb, *(word.format(**world, out=tmp_path / verb) for word in BASES[verb])], tmp_path)
+        assert code == 0 or (verb == "demo" and "no image files" in err), (verb, said, err)
+
+
+@pytest.mark.parametrize("model", dict.fromkeys(SETTINGS.values()), ids=lambda model: model.__name__)
+def test_odd_settings_are_refused_in_one_line(model):
+    base = {"encoder": "x"} if "encoder" in model.model_fields else {}
+    for key, kind in leaves(model):
+        for odd in ODD_YAML:
+            try:
+                config = load(model, base, [f"{key}={odd}"])
+            except ConfigError as error:
+                assert len(one_line(error)) < 2000
+                continue
+            value = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            assert not _is_number(value) or abs(value) <= 1e13, (
+                f"{key}={odd[:20]} is accepted: it needs a bound ({kind})"
+            )
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
