@@ -87,7 +87,8 @@ SETTINGS: dict[str, type[Config]] = {
 """Verbs that take section.key=value."""
 
 TINY = (
-    "precision=fp32", "data.global_batch_size=2", "data.per_device_batch_size=2", "model.patch_size=[2,8,8]", "model.width=12", "model.depth=1", "model.heads=1",
+    "precision=fp32", "data.global_batch_size=2", "data.per_device_batch_size=2",
+    "model.patch_size=[2,8,8]", "model.width=12", "model.depth=1", "model.heads=1",
     "predictor.width=12", "predictor.depth=1", "predictor.heads=1", "masks.budget=32", "steps=2", "ckpt_every_steps=2",
     "validation_volumes=2", "schedule.ema_base=0.1",
 )  # fmt: skip

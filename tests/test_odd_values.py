@@ -1,6 +1,5 @@
 """No traceback, ever: odd values for every option of every verb and for every setting end in one line, and leave nothing behind."""
 
-
 import pytest
 
 from octfm.config import load
