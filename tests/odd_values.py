@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import typer.main
@@ -191,14 +192,19 @@ def lines(parameter: Parameter, odd: str) -> list[str]:
     return [*base[:at], odd, *base[at + 1 :]]
 
 
-def odd_values(parameter: Parameter) -> tuple[str, ...]:
+def odd_values(parameter: Parameter, most: int | None = None) -> tuple[str, ...]:
+    """All odd values for it, or `most` of them, others for every option."""
     if parameter.kind is bool:
-        return ("3", "", CONTROL)
-    if parameter.kind in (int, float):
-        return NUMBERS
-    if parameter.writes:
-        return UNWRITABLE
-    return PATHS if parameter.kind is Path else TEXTS + PATHS
+        values = ("3", "", CONTROL)
+    elif parameter.kind in (int, float):
+        values = NUMBERS
+    elif parameter.writes:
+        values = UNWRITABLE
+    else:
+        values = PATHS if parameter.kind is Path else TEXTS + PATHS
+    first = crc32(f"{parameter.verb} {parameter.name}".encode())
+    order = sorted(values, key=lambda value: crc32(f"{first} {value!r}".encode()))
+    return tuple(order[:most])
 
 
 def leaves(model: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:

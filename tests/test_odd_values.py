@@ -46,12 +46,13 @@ def test_every_number_has_two_ends(verb, tmp_path):
     assert files_in(tmp_path) == set()
 
 
-def test_odd_values_of_every_option_end_in_one_line(world, tmp_path):
+@pytest.mark.parametrize("most", [3, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_odd_values_of_every_option_end_in_one_line(most, world, tmp_path):
     """Exit code 0, 1, 2 or 75, one line, nothing of it a command to the terminal; and what is refused leaves no file in --out."""
     faults = []
     for verb in BASES:
         for parameter in parameters(verb):
-            for number, odd in enumerate(odd_values(parameter)):
+            for number, odd in enumerate(odd_values(parameter, most)):
                 out = tmp_path / f"{verb}-{parameter.name}-{number}"
                 words = [word.format(**world, out=out) for word in lines(parameter, odd)]
                 code, said, err = call([verb, *words], tmp_path)
@@ -87,3 +88,23 @@ def test_odd_settings_are_refused_in_one_line(model):
 
 def _is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install octfm[wandb]"
+)
+def test_wandb_without_a_key_or_a_server_stops_before_step_0(world, tmp_path, monkeypatch):
+    """W&B would ask for one at a terminal that nobody watches, or wait for minutes."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["pretrain", *(word.format(**world, out="run") for word in BASES["pretrain"]), "tracking.wandb=online"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        code, said, err = call(words, tmp_path)
+    assert (
+        code == 1 and "tracker: Weights & Biases answers, but no key is set" in err and not complaint(code, said, err)
+    )
+    code, said, err = call(words, tmp_path)
+    assert code == 1 and "tracker: Weights & Biases cannot be reached (127.0.0.1" in err
+    assert complaint(code, said, err) is None and files_in(tmp_path) == set()

@@ -86,9 +86,9 @@ def demo(
             raise ConfigError(
                 "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples and --objective out"
             )
-        run_sabotage(sabotage, out, echo=typer.echo)
+        run_sabotage(sabotage, out, echo=_say)
         return
-    run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick, objective=objective)
+    run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick, objective=objective, echo=_say)
 
 
 @app.command()
@@ -407,7 +407,7 @@ def pretrain(
         beside = out if isinstance(out, Path) else Path(out.name)
         store = _phantom_store(beside.with_name(f"{out.name}_phantoms")) if settings.data.store is None else None
     if not on_terminal() or os.environ.get("RANK", "0") != "0":
-        train(settings, store, out, device, echo=typer.echo, override=override)
+        train(settings, store, out, device, echo=_say, override=override)
         return
     bar = Progress(settings.steps if settings.epochs is None else None)
     try:
@@ -449,6 +449,11 @@ def watch(
     from octfm.report.watch import watch as follow
 
     follow(run, once=once, every_s=every)
+
+
+def _say(line: str) -> None:
+    """One line, whatever the names in it hold."""
+    typer.echo(one_line(line))
 
 
 def _phantom_store(folder: Path) -> "Store":
