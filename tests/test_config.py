@@ -1,7 +1,9 @@
 """Config files: overrides win, every key is known, every error names where and what to do."""
 
+from contextlib import suppress
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.config import dump, find_config, load
@@ -62,6 +64,26 @@ def test_scientific_notation_is_a_number(yaml_file):
         ),
         ("- a list", "expected a mapping of settings, got list"),
         ("a: [", "not valid YAML"),
+        (
+            "steps: 3\nseed: 1\nsteps: 4",
+            r"c\.yaml: .*line 3: steps is set a second time \(before in line 1\); keep one",
+        ),
+        ("model:\n  depth: 2\n  width: 48\n  depth: 3", r"line 4: depth is set a second time \(before in line 2\)"),
+        ("seed: 010", r"line 1: 010: a number with a leading zero"),
+        ("seed: 1:30", r"seed: .*valid integer.*got '1:30'"),
+        ("seed: 2024-01-01", r"seed: .*valid integer.*got '2024-01-01'"),
+        ("seed: !!timestamp 2024-01-01", r"line 1: the tag .*timestamp; write the value alone"),
+        ("on: 3", r"line 1: expected the name of a setting before the colon, got 'on'; put text in quotes"),
+        ("model: &m {x: *m}", r"line 1: a value that contains itself"),
+        ("a: &a {<<: *a}", r"line 1: a value that contains itself"),
+        ("[" * 5000, "nested hundreds deep"),
+        (f"seed: {'9' * 5000}", "a number of 5,000 digits"),
+        ("seed: 1e400", r"seed: .*finite.*got inf"),
+        ("schedule: {base_lr: .nan}", r"schedule\.base_lr: .*finite.*got nan"),
+        ("schedule: {base_lr: 1e9}", r"schedule\.base_lr: .*less than or equal to 1, got 1000000000"),
+        ("data: {store: None}", r"data: store is the text 'None'; write null where nothing is meant"),
+        ('data: {store: "null"}', r"data: store is the text 'null'"),
+        ('data: {store: "a\\0b"}', r"holds a character that is no text"),
     ],
 )
 def test_wrong_config_is_one_clear_error(yaml_file, text, message):
@@ -75,7 +97,52 @@ def test_missing_config_names_the_packaged_ones():
         load_config("nowhere.yaml")
 
 
-@pytest.mark.parametrize("override", ["model.depth", "=3", "steps.depth=3", "steps=[", "steps={a: }}"])
+@pytest.mark.parametrize("merged", [False, True], ids=["lists", "merged"])
+def test_aliases_that_multiply_are_refused_before_they_do(yaml_file, merged):
+    """A billion laughs: a kilobyte that would fill the memory."""
+    lines = ["a0: &a0 {x: 1}" if merged else "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for level in range(1, 12):
+        ten = ", ".join([f"*a{level - 1}"] * 10)
+        lines.append(f"a{level}: &a{level} {{<<: [{ten}]}}" if merged else f"a{level}: &a{level} [{ten}]")
+    with pytest.raises(ConfigError, match=r"line \d+: expands to more than 100,000 values"):
+        load_config(yaml_file("\n".join(lines)))
+
+
+def test_a_file_that_is_no_config_is_not_read(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"#" * 2_000_000)
+    with pytest.raises(ConfigError, match=r"c\.yaml: 2,000,000 bytes; expected a YAML file of settings"):
+        load_config(tmp_path / "c.yaml")
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.sampled_from("ab:-[]{},&*!|>?'\"#%@` \n\t0189.e+<~=\\\0\x85\ud800"), max_size=40))
+def test_any_text_is_a_config_or_one_error(text, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    for source, overrides in ((path, []), ("vit_s", [text]), ("vit_s", [f"model.depth={text}"])):
+        with suppress(ConfigError):
+            load_config(source, overrides)
+
+
+ODD_OVERRIDES = (
+    *(
+        "model.depth",
+        "=3",
+        "steps.depth=3",
+        "steps=[",
+        "steps={a: }}",
+        "a..b=1",
+        ".=1",
+        "=",
+        "",
+        "model.depth=",
+        "model. depth=1",
+    ),
+    *("steps=*a", "steps=&a [*a]", "steps=!!x 3", "data.store=\udcff", f"seed={'[' * 3000}", f"steps={'9' * 5000}"),
+)
+
+
+@pytest.mark.parametrize("override", ODD_OVERRIDES, ids=lambda text: ascii(text[:20]))
 def test_malformed_override_is_refused(override):
     with pytest.raises(ConfigError, match="override") as error:
         load(PretrainConfig, {"steps": 3}, [override])

@@ -1,5 +1,8 @@
 """No traceback, ever: odd values for every option of every verb and for every setting end in one line, and leave nothing behind."""
 
+import importlib.util
+import socket
+
 import pytest
 
 from octfm.config import load

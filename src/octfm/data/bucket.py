@@ -266,6 +266,10 @@ def _expect_arrived(uri: str, size: int, md5: str) -> None:
 
 def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
     """The answer to `request`. Raises FileNotFoundError, FileExistsError, or BucketError saying what was tried."""
+    if not re.match(r"[a-z0-9]+://[^/]", uri):
+        raise BucketError(
+            f"{uri}: expected the name of a bucket after the scheme, such as {uri.partition(':')[0]}://bucket/…"
+        )
     start = time.monotonic()
     for failures in range(PATIENCE.attempts):
         with _LOCK:
