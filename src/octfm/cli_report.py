@@ -174,12 +174,12 @@ def _located(place: str | None) -> Any:
 
 def parse_spacing(text: str, option: str) -> tuple[float, float, float]:
     """`dz,dy,dx` in millimetres."""
-    from octfm.errors import ConfigError
+    from octfm.errors import ConfigError, shown
 
     try:
         z, y, x = (float(mm) for mm in text.split(","))
     except ValueError:
-        raise ConfigError(
-            f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {text!r}"
-        ) from None
+        z = y = x = 0.0
+    if not all(1e-4 <= mm <= 100 for mm in (z, y, x)):
+        raise ConfigError(f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {shown(text)}")
     return z, y, x

@@ -26,6 +26,8 @@ from octfm.errors import OctfmError
 
 PHANTOM_VERSION = "3"
 """Raised by every change that alters bytes; results name it."""
+MAX_SIDE, MAX_VOXELS = 8192, 5 * 10**8
+"""Of one scan; a native volume of a Triton has 1.3e8."""
 
 SIDES: tuple[Laterality, ...] = ("R", "L")
 _MODALITIES = (
@@ -147,6 +149,11 @@ def _check(
         raise OctfmError(f"phantom cohort: expected a seed of 0 or more, got {seed}")
     if size is not None and (len(size) != 3 or size[0] < 4 or size[1] < 64 or size[2] < 32):
         raise OctfmError(f"phantom cohort: expected a size of at least 4 B-scans x 64 rows x 32 columns, got {size}")
+    if size is not None and (max(size) > MAX_SIDE or math.prod(size) > MAX_VOXELS):
+        raise OctfmError(
+            f"phantom cohort: a scan of {' x '.join(f'{n:,}' for n in size)} has {math.prod(size) / 1e9:,.1f} GB; "
+            f"the most is {MAX_VOXELS / 1e9:g} GB, and {MAX_SIDE:,} along an axis"
+        )
     unknown = [name for name in scanners if name not in SCANNERS]
     if unknown or not scanners:
         raise OctfmError(
