@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 FileSeconds = Annotated[
     float,
-    typer.Option(help="Give up a file that takes longer to read; large ones have one more per megabyte.", min=0.1),
+    typer.Option(
+        help="Give up a file that takes longer to read; large ones have one more per megabyte.", min=0.1, max=1e6
+    ),
 ]
-FileGB = Annotated[float, typer.Option(help="Give up a file that needs more memory to read (GB).", min=0.3)]
+FileGB = Annotated[float, typer.Option(help="Give up a file that needs more memory to read (GB).", min=0.3, max=1e5)]
 
 
 def limits_of(file_seconds: float, file_gb: float) -> "Limits":
