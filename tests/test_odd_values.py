@@ -1,6 +1,7 @@
 """No traceback, ever: odd values for every option of every verb and for every setting end in one line, and leave nothing behind."""
 
 import importlib.util
+import re
 import socket
 
 import pytest
@@ -112,3 +113,48 @@ def test_wandb_without_a_key_or_a_server_stops_before_step_0(world, tmp_path, mo
     code, said, err = call(words, tmp_path)
     assert code == 1 and "tracker: Weights & Biases cannot be reached (127.0.0.1" in err
     assert complaint(code, said, err) is None and files_in(tmp_path) == set()
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+)
+STRANGERS = {
+    "a rate of 1e9": (
+        "pretrain",
+        "schedule.base_lr=1e9",
+        r"schedule\.base_lr: .* less than or equal to 1, got 1000000000",
+    ),
+    "a spacing of nothing": (
+        "prepare",
+        "target_spacing=[1e-9, 1e-9, 1e-9]",
+        r"target_spacing\.0: .* 0\.0001, got 1e-09",
+    ),
+    "a volume of a petabyte": (
+        "prepare",
+        "image_size=[100000, 100000, 100000]",
+        r"would take 1,000,000\.00 GB for each volume",
+    ),
+    "folds beyond counting": ("probe", "--folds=100000", r"'--folds': Input should be less than or equal to 1000"),
+    "more folds than people": ("probe", "--folds=900", r"fold"),
+    "negative workers": ("scan", "--workers=-1", r"'--workers': Input should be greater than or equal to 0"),
+    "an age that is none": ("trust", "--age-bands=nan,nan", r"--age-bands: expected rising years"),
+    "a date for a number": ("finetune", "epochs=2024-01-01", r"epochs: .* got '2024-01-01'"),
+    "a scan of a terabyte": ("phantom", "--size=10000x10000x10000", r"has 1,000\.0 GB; the most is 0\.5 GB"),
+    "no distance": ("view", "--spacing=0,0,0", r"--spacing: expected dz,dy,dx in millimetres"),
+    "a config that contains itself": ("pretrain", "{recursive}", r"line 1: a value that contains itself"),
+    "a billion laughs": ("doctor", "{laughs}", r"expands to more than 100,000 values"),
+    "a line break in a name": ("bench", "a\nb\x1b[2J", r"a\\nb\\x1b\[2J: no such config file"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGERS)
+def test_what_strangers_tried_is_one_line(case, world, tmp_path):
+    verb, word, message = STRANGERS[case]
+    (tmp_path / "recursive.yaml").write_text("a: &a [*a]")
+    (tmp_path / "laughs.yaml").write_text(LAUGHS)
+    word = word.format(**world, recursive=tmp_path / "recursive.yaml", laughs=tmp_path / "laughs.yaml")
+    base = [part.format(**world, out=tmp_path / "out") for part in BASES[verb]]
+    words = [verb, *base, word] if "=" in word else [verb, word, *base[1:]]
+    code, said, err = call(words, tmp_path)
+    assert code in (1, 2) and complaint(code, said, err) is None and re.search(message, err), (code, said, err)
+    assert not (tmp_path / "out").exists()
