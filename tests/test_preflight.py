@@ -172,6 +172,14 @@ def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp
     assert found.status == "FAIL" and "global_batch_size 4 is not a multiple" in found.measured
 
 
+def test_F7_batches_read_ahead_beyond_the_memory_are_a_row_of_the_table(store, monkeypatch):
+    monkeypatch.setattr(data, "host_bytes_available", lambda: 10**9)
+    assert data.arithmetic(config(), store, 1, 16).status == "PASS"
+    found = data.arithmetic(config(data={"global_batch_size": 60, "prefetch": 1000}), store, 1, 16)
+    assert found.status == "FAIL" and "1000 steps read ahead take 1.2 GB" in found.measured
+    assert "lower data.prefetch" in found.advice
+
+
 def test_a_selection_that_leaves_no_volume_is_named(store):
     found = data.arithmetic(config(), store, 1, 0)
     assert found.status == "FAIL" and "no training volume is left" in found.measured and "data.scanners" in found.advice

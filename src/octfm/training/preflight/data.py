@@ -9,6 +9,7 @@ from octfm.data.loader import Loader, accumulation
 from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
 from octfm.masks import Shape3, token_grid, token_map
+from octfm.training.memory import host_bytes_available
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.settings import PretrainConfig
 
@@ -81,6 +82,12 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
         return fail("batch arithmetic", "no training volume is left after selection", advice)
+    depth, height, width = store.preprocessing.image_size
+    volume_bytes = depth * height * width + 2 * depth * width * (4 + 2)  # voxels, band, valid
+    ahead, free = (data.prefetch + 4) * data.global_batch_size // replicas * volume_bytes, host_bytes_available()
+    if ahead > free:
+        read = f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of the host's memory, {free / 1e9:,.1f} GB are free"
+        return fail("batch arithmetic", read, "lower data.prefetch, or data.global_batch_size (F7)")
     return passed("batch arithmetic", f"{measured}, {config.steps * data.global_batch_size / volumes:.1f} epochs")
 
 
