@@ -71,7 +71,7 @@ def test_an_address_in_a_bucket_is_never_taken_for_a_file():
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
-    with pytest.raises(BucketError, match="holds credentials") as told:
+    with pytest.raises(ConfigError, match="holds credentials") as told:
         location(f"s3://key:{SECRET}@clinic/x")
     assert SECRET not in str(told.value)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octfm.addresses import mask
 from octfm.cli_evaluation import register as register_evaluation
-from octfm.cli_options import FileGB, FileSeconds, limits_of
+from octfm.cli_options import FileGB, FileSeconds, Verbs, limits_of, local_argument, local_option, place_argument
 from octfm.cli_report import parse_spacing
 from octfm.cli_report import register as register_report
 from octfm.cli_use import register as register_use
@@ -24,6 +25,7 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="octfm",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +43,7 @@ def _place(text: Any) -> Any:
 
 Place = Any
 """Path or BucketPath: typer knows no unions."""
-Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
+Out = Annotated[Path, local_option("--out", help="Folder to write into.")]
 OutPlace = Annotated[
     Place,
     typer.Option("--out", parser=_place, metavar="PLACE", help="Folder, or s3:// or gs:// address, to write into."),
@@ -55,7 +57,7 @@ MAX_SEED = 2**32 - 1
 def demo(
     out: Out = Path("demo"),
     data: Annotated[
-        Path | None, typer.Option(help="Your own folder of OCT files instead of the phantom cohort.")
+        Path | None, local_option(help="Your own folder of OCT files instead of the phantom cohort.")
     ] = None,
     max_samples: Annotated[
         int | None, typer.Option(help="Use at most so many acquisitions of --data.", min=1, max=10**9)
@@ -93,7 +95,7 @@ def demo(
 
 @app.command()
 def phantom(
-    out: Annotated[Path, typer.Argument(help="New folder for the cohort.")],
+    out: Annotated[Path, local_argument(help="New folder for the cohort.")],
     participants: Annotated[
         int, typer.Option(help="How many people; both eyes of each are scanned.", min=1, max=10**6)
     ] = 20,
@@ -139,7 +141,7 @@ def phantom(
 def scan(
     root: Annotated[
         str,
-        typer.Argument(
+        place_argument(
             help="Folder or s3:// or gs:// address, in AI-READI layout or any tree of DICOM, vendor or image files."
         ),
     ],
@@ -168,7 +170,7 @@ def scan(
         typer.Option(help="raster, or raster,radial: take stars of B-scans, too; octfm prepare makes rasters of them."),
     ] = "raster",
     extract: Annotated[
-        Path | None, typer.Option(help="Unpack ZIP archives into this folder; without it they are read in place.")
+        Path | None, local_option(help="Unpack ZIP archives into this folder; without it they are read in place.")
     ] = None,
     pixels: Annotated[
         bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")
@@ -184,7 +186,7 @@ def scan(
     images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
     pseudonymise: Annotated[
         Path | None,
-        typer.Option(
+        local_option(
             help="Key file, made where there is none: hash ids, UIDs and paths with it, shift dates, and keep of tables only what is "
             "known to name nobody."
         ),
@@ -260,11 +262,11 @@ def prepare(
     settings: Annotated[
         list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")
     ] = None,
-    like: Annotated[Path | None, typer.Option(help="Use the Preprocessing of this run, checkpoint or export.")] = None,
+    like: Annotated[Path | None, local_option(help="Use the Preprocessing of this run, checkpoint or export.")] = None,
     compression: Annotated[
         str | None, typer.Option(help="none (fastest, what a local disk gets) or zstd (smaller, what a bucket gets).")
     ] = None,
-    key: Annotated[Path | None, typer.Option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
+    key: Annotated[Path | None, local_option(help="Key file of a pseudonymised catalog; give its --root too.")] = None,
     root: Annotated[
         Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")
     ] = None,
@@ -335,7 +337,7 @@ def doctor(
     out: OutPlace = Path("runs/run"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw schedule curves and mask coverage into this PNG.")
+        Path | None, local_option(help="Also draw schedule curves and mask coverage into this PNG.")
     ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, max=100_000, help="For a job of so many ranks, each with a device like this one.")
@@ -527,7 +529,7 @@ def main() -> None:
     if code == 75 and word:
         Path(word).write_text("75\n")
     if message:
-        sys.stderr.write(f"octfm: {one_line(message)}\n")
+        sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
     sys.exit(code)
 
 

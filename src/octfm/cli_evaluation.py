@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from octfm.cli_options import FileGB, FileSeconds, limits_of
+from octfm.addresses import expect_place
+from octfm.cli_options import FileGB, FileSeconds, limits_of, local_argument, local_option, place_argument, place_option
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write into.")]
+Out = Annotated[Path, local_option("--out", help="Folder to write into.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -21,10 +22,10 @@ def register(app: typer.Typer) -> None:
 
 def probe(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run folder or address of a run, with embeddings (see `octfm embed`).")
+        str, place_argument(metavar="RUN", help="Run folder or address of a run, with embeddings (see `octfm embed`).")
     ],
     labels: Annotated[
-        Path | None, typer.Option(help="CSV or TSV with participant_id (and laterality) and one column per target.")
+        Path | None, local_option(help="CSV or TSV with participant_id (and laterality) and one column per target.")
     ] = None,
     target: Annotated[
         list[str] | None,
@@ -39,10 +40,10 @@ def probe(
     ] = None,
     embeddings: Annotated[
         str | None,
-        typer.Option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings."),
+        place_option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for probe.json; default: --embeddings, else the run.")
+        Path | None, local_option("--out", help="Folder for probe.json; default: --embeddings, else the run.")
     ] = None,
     design: Annotated[
         str,
@@ -119,12 +120,12 @@ def finetune(
 
 def leaderboard(
     entries: Annotated[
-        list[Path], typer.Argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")
+        list[Path], local_argument(help="Runs, checkpoints and folders of octfm finetune; the first is the reference.")
     ],
-    store: Annotated[list[str], typer.Option(help="Prepared store, also s3:// or gs://; one for each Preprocessing.")],
+    store: Annotated[list[str], place_option(help="Prepared store, also s3:// or gs://; one for each Preprocessing.")],
     target: Annotated[str, typer.Option(help="Label column.")] = "study_group",
     labels: Annotated[
-        Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")
+        Path | None, local_option(help="CSV or TSV; default: what the store knows about its participants.")
     ] = None,
     order: Annotated[
         list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")
@@ -163,12 +164,12 @@ def leaderboard(
 
 
 def trust(
-    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint of pretraining.")],
+    run: Annotated[Path, local_argument(help="Run folder or checkpoint of pretraining.")],
     store: Annotated[
-        list[str], typer.Option(help="Prepared store of RUN, also s3:// or gs://; one for each Preprocessing.")
+        list[str], place_option(help="Prepared store of RUN, also s3:// or gs://; one for each Preprocessing.")
     ],
     labels: Annotated[
-        Path | None, typer.Option(help="CSV or TSV; default: what the store knows about its participants.")
+        Path | None, local_option(help="CSV or TSV; default: what the store knows about its participants.")
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Label column; repeat for several. Default: all known ones that are there.")
@@ -178,7 +179,7 @@ def trust(
     ] = None,
     other: Annotated[
         list[Path] | None,
-        typer.Option(help="Another run, such as one pretrained on a single scanner; compared by pairs."),
+        local_option(help="Another run, such as one pretrained on a single scanner; compared by pairs."),
     ] = None,
     external: Annotated[
         list[str] | None,
@@ -245,7 +246,7 @@ def segment(
     ] = None,
     out: Out = Path("runs/segment"),
     apply: Annotated[
-        Path | None, typer.Option(help="A finished segmentation: segment these files with it, into --out.")
+        Path | None, local_option(help="A finished segmentation: segment these files with it, into --out.")
     ] = None,
     dicom: Annotated[
         bool, typer.Option("--dicom", help="With --apply: also DICOM SEG and height maps, for DICOM files.")
@@ -278,7 +279,7 @@ def segment(
         typer.echo(str(out / "segment.json"))
         return
     segmenter, limits = load_segmenter(apply, device), limits_of(file_seconds, file_gb)
-    for file in words or []:
+    for file in [expect_place(word) for word in words or []]:
         volume = read_volume(file, limits=limits)
         found = segmenter.segment(volume)
         written = write_nifti(found, out, Path(file).stem)

@@ -1,11 +1,50 @@
 """Options that several verbs share."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from octfm.addresses import expect_place, refuse_credentials
 
 if TYPE_CHECKING:
     from octfm.data.isolation import Limits
+
+
+class Verbs(TyperGroup):
+    """The verbs of octfm: no word of the command line may be an address with credentials in it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for word in args:
+            refuse_credentials(word)
+        return super().parse_args(ctx, args)
+
+
+def _local(text: Any) -> Any:
+    from octfm.data.location import local_path
+
+    return local_path(text)
+
+
+def local_option(*names: str, **settings: Any) -> Any:
+    """An option that names a path on a disk: an address is refused, so that no folder called s3: is made."""
+    return typer.Option(*names, parser=_local, **({"metavar": "PATH"} | settings))
+
+
+def local_argument(**settings: Any) -> Any:
+    """The same as an argument."""
+    return typer.Argument(parser=_local, **({"metavar": "PATH"} | settings))
+
+
+def place_option(*names: str, **settings: Any) -> Any:
+    """An option that names a path on a disk or an address in a bucket, as text."""
+    return typer.Option(*names, parser=expect_place, **({"metavar": "PLACE"} | settings))
+
+
+def place_argument(**settings: Any) -> Any:
+    """The same as an argument."""
+    return typer.Argument(parser=expect_place, **({"metavar": "PLACE"} | settings))
+
 
 FileSeconds = Annotated[
     float,

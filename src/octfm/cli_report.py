@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from octfm.cli_options import FileGB, FileSeconds, limits_of
+from octfm.cli_options import FileGB, FileSeconds, limits_of, local_argument, local_option, place_argument, place_option
 
-Run = Annotated[Path, typer.Argument(help="Run folder.")]
-CatalogOption = Annotated[str | None, typer.Option("--catalog", help="Folder written by `octfm scan`.")]
-StoreOption = Annotated[str | None, typer.Option("--store", help="Prepared store, also s3:// or gs://.")]
+Run = Annotated[Path, local_argument(help="Run folder.")]
+CatalogOption = Annotated[str | None, place_option("--catalog", help="Folder written by `octfm scan`.")]
+StoreOption = Annotated[str | None, place_option("--store", help="Prepared store, also s3:// or gs://.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -19,11 +19,11 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or address of a run.")],
+    run: Annotated[str, place_argument(metavar="RUN", help="Run folder or address of a run.")],
     catalog: CatalogOption = None,
     store: StoreOption = None,
     out: Annotated[
-        str | None, typer.Option("--out", help="HTML file, also in a bucket; default: RUN/report.html.")
+        str | None, place_option("--out", help="HTML file, also in a bucket; default: RUN/report.html.")
     ] = None,
     images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
 ) -> None:
@@ -38,15 +38,15 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(help="Two or more run folders; the first is the one that others are compared with.")
+        list[Path], local_argument(help="Two or more run folders; the first is the one that others are compared with.")
     ],
     labels: Annotated[
-        Path | None, typer.Option(help="CSV or TSV of labels; default: those that the runs were probed with.")
+        Path | None, local_option(help="CSV or TSV of labels; default: those that the runs were probed with.")
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Target column; repeat for several. Default: all known ones.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="HTML file.")] = Path("compare.html"),
+    out: Annotated[Path, local_option("--out", help="HTML file.")] = Path("compare.html"),
     pairs: Annotated[
         bool, typer.Option(help="Probe all runs again on identical participants and resamples, for paired intervals.")
     ] = True,
@@ -76,19 +76,22 @@ def compare(
 
 def view(
     file: Annotated[
-        str, typer.Argument(help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket.")
+        str,
+        place_argument(
+            metavar="FILE", help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket."
+        ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="HTML file; default: the file's name with .html, in the current folder."),
+        local_option("--out", help="HTML file; default: the file's name with .html, in the current folder."),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(
+        local_option(
             help="Run of octfm pretrain or finetune, checkpoint or export: adds what its encoder, and head, make of it."
         ),
     ] = None,
-    segment: Annotated[Path | None, typer.Option(help="Run of octfm segment: adds its layers and areas.")] = None,
+    segment: Annotated[Path | None, local_option(help="Run of octfm segment: adds its layers and areas.")] = None,
     spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm for a file that states none.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     file_seconds: FileSeconds = 10,
@@ -148,7 +151,7 @@ def card(
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Name of the data set.")] = None,
     contact: Annotated[str | None, typer.Option(help="Whom to ask.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder; default: the run folder.")] = None,
+    out: Annotated[Path | None, local_option("--out", help="Folder; default: the run folder.")] = None,
 ) -> None:
     """A model card for the hub, and drafts for a paper: methods, participant flow, CLAIM checklist, BibTeX."""
     from octfm.report.model_card import Statements, write_model_card

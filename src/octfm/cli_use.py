@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from octfm.cli_options import FileGB, FileSeconds, limits_of
+from octfm.cli_options import FileGB, FileSeconds, limits_of, local_option, place_argument, place_option
 
 
 def register(app: typer.Typer) -> None:
@@ -16,19 +16,19 @@ def register(app: typer.Typer) -> None:
 
 def embed(
     run: Annotated[
-        str, typer.Argument(help="Run folder, checkpoint, octfm finetune run or octfm export; also s3:// or gs://.")
+        str, place_argument(help="Run folder, checkpoint, octfm finetune run or octfm export; also s3:// or gs://.")
     ],
     store: Annotated[
-        str | None, typer.Option(help="Prepared store to embed, also s3:// or gs://; default: prepared.")
+        str | None, place_option(help="Prepared store to embed, also s3:// or gs://; default: prepared.")
     ] = None,
     files: Annotated[
         str | None,
-        typer.Option(help="Instead: folder, s3:// or gs:// of OCT files, read without a store; needs --out."),
+        place_option(help="Instead: folder, s3:// or gs:// of OCT files, read without a store; needs --out."),
     ] = None,
-    catalog: Annotated[str | None, typer.Option(help="Instead: a catalog of files (octfm scan); needs --out.")] = None,
+    catalog: Annotated[str | None, place_option(help="Instead: a catalog of files (octfm scan); needs --out.")] = None,
     out: Annotated[
         str | None,
-        typer.Option(
+        place_option(
             "--out", help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings."
         ),
     ] = None,
@@ -38,10 +38,10 @@ def embed(
     ] = None,
     head: Annotated[
         Path | None,
-        typer.Option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report."),
+        local_option(help="Run of octfm finetune on this encoder, frozen: its attention and occlusion in the report."),
     ] = None,
     segment: Annotated[
-        Path | None, typer.Option(help="Run of octfm segment: the layers and areas that it finds, in the report.")
+        Path | None, local_option(help="Run of octfm segment: the layers and areas that it finds, in the report.")
     ] = None,
     pool: Annotated[str | None, typer.Option(help="mean or extremes, instead of the run's objective.pool.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16, of --files and --catalog.")] = "fp32",
@@ -111,21 +111,21 @@ def embed(
 
 def export(
     run: Annotated[
-        str, typer.Argument(help="Run folder (also s3:// or gs://), checkpoint, or folder of octfm finetune.")
+        str, place_argument(help="Run folder (also s3:// or gs://), checkpoint, or folder of octfm finetune.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="New folder.")],
+    out: Annotated[Path, local_option("--out", help="New folder.")],
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Also octfm.onnx, refused unless onnxruntime agrees with torch.")
     ] = False,
     card: Annotated[
         Path | None,
-        typer.Option(
+        local_option(
             help="Model card, as octfm card writes it with your licence; default: made from the run, without one."
         ),
     ] = None,
     keep_key: Annotated[
         Path | None,
-        typer.Option(
+        local_option(
             help="Put the key of the participants' hashes into this file instead: whoever has both can test who was trained on."
         ),
     ] = None,

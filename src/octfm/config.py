@@ -1,7 +1,7 @@
 """YAML files and dotted overrides to frozen pydantic models; unknown or mistyped keys stop the run, naming the nearest real key."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from difflib import get_close_matches
 from importlib import resources
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from octfm.addresses import expect_local, expect_place, mask, refuse_credentials
 from octfm.errors import ConfigError, shown
 
 MAX_BYTES = 1_000_000
@@ -29,7 +30,9 @@ Seconds = Annotated[float, Field(gt=0, le=1e7)]
 class Config(BaseModel):
     """Base of every settings model: frozen, closed to unknown keys, and without NaN or infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -47,6 +50,21 @@ class Config(BaseModel):
         return values
 
 
+def _checked(expect: Callable[[str], str]) -> AfterValidator:
+    def check(text: str) -> str:
+        try:
+            return expect(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None  # pydantic names the key
+
+    return AfterValidator(check)
+
+
+Place = Annotated[str, _checked(expect_place)]
+"""A setting that names a path on a disk, or s3://bucket/… or gs://bucket/…; never with credentials in it."""
+LocalPlace = Annotated[str, _checked(expect_local)]
+"""A setting that names a path on a disk."""
+
 C = TypeVar("C", bound=Config)
 
 
@@ -62,14 +80,32 @@ def load(cls: type[C], source: str | Path | dict[str, Any], overrides: Iterable[
         where, values = str(path), read_yaml(path)
     for override in overrides:
         _apply(values, override)
+    _refuse_credentials_in(values, where)
     try:
         return cls.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_explain(cls, error)}") from None
 
 
+def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
+    """Whichever setting they are in, so that no message about it repeats them."""
+    if isinstance(values, str):
+        try:
+            refuse_credentials(values)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {key}: {error}") from None
+    elif isinstance(values, dict):
+        for name, value in values.items():
+            _refuse_credentials_in(str(name), where, key or "a key")
+            _refuse_credentials_in(value, where, f"{key}.{name}".lstrip("."))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _refuse_credentials_in(value, where, key)
+
+
 def find_config(name: str | Path) -> Path:
     """A file on disk; otherwise the packaged config of that base name (`configs/vit_s.yaml`, `vit_s.yaml` or `vit_s`)."""
+    refuse_credentials(str(name))
     path = Path(name)
     if path.is_file():
         return path
@@ -95,7 +131,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: expected a YAML text file in UTF-8, got other bytes") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {_problem(error)}") from None
+        raise ConfigError(f"{path}: not valid YAML: {mask(_problem(error))}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -208,6 +244,7 @@ def _parse(text: str) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
+    refuse_credentials(override)
     key, equals, text = override.partition("=")
     where = f"override {shown(override)}"
     if not equals or not key:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octfm.data.location import local_path
 from octfm.errors import ConfigError, EvaluationError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run_demo(
 
     if objective not in PRESETS:
         raise ConfigError(f"--objective: expected one of {', '.join(PRESETS)}; got {objective!r}")
-    out, size, clock = Path(out), QUICK if quick else FULL, _Clock(echo)
+    out, size, clock = local_path(out), QUICK if quick else FULL, _Clock(echo)
     if data is None and max_samples is not None:
         raise ConfigError("--max-samples chooses among your own scans; give --data FOLDER with it")
     labels = None
@@ -162,7 +163,7 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
 
     if name not in SABOTAGE:
         raise ConfigError(f"--sabotage: expected one of {', '.join(SABOTAGE)}; got {name!r}")
-    out, clock, steps, at = Path(out), _Clock(echo), 60, SABOTAGED_AT
+    out, clock, steps, at = local_path(out), _Clock(echo), 60, SABOTAGED_AT
     root = _cohort(out / "clinic", QUICK, seed, clock)
     clock.start(f"catalog and store of {root}")
     catalog = scan(str(root))

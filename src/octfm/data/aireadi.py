@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from octfm.addresses import expect_place
 from octfm.data.archive import unpacked_paths
 from octfm.data.columns import Columns, TableError, read_rows
 from octfm.data.location import BucketPath, Location, is_remote, location
+from octfm.errors import ConfigError
 
 _NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
 _EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
@@ -131,6 +133,10 @@ def _add_file(
             f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing"
         )
     listed = columns.value(row, "file")
+    try:
+        expect_place(listed)
+    except ConfigError as error:
+        raise TableError(f"{table}: line {number}: {error}") from None
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
     beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
     places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []

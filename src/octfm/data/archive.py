@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from octfm.data.acquisition import Reject
-from octfm.data.location import Location, is_remote, location, open_binary
+from octfm.data.location import Location, is_remote, listed, open_binary
 from octfm.errors import ReadError
 
 MEMBER = "!/"
@@ -204,7 +204,7 @@ def unpacked_paths(uri: str) -> tuple[str, ...]:
     inside = split_uri(uri)
     if inside is None:
         return (uri,)
-    archive, name = location(inside[0]), inside[1]
+    archive, name = listed(inside[0]), inside[1]
     return uri, str(archive.parent / name), str(archive.with_suffix("") / name)
 
 

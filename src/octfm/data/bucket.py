@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from octfm.addresses import mask
 from octfm.errors import BucketError
 
 T = TypeVar("T")
@@ -333,19 +334,10 @@ def _told(error: Exception) -> str:
     for name, value in os.environ.items():
         if len(value) >= 6 and re.search(r"SECRET|TOKEN|ACCESS_KEY|PASSWORD|CREDENTIAL", name):
             text = text.replace(value, f"${name}")
-    return _SECRET.sub(r"\1=…", text)[:300]
+    return _SECRET.sub(r"\1=…", mask(text))[:300]
 
 
 # ---- drivers -----------------------------------------------------------------------------------------------------------------------
-
-
-def refuse_credentials_in(uri: str) -> None:
-    """Raises BucketError, without repeating it, for s3://key:secret@bucket/."""
-    if re.match(r"[a-z0-9]+://[^/]*@", uri):
-        raise BucketError(
-            f"{uri.split('://', 1)[0]}://…: the address holds credentials, which would end up in catalogs and logs; "
-            "put them into the environment"
-        )
 
 
 def _driver_of(uri: str) -> Any:

@@ -20,7 +20,7 @@ from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
 from octfm.data.examination import deadline_of, examine_file, lost_file
 from octfm.data.isolation import Limits
-from octfm.data.location import BucketPath, Location, location, write_whole
+from octfm.data.location import BucketPath, Location, listed, location, write_whole
 from octfm.data.parts import join_parts
 from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_directory import left_behind
@@ -365,7 +365,7 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         )
     files: dict[str, Path] = {}
     for archive in found.archives:
-        inside: Any = location(archive.path)
+        inside: Any = listed(archive.path)
         target = into / inside.relative_to(root).with_suffix("")
         files |= unpack(archive, target)
         # Folders of images, too.

@@ -10,7 +10,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field
 
-from octfm.config import Config
+from octfm.config import Config, Place
 from octfm.data.batch_memory import BatchMemory
 from octfm.data.order import Order
 from octfm.data.store import Store
@@ -21,7 +21,7 @@ AtMost = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class DataConfig(Config):
-    store: str | None = None
+    store: Place | None = None
     """Folder of a prepared store."""
     scanners: tuple[str, ...] = ()
     """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from octfm.errors import BucketError, ConfigError
-
-SCHEMES = ("s3", "gs")
+from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
+from octfm.errors import BucketError
 
 
 def is_remote(where: Any) -> bool:
@@ -20,14 +19,20 @@ def is_remote(where: Any) -> bool:
 
 
 def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
-    """A Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes."""
-    if isinstance(where, Path | BucketPath):
+    """What a user names: a Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes and for credentials."""
+    if isinstance(where, BucketPath):
         return where
-    if is_remote(where):
-        return BucketPath.of(where)
-    if "://" in where.split("!/")[0]:
-        raise ConfigError(f"{where.split('@')[-1]}: expected a local path, s3://bucket/… or gs://bucket/…")
-    return Path(where)
+    return listed(expect_place(str(where)))
+
+
+def local_path(where: "str | Path") -> Path:
+    """What a user names and only a disk can have. Raises ConfigError for an address, of which a folder called s3: would be made."""
+    return Path(expect_local(str(where)))
+
+
+def listed(uri: str) -> "Path | BucketPath":
+    """What a listing, a catalog or a path that was checked before names."""
+    return BucketPath.of(uri) if is_remote(uri) else Path(uri)
 
 
 @contextmanager
@@ -92,10 +97,10 @@ class BucketPath:
 
     @staticmethod
     def of(uri: str) -> "BucketPath":
-        from octfm.data.bucket import refuse_credentials_in
-
-        refuse_credentials_in(uri)
         scheme, _, rest = uri.partition("://")
+        if not is_bucket(rest.split("/")[0]):
+            refuse_credentials(uri)
+            raise BucketError(f"{scheme}://…: expected the name of a bucket, {scheme}://bucket/…")
         if not rest.strip("/"):
             raise BucketError(f"{uri}: expected the name of a bucket, {scheme}://bucket/…")
         return BucketPath(scheme, PurePosixPath(rest))

@@ -21,7 +21,7 @@ from octfm.data.acquisition import PSEUDONYM, Acquisition, Reject
 from octfm.data.catalog import Catalog, CatalogError
 from octfm.data.isolation import Limits
 from octfm.data.labels import MISSING
-from octfm.data.location import Location, location
+from octfm.data.location import Location, listed, location
 from octfm.data.readers import REASONS, volumes_in
 from octfm.data.safe_values import DATES, SITES, is_known_protocol, is_known_scanner, meaning, safe_value
 from octfm.data.walk import walk
@@ -184,7 +184,7 @@ def _code(key: bytes, kind: str, text: str) -> str:
 
 
 def _place(uri: str, root: Location, key: bytes) -> str:
-    path: Any = location(uri)
+    path: Any = listed(uri)
     inside = path.relative_to(root) if path.is_relative_to(root) else path
     return PSEUDONYM + _hash(key, "path", str(inside), 32)
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from octfm.data.acquisition import Reject
 from octfm.data.archive import MEMBER, Archive, file_size, open_archive, read_start
 from octfm.data.folders import join_images
-from octfm.data.location import BucketPath, Location, location
+from octfm.data.location import BucketPath, Location, listed
 from octfm.data.readers import REASONS
 from octfm.errors import ReadError
 
@@ -115,7 +115,7 @@ def _look_inside(path: Location, found: Found) -> None:
     found.archives.append(archive)
     found.refused += archive.refused
     for name in archive.members:
-        member = location(f"{path}{MEMBER}{name}")
+        member = listed(f"{path}{MEMBER}{name}")
         if isinstance(path, BucketPath) and isinstance(member, BucketPath):
             member = replace(member, facts=path.facts)
         (found.companions if _is_companion(member, PurePosixPath(name).parts) else found.files).append(member)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octfm.config import load
 from octfm.data.location import Location, location
 from octfm.data.preprocessing import Prepared, Preprocessing
 from octfm.data.store import Arrays
@@ -27,7 +26,7 @@ from octfm.training.inputs import build_objective, frozen_encoder, grid_of
 from octfm.training.learner import config_of
 from octfm.training.run_folder import load_newest
 from octfm.training.runtime import Runtime, start
-from octfm.training.settings import PretrainConfig
+from octfm.training.settings import PretrainConfig, stored_config
 
 SELECTION_SEED = 0
 """Embedding repeats the training selection of tokens with this seed, so that the same volume gives the same vector."""
@@ -162,7 +161,7 @@ def load_encoder(
     path, content = _open(run)
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, runtime)
-    settings = load(PretrainConfig, content["settings"]) if "network" in content else config_of(content)
+    settings = stored_config(content["settings"]) if "network" in content else config_of(content)
     preprocessing = Preprocessing.recorded(content["preprocessing"])
     if "network" in content and not random_init:
         network = empty_network(settings, preprocessing)
@@ -242,7 +241,7 @@ def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
 def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:
     """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
     config, preprocessing = (
-        load(PretrainConfig, content["encoder_config"]),
+        stored_config(content["encoder_config"]),
         Preprocessing.recorded(content["preprocessing"]),
     )
     tuning = content["config"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from octfm import __version__
-from octfm.data.location import Location, write_whole
+from octfm.data.location import Location, local_path, write_whole
 from octfm.errors import EvaluationError
 from octfm.evaluation import exported
 from octfm.evaluation.encoder import Encoder, content_of, load_encoder, participants_of
@@ -34,7 +34,7 @@ def export(
     keep_key: the file that gets the key of the participants' hashes, instead of the export.
     Raises EvaluationError where `out` or `keep_key` exists, or where what was written is not what was read.
     """
-    out = Path(out)
+    out = local_path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
     if keep_key is not None and Path(keep_key).exists():

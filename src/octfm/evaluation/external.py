@@ -20,6 +20,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from octfm.addresses import refuse_credentials
+from octfm.data.location import local_path
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.embeddings import Embeddings
@@ -30,10 +32,11 @@ BATCH = 8
 
 def load_external(spec: str) -> tuple[str, Embed]:
     """(name, function) of `FILE.py:FUNCTION` or `module:FUNCTION`; the code of that file runs. EvaluationError says what is not there."""
+    refuse_credentials(spec)
     where, colon, function = spec.rpartition(":")
     if not colon or not where or not function.isidentifier():
         raise EvaluationError(f"--external: expected FILE.py:FUNCTION or module:FUNCTION, got {spec!r}")
-    module = _from_file(Path(where), spec) if where.endswith(".py") else _by_name(where, spec)
+    module = _from_file(local_path(where), spec) if where.endswith(".py") else _by_name(where, spec)
     make = getattr(module, function, None)
     if not callable(make):
         there = (

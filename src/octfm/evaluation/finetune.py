@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from octfm.data.labels import read_labels
 from octfm.data.loader import Loader
+from octfm.data.location import local_path
 from octfm.data.store import Store
 from octfm.errors import ConfigError, EvaluationError, Preempted
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
@@ -72,7 +73,7 @@ def finetune(
         raise ConfigError(
             "encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/"
         )
-    out, store = Path(out), Store.open(config.store)
+    out, store = local_path(out), Store.open(config.store)
     runtime = join(config.runtime, config.precision, device)
     try:
         with runtime.guarded():

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from octfm.config import Config, LearningRate, Seed
+from octfm.config import Config, LearningRate, LocalPlace, Place, Seed
 from octfm.models.heads import Pool
 from octfm.training.augment import AugmentConfig
 from octfm.training.runtime import Precision, RuntimeConfig
@@ -13,13 +13,13 @@ from octfm.training.runtime import Precision, RuntimeConfig
 class FinetuneConfig(Config):
     """One run."""
 
-    encoder: str | None = None
+    encoder: Place | None = None
     """Run folder or checkpoint of pretraining, or the address of a run in a bucket."""
     from_scratch: bool = False
     """Begin at the encoder's random initialisation: the supervised baseline."""
-    store: str | None = None
+    store: Place | None = None
     """Folder of a store prepared with the encoder's Preprocessing."""
-    labels: str | None = None
+    labels: LocalPlace | None = None
     """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
     target: str = "study_group"
     order: tuple[str, ...] = ()

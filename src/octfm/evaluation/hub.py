@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, arange, nn
 
-from octfm.config import load
 from octfm.data.location import write_whole
 from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
@@ -18,7 +17,7 @@ from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.training.augment import normalise
 from octfm.training.inputs import grid_of
 from octfm.training.runtime import start
-from octfm.training.settings import PretrainConfig
+from octfm.training.settings import stored_config
 
 try:
     from huggingface_hub import PyTorchModelHubMixin, snapshot_download
@@ -42,7 +41,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
                 "load one with OctEncoder.from_pretrained(folder)"
             )
         self.facts = facts
-        self.run = load(PretrainConfig, facts["settings"])
+        self.run = stored_config(facts["settings"])
         self.preprocessing = Preprocessing.recorded(facts["preprocessing"])
         self.network = VisionTransformer3D(self.run.model, grid_of(self.preprocessing, self.run.model.patch_size))
         self.head = None

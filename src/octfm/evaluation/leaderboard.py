@@ -11,6 +11,7 @@ import numpy as np
 
 from octfm.config import load
 from octfm.data.labels import LabelTable, as_number, read_labels
+from octfm.data.location import local_path
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Skip, Target, find_targets, make_cases, make_rounds
@@ -59,7 +60,7 @@ def leaderboard(
     site and scanner alone. Encoders with different Preprocessing need one store each, of the same acquisitions. The result is what
     leaderboard.json holds. Raises EvaluationError where a test participant was trained on, unless `allow_seen`.
     """
-    out, opened = Path(out), [Store.open(path) for path in stores]
+    out, opened = local_path(out), [Store.open(path) for path in stores]
     paths = [Path(entry) for entry in entries]
     tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]

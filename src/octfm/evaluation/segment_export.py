@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.data.location import replacing, write_whole
+from octfm.data.location import local_path, replacing, write_whole
 from octfm.errors import EvaluationError
 from octfm.evaluation.segment import Segmentation
 
@@ -44,7 +44,7 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
         import nibabel
     except ImportError:
         raise EvaluationError("NIfTI export needs nibabel: pip install 'octfm[export]'") from None
-    folder, (dz, dy, dx) = Path(folder), found.spacing_mm
+    folder, (dz, dy, dx) = local_path(folder), found.spacing_mm
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     if found.surfaces:
@@ -69,7 +69,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> 
         from pydicom import dcmread
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
-    source, folder = Path(source), Path(folder)
+    source, folder = Path(source), local_path(folder)
     image = dcmread(source)
     folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)

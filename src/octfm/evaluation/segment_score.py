@@ -10,7 +10,7 @@ import numpy as np
 
 from octfm.config import dump
 from octfm.data.loader import assert_disjoint_splits
-from octfm.data.location import write_whole
+from octfm.data.location import local_path, write_whole
 from octfm.data.store import Store
 from octfm.data.transform import Transform
 from octfm.data.volume import Volume
@@ -51,7 +51,7 @@ def segment(
 
     Raises EvaluationError where a test participant was in the encoder's pretraining (unless `allow_seen`).
     """
-    out = Path(out)
+    out = local_path(out)
     if (out / "segment.json").exists():
         raise CheckpointError(f"{out}: holds a finished segmentation; choose another --out")
     encoder = open_encoder(config, device)

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from octfm.config import Config, LearningRate, Seed
+from octfm.config import Config, LearningRate, LocalPlace, Place, Seed
 from octfm.models.dense import Decoder
 from octfm.training.runtime import Precision
 
@@ -10,11 +10,11 @@ from octfm.training.runtime import Precision
 class SegmentConfig(Config):
     """One run."""
 
-    encoder: str | None = None
+    encoder: Place | None = None
     """Run folder or checkpoint of pretraining."""
-    store: str | None = None
+    store: Place | None = None
     """Folder of a store prepared with the encoder's Preprocessing."""
-    truth: str | None = None
+    truth: LocalPlace | None = None
     """Folder with <acquisition>.npz: `surfaces` float [S, D, W] in native rows (NaN where unknown), `surface_names`, and `lesions` uint8
     [D, H, W] where masks are wanted. Phantom cohorts come with it."""
     surfaces: tuple[str, ...] = ("ilm", "rpe", "bm")

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from octfm.config import Config
+from octfm.config import Config, LocalPlace
 from octfm.models.attention import attend
 from octfm.models.products import Linear
 from octfm.models.recompute import through
@@ -40,7 +40,7 @@ class ViTConfig(Config):
     activation_checkpointing: bool = False
     """Keep the activations between blocks only, and compute those inside again in the backward pass: the same numbers, less memory, more
     time (arXiv:1604.06174)."""
-    init: str | None = None
+    init: LocalPlace | None = None
     """Begin with the encoder of this local V-JEPA 2 checkpoint (.pt) instead of random weights; width, depth and heads must be its own."""
 
     @model_validator(mode="after")

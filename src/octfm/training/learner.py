@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from octfm import __version__
-from octfm.config import load
 from octfm.data.preprocessing import Preprocessing
 from octfm.errors import CheckpointError
 from octfm.models.jepa import JEPA
@@ -16,7 +15,7 @@ from octfm.training.initial_weights import begin_with
 from octfm.training.inputs import Objective, build_objective, optimizer_groups
 from octfm.training.run_state import RunState
 from octfm.training.runtime import Runtime
-from octfm.training.settings import PretrainConfig
+from octfm.training.settings import PretrainConfig, stored_config
 
 ENGINE = ("fused", "foreach", "capturable")
 """Settings of an optimizer that belong to the device it runs on, not to the run."""
@@ -188,4 +187,4 @@ class Learner:
 
 def config_of(content: dict[str, Any]) -> PretrainConfig:
     """The config stored in a checkpoint."""
-    return load(PretrainConfig, content["config"])
+    return stored_config(content["config"])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from octfm.config import Config
+from octfm.config import Config, LocalPlace
 from octfm.data.labels import as_number, read_labels
 from octfm.data.store import Store
 from octfm.errors import ConfigError
@@ -33,7 +33,7 @@ class OnlineProbeConfig(Config):
 
     target: str | None = None
     """Column to predict, for example study_group, diagnosis or cst_um."""
-    labels: str | None = None
+    labels: LocalPlace | None = None
     """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
     every_steps: int | None = Field(default=None, ge=1, le=10_000_000)
     """null: whenever a checkpoint is written, so that every probed state can be taken."""

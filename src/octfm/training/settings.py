@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from octfm.config import Config, Seed, load
+from octfm.addresses import expect_local, expect_place
+from octfm.config import Config, LocalPlace, Seed, load
 from octfm.data.loader import DataConfig
 from octfm.errors import ConfigError
 from octfm.masks import MaskConfig
@@ -66,8 +67,8 @@ class PretrainConfig(Config):
     """Besides, the first checkpoint of every so many steps is kept for good."""
     keep_every_epochs: Epochs | None = None
     """The same, in passes over the training volumes."""
-    ckpt_second_dir: str | None = None
-    """Another disk, for checkpoints that the run folder's own has no room for."""
+    ckpt_second_dir: LocalPlace | None = None
+    """A folder on another disk, for checkpoints that the run folder's own has no room for."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "PretrainConfig":
@@ -156,6 +157,25 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> PretrainCo
         # Settings of the prototype are told all at once; anything else is told as it is.
         prototype_keys.refuse(source, PretrainConfig)
         raise
+
+
+def stored_config(settings: dict[str, Any]) -> PretrainConfig:
+    """The settings inside a checkpoint or an export. Paths of the machine that it was made on are not needed to read it, and earlier
+    versions took some of them for folders that are addresses."""
+    kept = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
+    places = (
+        (kept, "ckpt_second_dir", expect_local),
+        (kept.get("model"), "init", expect_local),
+        (kept.get("probe"), "labels", expect_local),
+        (kept.get("data"), "store", expect_place),
+    )
+    for section, name, expect in places:
+        if isinstance(section, dict) and isinstance(value := section.get(name), str):
+            try:
+                expect(value)
+            except ConfigError:
+                section[name] = None
+    return load(PretrainConfig, kept)
 
 
 def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from octfm.data.isolation import Limits, Lost
+from octfm.data.location import local_path
 from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
 from octfm.data.phantom.defects import DEFECTS, Defect, spoil
 from octfm.data.phantom.dicom import to_bytes, to_dataset, uid
@@ -84,7 +85,7 @@ def write_phantom(
     same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
     The folder appears at once when it is complete; one that exists is refused.
     """
-    out = Path(out)
+    out = local_path(out)
     _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
     people = draw_cohort(
         participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses

@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from octfm.data.archive import open_file
-from octfm.data.location import location
+from octfm.data.location import listed
 from octfm.data.volume import Spacing3
 from octfm.errors import ReadError
 
@@ -64,7 +64,7 @@ class Declared:
 
 def read_declared(uri: str) -> Declared:
     """From NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration for what cannot be read or cannot be meant."""
-    path = location(uri)
+    path = listed(uri)
     plain = path.name.removesuffix(".gz").rsplit(".", 1)[0]
     for place in dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")]):
         try:

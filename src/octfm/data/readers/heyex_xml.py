@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from octfm.data.archive import list_folder, open_file
-from octfm.data.location import location
+from octfm.data.location import listed
 from octfm.data.readers.bscans import Bscans, check_size, uid_from
 from octfm.data.readers.dicom import scanner_slug
 from octfm.data.readers.images import digest_of, image_size, significant_bits, stack_gray
@@ -166,7 +166,7 @@ def _last_part(url: str) -> str:
 
 def _files(uri: str, names: list[str]) -> list[str]:
     """Where the images lie: beside the XML and nowhere else, whatever path it names."""
-    present = {PurePath(place).name.lower(): place for place in list_folder(str(location(uri).parent))}
+    present = {PurePath(place).name.lower(): place for place in list_folder(str(listed(uri).parent))}
     missing = [name or "(no name)" for name in names if name.lower() not in present]
     if missing:
         raise ReadError(

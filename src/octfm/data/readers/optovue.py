@@ -11,7 +11,7 @@ from pathlib import PurePath
 import numpy as np
 
 from octfm.data.archive import open_file
-from octfm.data.location import location
+from octfm.data.location import listed
 from octfm.data.readers.bscans import Bscans, check_size, uid_from
 from octfm.data.readers.images import digest_of
 from octfm.errors import ReadError
@@ -25,7 +25,7 @@ def fits(name: str) -> bool:
 
 
 def open_bscans(uri: str) -> Bscans:
-    beside = str(location(uri).with_suffix(".txt"))
+    beside = str(listed(uri).with_suffix(".txt"))
     try:
         with open_file(beside) as file:
             text = file.read(_MAX_TEXT).decode("latin-1")

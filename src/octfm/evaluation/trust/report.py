@@ -10,6 +10,7 @@ import numpy as np
 
 from octfm.config import load
 from octfm.data.labels import read_labels
+from octfm.data.location import local_path
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.embed import embed_store, histogram_baseline
@@ -67,7 +68,7 @@ def trust(
     trained from scratch are kept in `out` and taken again. Raises EvaluationError where a test participant was in any pretraining,
     unless `allow_seen`.
     """
-    out, opened = Path(out), [Store.open(path) for path in stores]
+    out, opened = local_path(out), [Store.open(path) for path in stores]
     if not opened or not len(opened[0]):
         raise EvaluationError("expected a prepared store that holds volumes; give --store")
     # Whatever can be wrong with what was given is said before hours of embedding.
