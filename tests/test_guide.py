@@ -31,7 +31,9 @@ def test_every_option_of_scan_that_it_names_exists():
     from octfm.cli import app
 
     verbs = typer.main.get_command(app).commands
-    options = {option for verb in ("scan", "prepare") for parameter in verbs[verb].params for option in parameter.opts}
+    options = {option for verb in ("scan", "prepare", "embed", "segment") for parameter in verbs[verb].params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }  # fmt: skip
     named = set(
         re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", GUIDE, flags=re.S))
     )
