@@ -18,7 +18,7 @@ from octfm.data.location import write_whole
 from octfm.errors import CheckpointError, ConfigError
 from octfm.training import checkpoint
 from octfm.training.runtime import Runtime
-from octfm.training.settings import PretrainConfig, differences
+from octfm.training.settings import PretrainConfig, differences, stored_config
 
 FORMAT, VERSION = "octfm-run", 1
 LOCK = "run.lock"
@@ -85,7 +85,7 @@ class RunFolder:
 
     def _agrees_with(self, content: dict[str, Any]) -> bool:
         try:
-            before = load(PretrainConfig, content["config"])
+            before = stored_config(content["config"])
         except ConfigError:
             return False
         overridden = {key for entry in self.record.get("overrides", []) for key in entry["settings"]}
