@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,7 +126,7 @@ JUNK = st.one_of(
 ).filter(lambda data: data.strip())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ROWS, st.lists(st.tuples(st.integers(0, 30), JUNK), max_size=4), st.integers(0, 31), st.booleans())
 def test_broken_lines_are_set_aside_and_take_no_other_row(tmp_path_factory, rows, junk, first, cut):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
@@ -179,7 +181,7 @@ ODD_NAMES = (
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.from_regex(
         r"(step|Step|stp)?-?[0-9]{0,10}( ?\([0-9]\))?(best|a)?(\.pt|\.dcp|\.tmp|\.partial|\.damaged){0,2}",
@@ -260,7 +262,7 @@ def bytes_of_a_checkpoint(tmp_path_factory):
     return checkpoint.write(tmp_path_factory.mktemp("c"), 5, content).read_bytes()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_a_damaged_checkpoint_is_never_taken_nor_a_traceback(tmp_path_factory, bytes_of_a_checkpoint, data):
     good = bytes_of_a_checkpoint
@@ -318,6 +320,15 @@ def test_a_checkpoint_of_another_run_stops_and_is_named(store, finished, halted,
         healthy_before(RunFolder(halted), step)
     assert Path(foreign).read_bytes() == before
     load_encoder(foreign, device="cpu")  # named as a file, it is what was asked for
+
+
+def test_shards_of_another_run_stop_too(store, finished, halted):
+    shards = halted / "checkpoints" / "step-00000009.dcp"
+    shards.mkdir()
+    torch.save(checkpoint.load(checkpoint.newest(finished["other"])) | {"step": 9, "model": {}}, shards / "rest.pt")
+    with pytest.raises(CheckpointError, match=r"step-00000009\.dcp: a checkpoint of another run"):
+        pretrain(config(), store, halted, echo=quiet)
+    assert shards.is_dir()
 
 
 def test_a_renamed_checkpoint_stops(store, halted):
@@ -419,20 +430,38 @@ def work(folder: Path) -> None:
 
 def killed_at(operation: int, folder: Path) -> bool:
     """Do `work` in a child that gets a SIGKILL before its n-th opening, flushing or renaming of a file; whether it came to that."""
+    left = [operation]
+
+    def seen(event, _):
+        left[0] -= event in ("open", "os.rename", "os.mkdir", "os.truncate", "fsync")
+        if left[0] < 0:
+            left[0] = sys.maxsize  # killing is an event, too
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def doom():
+        fsync = os.fsync
+        os.fsync = lambda descriptor: (seen("fsync", None), fsync(descriptor))
+        sys.addaudithook(seen)
+
+    return killed(doom, folder)
+
+
+def killed_within(size: int, folder: Path) -> bool:
+    """The same, with the kernel ending the child as soon as it writes more than so many bytes into any file."""
+
+    def doom():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return killed(doom, folder)
+
+
+def killed(doom, folder: Path) -> bool:
     pid = os.fork()
     if pid == 0:
-        left = [operation]
-
-        def count(event, _):
-            left[0] -= event in ("open", "os.rename", "os.mkdir", "os.truncate", "fsync")
-            if left[0] < 0:
-                left[0] = sys.maxsize  # killing is an event, too
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        fsync = os.fsync
-        os.fsync = lambda descriptor: (count("fsync", None), fsync(descriptor))
-        sys.addaudithook(count)
         try:
+            doom()
             work(folder)
         except BaseException:
             os._exit(1)
@@ -442,27 +471,40 @@ def killed_at(operation: int, folder: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+def assert_goes_on(folder: Path, key: str | None) -> None:
+    """With the key that it had."""
+    if not key and (folder / "config.yaml").exists():
+        key = RunFolder(folder).key
+    work(folder)
+    assert not key or RunFolder(folder).key == key
+    steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert set(steps) <= {2, 3} and RunFolder(folder).noted_memory() == 2
+    assert checkpoint.load(checkpoint.newest(folder))["participants"]["key"] == RunFolder(folder).key
+
+
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, STRIDE))])
 def test_a_kill_between_any_two_writes_leaves_a_run_that_goes_on(tmp_path, monkeypatch, first):
     """Of a run that begins, and of one that was begun."""
     monkeypatch.setattr(run_folder, "git_state", dict)
-    killed = 0
+    kills = 0
     for begun in (False, True):
-        operation = first
-        while True:
+        for operation in count(first, STRIDE):
             folder = tmp_path / f"{begun} {operation}"
             if begun:
                 work(folder)
-            known = RunFolder(folder).key if begun else None
+            key = RunFolder(folder).key if begun else None
             if not killed_at(operation, folder):
                 break
-            killed += 1
-            if not known and (folder / "config.yaml").exists():
-                known = RunFolder(folder).key
-            work(folder)
-            assert not known or RunFolder(folder).key == known
-            steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
-            assert set(steps) <= {2, 3} and RunFolder(folder).noted_memory() == 2
-            assert checkpoint.load(checkpoint.newest(folder))["participants"]["key"] == RunFolder(folder).key
-            operation += STRIDE
-    assert killed > 6
+            kills += 1
+            assert_goes_on(folder, key)
+    assert kills > 6
+
+
+@pytest.mark.parametrize("size", [0, 20, 150, 300, 400, 1000])
+def test_a_kill_in_the_middle_of_a_file_leaves_a_run_that_goes_on(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(run_folder, "git_state", dict)
+    work(tmp_path / "begun")
+    key = RunFolder(tmp_path / "begun").key
+    for folder, known in ((tmp_path / "new", None), (tmp_path / "begun", key)):
+        assert killed_within(size, folder)
+        assert_goes_on(folder, known)

@@ -26,7 +26,7 @@ from store_samples import SMALL, acquisition, catalog, prepared, read_sample, wr
 OLD = Path(__file__).parent / "fixtures" / "store_v1"
 """Written before shards carried checksums of their data."""
 KINDS = ("none", "zstd", "old")
-MANY = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

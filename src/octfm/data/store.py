@@ -415,7 +415,7 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(
-                f"{file}: line {number + 1} is not a row ({error}); the store is damaged, prepare into a new folder"
+                f"{file}: line {number + 1} is not a row ({error}); restore the file from a copy, or prepare into a new folder"
             ) from None
         if rows[-1].index != number:
             raise StoreError(
