@@ -1,12 +1,13 @@
 """A small store of layered synthetic volumes, written by the real writer, for tests that train."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.store import Store, StoreRow
+from octfm.data.store import Store, StoreRow, read_rows
 from octfm.data.store_writer import StoreWriter, stage
 from octfm.data.transform import Transform
 
@@ -44,6 +45,12 @@ def prepared_eye(seed: int, preprocessing: Preprocessing) -> Prepared:
 def darkened(seed: int, prepared: Prepared) -> Prepared:
     """Participants differ in brightness by three grades: something to learn in a second."""
     return replace(prepared, voxels=(prepared.voxels * (1.0, 0.7, 0.4)[(seed // 2) % 3]).astype(np.uint8))
+
+
+def edit_rows(folder: Path, change: Callable[[StoreRow], dict]) -> None:
+    """Rewrite the rows of a store as its writer would; `change` gives other values for some fields of a row."""
+    rows = [replace(row, **change(row)) for row in read_rows(folder)[0]]
+    (folder / "rows.jsonl").write_text("".join(row.to_line() for row in rows))
 
 
 def small_store(

@@ -1,6 +1,5 @@
 """A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
 
-import json
 import shutil
 
 import numpy as np
@@ -13,7 +12,7 @@ from octfm.evaluation.embed import WORDS, embed_all, embed_store, embedding_file
 from octfm.evaluation.encoder import load_encoder, seen_by
 from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
-from small_store import SIZE, small_preprocessing, small_store
+from small_store import SIZE, edit_rows, small_preprocessing, small_store
 from test_pretrain import config, quiet
 
 
@@ -181,8 +180,7 @@ def test_embeddings_follow_splits_that_changed(run, store, tmp_path):
     moved = shutil.copytree(store.path, tmp_path / "moved")
     encoder = load_encoder(run)
     before = pq.read_table(embed_store(encoder, Store.open(moved), tmp_path, echo=quiet))
-    lines = [json.loads(line) for line in (moved / "rows.jsonl").read_text().splitlines()]
-    (moved / "rows.jsonl").write_text("".join(json.dumps({**row, "split": "test"}) + "\n" for row in lines))
+    edit_rows(moved, lambda row: {"split": "test"})
     after = pq.read_table(embed_store(encoder, Store.open(moved), tmp_path, echo=quiet))
     assert set(before["split"].to_pylist()) == {"train", "val", "test"} and set(after["split"].to_pylist()) == {"test"}
     assert after["vector"].equals(before["vector"])

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,7 @@ from octfm.report.leaderboard import write_leaderboard
 from octfm.training import checkpoint
 from octfm.training.pretrain import pretrain
 from octfm.training.tracking import read_metrics
-from small_store import GRADES, darkened, small_store
+from small_store import GRADES, darkened, edit_rows, small_store
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
 
@@ -189,10 +190,10 @@ def test_F16_test_participants_are_never_trained_on_and_seen_ones_are_refused(ru
 def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):
     other = tmp_path / "other"
     other.mkdir()
-    for name in ("store.json", "rows.jsonl"):
-        (other / name).write_text(
-            (store.path / name).read_text().replace(store.fingerprint, "0" * len(store.fingerprint))
-        )
+    shutil.copy(store.path / "rows.jsonl", other)
+    header = json.loads((store.path / "store.json").read_text()) | {"fingerprint": "0" * len(store.fingerprint)}
+    del header["digest"]
+    (other / "store.json").write_text(json.dumps(header))
     with pytest.raises(EvaluationError, match="prepared with other settings"):
         finetune(settings(run, Store.open(other), labels), tmp_path / "run", echo=quiet)
 
@@ -347,14 +348,13 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
 
 def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, run, labels):
     _, tuned, table, folder = board
-    lines = [json.loads(line) for line in (large.path / "rows.jsonl").read_text().splitlines()]
     moved = folder / "moved"
     moved.mkdir(exist_ok=True)
     for item in large.path.iterdir():
         if item.name != "rows.jsonl" and not (moved / item.name).exists():
             (moved / item.name).symlink_to(item)
-    lines = [{**row, "split": "test" if row["participant"] == "P003" else row["split"]} for row in lines]
-    (moved / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    shutil.copy(large.path / "rows.jsonl", moved)
+    edit_rows(moved, lambda row: {"split": "test" if row.participant == "P003" else row.split})
     with pytest.raises(EvaluationError, match="1 test participants were in its training"):
         leaderboard([tuned[0]], [moved], "grade", folder / "refused", labels=table, echo=quiet)
 

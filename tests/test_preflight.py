@@ -17,7 +17,7 @@ from octfm.models.jepa import JEPA
 from octfm.training import preflight
 from octfm.training.preflight import data, objective, resources, tokens
 from octfm.training.runtime import start
-from small_store import prepared_eye, small_preprocessing, small_store
+from small_store import edit_rows, prepared_eye, small_preprocessing, small_store
 from test_pretrain import config
 
 
@@ -194,10 +194,9 @@ def test_F10_ranks_that_read_the_same_volumes_are_stopped(store, tmp_path, monke
 
 def test_a_damaged_store_is_stopped(tmp_path):
     store = small_store(tmp_path / "prepared")
-    rows = store.path / "rows.jsonl"
-    rows.write_text(rows.read_text().replace("sha256:", "sha256:0"))
+    edit_rows(store.path, lambda row: {"checksum": "sha256:0"})
     found = table(config(), type(store).open(store.path), tmp_path / "run")["store"]
-    assert found.status == "FAIL" and "differ from their checksum" in found.measured and "octfm prepare" in found.advice
+    assert found.status == "FAIL" and "volumes are damaged" in found.measured and "octfm prepare" in found.advice
 
 
 def test_F15_a_store_of_another_version_is_stopped(store, tmp_path, monkeypatch):
@@ -213,10 +212,7 @@ def test_F16_a_participant_in_two_splits_is_stopped(store):
 
 def test_F16_a_store_with_leaking_splits_is_a_row_of_the_table(tmp_path):
     store = small_store(tmp_path / "prepared")
-    rows = store.path / "rows.jsonl"
-    lines = rows.read_text().splitlines(keepends=True)
-    lines[0] = lines[0].replace('"split":"train"', '"split":"test"')
-    rows.write_text("".join(lines))
+    edit_rows(store.path, lambda row: {"split": "test" if row.index == 0 else row.split})
     found = preflight.examine(config(data={"store": str(store.path), "global_batch_size": 4}), tmp_path / "run", "cpu")
     assert [(c.name, c.status) for c in found] == [("splits", "FAIL")] and "octfm scan" in found[0].advice
 

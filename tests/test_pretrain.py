@@ -15,7 +15,7 @@ from octfm.training import step as forward
 from octfm.training.pretrain import pretrain
 from octfm.training.settings import PretrainConfig
 from octfm.training.tracking import read_metrics
-from small_store import SIZE, small_store
+from small_store import SIZE, edit_rows, small_store
 
 TINY = {
     "steps": 8,
@@ -136,12 +136,8 @@ def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
 
     moved = shutil.copytree(store.path, tmp_path / "moved")
     pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
-    rows_file = moved / "rows.jsonl"
     swap = {"train": "test", "test": "train"}
-    lines = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    rows_file.write_text(
-        "".join(json.dumps({**row, "split": swap.get(row["split"], row["split"])}) + "\n" for row in lines)
-    )
+    edit_rows(moved, lambda row: {"split": swap.get(row.split, row.split)})
     with pytest.raises(CheckpointError, match="training volumes of the store are not those it began on"):
         pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
 

@@ -1,6 +1,5 @@
 """Stars of B-scans: left out unless asked for, told by their lines alone, and then the raster that a raster scan of the eye would be."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +27,7 @@ from octfm.data.volume import Lines, Volume
 from octfm.errors import ConfigError
 from octfm.training import preflight
 from octfm.training.settings import PretrainConfig
-from small_store import small_store
+from small_store import edit_rows, small_store
 from vendor_files import write_vol
 
 BOTH = ("raster", "radial")
@@ -290,9 +289,7 @@ def test_the_command_takes_stars_when_asked_and_refuses_other_layouts(eye, tmp_p
 def mixed(tmp_path) -> Store:
     """A store in which every third row is of a star."""
     store = small_store(tmp_path / "prepared")
-    rows = [json.loads(line) for line in (store.path / "rows.jsonl").read_text().splitlines()]
-    lines = [json.dumps(row | {"layout": "radial" if row["index"] % 3 == 0 else "raster"}) + "\n" for row in rows]
-    (store.path / "rows.jsonl").write_text("".join(lines))
+    edit_rows(store.path, lambda row: {"layout": "radial" if row.index % 3 == 0 else "raster"})
     return Store.open(store.path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from octfm.evaluation.segment_settings import SegmentConfig
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.report.html import write_report
 from octfm.training.pretrain import pretrain
-from small_store import SIZE, small_preprocessing, small_store
+from small_store import SIZE, edit_rows, small_preprocessing, small_store
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
 
@@ -189,9 +190,8 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
         if item.name != "rows.jsonl":
             (moved / item.name).symlink_to(item)
     swap = {"P000": "test", "P010": "train", "P011": "train"}
-    lines = [json.loads(line) for line in (store[0].path / "rows.jsonl").read_text().splitlines()]
-    lines = [{**row, "split": swap.get(row["participant"], row["split"])} for row in lines]
-    (moved / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    shutil.copy(store[0].path / "rows.jsonl", moved)
+    edit_rows(moved, lambda row: {"split": swap.get(row.participant, row.split)})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
 

@@ -27,6 +27,7 @@ HEADER_KEYS = ("fingerprint", "image_size", "compression", "preprocessing")
 SHARD_CHECKSUM = "shard_checksum"
 """In store.json, of stores whose shards carry checksums of their data."""
 _DIGEST = ',"digest":"'
+_DIGEST_AT_END = re.compile(rb',"digest":"([0-9a-f]{16})"}$')
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
 DIAGNOSIS_COLUMNS = ("diagnosis", "study_group")
 
@@ -409,7 +410,7 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
     rows = []
     for number, line in enumerate(whole.splitlines()):
         try:
-            values = json.loads(_undamaged(line))
+            values = _row(line)
             rows.append(
                 StoreRow(**{**values, "flags": tuple(values["flags"]), "found": tuple(values.get("found", ()))})
             )
@@ -424,14 +425,18 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
     return tuple(rows), len(whole)
 
 
-def _undamaged(line: bytes) -> bytes:
+def _row(line: bytes) -> dict[str, Any]:
     """A row without its digest. ValueError where they differ; rows of older stores have none."""
-    body, mark, found = line.rpartition(_DIGEST.encode())
-    if not mark:
-        return line
-    if found != f'{digest(body)}"}}'.encode():
-        raise ValueError("it differs from its digest")
-    return body + b"}"
+    end = _DIGEST_AT_END.search(line)
+    if end is not None:
+        line = line[: end.start()]
+        if digest(line) != end[1].decode():
+            raise ValueError("it differs from its digest")
+        line += b"}"
+    values = json.loads(line)
+    if "digest" in values:
+        raise ValueError("it was edited by hand; octfm prepare brings the splits and labels of a catalog into a store")
+    return values
 
 
 def read_unprepared(path: Location) -> tuple[Unprepared, ...]:

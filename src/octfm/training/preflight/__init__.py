@@ -39,6 +39,9 @@ def checks(
     if any(check.status == "FAIL" for check in first):
         return first
     schedule = Schedule(config.schedule, config.steps)
+    whole = data.prepared(store)
+    if whole.status == "FAIL":
+        return [*first, whole]  # what looks at volumes cannot read them
     sample = data.read_sample(config, store, train_rows)
     found = [
         *first,
@@ -47,7 +50,7 @@ def checks(
         curves.weight_decay(schedule),
         *([curves.teacher(schedule)] if config.objective.name != "mae" else []),
         data.splits(store, train_rows, validation_rows),
-        data.prepared(store),
+        whole,
         *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
