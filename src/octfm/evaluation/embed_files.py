@@ -245,7 +245,7 @@ def _decoded(task: _Task, *, preprocessing: Preprocessing) -> Arrays | _Failure:
     """In a worker."""
     acquisition = task.acquisition
     try:
-        prepared, _ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
+        prepared, *_ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:
