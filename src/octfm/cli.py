@@ -1,6 +1,7 @@
 """The octfm command: typer verbs, each a thin call of the public functions; imports happen inside the verbs."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,10 +52,6 @@ OutPlace = Annotated[
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.", min=0, max=1024)]
 MAX_SEED = 2**32 - 1
 """What NumPy, PyTorch and scikit-learn all take."""
-KeepUpsideDown = Annotated[
-    bool,
-    typer.Option("--keep-upside-down", help="Keep scans that look upside down as they lie; else they are set aside."),
-]
 
 
 @app.command()
@@ -163,6 +160,13 @@ def scan(
     columns: Annotated[
         list[str] | None, typer.Option(help="What their columns hold: participant=pid,file=path,laterality=eye")
     ] = None,
+    participant_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Where paths hold the participant of files that name none: '{participant}/{eye}/*'; repeat for several layouts.",
+        ),
+    ] = None,
     nominal_spacing: Annotated[
         str | None,
         typer.Option(
@@ -177,10 +181,8 @@ def scan(
         Path | None, local_option(help="Unpack ZIP archives into this folder; without it they are read in place.")
     ] = None,
     pixels: Annotated[
-        bool,
-        typer.Option(help="Decode every volume, too: finds copies, discs on the wrong side, and what is upside down."),
+        bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")
     ] = False,
-    keep_upside_down: KeepUpsideDown = False,
     follow_links: Annotated[
         bool,
         typer.Option(help="Also read what symbolic links below ROOT lead to, even out of it; else they are skipped."),
@@ -209,6 +211,7 @@ def scan(
     from octfm.data.catalog import NothingAccepted
     from octfm.data.catalog import scan as scan_root
     from octfm.data.columns import Columns
+    from octfm.data.people import AmbiguousPeople
     from octfm.errors import ConfigError
     from octfm.report.data_health import write_data_health
 
@@ -228,15 +231,21 @@ def scan(
             table=table,
             participants=participants,
             columns=mapped,
+            participant_from=participant_from or (),
             extract=extract,
             nominal_spacing_mm=parse_spacing(nominal_spacing, "--nominal-spacing") if nominal_spacing else None,
             layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
             pixels=pixels,
-            keep_upside_down=keep_upside_down,
             follow_links=follow_links,
             workers=workers,
             limits=limits,
         )
+    except AmbiguousPeople as ambiguous:
+        typer.echo(ambiguous.guess.table())
+        accept = [word for pattern in ambiguous.guess.patterns for word in ("--participant-from", pattern)]
+        if accept:
+            typer.echo(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
+        raise
     except NothingAccepted as nothing:
         catalog, failure = nothing.catalog, nothing  # catalog and page say what is wrong with every file
     locations = {}
@@ -257,6 +266,9 @@ def scan(
         raise failure
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     _print_counts(f"{out}: {counts}", catalog.summary())
+    of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
+    for reject in of_two[:3]:
+        typer.echo(reject.sentence)
     typer.echo(str(page))
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
@@ -277,7 +289,6 @@ def prepare(
     root: Annotated[
         Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")
     ] = None,
-    keep_upside_down: KeepUpsideDown = False,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
     file_gb: FileGB = 2,
@@ -333,7 +344,6 @@ def prepare(
         locations=locations,
         limits=limits,
         cluster=dask,
-        keep_upside_down=keep_upside_down,
     )
     typer.echo(f"{store.path}: {len(store)} volumes")
 

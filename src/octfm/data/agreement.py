@@ -1,10 +1,12 @@
 """Header and tables side by side: what both say is believed, what only one says is taken, and every contradiction becomes a flag."""
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 
 from octfm.data.acquisition import Acquisition, Reject
 from octfm.data.aireadi import ManifestRow, Tables
 from octfm.data.archive import file_size
+from octfm.data.people import Whose
 from octfm.data.readers import Header
 from octfm.data.readers.bscans import missing_spacing
 from octfm.data.readers.dicom import lateralities, scanner_slug, slugify
@@ -14,10 +16,11 @@ from octfm.errors import ReadError
 
 
 def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -> Acquisition | Reject:
-    """The catalog's row. Millimetres that the file does not state come from the table, then from `nominal_mm`, else it is a reject.
+    """The catalog's row; where neither header nor table names the participant, `with_person` does.
 
-    Where header and manifest name different eyes, laterality is unknown: to choose one would be a guess, and a wrong one is mirrored in
-    training and carries the other eye's labels.
+    Millimetres that the file does not state come from the table, then from `nominal_mm`, else it is a reject. Where header and manifest
+    name different eyes, laterality is unknown: to choose one would be a guess, and a wrong one is mirrored in training and carries the
+    other eye's labels.
     """
     row = tables.find(header.uri, header.sop_instance_uid)
     flags = [*header.flags]
@@ -40,14 +43,12 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
         laterality = stated
         flags[flags.index("laterality_unknown")] = "laterality_from_manifest"
 
-    participant = row.participant or header.participant
-    if participant is None:
-        participant = Path(header.uri).parent.name
-        flags.append("participant_from_folder")
+    participant = row.participant or header.participant or ""
     scanner = scanner_slug(row.manufacturer, row.model) if header.scanner == "unknown" else header.scanner
     return Acquisition(
         uri=header.uri,
         participant=participant,
+        participant_source="table" if row.participant else "header" if participant else "",
         laterality=laterality,
         scanner=scanner,
         protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
@@ -58,6 +59,32 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
         participant_labels=tables.participants.get(participant, {}),
         flags=tuple(flags),
         layout=header.layout,
+    )
+
+
+def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> Acquisition:
+    """The row with what its path says, where nothing else had said it."""
+    if (found := whose.get(a.uri)) is None:
+        return a
+    flags = [*a.flags]
+    participant, source = a.participant, a.participant_source
+    if found.source == "pattern":
+        participant, source = found.participant, found.source
+        flags.append("participant_from_pattern")
+    elif found.source == "folder":
+        participant, source = found.participant, found.source
+        flags.append("participant_from_folder")
+    laterality = a.laterality
+    if laterality is None and "laterality_unknown" in flags and found.eyes:
+        laterality = next(iter(found.eyes)) if len(found.eyes) == 1 else None
+        flags[flags.index("laterality_unknown")] = "laterality_from_path" if laterality else "laterality_conflict"
+    return replace(
+        a,
+        participant=participant,
+        participant_source=source,
+        participant_labels=tables.participants.get(participant, {}),
+        laterality=laterality,
+        flags=tuple(flags),
     )
 
 

@@ -22,6 +22,8 @@ from octfm.data.examination import deadline_of, examine_file, lost_file
 from octfm.data.isolation import Limits
 from octfm.data.location import BucketPath, Location, listed, location, write_whole
 from octfm.data.parts import join_parts
+from octfm.data.people import Pattern, Scan, find_people
+from octfm.data.pixel_copies import Owner, describe_copy
 from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
@@ -31,6 +33,8 @@ from octfm.data.walk import Found, walk
 from octfm.errors import OctfmError
 
 FORMAT, VERSION = "octfm-catalog", 3
+_ADDED = ("layout", "participant_source")
+"""Columns that older catalogs of this version lack."""
 
 
 class CatalogError(OctfmError):
@@ -135,6 +139,7 @@ class Catalog:
             "scanners": _count(a.scanner for a in self.acquisitions),
             "protocols": _count(a.protocol for a in self.acquisitions),
             "layouts": _count(a.layout for a in self.acquisitions),
+            "participants_found_by": _count(a.participant_source or "unknown" for a in self.acquisitions),
             "lateralities": _count(a.laterality or "unknown" for a in self.acquisitions),
             "participants_per_split": {split: n for split in SPLITS if (n := list(participants.values()).count(split))},
             "rejects": _count(reject.code for reject in self.rejects),
@@ -156,9 +161,10 @@ class Catalog:
         ]
 
     def _key(self) -> str:
-        # Catalogs of before there were layouts keep their key.
+        # Catalogs of before there were layouts, and of before it was kept how participants were found, keep their key.
+        added = {("layout", "raster"), ("participant_source", "")}
         rows = [
-            {name: value for name, value in row.items() if (name, value) != ("layout", "raster")}
+            {name: value for name, value in row.items() if name not in _ADDED or (name, value) not in added}
             for row in self._rows()
         ]
         content = json.dumps([self.root, self.companions, rows, self._left_out()], default=list)
@@ -172,11 +178,11 @@ def scan(
     table: str | Path | BucketPath | None = None,
     participants: str | Path | BucketPath | None = None,
     columns: Mapping[str, str] | None = None,
+    participant_from: str | Sequence[str] = (),
     extract: str | Path | None = None,
     nominal_spacing_mm: Spacing3 | None = None,
     layouts: Collection[Layout] = RASTER_ONLY,
     pixels: bool = False,
-    keep_upside_down: bool = False,
     follow_links: bool = True,
     workers: int | None = None,
     limits: Limits | None = None,
@@ -187,18 +193,22 @@ def scan(
     `root` is a folder, s3://bucket/prefix or gs://bucket/prefix; a bucket is listed once, and headers are read by ranges.
     AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
     that take their place, with `columns` from octfm.data.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
+    `participant_from`: where folders and names hold the participant of files that neither header nor table names, as a path below `root`
+    such as "{participant}/{eye}/*"; of several patterns the first that fits counts. Without one a guess is made, or the scan stops.
     What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
     `nominal_spacing_mm` (dz, dy, dx) is taken, and flagged, where neither file, sidecar nor table states millimetres.
     `layouts`: ("raster", "radial") also takes stars, as rows of their own layout; what is neither is never a volume.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     `follow_links`: also files and folders that symbolic links below `root` lead to, wherever they lie; False leaves them out, with a code.
-    `pixels`: decode every accepted volume, too, and find copies under other identities, eyes whose optic disc lies on the wrong side, and
-    scans that are upside down, which are rejects unless `keep_upside_down`.
+    `pixels`: decode every accepted volume, too, and find copies under other identities and eyes whose optic disc lies on the wrong side.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
-    column or fit none of the files.
+    column or fit none of the files, AmbiguousPeople where folders leave it open whose eyes are shown.
     """
+    patterns = [
+        Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
+    ]
     if "raster" not in layouts or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(f"layouts: expected raster, or raster and radial, got {', '.join(layouts) or 'none'}")
     folder = _existing(root)
@@ -225,24 +235,32 @@ def scan(
     headers, duplicates = without_duplicates(
         [outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits
     )
-    from octfm.data.agreement import accept  # pydicom stays out of whoever only loads a catalog
+    from octfm.data.agreement import accept, with_person  # pydicom stays out of whoever only loads a catalog
 
     outcomes = [accept(header, tables, nominal_spacing_mm) for header in headers] + [
         o for o in outcomes if isinstance(o, Reject)
     ]
-    acquisitions = [outcome for outcome in outcomes if isinstance(outcome, Acquisition)]
-    left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject)), *duplicates]
+    copied = {copy.uri: accept(copy, tables, nominal_spacing_mm) for copy, reject in duplicates}
+    read = [outcome for outcome in [*outcomes, *copied.values()] if isinstance(outcome, Acquisition)]
+    scans = [Scan(a.uri, a.participant, a.laterality is None) for a in read]
+    whose = find_people(scans, folder, patterns, tables.unpacked_from)
+    acquisitions = [with_person(outcome, whose, tables) for outcome in outcomes if isinstance(outcome, Acquisition)]
+    left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject))]
+    copies = [with_person(copy, whose, tables) for copy in copied.values() if isinstance(copy, Acquisition)]
+    acquisitions, duplicates, pairs = _under_two_ids(acquisitions, copies, [reject for _, reject in duplicates])
+    left_out += duplicates
     if pixels:
         from octfm.data.inspection import inspect_pixels
 
-        acquisitions, copies = inspect_pixels(acquisitions, workers, limits, keep_upside_down)
-        left_out += copies
+        acquisitions, of_pixels, more = inspect_pixels(acquisitions, workers, limits)
+        left_out += of_pixels
+        pairs += more
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
-        acquisitions=assign_splits(acquisitions, seed=seed) if acquisitions else (),
+        acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
-        companions=len(found.companions) + others - sum(reject.code == "not_a_bscan" for reject in left_out),
+        companions=len(found.companions) + others,
         skipped=tuple(reject for reject in left_out if reject.expected),
         requests=account.close(),
     )
@@ -259,27 +277,76 @@ def assign_splits(
     diagnosis: Mapping[str, str] | None = None,
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     seed: int = 0,
+    one_person: Iterable[tuple[str, str]] = (),
 ) -> tuple[Acquisition, ...]:
     """The acquisitions with their split: recommended_split where participants.tsv has one, else stratified by participant.
 
-    `diagnosis` by participant; by default the column diagnosis, else study_group.
+    `diagnosis` by participant; by default the column diagnosis, else study_group. `one_person`: pairs of participants that may be one
+    person, because the same voxels are there under both ids. They get one split, and where tables recommend several, the one that is
+    trained on: nobody is then tested who was seen.
     """
+    same = _leaders(one_person)
     recommended: dict[str, Split] = {}
     scanners: dict[str, set[str]] = {}
     eyes: dict[str, set[str]] = {}
     for a in acquisitions:
-        scanners.setdefault(a.participant, set()).add(a.scanner)
-        eyes.setdefault(a.participant, set()).add(a.eye_id)
+        person = same.get(a.participant, a.participant)
+        scanners.setdefault(person, set()).add(a.scanner)
+        eyes.setdefault(person, set()).add(a.eye_id)
         if split := parse_split(a.participant_labels.get("recommended_split", "")):
-            recommended[a.participant] = split
+            recommended[person] = min(split, recommended.get(person, split), key=SPLITS.index)
     if diagnosis is None:
         labels = {a.participant: a.participant_labels for a in acquisitions}
         diagnosis = {p: columns.get("diagnosis") or columns.get("study_group", "") for p, columns in labels.items()}
     strata = {p: (sorted(scanners[p]), diagnosis.get(p, ""), len(eyes[p])) for p in scanners}
     splits = assign(strata, recommended, fractions, seed)
-    placed = tuple(replace(a, split=splits[a.participant]) for a in acquisitions)
+    placed = []
+    for a in acquisitions:
+        flags = (
+            (*a.flags, "split_with_another_id")
+            if a.participant in same and "split_with_another_id" not in a.flags
+            else a.flags
+        )
+        placed.append(replace(a, split=splits[same.get(a.participant, a.participant)], flags=flags))
     assert_participant_level(placed)
-    return placed
+    return tuple(placed)
+
+
+def _leaders(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Everyone in a pair, with the first by name of all that they are linked to."""
+    groups: dict[str, set[str]] = {}
+    for a, b in pairs:
+        joined = groups.get(a, {a}) | groups.get(b, {b})
+        groups |= dict.fromkeys(joined, joined)
+    return {participant: min(group) for participant, group in groups.items()}
+
+
+def _under_two_ids(
+    acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
+) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
+    """Images that are there as two participants' are named as that, not as a copy that may be removed; and the pairs of participants."""
+    kept = {a.sop_instance_uid: a for a in acquisitions}
+    owners = {copy.uri: Owner(copy.uri, copy.participant, copy.laterality) for copy in copies}
+    uid_of = {copy.uri: copy.sop_instance_uid for copy in copies}
+    out, shared, pairs = [], set(), []
+    for reject in rejects:
+        first = kept.get(uid_of.get(reject.uri, ""))
+        owner = owners.get(reject.uri)
+        if (
+            first is not None
+            and owner is not None
+            and reject.code == "duplicate_sop_uid"
+            and owner.participant != first.participant
+        ):
+            code, sentence = describe_copy(owner, Owner(first.uri, first.participant, first.laterality))
+            reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
+            shared.add(first.uri)
+            pairs.append((owner.participant, first.participant))
+        out.append(reject)
+    marked = [
+        replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
+    ]
+    return marked, out, pairs
 
 
 def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
@@ -324,8 +391,9 @@ def _tables(
             )
         return tables
     own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
-    own_table, own_people = (location(place) if place else None for place in (table, participants))
-    return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
+    return read_own_tables(
+        root, location(table) if table else None, location(participants) if participants else None, own, tables
+    )
 
 
 def _expect_a_match(
@@ -400,7 +468,7 @@ def _schema(name: str):
         "split",
         "participant_labels",
     )
-    text += ("layout",)
+    text += _ADDED
     return pa.schema(
         {name: pa.string() for name in text}
         | {"shape": pa.list_(pa.int64(), 3), "spacing_mm": pa.list_(pa.float64(), 3), "flags": pa.list_(pa.string())}

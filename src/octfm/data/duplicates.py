@@ -26,8 +26,8 @@ _PIECE = 2**20
 
 def without_duplicates(
     headers: Sequence[Header], tables: Tables, workers: int | None = None, limits: Limits | None = None
-) -> tuple[list[Header], list[Reject]]:
-    """The headers that are kept, in their order, and a reject for each other one. Only files that share a UID are opened."""
+) -> tuple[list[Header], list[tuple[Header, Reject]]]:
+    """The headers that are kept, in their order, and each other one with its reject. Only files that share a UID are opened."""
 
     def listed(header: Header) -> bool:
         row = tables.at_path(header.uri)
@@ -50,7 +50,7 @@ def without_duplicates(
             code = "reused_sop_uid"
             sentence = f"the same SOP Instance UID as {original}, and other voxels; export both again, each needs a UID of its own"
             reused.add(header.sop_instance_uid)
-        rejects.append(Reject(header.uri, code, f"{header.uri}: {sentence}", file_size(header.uri)))
+        rejects.append((header, Reject(header.uri, code, f"{header.uri}: {sentence}", file_size(header.uri))))
     stay = [header for header in headers if kept[header.sop_instance_uid] is header]
     return [_flagged(header) if header.sop_instance_uid in reused else header for header in stay], rejects
 

@@ -42,7 +42,11 @@ def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
         what = (
             f"the same voxels as {first.uri}, which is participant {first.participant}'s and not {owner.participant}'s"
         )
-        return code, f"{owner.uri}: {what}; find out whose they are, and remove the other file"
+        return (
+            code,
+            f"{owner.uri}: {what}; two ids of one person, or a copy filed under another's name: "
+            "find out whose they are, and remove the other file",
+        )
     eyes = (
         ""
         if owner.laterality == first.laterality

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from octfm.data.splits import parse_split
 
 
-def vocabulary(text: str) -> frozenset[str]:
-    """The words of a text."""
+def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -50,7 +49,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
 }
 """Measurements -> the range of plausible values."""
 AGES = frozenset({"age", "age_years", "age_at_visit", "age_at_scan", "age_at_exam", "age_at_baseline"})
-DATES = vocabulary("""
+DATES = _words("""
     acquisition_date baseline_date exam_date examination_date follow_up_date followup_date scan_date study_date
     study_visit_date visit visit_date
 """)
@@ -61,13 +60,13 @@ PUBLIC_SITES = frozenset({"UW", "UAB", "UCSD"})
 """AI-READI's."""
 SEXES = frozenset({"sex", "gender"})
 ORIGINS = frozenset({"race", "ethnicity"})
-FLAGS = vocabulary("""
+FLAGS = _words("""
     cardiac_ecg cataract clinical_data confident diabetes dilated environment hypertension phakic pseudophakic
     retinal_flio retinal_oct retinal_octa retinal_photography smoker smoking treated wearable_activity_monitor
     wearable_blood_glucose
 """)
 """Columns of yes and no: AI-READI's modalities, and common ones."""
-CATEGORIES = vocabulary("""
+CATEGORIES = _words("""
     amd amd_grade amd_stage arm atrophy case cohort condition control diabetes diabetes_status diabetes_type
     diagnosis disease dme dme_grade dr dr_grade dr_level dr_stage drusen eye eye_diagnosis fluid glaucoma
     glaucoma_stage grade group hypertension image_quality irf laterality lens lens_status macular_hole ped
@@ -76,15 +75,15 @@ CATEGORIES = vocabulary("""
 """Columns of categories, grades and diagnoses."""
 
 _YES_NO = frozenset(["true", "false", "yes", "no", "y", "n", "0", "1"])
-_SEX_WORDS = vocabulary("""
+_SEX_WORDS = _words("""
     d diverse f female intersex m male man men not other reported stated u unknown woman women x
 """)
-_ORIGIN_WORDS = vocabulary("""
+_ORIGIN_WORDS = _words("""
     african alaska american and answer asian black caucasian decline declined east eastern european hawaiian
     hispanic indian islander latina latino latinx middle mixed more multiracial native non north not of one or
     other pacific prefer races reported south stated than to two unknown white
 """)
-_WORDS = vocabulary("""
+_WORDS = _words("""
     1b 2b a ab absence absent acceptable active acuity acute advanced affected age aged all am amd an anaemia
     and angle anterior anti any aphakic arm armd arteritic artery asymptomatic at atrophic atrophy background
     bad baseline bdr benign bilateral bleed blood blurred border borderline branch brao brvo c cad case cataract
@@ -120,7 +119,7 @@ _WORDS = vocabulary("""
     ungradable unknown untreated unusable upper usable uveitic uveitis vascular vasculitis vegf vein venous very
     vf visible vision visual vitelliform vitreomacular vitreoretinal vitreous vmt wet with without x y yes
 """)
-_SCANNER_WORDS = vocabulary("""
+_SCANNER_WORDS = _words("""
     1 100 1000 130 1f 1r 2 2000 3000 330 3d 400 4000 400k 500 5000 600 6000 9000 a1 advance ag angiovue atlantis
     avanti bioptigen bm c2200 c2300 canon carl cirrus copernicus domain dri elite engineering envisu eyekon
     glauvas hd heidelberg held hoct hra hra2 hs huvitz ii inc intalight ivue ivue100 leica lite maestro maestro2
@@ -128,7 +127,7 @@ _SCANNER_WORDS = vocabulary("""
     rtvue100 s1 sd silverstone solix source spectral spectralis ss stratus svision swept synthetic tomey topcon
     towardpi triton unknown visionix widefield xephilio xr zeiss
 """)
-_PROTOCOL_WORDS = vocabulary("""
+_PROTOCOL_WORDS = _words("""
     2d 3d analysis angio angiography anterior art b bscan center centered central centre centred choroid
     choroidal circle circular cirrus combined combo corrected cross cube custom default deg degree degrees dense
     depth detail disc disk edi en enface enhanced eye face fast field fixation follow followup fovea foveal

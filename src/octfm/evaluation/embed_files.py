@@ -29,6 +29,7 @@ from octfm.data.catalog import Catalog, scan
 from octfm.data.isolation import Limits, Lost
 from octfm.data.lease import Lease
 from octfm.data.location import BucketPath, Location, location, write_whole
+from octfm.data.people import AmbiguousPeople
 from octfm.data.prepare import BAD_INPUT, code_of, prepare_acquisition, words
 from octfm.data.prepare import REASONS as PREPARE_REASONS
 from octfm.data.preprocessing import Preprocessing
@@ -40,7 +41,6 @@ from octfm.data.versions import listing_of, versions
 from octfm.errors import BucketError, EvaluationError
 from octfm.evaluation.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
 from octfm.evaluation.encoder import Encoder, load_encoder
-from octfm.evaluation.exported import refuse_inside_export
 from octfm.models.pooling import VectorPool
 from octfm.training.runtime import Precision, start
 
@@ -99,7 +99,6 @@ def embed_files(
     be embedded; BucketError where the bucket stopped answering, which is no file's fault.
     """
     out, limits = location(out), limits or Limits()
-    refuse_inside_export(out)
     encoder = _in_precision(load_encoder(run, device=device), precision, device).pooling(pool)
     kinds = [_of_encoder("pretrained", encoder)]
     if baselines:
@@ -232,7 +231,10 @@ def _catalog(
     except (FileNotFoundError, ValueError, KeyError):
         pass
     echo(f"{root}: looking at {len(listing):,} files")
-    catalog = scan(root, follow_links=follow_links, workers=workers, limits=limits)
+    try:
+        catalog = scan(root, follow_links=follow_links, workers=workers, limits=limits)
+    except AmbiguousPeople as ambiguous:
+        raise EvaluationError(f"{ambiguous}; then embed the catalog that it makes with --catalog") from None
     catalog.save(kept)
     write_whole(kept / "listing.json", json.dumps({"digest": digest}).encode())
     return catalog, versions(listing)
@@ -245,7 +247,7 @@ def _decoded(task: _Task, *, preprocessing: Preprocessing) -> Arrays | _Failure:
     """In a worker."""
     acquisition = task.acquisition
     try:
-        prepared, *_ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
+        prepared, _ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:

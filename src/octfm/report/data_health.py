@@ -1,5 +1,4 @@
-"""data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it, nor a
-word of a header or a table that octfm does not know (octfm.report.shareable)."""
+"""data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it."""
 
 import math
 from collections import Counter, defaultdict
@@ -25,7 +24,6 @@ from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
 from octfm.report.images import Picture, native_pictures
 from octfm.report.laterality import AUDITED, SHOWN, Doubt, by_scanner, laterality_doubts
 from octfm.report.page import render, write_page
-from octfm.report.shareable import shareable_catalog
 
 AXES = ("B-scan distance", "axial spacing", "lateral spacing")
 EXTENTS = ("extent across B-scans", "axial extent", "lateral extent")
@@ -58,7 +56,6 @@ def write_data_health(
 
     `locations`: where the files lie, for a catalog whose uris are pseudonyms. `looked`: the scan has looked at pixels.
     """
-    catalog = shareable_catalog(catalog)
     doubts = laterality_doubts(catalog.acquisitions)
     facts = {
         "summary": catalog.summary(),
@@ -70,6 +67,7 @@ def write_data_health(
         "shapes": _shapes(catalog.acquisitions),
         "rejects": _reasons(catalog.rejects),
         "skipped": _reasons(catalog.skipped),
+        "two_ids": _two_ids(catalog),
         "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
         "charts": distribution_charts(catalog.acquisitions),
         "sides": by_scanner(catalog.acquisitions),
@@ -235,6 +233,14 @@ def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:
         }
         for code, own in sorted(by_code.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
+
+
+def _two_ids(catalog: Catalog) -> list[tuple[int, int]]:
+    """(row of catalog.parquet, row of rejects.parquet) with the same voxels under two participants."""
+    rows = {a.sop_instance_uid: row for row, a in enumerate(catalog.acquisitions)}
+    left_out = enumerate((*catalog.rejects, *catalog.skipped))
+    of_two = [(row, reject) for row, reject in left_out if reject.code == "pixels_of_two_participants"]
+    return [(rows[reject.refers_to], row) for row, reject in of_two if reject.refers_to in rows]
 
 
 def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -1,0 +1,368 @@
+"""Whose scan a file is: a guess from folders is right or the scan stops, and a pattern decides."""
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from dicom_files import write_oct_dicom
+from octfm.data.catalog import Catalog, assign_splits, scan
+from octfm.data.location import write_whole
+from octfm.data.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
+from octfm.data.pseudonyms import pseudonymise
+from octfm.errors import ConfigError
+from octfm.report.data_health import write_data_health
+from store_samples import acquisition
+from test_cli import octfm_command
+from vendor_files import write_images
+
+ROOT = Path("/data/clinic")
+
+
+def found_in(paths, patterns=(), known=None) -> dict[str, Whose]:
+    scans = [Scan(str(ROOT / path), (known or {}).get(path, "")) for path in paths]
+    whose = find_people(scans, ROOT, [Pattern.parse(text) for text in patterns])
+    return {path: whose[str(ROOT / path)] for path in paths}
+
+
+def people(paths, patterns=(), known=None) -> list[tuple[str, str]]:
+    return [(w.participant, "".join(sorted(w.eyes))) for w in found_in(paths, patterns, known).values()]
+
+
+# ---- any tree: right, or the scan stops ---------------------------------------------------------------------------------------------
+
+EYES = [
+    ("OD", "OS"), ("R", "L"), ("right", "left"), ("rechts", "links"), ("droit", "gauche"), ("OD", "OG"), ("derecho", "izquierdo"),
+    ("RightEye", "LeftEye"), ("re", "le"), ("destro", "sinistro"), ("rechtes Auge", "linkes Auge"), ("œil droit", "œil gauche"),
+]  # fmt: skip
+NAMES = [
+    ["Meyer", "Schulz", "Müller", "Le Gall", "O'Brien", "Rossi"],
+    ["p1", "p2", "p3", "p10", "p11", "p12"],
+    ["patient_001", "patient_002", "patient_003", "patient_004", "patient_005", "patient_006"],
+    ["sub-01", "sub-02", "sub-03", "sub-04", "sub-05", "sub-06"],
+    ["1001", "1002", "4011", "7003", "1999", "2003"],
+    ["001", "002", "003", "004", "005", "006"],
+    ["1", "2", "3", "10", "11", "12"],
+    ["AB12345", "AB12346", "CD00017", "XY99120", "XY99121", "CD00018"],
+    ["OS", "AB", "DM", "OD", "LR", "GA"],
+    ["A12", "A13", "B01", "B02", "V1", "V2"],
+    ["AMD1", "AMD2", "DME1", "NORMAL1", "NORMAL2", "CNV7"],
+    ["210503", "998877", "120365", "311299", "445566", "010101"],
+    ["Meyer_Anna", "Meyer_Otto", "van_der_Berg", "Links_Petra", "May_Li", "Right_Joe"],
+    ["20030001", "20030002", "19990101", "20210503", "31415926", "27182818"],
+    ["OCT1001", "OCT1002", "OCT1003", "OCT1004", "OCT1005", "OCT1006"],
+    ["Patient A", "Patient B", "Patient C", "Patient D", "Patient E", "Patient F"],
+    ["R1001", "L1001", "R1002", "L1002", "R1003", "L1003"],
+]
+VISITS = [
+    ["2021-05-03", "2022-06-01"], ["visit1", "visit2"], ["V1", "V2"], ["baseline", "month12"], ["M00", "M12"], ["1", "2"], ["001", "002"],
+    ["20210503", "20220601"], ["Besuch 1", "Besuch 2"], ["2021", "2022"], ["exam_10432", "exam_10977"], ["T0", "T1"], ["3May2021", "1Jun2022"],
+    ["10432", "10977"], ["ses-01", "ses-02"], ["W4", "W104"], ["03.05.2021", "01.06.2022"], ["FU1", "FU2"], ["screening", "D180"],
+]  # fmt: skip
+PROTOCOLS = [
+    ["macula", "onh"], ["SD_OCT", "SS_OCT"], ["cube512x128", "5line"], ["star", "HRD21"], ["oct", "octa"], ["hr", "hs"],
+    ["20x15", "6x6mm"], ["ppol", "Disc"], ["wxyz", "qrst"],
+]  # fmt: skip
+GROUPS = [
+    ["train", "test"],
+    ["NORMAL", "AMD"],
+    ["Bonn", "Mainz"],
+    ["site1", "site2"],
+    ["cirrus", "spectralis"],
+    ["B1001", "B1002"],
+    ["1", "2"],
+]
+
+
+@st.composite
+def trees(draw):
+    """{path: (person, eye)}: people by eyes, visits, protocols and groups, as folders or in names, in any order."""
+    levels = draw(
+        st.permutations(
+            ["person", *draw(st.sets(st.sampled_from(["eye", "visit", "protocol", "group", "format", "scan"])))]
+        )
+    )
+    in_name = draw(st.integers(0, len(levels)))
+    separator = draw(st.sampled_from(["_", "-", " "]))
+    words = {"eye": EYES, "visit": VISITS, "protocol": PROTOCOLS, "group": GROUPS}
+    chosen = {level: draw(st.sampled_from(options)) for level, options in words.items()}
+    names = draw(st.sampled_from(NAMES))
+    count, begins_anew = draw(st.integers(1, 6)), draw(st.booleans())
+    scan = draw(st.sampled_from(["{}", "img{:03}", "scan_{}", "volume {}", "oct-{}"]))
+    tree: dict[str, tuple[int, str]] = {}
+    for person in range(count):
+        group = person % 2
+        # Either every clinic numbers its own people, or numbers are unique.
+        anew = (
+            begins_anew
+            and "group" in levels
+            and (levels.index("group") < levels.index("person") or levels.index("person") >= in_name)
+        )
+        name = names[person // 2] if anew else names[person]
+        for eye in draw(st.sampled_from(["RL", "RL", "R", "L"])):
+            for visit in range(draw(st.integers(1, 2))):
+                protocol = draw(st.integers(0, 1))
+                part = {
+                    "person": name, "eye": chosen["eye"]["RL".index(eye)], "visit": chosen["visit"][visit], "format": "oct",
+                    "protocol": chosen["protocol"][protocol], "group": chosen["group"][group], "scan": scan.format(len(tree) + 1),
+                }  # fmt: skip
+                parts = [part[level] for level in levels]
+                path = "/".join([*parts[:in_name], separator.join(parts[in_name:]) or "volume"])
+                if path + ".tif" not in tree:
+                    tree[path + ".tif"] = (person, eye)
+                elif tree[path + ".tif"][0] != person:
+                    return {}  # two people's file of one name is no tree
+    return tree
+
+
+@settings(max_examples=int(os.environ.get("OCTFM_TREES", "250")), deadline=None)
+@given(trees())
+def test_two_people_never_become_one_nor_one_person_two_or_it_stops(tree):
+    if not tree:
+        return
+    try:
+        found = found_in(tree)
+    except AmbiguousPeople as ambiguous:
+        event("stops")
+        assert "--participant-from" in str(ambiguous) and "\n" not in str(ambiguous) and ambiguous.guess.table()
+        return
+    event("is sure")
+    pairs = {(found[path].participant, person) for path, (person, _) in tree.items()}
+    assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}), (tree, pairs)
+    for path, (_, eye) in tree.items():
+        assert found[path].eyes <= {eye}, path
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["patient_1/OD/macula.tif", "patient_1/OS/macula.tif", "patient_2/OD/macula.tif"], ["1 R", "1 L", "2 R"]),
+        (["1001/OD/macula.tif", "1001/OS/onh.tif", "1002/links/oct.tif"], ["1001 R", "1001 L", "1002 L"]),
+        (["OD/1001.tif", "OS/1001.tif"], ["1001 R", "1001 L"]),
+        (["1001OD.tif", "1001OS.tif", "1002OD.tif"], ["1001 R", "1001 L", "1002 R"]),
+        (["sub-01/ses-01/sub-01_ses-01_R.nii.gz", "sub-02/ses-01/sub-02_ses-01_L.nii.gz"], ["01 R", "02 L"]),
+        (["Patienten/007/SD_OCT.tif", "Patienten/008/SD_OCT.tif"], ["007 ", "008 "]),
+        (["1001/Macula/rechtes Auge.tif", "1001/Macula/œil gauche.tif"], ["1001 R", "1001 L"]),
+        (["P1/2021-05-03/OD/oct.tif", "P1/2022-05-03/OS/oct.tif"], ["P1 R", "P1 L"]),
+        (["Meyer/scan.tif"], ["Meyer "]),
+    ],
+)
+def test_trees_that_leave_nothing_open_need_no_pattern(paths, expected):
+    assert [f"{person} {eye}" for person, eye in people(paths)] == expected
+
+
+@pytest.mark.parametrize(
+    ("paths", "guess", "participants"),
+    [
+        (["OD/a.tif", "OS/a.tif", "OD/b.tif"], ["{eye}/{participant}"], 2),
+        (["OD/oct.tif", "OS/oct.tif"], [], 0),
+        (["SD_OCT/1.tif", "SD_OCT/2.tif"], ["*/{participant}"], 2),
+        (["001/OD.tif", "001/OS.tif", "002/OD.tif"], ["{participant}/{eye}"], 2),
+        (["scan_001.tif", "scan_002.tif"], ["{participant}"], 2),
+        (["NORMAL/1.tif", "DME/1.tif"], ["{participant}/{participant}"], 2),
+        (["train/p1.tif", "test/p1.tif"], ["{participant}/{participant}"], 2),
+        (["train/CNV/CNV-12345-1.npz", "test/DME/DME-777-1.npz"], ["*/*/*-{participant}-*"], 2),
+        (["Meyer_Anna/OD.tif", "Meyer_Anna/OS.tif", "Schulz/OD.tif"], ["{participant}/{eye}"], 2),
+        (["p1/OD.tif", "P01/OS.tif"], ["{participant}/{eye}"], 2),
+        (["Macula/1001.tif", "OD/1001.tif"], ["*/{participant}"], 1),
+        (["Bonn/1001/OD.tif", "Bonn/1001/OS.tif", "Mainz/1001/OD.tif"], ["{participant}/{participant}/{eye}"], 2),
+    ],
+)
+def test_an_ambiguous_tree_stops_and_its_guess_can_be_accepted(paths, guess, participants):
+    with pytest.raises(AmbiguousPeople) as stopped:
+        people(paths)
+    assert stopped.value.guess.patterns == guess and stopped.value.guess.participants == participants
+    assert all(f"--participant-from '{pattern}'" in str(stopped.value) for pattern in guess)
+    assert paths[0] in stopped.value.guess.table()
+    if guess:
+        assert len({person for person, _ in people(paths, guess)}) == participants
+
+
+def test_an_optic_disc_is_no_right_eye():
+    with pytest.raises(AmbiguousPeople) as stopped:
+        people(["1001/OD.tif", "1001/macula.tif", "1002/OD.tif"])
+    assert all(line.right == 0 for line in stopped.value.guess.lines)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("{participant}/{eye}/*", "Meyer/OD/deep/er/x.tif", ("Meyer", "R")),
+        ("{participant}_{eye}_*.png", "van_der_Berg_OS_2.png", ("van_der_Berg", "L")),
+        ("{participant}_{eye}", "van_der_Berg_OS.tif", ("van_der_Berg", "L")),
+        ("*/{visit}/{participant}_*", "oct/2021/12_x.npz", ("12", "")),
+        ("{participant}/{participant}/{eye}", "Bonn/1/OG.nii.gz", ("Bonn/1", "L")),
+        ("./{participant}\\{eye}\\*", "Meyer/links/x.tif", ("Meyer", "L")),
+        ("{eye}/{participant}", "œil gauche/1.tif", ("1", "L")),
+        ("**/{participant}_{eye}", "a/b/c/7_R.tif", ("7", "R")),
+        ("Patient {participant}/*", "patient Meyer, Anna/x.tif", ("Meyer, Anna", "")),
+    ],
+)
+def test_a_pattern_decides(pattern, path, expected):
+    assert people([path], [pattern]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("{patient}/*", r"unknown \{patient\}; did you mean \{participant\}\?"),
+        ("*/*", r"expected \{participant\}"),
+        ("{participant}{visit}", "nothing separates"),
+        ("{participant/{eye}", "unknown|brace"),
+        ("*{participant}*_*_*_*_*_*", "more than 6"),
+        ("{participant}/{", "brace"),
+    ],
+)
+def test_a_pattern_that_cannot_be_meant_is_refused(pattern, hint):
+    with pytest.raises(ConfigError, match=hint):
+        Pattern.parse(pattern)
+
+
+def test_files_that_no_pattern_fits_are_named_and_words_are_no_people():
+    with pytest.raises(PeopleError, match=r"1 of 2 files .* for example stray\.tif; give the option once more"):
+        people(["Meyer/OD.tif", "stray.tif"], ["{participant}/{eye}"])
+    assert people(["Meyer/OD.tif", "stray.tif"], ["{participant}/{eye}", "{participant}"])[1] == ("stray", "")
+    with pytest.raises(PeopleError, match="gives OD, OS as participants, which are words for eyes"):
+        people(["OD/a.tif", "OS/b.tif"], ["{participant}/*"])
+
+
+def test_files_that_name_their_participant_name_that_of_their_folder():
+    known = {"Meyer/b.dcm": "1001"}
+    assert people(["Meyer/a.tif", "Meyer/b.dcm", "Li/c.tif"], ["{participant}/*"], known) == [("1001", "")] * 2 + [
+        ("Li", "")
+    ]
+    assert people(["p1/a.tif", "p1/b.dcm"], known={"p1/b.dcm": "1001"}) == [("1001", "")] * 2
+    for paths, known in (
+        (["p1/a.tif", "p1/b.dcm", "p1/c.dcm"], {"p1/b.dcm": "1001", "p1/c.dcm": "1002"}),
+        (["p1/a.tif", "p1/b.dcm", "p2/a.tif", "p2/b.dcm"], {"p1/b.dcm": "1001", "p2/b.dcm": "1001"}),
+    ):
+        with pytest.raises(AmbiguousPeople):
+            people(paths, known=known)
+        with pytest.raises(PeopleError, match="name these files in a table"):
+            people(paths, ["{participant}/*"], known)
+
+
+def test_an_archive_is_a_folder_of_its_name():
+    found = found_in(
+        ["site.zip!/p1/OD.tif", "p2/OS.e2e!/series_1_2_3"], ["site/{participant}/*", "{participant}/{eye}"]
+    )
+    assert [(w.participant, *w.eyes) for w in found.values()] == [("p1", "R"), ("p2", "L")]
+
+
+# ---- through a scan -----------------------------------------------------------------------------------------------------------------
+
+
+def write_tree(root: Path, paths) -> Path:
+    for number, path in enumerate(paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        voxels = np.random.default_rng(number).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        np.savez(root / path, volume=voxels, spacing_mm=np.array([0.12, 0.0039, 0.0115]))
+    return root
+
+
+def test_eyes_of_folders_reach_the_catalog_and_how_people_were_found(tmp_path):
+    root = write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz", "Schulz/OD/c.npz"])
+    write_oct_dicom(
+        root / "Li" / "d.dcm",
+        np.arange(4 * 32 * 36, dtype=np.uint32).reshape(4, 32, 36).astype(np.uint8),
+        (0.12, 0.0039, 0.0115),
+        participant="77",
+        laterality=None,
+    )
+    with pytest.raises(AmbiguousPeople, match="whose eyes 3 of 4 scans show"):
+        scan(root, workers=0)
+    catalog = scan(root, workers=0, participant_from="{participant}/{eye}/*")
+    assert [(a.participant, a.laterality, a.participant_source) for a in catalog.acquisitions] == [
+        ("77", None, "header"), ("Meyer", "R", "pattern"), ("Meyer", "L", "pattern"), ("Schulz", "R", "pattern")
+    ]  # fmt: skip
+    assert set(catalog.acquisitions[1].flags) == {"participant_from_pattern", "laterality_from_path"}
+    assert Catalog.load(catalog.save(tmp_path / "catalog")) == catalog
+    assert catalog.summary()["participants_found_by"] == {"pattern": 3, "header": 1}
+    shutil.make_archive(str(tmp_path / "zipped" / "all"), "zip", root)
+    for zipped in (
+        scan(tmp_path / "zipped", workers=0, participant_from="all/{participant}/{eye}/*"),
+        scan(tmp_path / "zipped", workers=0, participant_from="all/{participant}/{eye}/*", extract=tmp_path / "out"),
+    ):
+        assert [a.eye_id for a in zipped.acquisitions] == [a.eye_id for a in catalog.acquisitions]
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_bucket_is_a_tree_like_any_other(place, tmp_path):
+    root = write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz"])
+    shutil.make_archive(str(tmp_path / "all"), "zip", root)
+    for path in (*root.rglob("*.npz"), tmp_path / "all.zip"):
+        name = path.relative_to(root) if path.is_relative_to(root) else path.name
+        write_whole(place / str(name), path.read_bytes())
+    with pytest.raises(AmbiguousPeople, match="Meyer"):
+        scan(place, workers=0)
+    patterns = ["all/{participant}/{eye}/*", "{participant}/{eye}/*"]
+    assert [a.eye_id for a in scan(place, workers=0, participant_from=patterns).acquisitions] == ["Meyer_R", "Meyer_L"]
+
+
+def test_a_folder_of_images_fits_as_the_images_in_it_do(tmp_path):
+    for seed, name in enumerate(("Meyer/OD", "Meyer/OS")):
+        voxels = np.random.default_rng(seed).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_images(tmp_path / name, voxels)
+        (tmp_path / f"{name}.json").unlink()
+    options = {"workers": 0, "nominal_spacing_mm": (0.12, 0.0039, 0.0115)}
+    for pattern in ("{participant}/{eye}/*", "{participant}/{eye}/*.png", "{participant}/{eye}"):
+        found = scan(tmp_path, participant_from=pattern, **options).acquisitions
+        assert [a.eye_id for a in found] == ["Meyer_R", "Meyer_L"], pattern
+
+
+@pytest.mark.parametrize("kind", ["identical", "of equal pixels"])
+def test_F16_images_of_two_participants_are_named_and_share_a_split(tmp_path, kind):
+    names = [f"p{person}/{eye}.npz" for person in range(1, 13) for eye in ("OD", "OS")]
+    root = write_tree(tmp_path / "clinic", names)
+    if kind == "identical":
+        shutil.copy(root / "p1/OD.npz", root / "p2/extra.npz")
+    else:
+        with np.load(root / "p1/OD.npz") as file:
+            np.savez_compressed(root / "p2/extra.npz", **file)
+    options = {"workers": 0, "pixels": kind != "identical"}
+    for seed in range(4):
+        catalog = scan(root, seed=seed, **options)
+        split = {a.participant: a.split for a in catalog.acquisitions}
+        assert split["p1"] == split["p2"] and len(set(split.values())) == 3
+    (reject,) = catalog.rejects
+    assert reject.code == "pixels_of_two_participants"
+    for word in ("p1/OD.npz", "p2/extra.npz", "participant p1's", "not p2's", "two ids of one person, or a copy"):
+        assert word in reject.sentence
+    flagged = {a.uri for a in catalog.acquisitions if "pixels_of_two_participants" in a.flags}
+    assert flagged == {str(root / "p1/OD.npz")}
+    assert {a.participant for a in catalog.acquisitions if "split_with_another_id" in a.flags} == {"p1", "p2"}
+    page = write_data_health(catalog, tmp_path / "page.html", images=False).read_text()
+    row = [a.uri for a in catalog.acquisitions].index(str(root / "p1/OD.npz"))
+    assert "under two participants" in page and f"{row} and 0" in page
+    hidden = pseudonymise(catalog, b"0123456789abcdef")
+    assert "under two participants" in write_data_health(hidden, tmp_path / "hidden.html", images=False).read_text()
+
+
+def test_F16_recommended_splits_of_one_person_with_two_ids_become_one(tmp_path):
+    rows = [
+        acquisition(n, participant_labels={"recommended_split": ("train", "val", "test", "test")[n // 2]})
+        for n in range(8)
+    ]
+    placed = assign_splits(rows, one_person=[("P000", "P002"), ("P002", "P001")])
+    assert {a.participant: a.split for a in placed} == {
+        "P000": "train",
+        "P001": "train",
+        "P002": "train",
+        "P003": "test",
+    }
+
+
+def test_the_command_shows_its_guess_and_how_to_accept_it(tmp_path):
+    write_tree(tmp_path / "clinic", ["Meyer/OD.npz", "Meyer/OS.npz", "Schulz/OD.npz"])
+    code, out, err = octfm_command("scan", "clinic", "--workers", "0", cwd=tmp_path)
+    assert code == 1 and err.count("\n") == 1 and not (tmp_path / "catalog").exists()
+    assert "Meyer/OD.npz -> participant Meyer, right eye" in out and "2 participants in all" in out
+    accept = next(line for line in out.splitlines() if line.startswith("if the guess is right: "))
+    assert accept.endswith("octfm scan clinic --workers 0 --participant-from '{participant}/{eye}'")
+    code, out, _ = octfm_command(*shlex.split(accept.partition("octfm ")[2]), cwd=tmp_path)
+    assert code == 0 and "participants found by: pattern 3" in out
