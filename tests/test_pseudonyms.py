@@ -301,6 +301,7 @@ def test_what_is_withheld_is_counted_by_column(catalog):
     assert withheld(three, ["visus"]) == {"Patient": (2, 2), "diagnosis": (1, 3)}
     with pytest.raises(ConfigError, match=r"--keep-columns visis: no participant has such a column"):
         withheld(three, ["visis"])
+    assert withheld(replace(three, acquisitions=()), ["visus"]) == {}, "where nothing is accepted, that is the error"
 
 
 def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, tmp_path):

@@ -79,7 +79,7 @@ def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, 
     """
     people = {a.participant: a.participant_labels for a in catalog.acquisitions}
     columns = sorted({column for labels in people.values() for column in labels})
-    if absent := sorted(set(keep_columns) - set(columns)):
+    if people and (absent := sorted(set(keep_columns) - set(columns))):
         raise ConfigError(
             f"--keep-columns {absent[0]}: no participant has such a column, or its name says that it identifies a person; "
             f"columns: {', '.join(columns) or 'none'}"
