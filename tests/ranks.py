@@ -174,7 +174,7 @@ def misbehave(
     nap: float = 600,
     most: int = 1,
 ) -> None:
-    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank or other-store.
+    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank, other-order or other-store.
 
     memory: from that step on, there is some for `most` volumes at a time. kill-saving: at the operation number `at` of saving.
     """
@@ -228,6 +228,11 @@ def misbehave(
     if fault == "wrong-rank":
         Loader.positions = lambda self, step: (
             positions(self, step) % (self.global_batch_size // self.world) + step * self.global_batch_size
+        )
+    if fault == "other-order" and rank == on:
+        indices = Loader.indices
+        Loader.indices = lambda self, places: indices(
+            self, places + (places >= at * self.global_batch_size) * len(self.rows)
         )
     if fault == "other-store" and rank == on:
         loop._identity = lambda store, rows: "f" * 64

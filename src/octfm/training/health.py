@@ -84,6 +84,18 @@ def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[T
     return norms[0] / norms[1].clamp_min(1e-12)
 
 
+@torch.no_grad()
+def cosine(
+    start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """Between the ways from `start` to `a` and to `b`, over lists of tensors; 0 where either is none. `sum_shares_` as above."""
+    ways = zip(torch._foreach_sub(a, start), torch._foreach_sub(b, start), strict=True)
+    sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in ways]).double().sum(0)
+    if sum_shares_ is not None:
+        sum_shares_(sums)
+    return sums[0] / (sums[1] * sums[2]).sqrt().clamp_min(1e-30)
+
+
 def parameters_of(module: nn.Module) -> list[Tensor]:
     return [p.detach() for p in module.parameters()]
 

@@ -90,13 +90,7 @@ def make_inputs(
     if drawn is not None:
         band, valid = drawn.surfaces(band, valid, height, spacing)
     tokens = token_map(band, valid, preprocessing.image_size, config.model.patch_size)
-    stream = MASKS if augmented else VALIDATION
-    settings = (
-        config.masks.at(batch.position[0] / (config.data.global_batch_size * config.steps))
-        if augmented
-        else config.masks
-    )
-    masks = sample_masks(settings, tokens, generators(config.seed, stream, batch.position))
+    masks = draw_masks(config, tokens, batch.position, training=augmented)
 
     kept = runtime.tensor(masks.kept)
     tissue = runtime.tensor(masks.tissue)
@@ -114,6 +108,14 @@ def make_inputs(
         # Only the context is recoloured: features then gain nothing from brightness and contrast, which tell scanners, not eyes.
         patches = augment.recoloured(raw, kept, moves, mean, std)
     return Inputs(patches, target_patches, index, tissue, masks)
+
+
+def draw_masks(config: PretrainConfig, tokens: np.ndarray, positions: np.ndarray, training: bool = True) -> TokenMasks:
+    """The masks of volumes with these token maps at these places of the run; or of validation, which has the same ones every time."""
+    if not training:
+        return sample_masks(config.masks, tokens, generators(config.seed, VALIDATION, positions))
+    settings = config.masks.at(positions[0] / (config.data.global_batch_size * config.steps))
+    return sample_masks(settings, tokens, generators(config.seed, MASKS, positions))
 
 
 def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -141,6 +141,24 @@ class Learner:
             self.runtime.share(self.tensors().values())
         else:
             self.runtime.share(self.model.state_dict().values())
+        self._require_moments(source)
+
+    def _require_moments(self, source: Path) -> None:
+        """The optimizer knows as many updates as the run has made: without its moments the next ones would tear the weights away."""
+        made, lost = len(self.state.losses), 0
+        matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2]
+        for p in matrices if made else ():
+            state = self.optimizer.state.get(p, {})
+            share = self.runtime.local(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
+            # Shares of a small matrix may be empty on some ranks.
+            empty = share is not None and not share.numel()
+            lost += share is None or float(state["step"]) < made or not (empty or bool(share.any()))
+        if lost:
+            raise CheckpointError(
+                f"{source}: the optimizer's state is lost for {lost} of {len(matrices)} weight matrices of the encoder, after {self.step} "
+                "updates: going on would damage what was learned; move this checkpoint away, so that the run continues from the one "
+                "before, or start another run with these weights (model.init)"
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments by name, the live ones."""

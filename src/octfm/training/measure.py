@@ -11,7 +11,7 @@ import torch
 from octfm.data.loader import Batch
 from octfm.data.store import Store
 from octfm.models.objective import content_free_baseline
-from octfm.training import health
+from octfm.training import audit, health
 from octfm.training.inputs import make_inputs
 from octfm.training.learner import Learner
 from octfm.training.runtime import Runtime
@@ -64,15 +64,15 @@ class Before:
 
     teacher: list[torch.Tensor]
     """Empty where the objective has none."""
-    sample: list[torch.Tensor]
-    """A few of the trained matrices."""
+    audit: audit.Audit | None
+    """None where steps are compiled: the preflight has looked at the objective, and every step would carry a share of it."""
 
     @classmethod
-    def update(cls, learner: Learner) -> "Before":
-        teacher = learner.model.target_encoder
+    def update(cls, learner: Learner, done: Sequence[MicroStep]) -> "Before":
+        teacher, passes = learner.model.target_encoder, done[-1].gradients if done else None
         return cls(
             [p.clone() for p in _own(learner, teacher)] if teacher is not None else [],
-            [p.clone() for p in _sample(learner)],
+            audit.Audit.begin(learner, passes) if passes is not None else None,
         )
 
     @torch.no_grad()
@@ -81,10 +81,7 @@ class Before:
         share, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
         after, student = _own(learner, teacher) if teacher is not None else [], _own(learner, learner.model.encoder)
         size = torch.stack(torch._foreach_norm([*after, *student])).norm()
-        stuck = torch.cat([(a == b).flatten() for a, b in zip(self.sample, _sample(learner), strict=True)])
-        counts = torch.stack((stuck.sum().float(), torch.full_like(size, float(stuck.numel()))))
-        share(counts)
-        found = {"weights_stuck": counts[0] / counts[1], "size": size}
+        found = {"size": size} | (self.audit.end(learner) if self.audit is not None else {})
         if not after:
             return found
         return found | {
@@ -92,18 +89,17 @@ class Before:
             # As a momentum of 0 would ask it.
             "teacher_asked": health.relative_distance(student, self.teacher, share),
             "teacher_distance": health.relative_distance(after, student, share),
+            "teacher_along": health.cosine(self.teacher, after, student, share),
         }
 
 
-def update(learner: Learner, made: torch.Tensor, *, look: bool) -> dict[str, torch.Tensor]:
-    """Make the update if `made`; with `look`, what it has moved, still on the device."""
-    before = Before.update(learner) if look else None
+def update(
+    learner: Learner, made: torch.Tensor, *, look: bool, done: Sequence[MicroStep] = ()
+) -> dict[str, torch.Tensor]:
+    """Make the update if `made`; with `look`, what it has moved, still on the device. `done` are the step's passes."""
+    before = Before.update(learner, done) if look else None
     learner.update(made)
     return before.moved(learner) if before is not None else {}
-
-
-def _sample(learner: Learner) -> list[torch.Tensor]:
-    return [learner.runtime.local(p.detach()) for p in learner.decayed[1 :: max(1, len(learner.decayed) // 4)]]
 
 
 def _own(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -127,12 +123,14 @@ def train_row(
     masks = torch.from_numpy(
         np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64)
     )
-    measured = dict(zip(moved, (float(x) for x in runtime.read(*moved.values())), strict=True))
+    read = dict(zip(moved, runtime.read(*moved.values()), strict=True))
+    audited = audit.summary(audit.names(learner), read.pop("audit")) if "audit" in read else {}
+    measured = {name: float(x) for name, x in read.items()}
     shares = runtime.exchange(np.array([float(loss), *masks.mean(1), measured.pop("size")]))
     if "teacher_asked" in measured:
         measured["teacher_asked"] *= 1 - ema
     measured["ranks_apart"] = 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1])
-    return runtime.first(lambda: _row(model.name, whole, np.array(scanners), shares) | measured)
+    return runtime.first(lambda: _row(model.name, whole, np.array(scanners), shares) | measured | audited)
 
 
 def _tissue_features(runtime: Runtime, done: list[MicroStep]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from octfm.data.location import BucketPath, Location, location
 from octfm.data.store import Store
 from octfm.errors import ConfigError, Preempted
 from octfm.models.vit3d import count_parameters
-from octfm.training import checkpoint, health, monitors, preflight
+from octfm.training import checkpoint, feed, health, monitors, preflight
 from octfm.training.bucket_run import BucketRun, mirror_of
 from octfm.training.checkpoint_writer import keep_best
 from octfm.training.inputs import Objective, frozen_encoder, teacher_parameters
@@ -22,7 +22,12 @@ from octfm.training.learner import Learner
 from octfm.training.limits import limits
 from octfm.training.measure import Window, train_row, update, validate
 from octfm.training.online_probe import Cases, find_cases, online_probe, tissue_vectors
-from octfm.training.preflight.ranks import require_disjoint, require_same_data, require_same_folder
+from octfm.training.preflight.ranks import (
+    require_disjoint,
+    require_same_data,
+    require_same_folder,
+    require_same_order,
+)
 from octfm.training.resume import resume
 from octfm.training.run_folder import RunFolder, claim_together
 from octfm.training.runtime import Runtime, environment, join
@@ -128,6 +133,7 @@ def _train(
         store, train_rows, size, config.seed, runtime.rank, runtime.world, data.prefetch, data.balance_scanners
     )
     require_disjoint(runtime, loader, learner.step + learner.state.offset)
+    require_same_order(runtime, loader, learner.step + learner.state.offset)
     cases = find_cases(config.probe, store, train_rows, validation_rows)
     metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)
     if metrics.broken is not None:
@@ -138,6 +144,7 @@ def _train(
     session.exclude()
     session.recall_memory()
     check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
+    fed = feed.Feed(config, store, loader, runtime)
     waiting = Waiting(config.tracking.step_deadline_s, session.tell_waiting)
     waiting.start()
     try:
@@ -169,14 +176,18 @@ def _train(
                 runtime.clip(learner.trained, config.clip_grad_norm),
                 limits(config.health, learner.state),
             )
-            moved = update(learner, outcome.made, look=measured)
-            told = tell(learner, done, outcome, interruption.asked)
+            moved = update(learner, outcome.made, look=measured, done=done)
+            excluded = bool(learner.state.excluded)
+            told = tell(
+                learner, done, outcome, interruption.asked, fed.look(at, rows, excluded, batch, done, closely=looked)
+            )
             waiting.for_("the device")
             if learner.micro_batch != micro_batch:
                 session.tell_memory(step, micro_batch)
 
             rate = float(learner.optimizer.param_groups[0]["lr"])
             finding = check_rate(step, rate) or monitors.step_findings(config, learner.state, told, rows)
+            finding = finding or feed.finding(told.fed, rows)
             row = {}
             if told.made:
                 learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
@@ -200,6 +211,8 @@ def _train(
                 continue
             if _due(step, config.validate_every_steps, config.steps) and len(validation_rows):
                 metrics.write("validation", step, **validate(learner, store, validation_rows))
+                if advice := runtime.first(lambda: monitors.held_out(read_metrics(run.metrics))):
+                    session.act(step, advice)
                 if metrics.listeners:
                     metrics.picture("masks", step, sample_picture(config, store, validation_rows[:4], step))
                 window.restart()

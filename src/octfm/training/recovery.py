@@ -34,6 +34,8 @@ def respond(
     are named when they are first seen and acted upon when seen again within two looks: neither is a matter of one batch.
     """
     state = state.forget_before(step, config)
+    if finding.kind == "advice":
+        return Response("watch", state, "training goes on")
     if finding.kind == "code":
         state = replace(state, faults=(*state.faults, step))
         if len(state.faults) < 2 or config.on_fault == "warn":

@@ -22,7 +22,7 @@ NAMES = {
     "constant-targets": "collapse",
     "batch-norm": "batch statistics",
     "bf16-underflow": "underflow",
-    "hidden-lr": "loss spike",
+    "hidden-lr": "update",
 }
 """What the monitors have to call each fault."""
 

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from octfm.errors import TrainingError
 from octfm.masks import TokenMasks
 from octfm.models.objective import ObjectiveOutput, TokenIndex
 from octfm.models.vit3d import take_tokens
+from octfm.training.audit import gradients
 from octfm.training.inputs import Inputs, make_inputs
 from octfm.training.learner import Learner
 from octfm.training.limits import Limits
@@ -40,6 +42,11 @@ class MicroStep:
     """Gradient of the loss w.r.t. target voxels on the context path; None if it was not looked at."""
     company: torch.Tensor | None
     """Relative change of a volume's loss with the company it has; None if it was not looked at."""
+    ascent: torch.Tensor | None = None
+    """Minus the least derivative of what is minimised by a volume's masked loss, which is above 0 if training goes uphill; None if it was
+    not looked at."""
+    gradients: list[torch.Tensor] | None = None
+    """Followed rows of the gradients after the last micro-batch of this rank (see audit.py); None if they were not looked at."""
 
 
 def _keep(
@@ -105,30 +112,38 @@ class Told:
     leak: float | None
     """The largest of any rank."""
     company: float | None
+    ascent: float | None
     asked: str | None
     """A signal that some rank was sent."""
+    fed: np.ndarray
+    """[ranks, n]: what each rank says of its data."""
 
 
-def tell(learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: str | None = None) -> Told:
+def tell(
+    learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: str | None = None, fed: Sequence[float] = ()
+) -> Told:
     """Tell the other ranks how this step went here, and hear the same of them: the first moment at which a host reads of a step.
 
-    The smallest micro-batch becomes everyone's (F7).
+    The smallest micro-batch becomes everyone's (F7). `fed` is what this rank has to say of its data (feed.py).
     """
     runtime = learner.runtime
     losses = [
         torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in ("masked_loss_B", "context_loss_B")
     ]
-    looked = [[x for x in (getattr(d, name) for d in done) if x is not None] for name in ("leak", "company")]
-    extremes = [max((float(x) for x in runtime.read(*seen)), default=-1.0) for seen in looked]
+    looked = [[x for x in (getattr(d, name) for d in done) if x is not None] for name in ("leak", "company", "ascent")]
+    extremes = [max((float(x) for x in runtime.read(*seen)), default=-inf) for seen in looked]
     number = float(signal.Signals[asked]) if asked else 0.0
-    own = np.concatenate([torch.cat(losses).double().cpu().numpy(), [*extremes, float(learner.micro_batch), number]])
+    own = np.concatenate(
+        [torch.cat(losses).double().cpu().numpy(), [*fed, *extremes, float(learner.micro_batch), number]]
+    )
     rows = runtime.exchange(own)
     share = len(losses[0])
     masked, context = (
         torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1)
     )
     # NaN counts as nothing seen, as it does in max().
-    leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-4, -3))
+    leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-5, -4))
+    ascent = float(max((x for x in rows[:, -3] if x > -inf), default=-inf))
     micro_batch, number = int(rows[:, -2].min()), int(rows[:, -1].max())
     if micro_batch != learner.micro_batch:
         learner.state = replace(learner.state, micro_batch=micro_batch)
@@ -142,7 +157,9 @@ def tell(learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: s
         bool(made),
         leak if leak >= 0 else None,
         company if company >= 0 else None,
+        ascent if ascent > -inf else None,
         found,
+        rows[:, 2 * share : rows.shape[1] - 5],
     )
 
 
@@ -203,14 +220,18 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
         inputs.patches.requires_grad_(examined)
         with learner.runtime.autocast():
             output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
+        looked = examined and not learner.runtime.steady
+        if looked:
+            output.masked_loss_B.retain_grad()
         (output.loss / micro_steps).backward()
+        slope = output.masked_loss_B.grad if looked else None
         # In a compiled step it would be a share of every one: the preflight has looked at it.
-        company = _company(learner, inputs, context_weight) if examined and not learner.runtime.steady else None
-        done.append(
-            _keep(
-                inputs, output, part, everything=everything, leak=_leak(inputs) if examined else None, company=company
-            )
-        )
+        company = _company(learner, inputs, context_weight) if looked else None
+        leak, ascent = _leak(inputs) if examined else None, -slope.min() if slope is not None else None
+        kept = _keep(inputs, output, part, everything=everything, leak=leak, company=company)
+        done.append(replace(kept, ascent=ascent))
+    if everything and not learner.runtime.steady:
+        done[-1] = replace(done[-1], gradients=gradients(learner))
     return done
 
 

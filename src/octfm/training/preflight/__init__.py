@@ -46,6 +46,7 @@ def checks(
     found = [
         *first,
         data.ranks(config, store, train_rows, runtime.world),
+        data.order(config, store, train_rows),
         *curves.learning_rate(schedule),
         curves.weight_decay(schedule),
         *([curves.teacher(schedule)] if config.objective.name != "mae" else []),
@@ -65,6 +66,7 @@ def checks(
     found += cohort.checks(store, train_rows)
     found += objective.integrity(config, store, train_rows)
     found.append(objective.views(config, store, train_rows))
+    found.append(objective.masks_change(config, store, train_rows))
     found += objective.validation_masks(config, store, validation_rows)
     if not any(check.status == "FAIL" for check in found):
         found.append(objective.overfit(config, store, train_rows))

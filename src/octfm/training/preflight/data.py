@@ -17,6 +17,8 @@ SAMPLE = 32
 """Volumes that are read to count tokens."""
 AT_ONCE = 4
 """Of them in memory at a time: a volume may be 9 MB."""
+MOST_STEPS = 4096
+"""Of which the order of volumes is looked at."""
 CHECKSUMS = 8
 """Volumes whose checksum is compared."""
 
@@ -115,6 +117,27 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
     if not worlds:
         return passed("ranks", "one rank; a global batch of this size cannot be shared by 2 or 4")
     return passed("ranks", f"disjoint shares of the global batch with {' or '.join(map(str, worlds))} ranks")
+
+
+def order(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
+    """Every epoch has every volume once, and no batch is the one before it."""
+    name, batch, volumes = "data order", config.data.global_batch_size, len(train_rows)
+    with Loader(store, train_rows, batch, config.seed, balance=config.data.balance_scanners) as loader:
+        steps = min(config.steps, 2 * -(-volumes // batch) + 1, MOST_STEPS)
+        rows = loader.indices(np.arange(steps * batch))
+    if volumes < batch:
+        measured = f"{volumes} volumes to train on and {batch} in a batch: every batch has some of them more than once"
+        return warn(name, measured, "lower data.global_batch_size, or prepare more volumes")
+    if config.data.balance_scanners:
+        return passed(name, f"scanners take turns over {volumes} volumes")
+    for first in range(0, len(rows) - volumes + 1, volumes):
+        if missing := volumes - len(np.unique(rows[first : first + volumes])):
+            measured = f"{missing} of {volumes} volumes do not come in the first epochs, others come again and again"
+            return fail(name, measured, "every epoch must have every volume once; report this as a bug")
+    in_batches = np.sort(rows.reshape(-1, batch), 1)
+    if volumes >= 2 * batch and steps > 1 and (in_batches[1:] == in_batches[:-1]).all(1).any():
+        return fail(name, "a batch has the same volumes as the one before", "report this as a bug")
+    return passed(name, f"every volume once in an epoch of {volumes / batch:.3g} steps")
 
 
 def prepared(store: Store) -> Check:

@@ -10,6 +10,7 @@ from octfm.masks import sample_masks, token_map
 from octfm.models.objective import TokenIndex
 from octfm.models.vit3d import take_patches
 from octfm.training import augment
+from octfm.training.feed import masks_repeat
 from octfm.training.inputs import Objective, build_objective, generators, make_inputs, optimizer_groups
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.preflight.tokens import PREFLIGHT_STREAM
@@ -77,6 +78,17 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
         measured = f"{falls:.0%} of grey values are ordered differently in the two views"
         return fail("views agree", measured, "context and target must be moved together; see training/augment.py (F11)")
     return passed("views agree", "context and teacher see the same voxels, recoloured at most")
+
+
+def masks_change(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
+    """A volume has other masks whenever it comes, so that each of its places is hidden now and then."""
+    if masks_repeat(config, store, _batch(store, train_rows[:1]), len(train_rows)):
+        return fail(
+            "masks change",
+            "the masks of a volume are the same at every step or in every epoch",
+            "the same places would be hidden for ever and the others never learned; report this as a bug",
+        )
+    return passed("masks change", "a volume has other masks whenever it comes")
 
 
 def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.ndarray) -> list[Check]:

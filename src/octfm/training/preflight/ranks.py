@@ -6,6 +6,7 @@ import numpy as np
 
 from octfm.data.loader import Loader
 from octfm.errors import CheckpointError, ConfigError, TrainingError
+from octfm.training.feed import digest
 from octfm.training.run_folder import RunFolder
 from octfm.training.runtime import Runtime
 
@@ -46,6 +47,22 @@ def _has_key(run: RunFolder, key: str) -> bool:
         return run.key == key
     except CheckpointError:
         return False
+
+
+AHEAD = 4
+"""Steps whose volumes the ranks compare before the first."""
+
+
+def require_same_order(runtime: Runtime, loader: Loader, step: int) -> None:
+    """All ranks would draw the same volumes for the next steps."""
+    places = step * loader.global_batch_size + np.arange(AHEAD * loader.global_batch_size)
+    found = runtime.exchange(np.array([digest(loader.indices(places))]))[:, 0]
+    other = np.flatnonzero(found != found[0])
+    if len(other):
+        raise TrainingError(
+            f"rank {other[0]} of {runtime.world} draws its volumes in another order than rank 0, so some would be trained on twice and "
+            "others never: start all ranks with the same seed, settings and store (F10)"
+        )
 
 
 def require_disjoint(runtime: Runtime, loader: Loader, step: int) -> None:

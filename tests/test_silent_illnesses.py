@@ -1,0 +1,334 @@
+"""Illnesses that let a run finish as if it were sound: each is planted at step 5, and named within 20 steps; sound runs are left alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.data.loader import Loader
+from octfm.data.loader import select as choose
+from octfm.errors import CheckpointError, TrainingError
+from octfm.training import checkpoint, feed, inputs, monitors
+from octfm.training import pretrain as loop
+from octfm.training.preflight import data, objective
+from octfm.training.pretrain import pretrain
+from octfm.training.run_state import RunState
+from small_store import small_store
+from test_pretrain import config, rows
+
+AT, STEPS = 5, 26
+QUIET = {"log_every_steps": 100, "validate_every_steps": 1000, "ckpt_every_steps": 1000, "steps": STEPS}
+SMALL = QUIET | {"model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2}}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(autouse=True)
+def without_preflight(monkeypatch):
+    """What it says of the same illnesses is tested by itself."""
+    monkeypatch.setattr(loop.preflight, "checks", lambda *_, **__: [])
+
+
+def trained(store, out, **changes):
+    """(step, name) of every incident, and the error that ended the run."""
+    error = None
+    try:
+        pretrain(config(**SMALL | changes), store, out, echo=lambda _: None)
+    except TrainingError as stop:
+        error = stop
+    return [(row["step"], row["what"]) for row in rows(out, "incident")], error
+
+
+def plant(monkeypatch, ill):
+    """Do `ill(learner)` before the passes of step 5."""
+    accumulate = loop.accumulate
+
+    def faulty(learner, *args, **kwargs):
+        if learner.step == AT:
+            ill(learner)
+        return accumulate(learner, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", faulty)
+
+
+def assert_named(incidents, error, name, kind=TrainingError):
+    assert incidents and incidents[0][1] == name and AT <= incidents[0][0] < AT + 20, incidents
+    assert isinstance(error, kind), "it stays, so the run stops"
+
+
+def negative_loss(learner):
+    forward = learner.model.forward
+    vars(learner.model)["forward"] = lambda *args: (lambda output: output._replace(loss=-output.loss))(forward(*args))
+
+
+def negative_gradients(learner):
+    average = learner.runtime.average_gradients
+
+    def negated(parameters):
+        average(parameters)
+        for p in learner.trained:
+            p.grad.neg_()
+
+    vars(learner.runtime)["average_gradients"] = negated
+
+
+def uphill_optimizer(learner):
+    for group in learner.optimizer.param_groups:
+        group["maximize"] = True
+
+
+@pytest.mark.parametrize("ill", [negative_loss, negative_gradients, uphill_optimizer])
+@pytest.mark.parametrize("name", ["vjepa2", "mae"])
+def test_a_gradient_with_the_wrong_sign_is_named(store, tmp_path, monkeypatch, ill, name):
+    plant(monkeypatch, ill)
+    assert_named(*trained(store, tmp_path / "run", objective={"name": name}), "gradient reversed")
+
+
+def test_a_teacher_that_moves_away_from_the_student_is_named(store, tmp_path, monkeypatch):
+    def away(learner):
+        update = learner.model.update_target
+        learner.model.update_target = lambda momentum: update(2 - momentum)
+
+    plant(monkeypatch, away)
+    assert_named(*trained(store, tmp_path / "run"), "teacher")
+
+
+def cut_off(learner):
+    learner.model.encoder.register_forward_hook(lambda module, args, output: output.detach())
+
+
+def half_without_gradient(learner):
+    learner.model.encoder.blocks[0].requires_grad_(False)
+
+
+def half_of_every_matrix(learner):
+    for p in learner.model.encoder.parameters():
+        if p.ndim == 2:
+            p.register_hook(lambda gradient: torch.cat((gradient[::2] * 0, gradient[1::2])))
+
+
+def half_not_in_the_optimizer(learner):
+    block = {id(p) for p in learner.model.encoder.blocks[0].parameters()}
+    for group in learner.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in block]
+
+
+@pytest.mark.parametrize("ill", [cut_off, half_without_gradient, half_of_every_matrix, half_not_in_the_optimizer])
+def test_an_encoder_that_does_not_learn_is_named(store, tmp_path, monkeypatch, ill):
+    """All of it, or half: weight decay moves what no gradient reaches, so movement alone would not show it."""
+    plant(monkeypatch, ill)
+    assert_named(*trained(store, tmp_path / "run"), "encoder frozen")
+
+
+def test_the_same_batch_for_ever_is_named(store, tmp_path, monkeypatch):
+    batches = Loader.batches
+    monkeypatch.setattr(Loader, "batches", lambda self, step: batches(self, min(step, AT)))
+    incidents, error = trained(store, tmp_path / "run")
+    assert_named(incidents, error, "same batch")
+    assert incidents[0][0] == AT + 1
+
+
+@pytest.mark.parametrize("of", ["order", "voxels"])
+def test_the_same_volumes_under_other_names_are_named(store, tmp_path, monkeypatch, of):
+    """The order itself stands still, or what is read."""
+    if of == "order":
+        indices = Loader.indices
+        monkeypatch.setattr(Loader, "indices", lambda self, at: indices(self, np.where(at < 4 * AT, at, at % 4)))
+        incidents, error = trained(store, tmp_path / "run")
+        assert incidents[0][1] in ("same batch", "volume repeated") and error is not None
+    else:
+        load = Loader._load
+        monkeypatch.setattr(
+            Loader, "_load", lambda self, step: replace(load(self, step), voxels=load(self, min(step, AT)).voxels)
+        )
+        assert_named(*trained(store, tmp_path / "run"), "same batch")
+
+
+@pytest.mark.parametrize("of", ["order", "voxels"])
+def test_one_volume_repeated_in_a_batch_is_named(store, tmp_path, monkeypatch, of):
+    if of == "order":
+        indices = Loader.indices
+
+        def doubled(self, positions):
+            found = indices(self, positions)
+            return np.where((positions >= 4 * AT) & (positions % 4 == 1), np.roll(found, 1), found)
+
+        monkeypatch.setattr(Loader, "indices", doubled)
+    else:
+        load = Loader._load
+
+        def doubled(self, step):
+            batch = load(self, step)
+            if step >= AT:
+                batch.voxels[1] = batch.voxels[0]
+            return batch
+
+        monkeypatch.setattr(Loader, "_load", doubled)
+    assert_named(*trained(store, tmp_path / "run"), "volume repeated")
+
+
+def test_bands_of_other_volumes_in_a_batch_are_named(store, tmp_path, monkeypatch):
+    """What stands in the store is looked at before step 0 (test_cohort_health.py)."""
+    load = Loader._load
+
+    def mixed(self, step):
+        batch = load(self, step)
+        return replace(batch, band=np.roll(batch.band, 1, 0)) if step >= AT else batch
+
+    monkeypatch.setattr(Loader, "_load", mixed)
+    assert_named(*trained(store, tmp_path / "run"), "wrong volume")
+
+
+@pytest.mark.parametrize("of", ["generators", "masks"])
+def test_fixed_masks_are_named(store, tmp_path, monkeypatch, of):
+    """The same numbers are drawn for every volume, or the first step's masks are kept."""
+    if of == "generators":
+        monkeypatch.setattr(
+            inputs, "generators", lambda seed, stream, at: [np.random.default_rng((seed, stream)) for _ in at]
+        )
+    else:
+        sample, kept = inputs.sample_masks, []
+
+        def first(*args):
+            kept.append(sample(*args))
+            return kept[0]
+
+        monkeypatch.setattr(inputs, "sample_masks", first)
+    incidents, error = trained(store, tmp_path / "run", data={"global_batch_size": 4, "per_device_batch_size": 4})
+    assert incidents[0][1] == "fixed masks" and incidents[0][0] < 20 and error is not None
+
+
+def test_fixed_masks_are_named_before_step_0(store, monkeypatch):
+    chosen = choose(store, "train")
+    assert objective.masks_change(config(), store, chosen).status == "PASS"
+    monkeypatch.setattr(inputs, "generators", lambda seed, stream, at: [np.random.default_rng(seed) for _ in at])
+    assert objective.masks_change(config(), store, chosen).status == "FAIL"
+
+
+def test_an_order_that_repeats_volumes_is_named_before_step_0(store, monkeypatch):
+    chosen = choose(store, "train")
+    assert data.order(config(), store, chosen).status == "PASS"
+    few = data.order(config(), store, chosen[:3])
+    assert few.status == "WARN" and "3 volumes to train on and 4 in a batch" in few.measured
+    indices = Loader.indices
+    monkeypatch.setattr(Loader, "indices", lambda self, at: indices(self, at % 4))
+    assert data.order(config(), store, chosen).status == "FAIL"
+
+
+def test_one_rank_with_another_order_is_named(ranks, store, tmp_path):
+    """Before step 0 where it begins so, else in the first step where it differs."""
+    settings = config(**SMALL).model_dump(mode="json")
+    early = ranks(2, store.path, tmp_path / "early", settings, fault="other-order", on=1)
+    assert [end.code for end in early] == [1, 1] and "rank 1 of 2 draws its volumes in another order" in early[0].said
+    ranks(2, store.path, tmp_path / "late", settings, fault="other-order", on=1, at=12)
+    first = rows(tmp_path / "late", "incident")[0]
+    assert (first["step"], first["what"]) == (12, "data order")
+
+
+@pytest.mark.parametrize("lost", ["in the file", "all zero", "after it was read"])
+def test_optimizer_state_that_is_lost_at_resume_is_named(store, tmp_path, monkeypatch, lost):
+    run = tmp_path / "run"
+    short = config(**SMALL | {"ckpt_every_steps": 8})
+    accumulate = loop.accumulate
+
+    def stops(learner, *args, **kwargs):
+        if learner.step == 12:
+            raise KeyboardInterrupt
+        return accumulate(learner, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "accumulate", stops)
+        pretrain(short, store, run, echo=lambda _: None)
+    if lost == "after it was read":
+        resume = loop.resume
+
+        def forgetful(folder, learner, echo):
+            resume(folder, learner, echo)
+            learner.optimizer.state.clear()
+
+        monkeypatch.setattr(loop, "resume", forgetful)
+        incidents, _ = trained(store, run, ckpt_every_steps=8)
+        assert incidents[0] == (10, "optimizer state")
+        return
+    path = checkpoint.newest(run)
+    content = checkpoint.load(path)
+    if lost == "in the file":
+        content["optimizer"]["state"] = {}
+    else:
+        for state in content["optimizer"]["state"].values():
+            state["exp_avg_sq"].zero_()
+    step = content.pop("step")
+    path.unlink()
+    checkpoint.write(path.parent, step, content)
+    with pytest.raises(CheckpointError, match="the optimizer's state is lost for 9 of 9 weight matrices"):
+        pretrain(short, store, run, echo=lambda _: None)
+
+
+def test_held_out_loss_that_rises_while_training_loss_falls_is_named(store, tmp_path):
+    """Two volumes, learned by heart: seen at the second validation, and the run goes on."""
+    changes = {
+        "steps": 120, "log_every_steps": 5, "validate_every_steps": 60, "objective": {"name": "mae", "context_loss": 0.0},
+        "data": {"global_batch_size": 2, "per_device_batch_size": 2, "max_samples": 2}, "augment": {"axial_shift": 0},
+        "model": {"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2},
+    }  # fmt: skip
+    assert trained(store, tmp_path / "run", **changes) == ([(119, "held-out loss")], None)
+    (told,) = (row["sentence"] for row in rows(tmp_path / "run", "incident"))
+    assert "learns its volumes by heart" in told and "checkpoint near step 59" in told
+
+
+def points(*ratios):
+    """Rows of metrics: (training, held out) at one validation after the other."""
+    for step, (training, held_out) in enumerate(ratios):
+        for kind, ratio in (("train", training), ("validation", held_out)):
+            yield {"kind": kind, "step": step, "masked_over_baseline": ratio}
+
+
+@pytest.mark.parametrize(
+    "ratios",
+    [
+        [(0.9, 0.9), (0.7, 0.95)],  # a little, as chance makes it
+        [(0.9, 0.6), (0.95, 0.9)],  # both rise: a teacher that moves on
+        [(0.9, 0.9), (0.7, 0.7), (0.5, 0.65)],
+        [(0.9, 0.9)],
+    ],
+)
+def test_losses_that_do_not_part_are_left_alone(ratios):
+    assert monitors.held_out(points(*ratios)) is None
+
+
+def test_a_loss_that_grows_beyond_that_of_a_constant_answer_is_named():
+    grown = RunState(losses=tuple(np.linspace(1.0, 5.5, 24)))
+    found = monitors.rising_loss(grown, 5.5)
+    assert found is not None and found.what == "rising loss" and "lower schedule.base_lr" in found.sentence
+    assert monitors.rising_loss(grown, 1.2) is None, "still better than it sounds"
+    assert monitors.rising_loss(RunState(losses=tuple(np.linspace(2.4, 1.6, 24))), 1.6) is None
+
+
+SOUND = {
+    "vjepa2": {},
+    "mae bf16": {"objective": {"name": "mae"}, "precision": "bf16"},
+    "data2vec": {"objective": {"name": "data2vec"}},
+    "whitened": {"objective": {"target_norm": "whiten"}, "seed": 5},
+    "fewer volumes than a batch": {"data": {"global_batch_size": 4, "per_device_batch_size": 2, "max_samples": 3}},
+    "a batch of all volumes": {"data": {"global_batch_size": 4, "per_device_batch_size": 4, "max_samples": 4}},
+    "one at a time": {"data": {"global_batch_size": 1, "per_device_batch_size": 1}, "masks": {"budget": 8}},
+    "balanced": {"data": {"global_batch_size": 4, "per_device_batch_size": 2, "balance_scanners": True, "max_samples": 5}},
+    "short": {"steps": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_sound_runs_raise_no_alarm(store, tmp_path, kind):
+    assert trained(store, tmp_path / "run", **{"log_every_steps": 3} | SOUND[kind]) == ([], None)
+
+
+def test_a_feed_knows_copies_of_a_volume_from_mistakes(tmp_path):
+    """A store may hold the same voxels twice: that is said of the data, not of the loader."""
+    first = {}
+    store = small_store(tmp_path / "prepared", lambda seed, eye: first.setdefault("eye", eye) if seed < 6 else eye)
+    assert trained(store, tmp_path / "run") == ([], None)
+    assert feed.digest(np.array([1, 2])) != feed.digest(np.array([2, 1]))
