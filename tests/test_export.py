@@ -20,6 +20,7 @@ from octfm.data.preprocessing import Preprocessing
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.evaluation import exported, onnx_graph
 from octfm.evaluation.embed import embed_all
+from octfm.evaluation.embed_files import embed_files
 from octfm.evaluation.encoder import assemble, load_encoder, participants_of, preprocessing_of, seen_by
 from octfm.evaluation.export import export
 from octfm.evaluation.finetune import finetune
@@ -146,6 +147,32 @@ def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
         assert pq.read_table(a)["vector"].equals(pq.read_table(b)["vector"])
 
 
+def test_ids_and_pictures_do_not_end_up_in_an_export(folder, store, tmp_path):
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(EvaluationError, match=r"an export, which may be published; name another folder .* with --out"):
+        embed_all(folder, store.path, echo=quiet)
+    for inside in (folder, folder / "embeddings", folder / "a" / "b"):
+        with pytest.raises(EvaluationError, match="have no place there, choose another --out"):
+            embed_all(folder, store.path, inside, echo=quiet)
+        with pytest.raises(EvaluationError, match="have no place there"):
+            embed_files(folder, tmp_path, inside)
+        answer = CliRunner().invoke(app, ["probe", str(folder), "--embeddings", str(inside)])
+        assert isinstance(answer.exception, EvaluationError) and "have no place there" in str(answer.exception)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_names_of_classes_nobody_knows_are_not_published_unawares(run, store, tmp_path):
+    table = tmp_path / "labels.tsv"
+    names = ("seen by Dr Geheim", "seen by Dr Weber")
+    rows = "".join(f"P{i:03d}\t{names[i % 2]}\n" for i in range(12))
+    table.write_text(f"participant_id\tsurgeon\n{rows}")
+    tuned = tune(run, store, tmp_path / "tuned", table, target="surgeon", order=[], lr_encoder=0)
+    with pytest.raises(EvaluationError, match=r"would publish the names 'seen by Dr Geheim'.*'surgeon'.*--keep-names"):
+        export(tuned, tmp_path / "out", echo=quiet)
+    assert not (tmp_path / "out").exists()
+    assert load_tuned(export(tuned, tmp_path / "out", keep_names=True, echo=quiet), "cpu").answer.classes == names
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -264,6 +291,7 @@ def test_onnx_agrees_with_torch_for_any_batch_and_is_refused_where_it_does_not(
     onnxruntime = pytest.importorskip("onnxruntime")
     tuned = tune(run, store, tmp_path / "tuned", labels, pool="attention")
     out = export(tuned, tmp_path / "tuned-out", onnx=True, echo=quiet)
+    assert b".py" not in (out / exported.ONNX).read_bytes(), "no trace of the source and its folders"
     session = onnxruntime.InferenceSession(str(out / exported.ONNX), providers=["CPUExecutionProvider"])
     model = load_tuned(out, "cpu")
     for rows in ([0], [1, 2, 3, 4, 5]):

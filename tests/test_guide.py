@@ -31,9 +31,8 @@ def test_every_option_of_scan_that_it_names_exists():
     from octfm.cli import app
 
     verbs = typer.main.get_command(app).commands
-    options = {option for verb in ("scan", "prepare", "embed", "segment") for parameter in verbs[verb].params
-        for option in (*parameter.opts, *parameter.secondary_opts)
-    }  # fmt: skip
+    parameters = [parameter for verb in verbs.values() for parameter in getattr(verb, "params", [])]
+    options = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     named = set(
         re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", GUIDE, flags=re.S))
     )

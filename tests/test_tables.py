@@ -87,6 +87,42 @@ def test_own_table_may_name_files_absolutely_by_uid_or_beside_itself(clinic):
     assert flags[:2] == [("laterality_from_manifest",)] * 2 and all("not_in_manifest" in others for others in flags[2:])
 
 
+WRITTEN = {
+    "relative": "p1\\0.dcm",
+    "dot": ".\\p1\\0.dcm",
+    "mixed slashes": "p1/0.dcm".replace("/", "\\/"),
+    "drive": "D:\\study\\images\\p1\\0.dcm",
+    "drive, slashes": "d:/study/images/p1/0.dcm",
+    "share": "\\\\server\\oct\\images\\p1\\0.dcm",
+    "another disk": "/mnt/d/study/images/p1/0.dcm",
+    "another case": "P1\\0.DCM",
+    "drive, another case": "D:\\Images\\P1\\0.DCM",
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_paths_that_another_computer_wrote_find_their_files(clinic, how):
+    table = clinic.parent / "files.csv"
+    name = WRITTEN[how]
+    rows = [name, name.replace("p1", "p2").replace("P1", "P2").replace("0.", "2.")]
+    table.write_text("path,pid,eye\n" + "".join(f'"{row}",w{n},OD\n' for n, row in enumerate(rows)))
+    catalog = scan(clinic, table=table, columns=COLUMNS, workers=0)
+    found = {Path(a.uri).name: (a.participant, a.laterality) for a in catalog.acquisitions}
+    assert (found["0.dcm"], found["2.dcm"]) == (("w0", "R"), ("w1", "R"))
+    assert "not_in_manifest" in next(a.flags for a in catalog.acquisitions if a.uri.endswith("1.dcm"))
+
+
+@pytest.mark.parametrize("name", ["0.DCM", "D:\\other\\0.dcm", "x\\p1\\0.dcm", "D:\\p3\\0.dcm"])
+def test_a_path_that_fits_no_file_or_several_is_not_guessed(clinic, name):
+    for folder in ("p1", "p2"):  # the same name in both, and once in two cases
+        (clinic / folder / "twin.dcm").write_bytes((clinic / "p1" / "1.dcm").read_bytes())
+    (clinic / "p1" / "0.Dcm").write_bytes((clinic / "p1" / "0.dcm").read_bytes())
+    (clinic.parent / "files.csv").write_text(f'path,pid,eye\n"{name}",w,OD\np1\\1.dcm,v,OS\n')
+    catalog = scan(clinic, table=clinic.parent / "files.csv", columns=COLUMNS, workers=0)
+    assert "w" not in {a.participant for a in catalog.acquisitions}
+    assert "v" in {a.participant for a in catalog.acquisitions}
+
+
 def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path):
     root = write_phantom(tmp_path / "cohort", 4, 6, size=(8, 64, 48), workers=1)
     people = tmp_path / "people.csv"

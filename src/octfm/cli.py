@@ -52,6 +52,10 @@ OutPlace = Annotated[
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: all cores.", min=0, max=1024)]
 MAX_SEED = 2**32 - 1
 """What NumPy, PyTorch and scikit-learn all take."""
+KeepUpsideDown = Annotated[
+    bool,
+    typer.Option("--keep-upside-down", help="Keep scans that look upside down as they lie; else they are set aside."),
+]
 
 
 @app.command()
@@ -181,8 +185,10 @@ def scan(
         Path | None, local_option(help="Unpack ZIP archives into this folder; without it they are read in place.")
     ] = None,
     pixels: Annotated[
-        bool, typer.Option(help="Decode every volume, too: finds copies and eyes whose disc is on the wrong side.")
+        bool,
+        typer.Option(help="Decode every volume, too: finds copies, discs on the wrong side, and what is upside down."),
     ] = False,
+    keep_upside_down: KeepUpsideDown = False,
     follow_links: Annotated[
         bool,
         typer.Option(help="Also read what symbolic links below ROOT lead to, even out of it; else they are skipped."),
@@ -236,6 +242,7 @@ def scan(
             nominal_spacing_mm=parse_spacing(nominal_spacing, "--nominal-spacing") if nominal_spacing else None,
             layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
             pixels=pixels,
+            keep_upside_down=keep_upside_down,
             follow_links=follow_links,
             workers=workers,
             limits=limits,
@@ -289,6 +296,7 @@ def prepare(
     root: Annotated[
         Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")
     ] = None,
+    keep_upside_down: KeepUpsideDown = False,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
     file_gb: FileGB = 2,
@@ -344,6 +352,7 @@ def prepare(
         locations=locations,
         limits=limits,
         cluster=dask,
+        keep_upside_down=keep_upside_down,
     )
     typer.echo(f"{store.path}: {len(store)} volumes")
 

@@ -63,6 +63,7 @@ def probe(
     from octfm.evaluation.efficiency import label_efficiency as curve
     from octfm.evaluation.embed import embedding_files
     from octfm.evaluation.encoder import seen_by
+    from octfm.evaluation.exported import refuse_inside_export
     from octfm.evaluation.probe import probe as run_probe
     from octfm.evaluation.probe import summary_lines, write_probe
     from octfm.evaluation.readouts import choose_readout
@@ -70,6 +71,8 @@ def probe(
 
     command = "octfm " + " ".join(sys.argv[1:])
     chosen = choose_readout(readout)
+    folder = location(out or embeddings or run)
+    refuse_inside_export(folder)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
     common = {
         "targets": target,
@@ -87,7 +90,6 @@ def probe(
         result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
         for line in curve_lines(rows, compared):
             typer.echo(line)
-    folder = location(out or embeddings or run)
     typer.echo(str(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result)))
 
 

@@ -25,7 +25,10 @@ def report(
     out: Annotated[
         str | None, place_option("--out", help="HTML file, also in a bucket; default: RUN/report.html.")
     ] = None,
-    images: Annotated[bool, typer.Option(help="Include B-scans.")] = True,
+    images: Annotated[
+        bool,
+        typer.Option(help="Include B-scans; without them it is a page to share: no id, path, date or UID is on it."),
+    ] = True,
 ) -> None:
     """One self-contained page that says what was run and what came out."""
     from octfm.data.location import location
@@ -151,6 +154,7 @@ def card(
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Name of the data set.")] = None,
     contact: Annotated[str | None, typer.Option(help="Whom to ask.")] = None,
+    name: Annotated[str | None, typer.Option(help="What the model is called; the folder's name stays private.")] = None,
     out: Annotated[Path | None, local_option("--out", help="Folder; default: the run folder.")] = None,
 ) -> None:
     """A model card for the hub, and drafts for a paper: methods, participant flow, CLAIM checklist, BibTeX."""
@@ -159,14 +163,9 @@ def card(
 
     folder = out or run
     said = Statements(licence, data_agreement, dataset, contact)
-    typer.echo(
-        str(
-            write_model_card(
-                run, folder / "model_card.md", catalog=_located(catalog), store=_located(store), statements=said
-            )
-        )
-    )
-    typer.echo(str(write_paper(run, folder / "paper.md", catalog=_located(catalog), store=_located(store))))
+    common = {"catalog": _located(catalog), "store": _located(store), "name": name}
+    typer.echo(str(write_model_card(run, folder / "model_card.md", statements=said, **common)))
+    typer.echo(str(write_paper(run, folder / "paper.md", **common)))
 
 
 def _located(place: str | None) -> Any:

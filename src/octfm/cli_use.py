@@ -29,7 +29,8 @@ def embed(
     out: Annotated[
         str | None,
         place_option(
-            "--out", help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings."
+            "--out",
+            help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings. An export demands it.",
         ),
     ] = None,
     baselines: Annotated[
@@ -129,6 +130,12 @@ def export(
             help="Put the key of the participants' hashes into this file instead: whoever has both can test who was trained on."
         ),
     ] = None,
+    keep_names: Annotated[
+        bool,
+        typer.Option(
+            "--keep-names", help="Write names of classes that octfm does not know, too: strangers may read them."
+        ),
+    ] = False,
 ) -> None:
     """The encoder (and head) as safetensors, config and model card in the layout of the Hugging Face hub; loads offline."""
     from octfm.data.location import location
@@ -139,7 +146,7 @@ def export(
     text = _text(card) if card is not None else None
     if text is None and (location(run) / "run.json").is_file() and "://" not in run:
         text = model_card(run, usage=usage(out.name), name=out.name)
-    path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, echo=typer.echo)
+    path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=typer.echo)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     typer.echo(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
     if keep_key is None:

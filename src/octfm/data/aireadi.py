@@ -2,8 +2,10 @@
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from octfm.addresses import expect_place
@@ -13,6 +15,9 @@ from octfm.data.location import BucketPath, Location, is_remote, location
 from octfm.errors import ConfigError
 
 _NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
+_DRIVE = re.compile(r"^[A-Za-z]:")
+_ELSEWHERE = re.compile(r"^([A-Za-z]:)?[\\/]|^[A-Za-z]:")
+"""An absolute path, of a drive, a share (UNC) or another computer's disk."""
 _EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
 
 
@@ -92,11 +97,17 @@ def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[s
 
 
 def read_own_tables(
-    root: Location, table: Location | None, participants: Location | None, columns: Columns, tables: Tables
+    root: Location,
+    table: Location | None,
+    participants: Location | None,
+    columns: Columns,
+    tables: Tables,
+    found: Iterable[str] = (),
 ) -> Tables:
     """`tables` and what a user's own say: `table` has one row per file, `participants` one per person; either may be None.
 
-    Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID.
+    Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID; also as another computer
+    writes paths (backslashes, drives, shares, another case), where exactly one of the files `found` below `root` fits.
     Raises TableError for a column that is not there, a value that cannot be meant, and rows that contradict each other.
     """
     files, people = (read_rows(path) if path is not None else [] for path in (table, participants))
@@ -113,15 +124,22 @@ def read_own_tables(
                 f"{table}: neither a column of files nor of SOP Instance UIDs; name one with --columns file=COLUMN or "
                 f"sop_instance_uid=COLUMN; columns: {', '.join(files[0])}"
             )
+        listed = Listed.of(root, found)
         for number, row in enumerate(files, start=2):
-            _add_file(row, columns, tables, root, table, number)
+            _add_file(row, columns, tables, root, table, number, listed)
     if participants is not None:
         _add_participants(people, columns, tables, participants)
     return tables
 
 
 def _add_file(
-    row: Mapping[str, str], columns: Columns, tables: Tables, root: Location, table: Location, number: int
+    row: Mapping[str, str],
+    columns: Columns,
+    tables: Tables,
+    root: Location,
+    table: Location,
+    number: int,
+    present: "Listed",
 ) -> None:
     entry = _manifest_row(row, columns)
     if entry.laterality and entry.laterality.upper() not in _EYES:
@@ -140,9 +158,48 @@ def _add_file(
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
     beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
     places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
+    if listed and not present.places.intersection(places):
+        places += present.fitting(listed)
     for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
         if key and known.setdefault(key, entry) != entry:
             raise TableError(f"{table}: line {number}: another line says other things of {key}; keep one row per file")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The files that a scan has found, to be looked up by paths that another computer has written."""
+
+    places: frozenset[str]
+    below_root: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]
+    """Last part of a path, in one case -> parts below the root and the place of each file with that name."""
+
+    @staticmethod
+    def of(root: Location, found: Iterable[str]) -> "Listed":
+        places = frozenset(place for uri in found for place in unpacked_paths(uri))
+        by_name: dict[str, list[tuple[tuple[str, ...], str]]] = defaultdict(list)
+        for place in sorted(places):
+            parts = tuple(part.casefold() for part in place.removeprefix(str(root)).split("/") if part)
+            if place.startswith(str(root)) and parts:
+                by_name[parts[-1]].append((parts, place))
+        return Listed(places, {name: tuple(own) for name, own in by_name.items()})
+
+    def fitting(self, listed: str) -> list[str]:
+        """The one file that a path means: it ends with all parts of the file's below the root, or, being relative, the file ends with all
+        of its parts. Empty where none fits, or several do equally well."""
+        foreign = bool(_ELSEWHERE.match(listed))
+        parts = [part for part in _DRIVE.sub("", listed.replace("\\", "/")).split("/") if part not in ("", ".")]
+        folded = tuple(part.casefold() for part in parts)
+        fits: dict[tuple[int, bool], list[str]] = defaultdict(list)
+        for own, place in self.below_root.get(folded[-1], ()) if folded else ():
+            common = sum(
+                1
+                for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reversed(own), reversed(folded), strict=False))
+            )
+            if common == len(folded) or (foreign and common == len(own)):
+                same_case = place.endswith("/".join(parts[-common:]))
+                fits[common, same_case].append(place)
+        best = fits[max(fits)] if fits else []
+        return best if len(best) == 1 else []
 
 
 def _read_manifest(path: Location, tables: Tables) -> None:

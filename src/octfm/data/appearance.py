@@ -5,8 +5,12 @@ from typing import Literal
 
 import numpy as np
 
+from octfm.data.planes import Planes, eight_bit
+from octfm.data.readers.declared import declared_way_up
+from octfm.data.tissue import COARSE_MM as BORDER_MM
 from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
-from octfm.data.volume import Spacing3
+from octfm.data.volume import Spacing3, Volume
+from octfm.errors import ReadError
 
 ENOUGH_MM = (0.1875, 0.0104, 0.031)
 """Finer voxels are averaged until they are about so large: speckle averages out, and the layers stay."""
@@ -20,6 +24,14 @@ more than five voxels passes; the tissue search does not trust it."""
 OWN_BAND_MM, OWN_BAND_ROWS = 0.025, 2.0
 """Median distance of a stored vitreous border from the one that is found again in the voxels, in millimetres or rows, whichever is more.
 Phantoms and real scans: .010 mm or less; bands of other volumes: .10 mm in the median, above .022 mm in 99 of 100."""
+
+FEW_BSCANS, APART_MM = 12, 0.12
+"""How many B-scans of a file are looked at, and how far apart they count as being, so that none is averaged with another."""
+UNDOUBTED = 0.9
+"""Share of A-scans with a clear vitreous border above which a volume is not upside down: at most .76 on 420 phantoms turned over."""
+OVERTURNED, CONVINCING = 0.15, 0.5
+"""By how many A-scans more the border must be clear, and on which share of them, for a file to count as upside down. Phantoms (420 of five
+scanners and all diagnoses): .22 or more in favour of the right way; real volumes .49 or more."""
 
 Up = Literal["up", "down", "unclear"]
 
@@ -69,6 +81,50 @@ def which_way_up(upright: Tissue, flipped: Tissue) -> Up:
     if better < -CLEAR and flipped.confident and not upright.confident:
         return "down"
     return "unclear"
+
+
+def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
+    """Which way up a volume lies in its file, from a dozen of its B-scans; spacing says how far apart B-scans of a raster are.
+
+    Only the vitreous border counts, not whether the search trusts all it finds: fluid, holes and margins make it doubtful, not the border.
+    """
+    picked = np.unique(np.linspace(0, len(voxels_DHW) - 1, min(FEW_BSCANS, len(voxels_DHW))).round().astype(int))
+    voxels = np.stack([voxels_DHW[i] for i in picked])
+    h, w = (max(1, round(enough / mm)) for enough, mm in zip(BORDER_MM, spacing_mm[1:], strict=True))
+    h, w = min(h, voxels.shape[1]), min(w, voxels.shape[2])
+    depth, height, width = len(voxels), voxels.shape[1] // h, voxels.shape[2] // w
+    parts = voxels[:, : height * h, : width * w].reshape(depth, height, h, width, w)
+    coarse = np.round(parts.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+    apart = max(spacing_mm[0] * (picked[1] - picked[0] if len(picked) > 1 else 1), APART_MM)
+    spacing = (float(apart), spacing_mm[1] * h, spacing_mm[2] * w)
+    as_is, turned = (
+        find_tissue(np.ascontiguousarray(way), spacing).confidence["ilm_support"] for way in (coarse, coarse[:, ::-1])
+    )
+    if max(as_is, turned) < CONVINCING or abs(as_is - turned) < OVERTURNED:
+        return "unclear"
+    return "up" if as_is > turned else "down"
+
+
+def doubtful_way_up(volume: Volume, ilm_support: float, keep: bool = False) -> tuple[str, ...]:
+    """The flag for a volume that is or may be upside down, none for one that lies as it should or whose sidecar says how it lies.
+
+    `ilm_support`: what the tissue search measured as it lies; where that leaves no doubt, nothing else is looked at. `keep`: a volume
+    that is upside down gets a flag instead of raising ReadError upside_down.
+    """
+    if ilm_support >= UNDOUBTED:
+        return ()
+    up = native_way_up(eight_bit(volume), volume.spacing_mm)
+    if up == "up" or declared_way_up(volume.source) is not None:
+        return ()
+    if up == "unclear":
+        return ("way_up_unclear",)
+    if keep:
+        return ("looks_upside_down",)
+    raise ReadError(
+        "upside_down",
+        f'{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "upside_down" in a '
+        "sidecar beside it, true to have it flipped, false if it is not",
+    )
 
 
 def structure(voxels_DHW: np.ndarray) -> float:

@@ -183,6 +183,7 @@ def scan(
     nominal_spacing_mm: Spacing3 | None = None,
     layouts: Collection[Layout] = RASTER_ONLY,
     pixels: bool = False,
+    keep_upside_down: bool = False,
     follow_links: bool = True,
     workers: int | None = None,
     limits: Limits | None = None,
@@ -200,7 +201,8 @@ def scan(
     `layouts`: ("raster", "radial") also takes stars, as rows of their own layout; what is neither is never a volume.
     ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
     `follow_links`: also files and folders that symbolic links below `root` lead to, wherever they lie; False leaves them out, with a code.
-    `pixels`: decode every accepted volume, too, and find copies under other identities and eyes whose optic disc lies on the wrong side.
+    `pixels`: decode every accepted volume, too, and find copies under other identities, eyes whose optic disc lies on the wrong side, and
+    scans that are upside down, which are rejects unless `keep_upside_down`.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
@@ -252,7 +254,7 @@ def scan(
     if pixels:
         from octfm.data.inspection import inspect_pixels
 
-        acquisitions, of_pixels, more = inspect_pixels(acquisitions, workers, limits)
+        acquisitions, of_pixels, more = inspect_pixels(acquisitions, workers, limits, keep_upside_down)
         left_out += of_pixels
         pairs += more
     left_out.sort(key=lambda reject: reject.uri)
@@ -260,7 +262,7 @@ def scan(
         root=str(folder),
         acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
-        companions=len(found.companions) + others,
+        companions=len(found.companions) + others - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),
         requests=account.close(),
     )
@@ -391,9 +393,8 @@ def _tables(
             )
         return tables
     own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
-    return read_own_tables(
-        root, location(table) if table else None, location(participants) if participants else None, own, tables
-    )
+    own_table, own_people = (location(place) if place else None for place in (table, participants))
+    return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
 
 
 def _expect_a_match(

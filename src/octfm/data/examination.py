@@ -28,7 +28,12 @@ def examine_file(
 
 def _examine(path: Location, layouts: Collection[Layout]) -> "list[Header | Part | Reject]":
     try:
-        return [readers.examine(str(path), layouts)]
+        found = readers.examine(str(path), layouts)
+        aside = found.set_aside if isinstance(found, readers.Header) else ()
+        return [
+            found,
+            *(Reject(place, "not_a_bscan", f"{place}: {why}; left out", file_size(place)) for place, why in aside),
+        ]
     except ReadError as error:
         if error.code != "several_volumes":
             return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]

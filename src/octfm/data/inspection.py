@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octfm.data.acquisition import FLAGS, Acquisition, Reject
+from octfm.data.appearance import doubtful_way_up
 from octfm.data.archive import file_size
 from octfm.data.isolation import Limits, Lost
 from octfm.data.laterality import DiscSide, disc_side
@@ -26,16 +27,22 @@ from octfm.errors import ReadError
 class Seen:
     fingerprint: str
     disc: DiscSide
+    way_up: tuple[str, ...]
+    """Flags."""
 
 
 def inspect_pixels(
-    acquisitions: Sequence[Acquisition], workers: int | None = None, limits: Limits | None = None
+    acquisitions: Sequence[Acquisition],
+    workers: int | None = None,
+    limits: Limits | None = None,
+    keep_upside_down: bool = False,
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
     """The acquisitions that stay, flagged where their anatomy contradicts their laterality, a reject for each copy and each file
     that cannot be decoded, and pairs of participants that have voxels in common. Nothing else about an acquisition is changed."""
     limits = limits or Limits()
     deadline = functools.partial(_deadline, limits)
-    looked = spread(_look, acquisitions, _lost, workers=workers, limits=limits, deadline=deadline, chunk=1)
+    look = functools.partial(_look, keep_upside_down=keep_upside_down)
+    looked = spread(look, acquisitions, _lost, workers=workers, limits=limits, deadline=deadline, chunk=1)
     copies, kept, rejects, pairs = PixelCopies(), [], [], []
     uid_of = {acquisition.uri: acquisition.sop_instance_uid for acquisition in acquisitions}
     for acquisition, outcome in zip(acquisitions, looked, strict=True):
@@ -50,7 +57,9 @@ def inspect_pixels(
             rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
             pairs += [(owner, first)] if of_two else []
             continue
-        kept.append(replace(acquisition, flags=(*acquisition.flags, *_doubts(acquisition, outcome.disc))))
+        kept.append(
+            replace(acquisition, flags=(*acquisition.flags, *outcome.way_up, *_doubts(acquisition, outcome.disc)))
+        )
     shared = {first.uri for _, first in pairs}
     kept = [replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in kept]
     return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
@@ -65,7 +74,7 @@ def _doubts(acquisition: Acquisition, disc: DiscSide) -> tuple[str, ...]:
     return flags
 
 
-def _look(acquisition: Acquisition) -> Seen | Reject:
+def _look(acquisition: Acquisition, keep_upside_down: bool) -> Seen | Reject:
     try:
         volume = read_volume(
             acquisition.uri, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster"
@@ -73,10 +82,12 @@ def _look(acquisition: Acquisition) -> Seen | Reject:
         native = fingerprint(volume.voxels)
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
+        voxels = eight_bit(volume.superior_to_inferior())
+        tissue = find_tissue(voxels, volume.spacing_mm)
+        way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down)
     except ReadError as error:
         return Reject(acquisition.uri, error.code, str(error), file_size(acquisition.uri))
-    voxels = eight_bit(volume.superior_to_inferior())
-    return Seen(native, disc_side(voxels, volume.spacing_mm, find_tissue(voxels, volume.spacing_mm)))
+    return Seen(native, disc_side(voxels, volume.spacing_mm, tissue), way_up)
 
 
 def _lost(acquisition: Acquisition, lost: Lost) -> Reject:

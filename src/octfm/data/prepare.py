@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from octfm.data.acquisition import FLAGS, PSEUDONYM
+from octfm.data.appearance import doubtful_way_up
 from octfm.data.bucket import Account
 from octfm.data.isolation import Limits, Lost, release
 from octfm.data.location import Location, location
@@ -50,6 +51,7 @@ def prepare(
     locations: Mapping[str, str] | None = None,
     limits: Limits | None = None,
     cluster: str | None = None,
+    keep_upside_down: bool = False,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
 
@@ -62,6 +64,7 @@ def prepare(
     read: how a uri becomes a Volume, by default `read_volume`, which decides by content; it travels to the workers.
     locations: where the file of each uri lies, for a catalog whose uris are pseudonyms (octfm.data.pseudonyms.locate).
     limits: seconds and memory of one file; what needs more is quarantined, like a file that crashes its decoder.
+    keep_upside_down: prepare what looks upside down as it lies, with a flag, instead of setting it aside.
     cluster: address of a dask scheduler (tcp://host:port); all its workers are used, and must see files and store at the same paths.
     Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
     where nothing at all could be prepared.
@@ -95,6 +98,7 @@ def prepare(
             staging=writer.staging,
             compression=writer.compression,
             crc=writer.crc,
+            keep_upside_down=keep_upside_down,
         )
         copies = PixelCopies()
         for row in writer.rows:
@@ -255,22 +259,29 @@ def _prepare_one(
     staging: Path,
     compression: Compression,
     crc: bool,
+    keep_upside_down: bool,
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
-        prepared, pixels = prepare_acquisition(acquisition, task.location, preprocessing, read)
+        prepared, pixels, doubts = prepare_acquisition(
+            acquisition, task.location, preprocessing, read, keep_upside_down=keep_upside_down
+        )
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:
         sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
         return _unprepared(acquisition, code_of(error), sentence or type(error).__name__)
     digest = stage(prepared, staging, task.name, compression, crc)
-    row = row_of(acquisition, prepared, digest, pixels)
+    row = row_of(acquisition, prepared, digest, pixels, doubts)
     return row if task.index is None else replace(row, index=task.index)
 
 
-def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels: str = "") -> StoreRow:
-    """The row of a volume that has no place in the store yet."""
+def row_of(
+    acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels: str = "", doubts: tuple[str, ...] = ()
+) -> StoreRow:
+    """The row of a volume that has no place in the store yet. `doubts`: flags that only its pixels give."""
+    if acquisition.laterality and prepared.disc == "left":  # left eyes are mirrored, so every disc belongs on the right
+        doubts = (*doubts, "laterality_contradicts_anatomy")
     return StoreRow(
         index=-1,
         confident=bool(prepared.confident),
@@ -278,16 +289,21 @@ def row_of(acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels
         transform=prepared.transform.to_dict(),
         checksum=digest,
         pixels=pixels,
-        # Left eyes are mirrored, so the disc of every eye belongs on the right.
-        found=("laterality_contradicts_anatomy",) if acquisition.laterality and prepared.disc == "left" else (),
+        found=doubts,
         **words(acquisition),
     )
 
 
 def prepare_acquisition(
-    acquisition: "Acquisition", where: str, preprocessing: "Preprocessing", read: Read | None = None
-) -> tuple["Prepared", str]:
-    """Read the file at `where`, which the catalog describes as `acquisition`, and prepare it; and the fingerprint of its native voxels.
+    acquisition: "Acquisition",
+    where: str,
+    preprocessing: "Preprocessing",
+    read: Read | None = None,
+    *,
+    keep_upside_down: bool = False,
+) -> tuple["Prepared", str, tuple[str, ...]]:
+    """Read the file at `where`, which the catalog describes as `acquisition`, and prepare it; the fingerprint of its native voxels; and
+    flags for what is doubtful about them.
 
     Raises one of BAD_INPUT; `code_of` says what to call it.
     """
@@ -314,7 +330,12 @@ def prepare_acquisition(
         acquisition=acquisition.sop_instance_uid,
         source=acquisition.uri,
     )
-    return preprocessing(known), fingerprint(volume.voxels)
+    prepared = preprocessing(known)
+    keep = keep_upside_down or "looks_upside_down" in acquisition.flags
+    doubts = doubtful_way_up(replace(known, source=where), prepared.confidence["ilm_support"], keep)
+    if not prepared.confident:  # which says as much
+        doubts = tuple(flag for flag in doubts if flag != "way_up_unclear")
+    return prepared, fingerprint(volume.voxels), doubts
 
 
 def meaning_of(code: str) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from octfm.data.splits import parse_split
 
 
-def _words(text: str) -> frozenset[str]:
+def vocabulary(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
@@ -49,7 +50,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
 }
 """Measurements -> the range of plausible values."""
 AGES = frozenset({"age", "age_years", "age_at_visit", "age_at_scan", "age_at_exam", "age_at_baseline"})
-DATES = _words("""
+DATES = vocabulary("""
     acquisition_date baseline_date exam_date examination_date follow_up_date followup_date scan_date study_date
     study_visit_date visit visit_date
 """)
@@ -60,13 +61,13 @@ PUBLIC_SITES = frozenset({"UW", "UAB", "UCSD"})
 """AI-READI's."""
 SEXES = frozenset({"sex", "gender"})
 ORIGINS = frozenset({"race", "ethnicity"})
-FLAGS = _words("""
+FLAGS = vocabulary("""
     cardiac_ecg cataract clinical_data confident diabetes dilated environment hypertension phakic pseudophakic
     retinal_flio retinal_oct retinal_octa retinal_photography smoker smoking treated wearable_activity_monitor
     wearable_blood_glucose
 """)
 """Columns of yes and no: AI-READI's modalities, and common ones."""
-CATEGORIES = _words("""
+CATEGORIES = vocabulary("""
     amd amd_grade amd_stage arm atrophy case cohort condition control diabetes diabetes_status diabetes_type
     diagnosis disease dme dme_grade dr dr_grade dr_level dr_stage drusen eye eye_diagnosis fluid glaucoma
     glaucoma_stage grade group hypertension image_quality irf laterality lens lens_status macular_hole ped
@@ -75,15 +76,15 @@ CATEGORIES = _words("""
 """Columns of categories, grades and diagnoses."""
 
 _YES_NO = frozenset(["true", "false", "yes", "no", "y", "n", "0", "1"])
-_SEX_WORDS = _words("""
+_SEX_WORDS = vocabulary("""
     d diverse f female intersex m male man men not other reported stated u unknown woman women x
 """)
-_ORIGIN_WORDS = _words("""
+_ORIGIN_WORDS = vocabulary("""
     african alaska american and answer asian black caucasian decline declined east eastern european hawaiian
     hispanic indian islander latina latino latinx middle mixed more multiracial native non north not of one or
     other pacific prefer races reported south stated than to two unknown white
 """)
-_WORDS = _words("""
+_WORDS = vocabulary("""
     1b 2b a ab absence absent acceptable active acuity acute advanced affected age aged all am amd an anaemia
     and angle anterior anti any aphakic arm armd arteritic artery asymptomatic at atrophic atrophy background
     bad baseline bdr benign bilateral bleed blood blurred border borderline branch brao brvo c cad case cataract
@@ -119,7 +120,7 @@ _WORDS = _words("""
     ungradable unknown untreated unusable upper usable uveitic uveitis vascular vasculitis vegf vein venous very
     vf visible vision visual vitelliform vitreomacular vitreoretinal vitreous vmt wet with without x y yes
 """)
-_SCANNER_WORDS = _words("""
+_SCANNER_WORDS = vocabulary("""
     1 100 1000 130 1f 1r 2 2000 3000 330 3d 400 4000 400k 500 5000 600 6000 9000 a1 advance ag angiovue atlantis
     avanti bioptigen bm c2200 c2300 canon carl cirrus copernicus domain dri elite engineering envisu eyekon
     glauvas hd heidelberg held hoct hra hra2 hs huvitz ii inc intalight ivue ivue100 leica lite maestro maestro2
@@ -127,7 +128,7 @@ _SCANNER_WORDS = _words("""
     rtvue100 s1 sd silverstone solix source spectral spectralis ss stratus svision swept synthetic tomey topcon
     towardpi triton unknown visionix widefield xephilio xr zeiss
 """)
-_PROTOCOL_WORDS = _words("""
+_PROTOCOL_WORDS = vocabulary("""
     2d 3d analysis angio angiography anterior art b bscan center centered central centre centred choroid
     choroidal circle circular cirrus combined combo corrected cross cube custom default deg degree degrees dense
     depth detail disc disk edi en enface enhanced eye face fast field fixation follow followup fovea foveal

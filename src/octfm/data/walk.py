@@ -14,7 +14,7 @@ from octfm.data.readers import REASONS
 from octfm.errors import ReadError
 
 _COMPANION_FOLDERS = {"ground_truth"}
-_COMPANION_NAMES = {"dicomdir", "license", "readme", "changelog", "thumbs.db"}
+_COMPANION_NAMES = {"dicomdir", "license", "readme", "changelog", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"}
 _COMPANION_SUFFIXES = {".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", ".yaml", ".yml", ".parquet"}
 
 
@@ -127,7 +127,9 @@ def _is_companion(path: Location, parts: Sequence[str]) -> bool:
     if _COMPANION_FOLDERS & set(parts[:-1]):
         return True
     if not (
-        name.startswith(".") or path.suffix.lower() in _COMPANION_SUFFIXES or path.stem.lower() in _COMPANION_NAMES
+        name.startswith((".", "~$"))
+        or path.suffix.lower() in _COMPANION_SUFFIXES
+        or {name, path.stem.lower()} & _COMPANION_NAMES
     ):
         return False
     return name == "dicomdir" or not _starts_with(path, b"DICM", 128)

@@ -15,6 +15,7 @@ from octfm.data.store import Arrays, Store
 from octfm.errors import EvaluationError
 from octfm.evaluation.budget import budget_facts, dropped_of
 from octfm.evaluation.encoder import Encoder, load_encoder
+from octfm.evaluation.exported import is_export, refuse_inside_export
 from octfm.evaluation.maps import save_pictures
 from octfm.evaluation.segment import Segmenter, load_segmenter
 from octfm.evaluation.trained_head import load_head
@@ -42,16 +43,23 @@ def embed_all(
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
 
-    Into `out`, or RUN/embeddings; beside it, in `figures`, what the encoder is shown and what it sees (for the report); with `head`, a run
-    of octfm finetune on this encoder, also what its answers depend on, and with `segmenter`, a run of octfm segment, what it finds.
+    Into `out`, or RUN/embeddings, never into an export, which may be published; beside it, in `figures`, what the encoder is shown and
+    what it sees (for the report); with `head`, a run of octfm finetune on this encoder, also what its answers depend on, and with
+    `segmenter`, a run of octfm segment, what it finds.
     `pool`: instead of the run's own objective.pool.
     """
+    home = location(run)
+    if out is None and is_export(home):
+        raise EvaluationError(
+            f"{run}: an export, which may be published; name another folder for embeddings and pictures of people with --out"
+        )
+    if out is not None:
+        refuse_inside_export(out)
     encoder, opened = load_encoder(run).pooling(pool), Store.open(store)
     if len(opened) == 0:
         raise EvaluationError(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
         )
-    home = location(run)
     if out is None and not isinstance(home, Path):
         raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"

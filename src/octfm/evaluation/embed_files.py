@@ -41,6 +41,7 @@ from octfm.data.versions import listing_of, versions
 from octfm.errors import BucketError, EvaluationError
 from octfm.evaluation.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
 from octfm.evaluation.encoder import Encoder, load_encoder
+from octfm.evaluation.exported import refuse_inside_export
 from octfm.models.pooling import VectorPool
 from octfm.training.runtime import Precision, start
 
@@ -99,6 +100,7 @@ def embed_files(
     be embedded; BucketError where the bucket stopped answering, which is no file's fault.
     """
     out, limits = location(out), limits or Limits()
+    refuse_inside_export(out)
     encoder = _in_precision(load_encoder(run, device=device), precision, device).pooling(pool)
     kinds = [_of_encoder("pretrained", encoder)]
     if baselines:
@@ -247,7 +249,7 @@ def _decoded(task: _Task, *, preprocessing: Preprocessing) -> Arrays | _Failure:
     """In a worker."""
     acquisition = task.acquisition
     try:
-        prepared, _ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
+        prepared, *_ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
     except BucketError:
         raise  # what could not be fetched is no bad file
     except BAD_INPUT as error:

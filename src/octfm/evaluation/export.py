@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octfm import __version__
 from octfm.data.location import Location, local_path, write_whole
+from octfm.data.safe_values import is_known_name, is_known_scanner, is_plain_word
 from octfm.errors import EvaluationError
 from octfm.evaluation import exported
 from octfm.evaluation.encoder import Encoder, content_of, load_encoder, participants_of
@@ -25,6 +26,7 @@ def export(
     onnx: bool = False,
     card: str | None = None,
     keep_key: str | Path | None = None,
+    keep_names: bool = False,
     echo: Callable[[str], None] = print,
 ) -> Path:
     """Write a new folder `out` that `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained` load offline; it appears whole or not.
@@ -32,7 +34,8 @@ def export(
     run: a pretraining run, a checkpoint, or a run of `octfm finetune`, which is exported with its head.
     onnx: also octfm.onnx, compared with torch. card: Markdown for README.md.
     keep_key: the file that gets the key of the participants' hashes, instead of the export.
-    Raises EvaluationError where `out` or `keep_key` exists, or where what was written is not what was read.
+    keep_names: also write names of classes and of their column that octfm does not know, and that may therefore name somebody.
+    Raises EvaluationError where `out` or `keep_key` exists, where a class has such a name, or where what was written is not what was read.
     """
     out = local_path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -42,6 +45,8 @@ def export(
     content = content_of(run)
     tuned = load_tuned(run, "cpu") if "encoder_config" in content or content.get("head") else None
     encoder = tuned.encoder if tuned is not None else load_encoder(run, device="cpu")
+    if tuned is not None and not keep_names:
+        _expect_known_names(tuned)
     participants = participants_of(run)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
@@ -72,6 +77,17 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def _expect_known_names(tuned: TunedModel) -> None:
+    answer = tuned.answer
+    unknown = [name for name in answer.classes if not (is_plain_word(name) or is_known_scanner(name))]
+    unknown += [] if all(map(is_known_name, answer.target.split(":"))) else [answer.target]
+    if unknown:
+        raise EvaluationError(
+            f"config.json would publish the names {', '.join(map(repr, unknown))}, which octfm does not know and which may name somebody; "
+            "rename the classes of the label table and fine-tune again, or pass --keep-names if strangers may read them"
+        )
 
 
 def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | None = None) -> dict[str, Any]:

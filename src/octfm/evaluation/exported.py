@@ -10,13 +10,14 @@ octfm.onnx               where it was asked for
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from octfm.data.location import Location
-from octfm.errors import CheckpointError
+from octfm.data.location import BucketPath, Location
+from octfm.errors import CheckpointError, EvaluationError
 
 CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
     "config.json", "model.safetensors", "seen_participants.json", "participants.key", "README.md", "octfm.onnx",
@@ -32,6 +33,17 @@ def is_export(where: Location) -> bool:
         return json.loads((where / CONFIG).read_bytes()).get("format") == FORMAT
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def refuse_inside_export(out: Location) -> None:
+    """Raises EvaluationError where `out` lies in (or is) an export: embeddings hold ids, pictures show voxels, and exports are published."""
+    folder = out if isinstance(out, BucketPath) else Path(os.path.abspath(out))  # noqa: PTH100
+    for parent in (folder, *(folder.parents if isinstance(folder, Path) else ())):
+        if is_export(parent):
+            raise EvaluationError(
+                f"{out}: lies in {parent}, an export that may be published; embeddings and pictures of people have no place there, "
+                "choose another --out"
+            )
 
 
 def read_export(where: Location) -> dict[str, Any]:

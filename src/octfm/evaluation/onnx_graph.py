@@ -17,6 +17,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,10 +70,28 @@ def write_onnx(encoder: Encoder, head: TaskHead | None, file: Path) -> float:
             )  # fmt: skip
             assert program is not None
             program.save(str(file))
+        _forget_source(file)
         return check(graph, encoder, file)
     except BaseException:
         file.unlink(missing_ok=True)
         raise
+
+
+def _forget_source(file: Path) -> None:
+    """Take out what torch notes of every node: stack traces, with the folders of the machine that exported."""
+    import onnx
+
+    def forget(message: Any) -> None:
+        for field, value in message.ListFields():
+            if field.name in ("doc_string", "metadata_props"):
+                message.ClearField(field.name)
+            elif field.message_type is not None:
+                for inner in value if hasattr(value, "append") else [value]:
+                    forget(inner)
+
+    model = onnx.load(str(file))
+    forget(model)
+    onnx.save(model, str(file))
 
 
 def check(graph: Graph, encoder: Encoder, file: Path) -> float:

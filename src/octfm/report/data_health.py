@@ -1,4 +1,5 @@
-"""data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it."""
+"""data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it, nor a
+word of a header or a table that octfm does not know (octfm.report.shareable)."""
 
 import math
 from collections import Counter, defaultdict
@@ -24,6 +25,7 @@ from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
 from octfm.report.images import Picture, native_pictures
 from octfm.report.laterality import AUDITED, SHOWN, Doubt, by_scanner, laterality_doubts
 from octfm.report.page import render, write_page
+from octfm.report.shareable import shareable_catalog
 
 AXES = ("B-scan distance", "axial spacing", "lateral spacing")
 EXTENTS = ("extent across B-scans", "axial extent", "lateral extent")
@@ -56,6 +58,7 @@ def write_data_health(
 
     `locations`: where the files lie, for a catalog whose uris are pseudonyms. `looked`: the scan has looked at pixels.
     """
+    catalog = shareable_catalog(catalog)
     doubts = laterality_doubts(catalog.acquisitions)
     facts = {
         "summary": catalog.summary(),

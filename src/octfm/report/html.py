@@ -10,6 +10,7 @@ from octfm.errors import EvaluationError
 from octfm.report import figures, images, words
 from octfm.report.overview import two_minutes
 from octfm.report.page import MAX_BYTES, render, write_page
+from octfm.report.shareable import NAME, shareable, shareable_command
 from octfm.report.sources import Sources, gather
 from octfm.report.viewer import Viewer, viewer
 from octfm.training.bucket_run import local_run
@@ -26,6 +27,7 @@ def write_report(
     """Render the report of a run folder, or of a run in a bucket, and return its path.
 
     `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before the probe, sentences say what is missing.
+    Without `images` it is a page to share: no id, path, date or UID is on it (octfm.report.shareable).
     The page stays under 25 MB: pictures are coded coarser, then left out. Written whole or not at all.
     """
     run, out = location(run), location(out)
@@ -40,7 +42,9 @@ def write_report(
     command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (
         store_path is not None
     )
-    facts = _facts(sources, shlex.join(command))
+    facts = _facts(sources if images else shareable(sources), shlex.join(command))
+    if not images:
+        facts |= {"commands": list(dict.fromkeys(map(shareable_command, facts["commands"])))}
     page = ""
     for per_scanner in (2, 1, 0) if images else (0,):
         pictures = _pictures(sources, per_scanner)
@@ -64,9 +68,10 @@ def summary_lines(run: Path, *, catalog: Location | None = None, store_path: Loc
 
 def _facts(sources: Sources, command: str) -> dict[str, Any]:
     tone, key = words.key_result(sources.probe)
+    name = sources.run.resolve().name
     return {
-        "title": sources.run.resolve().name,
-        "subtitle": words.subtitle(sources),
+        "title": name,
+        "subtitle": words.subtitle(sources, name if name == NAME else f"Run folder {name}"),
         "tone": tone,
         "key": key,
         "minutes": two_minutes(sources),
@@ -133,9 +138,7 @@ def _data(sources: Sources) -> dict[str, Any]:
         {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in reversed(catalog.rejects)} if catalog else {}
     )
     summary = catalog.summary() if catalog else {}
-    unprepared = Counter(
-        f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in (store.unprepared() if store else ())
-    )
+    unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
     return {
         "has_catalog": catalog is not None,
         "has_store": store is not None,

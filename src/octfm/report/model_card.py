@@ -13,7 +13,8 @@ import yaml
 from octfm.data.location import Location, location, write_whole
 from octfm.report import words
 from octfm.report.paper import bibtex, setting
-from octfm.report.participants import by_split, characteristics, flow, is_phantom, tested
+from octfm.report.participants import by_split, characteristics, flow, tested
+from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, series
 
 NOT_STATED = "not stated"
@@ -55,20 +56,27 @@ def model_card(
 ) -> str:
     """The text of a model card (README.md on the hub) for a run folder; `catalog` and `store` add whom the data came from.
 
-    `usage` replaces the example of how to load the weights, `name` that of the run folder. Counts of fewer than five people are not
-    given, and no path, participant or acquisition is named. Raises EvaluationError where `run` is no run folder.
+    `usage` replaces the example of how to load the weights; `name` is what the model is called. Counts of fewer than five people are
+    not given, and no path, date, participant or acquisition is named (octfm.report.shareable). Raises EvaluationError where `run` is no
+    run folder.
     """
-    run = Path(run)
-    sources = gather(run, location(catalog) if catalog else None, location(store) if store else None)
-    name = name or run.resolve().name
+    found = gather(Path(run), location(catalog) if catalog else None, location(store) if store else None)
+    sources, name = shareable(found), name or NAME
     width, pool = setting(sources, "model", "width"), setting(sources, "objective", "pool")
     parts = [
         _front_matter(sources, statements, name),
         f"# {_line(name)}: a 3-D encoder for retinal OCT",
         _key(sources),
-        _model(sources),
+        _model(sources, name),
         "## How to use it\n\n"
-        + (usage or USAGE.format(run=_line(name), width=width, pooled=words.POOLS.get(pool, words.POOLS["mean"]))),
+        + (
+            usage
+            or USAGE.format(
+                run="folder or hub id" if name == NAME else _line(name),
+                width=width,
+                pooled=words.POOLS.get(pool, words.POOLS["mean"]),
+            )
+        ),
         _intended(),
         _terms(sources, statements),
         _data(sources, statements),
@@ -152,13 +160,13 @@ def _key(sources: Sources) -> str:
     }.get(tone, "")
     synthetic = (
         " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**"
-        if is_phantom(sources)
+        if sources.is_phantom
         else ""
     )
     return f"> **{verdict}** {_text(text)}{synthetic}" if verdict else f"> {_text(text)}{synthetic}"
 
 
-def _model(sources: Sources) -> str:
+def _model(sources: Sources, name: str) -> str:
     parameters = sources.record.get("parameters") or {}
     objective = setting(sources, "objective", "name")
     get = partial(setting, sources)
@@ -168,7 +176,7 @@ def _model(sources: Sources) -> str:
         ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks" if parameters else NOT_STATED),
         ("Objective", {"vjepa2": "V-JEPA 2 with context loss, on tissue tokens", "data2vec": "data2vec, on tissue tokens",
                        "mae": "masked autoencoding of tissue tokens"}.get(objective, objective)),
-        ("Code", words.subtitle(sources)),
+        ("Code", words.subtitle(sources, name)),
     ]  # fmt: skip
     if sources.store is not None:
         pre = sources.store.preprocessing
@@ -205,7 +213,7 @@ def _terms(sources: Sources, statements: Statements) -> str:
     )  # fmt: skip
     if statements.data_agreement:
         agreement = f"Data agreement: {_line(statements.data_agreement)}"
-    elif is_phantom(sources):
+    elif sources.is_phantom:
         agreement = "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in them."
     else:
         agreement = (
@@ -294,7 +302,7 @@ def _verdict(c: dict[str, Any]) -> str:
 def _limits(sources: Sources) -> str:
     """What is known to be missing or weak, told from the run's own numbers."""
     found = []
-    if is_phantom(sources):
+    if sources.is_phantom:
         found.append("Trained and tested on synthetic phantoms only. Nothing is known about real eyes.")
     else:
         found.append("Tested on participants of the same data set only; there is no external validation in this card.")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from octfm.report import words
-from octfm.report.participants import by_split, characteristics, is_phantom
+from octfm.report.participants import by_split, characteristics
 from octfm.report.sources import Sources
 
 PLAIN = {
@@ -45,7 +45,7 @@ def _whom(sources: Sources) -> str:
         return "Not known to this page: neither a catalog nor a prepared store was given to it."
     people = {a.participant for own in splits.values() for a in own}
     scanners = sorted({a.scanner.replace("_", " ") for own in splits.values() for a in own})
-    kind = "synthetic eyes, no patients:" if is_phantom(sources) else "scans:"
+    kind = "synthetic eyes, no patients:" if sources.is_phantom else "scans:"
     text = f"{kind[0].upper()}{kind[1:]} {sum(map(len, splits.values())):,} volumes of {len(people):,} participants from {', '.join(scanners)}"
     ages = next((cells for name, cells in characteristics(sources) if name.startswith("Age")), None)
     known = [f"{split} {cell}" for split, cell in zip(splits, ages or (), strict=False) if not cell.startswith("fewer")]

@@ -8,7 +8,8 @@ import yaml
 
 import octfm
 from octfm.data.location import Location, location, write_whole
-from octfm.report.participants import flow, is_phantom, tested
+from octfm.report.participants import flow, tested
+from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather
 
 OPEN = "**for the authors**"
@@ -72,9 +73,8 @@ def paper(
     name: str | None = None,
 ) -> str:
     """Markdown: draft methods, participant flow, CLAIM checklist and BibTeX. Raises EvaluationError where `run` is no run folder."""
-    run = Path(run)
-    sources = gather(run, location(catalog) if catalog else None, location(store) if store else None)
-    name = name or run.resolve().name
+    found = gather(Path(run), location(catalog) if catalog else None, location(store) if store else None)
+    sources, name = shareable(found), name or NAME
     known = {**_answers(sources), **_performance(sources.probe)}
     rows = [f"| {i} | {item} | {known.get(key) or OPEN} |" for i, (item, key) in enumerate(CLAIM, 1)]
     parts = [
@@ -164,7 +164,7 @@ def _answers(sources: Sources) -> dict[str, str]:
     steps = {s.label: s for s in flow(sources)}
     if (accepted := steps.get("Accepted OCT volumes")) and sources.catalog is not None:
         s = sources.catalog.summary()
-        kind = "synthetic OCT volumes (phantoms)" if is_phantom(sources) else "OCT volumes"
+        kind = "synthetic OCT volumes (phantoms)" if sources.is_phantom else "OCT volumes"
         scanners = ", ".join(f"{n:,} of {name}" for name, n in s["scanners"].items())
         found["data"] = (
             f"The data comprised {accepted.volumes:,} {kind} of {accepted.participants:,} participants ({_clean(scanners)})."

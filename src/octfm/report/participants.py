@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -48,7 +47,7 @@ def flow(sources: Sources) -> list[Step]:
         steps.append(Step("Accepted OCT volumes", s["accepted"], s["participants"]))
     rows = sources.store.rows if sources.store is not None else None
     if rows is not None:
-        lost = Counter(u.code for u in sources.store.unprepared()) if sources.store is not None else Counter()
+        lost = Counter(u.code for u in sources.unprepared)
         if lost:
             steps.append(Step("Could not be prepared", sum(lost.values()), None, _counts(lost), "lost"))
         steps.append(Step("Prepared", len(rows), len({row.participant for row in rows})))
@@ -121,11 +120,6 @@ def tested(probe: dict[str, Any] | None) -> list[dict[str, Any]]:
     """One result per target of a probe, leakage aside: whom it was fitted and scored on."""
     rows = {r["target"]: r for r in reversed(probe["results"]) if not r.get("leakage")} if probe is not None else {}
     return list(reversed(rows.values()))
-
-
-def is_phantom(sources: Sources) -> bool:
-    """Whether the catalog is of a synthetic cohort, which bears its ground truth beside it."""
-    return sources.catalog is not None and (Path(sources.catalog.root) / "ground_truth" / "phantom.json").is_file()
 
 
 def _probed(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from octfm.data.catalog import Catalog
 from octfm.data.location import Location
-from octfm.data.store import Store
+from octfm.data.store import Store, Unprepared
 from octfm.errors import EvaluationError
 from octfm.evaluation.scene import Scene, load_scenes
 from octfm.training.tracking import read_metrics
@@ -30,6 +30,10 @@ class Sources:
     probe: dict[str, Any] | None
     catalog: Catalog | None
     store: Store | None
+    unprepared: tuple[Unprepared, ...]
+    """What the store could not prepare."""
+    is_phantom: bool
+    """Whether the catalog is of a synthetic cohort, which bears its ground truth beside it."""
     scenes: tuple[Scene, ...]
     """A few volumes of each scanner with what the encoder makes of them."""
 
@@ -41,6 +45,10 @@ def gather(run: Path, catalog: Location | None, store: Location | None) -> Sourc
     metrics = run / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if isinstance(row, dict)] if metrics.is_file() else []
     config = run / "config.yaml"
+    scanned, prepared = (
+        Catalog.load(catalog) if catalog is not None else None,
+        Store.open(store) if store is not None else None,
+    )
     return Sources(
         run=run,
         record=_json(run / "run.json"),
@@ -50,8 +58,10 @@ def gather(run: Path, catalog: Location | None, store: Location | None) -> Sourc
         health=[row for row in rows if row.get("kind") in ("health", "incident", "checkpoint", "bucket")],
         online=[row for row in rows if row.get("kind") == "probe"],
         probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
-        catalog=Catalog.load(catalog) if catalog is not None else None,
-        store=Store.open(store) if store is not None else None,
+        catalog=scanned,
+        store=prepared,
+        unprepared=prepared.unprepared() if prepared is not None else (),
+        is_phantom=scanned is not None and (Path(scanned.root) / "ground_truth" / "phantom.json").is_file(),
         scenes=load_scenes(run / "figures" / "scenes.npz") if (run / "figures" / "scenes.npz").is_file() else (),
     )
 

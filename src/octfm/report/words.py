@@ -126,10 +126,10 @@ def _after_holm(c: dict[str, Any]) -> str:
     return f"{c['verdict']}, but not after Holm" if lucky else c["verdict"]
 
 
-def subtitle(sources: Sources) -> str:
+def subtitle(sources: Sources, name: str) -> str:
     """Which run, when, how large, by which code."""
     record = sources.record
-    parts = [f"Run folder {sources.run.resolve().name}"]
+    parts = [name]
     if record.get("started"):
         parts.append(f"started {record['started']}")
     if total := (record.get("parameters") or {}).get("total"):

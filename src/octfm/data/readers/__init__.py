@@ -80,6 +80,11 @@ REASONS: dict[str, Reason] = {
     "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
+    "not_a_bscan": Reason(
+        "an image among the numbered B-scans of a volume, of another size or name: en face, average, thumbnail",
+        _LEFT_OUT,
+        expected=True,
+    ),
     "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
     "not_layer_heights": Reason(
         "layer heights were expected and something else was given", "give the file of the height map"
@@ -147,6 +152,10 @@ REASONS: dict[str, Reason] = {
     "blank_volume": Reason(
         "every voxel has the same value", "nothing was imaged, or the export failed: export it again"
     ),
+    "upside_down": Reason(
+        "the vitreous is at the bottom of its B-scans and the choroid at the top; found when pixels are read",
+        'declare "upside_down" in NAME.json beside it: true to have it flipped, false if it is not; or keep all with --keep-upside-down',
+    ),
     "duplicate_sop_uid": Reason(
         "the same acquisition is already in the catalog, with the same voxels", "remove the copy"
     ),
@@ -189,6 +198,8 @@ class Header:
     flags: tuple[str, ...] = ()
     layout: Layout = "raster"
     """Of anything but a raster, dz repeats dx and means nothing."""
+    set_aside: tuple[tuple[str, str], ...] = ()
+    """Images of its folder that are none of its B-scans, each with what tells so."""
 
 
 T = TypeVar("T")

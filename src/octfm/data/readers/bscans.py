@@ -59,6 +59,8 @@ class Bscans:
     beside: str = ""
     """Where a sidecar lies beside, if not beside `uri`."""
     surfaces: Callable[[], Surfaces | None] = lambda: None
+    set_aside: tuple[tuple[str, str], ...] = ()
+    """Images of its folder that are none of its B-scans, each with what tells so."""
     bits: int | None = 16
     """Significant bits of uint16 voxels; None where the file does not say, so that the whole volume has to."""
     flags: tuple[str, ...] = ()
@@ -216,6 +218,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
     flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     stack = arrangement.stack
+    flags += ["bscan_order_unstated"] * (stack is None and arrangement.layout == "raster")
     flags += ["positions_placeholder"] * (stack is None and bscans.lines is not None and arrangement.layout == "raster")
     if stack is not None and not stack.even:
         flags.append("uneven_positions")
@@ -234,6 +237,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         superior_first=stack.superior_first if stack else None,
         flags=(*bscans.flags, *declared.flags, *flags),
         layout=arrangement.layout,
+        set_aside=bscans.set_aside,
     )
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from octfm.data.archive import open_file
-from octfm.data.location import listed
+from octfm.data.location import is_remote, listed
 from octfm.data.volume import Spacing3
 from octfm.errors import ReadError
 
@@ -78,6 +78,22 @@ def read_declared(uri: str) -> Declared:
             return Declared(flags=("sidecar_states_nothing",))
         return _parsed(content, str(place))
     return Declared()
+
+
+def declared_way_up(uri: str) -> bool | None:
+    """`Declared.upside_down` of a file whose other facts are in its own header: a JSON without that key is not looked at further."""
+    path = listed(uri)
+    if is_remote(uri):
+        return None  # one request more for every file
+    for place in (path.with_suffix(".json"), path.with_name(f"{path.name}.json")):
+        try:
+            with open_file(str(place)) as file:
+                content = file.read(_MAX_BYTES)
+        except (OSError, ReadError, ValueError):
+            continue
+        if b"upside_down" in content:
+            return _parsed(content, str(place)).upside_down
+    return None
 
 
 def spacing_from(value: object, where: str) -> Spacing3:

@@ -13,6 +13,7 @@ import numpy as np
 from octfm.data.planes import used_full_scale
 from octfm.data.radial import expect_a_star
 from octfm.data.readers import REASONS, Header
+from octfm.data.readers.declared import declared_way_up
 from octfm.data.readers.dicom_file import OpenFile, locate_pixels, parsed, referenced_uids, refusing_damage, text
 from octfm.data.readers.dicom_geometry import Geometry, read_geometry
 from octfm.data.readers.dicom_parts import Part, expect_all_parts, merged, part_of, parts_beside
@@ -66,6 +67,9 @@ def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Vo
         white = used_full_scale(voxels if not pixels.inverted else 65535 - voxels.min(keepdims=True))
         if pixels.inverted:  # `decode` took 65,535 for white
             voxels -= np.uint16(65535 - white)
+    if declared_way_up(uri):
+        for plane in voxels:  # in place: a second volume would not fit into a worker's memory
+            plane[:] = plane[::-1].copy()
     return Volume(
         voxels=voxels,
         full_scale=white,

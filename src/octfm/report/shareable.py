@@ -1,0 +1,256 @@
+"""What a page that is meant to be shared may be made of: no id, path, date, UID, nor a word that is not known to name nobody.
+
+Everything is let through by form, nothing is searched for: names of columns, classes, scanners and protocols that octfm does not know are
+numbered, sentences that quote are replaced by the meaning of their code, settings and commands keep their numbers and choices.
+"""
+
+import copy
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from octfm.data.acquisition import Acquisition
+from octfm.data.catalog import Catalog
+from octfm.data.prepare import meaning_of
+from octfm.data.safe_values import (
+    SITES,
+    is_known_name,
+    is_known_protocol,
+    is_known_scanner,
+    is_plain_word,
+    meaning,
+    numbered,
+    safe_value,
+    vocabulary,
+)
+from octfm.data.store import StoreRow
+from octfm.report.sources import Sources
+from octfm.report.words import ENCODERS
+
+NAME = "OCT encoder"
+"""Of a model that nobody has named for publication: the name of a folder may be private."""
+WITHHELD = "…"
+BY_NUMBERS = frozenset({"masked loss", "effective rank", "teacher", "gradient", "targets", "data"})
+"""Health checks whose sentences hold numbers and words of octfm alone."""
+CHOICES = vocabulary("""
+    bf16 bscan constant context cosine data2vec ddp enface extremes fp32 fsdp inner layer learned mae mean offline online radial raster
+    rotary stop target tissue tpu vjepa2 warn whiten xla_spmd
+""")
+"""Every word that a setting of a run may choose; all other texts in a config are the user's own."""
+RECORDED = ("octfm", "parameters", "environment", "store", "precision")
+"""Of run.json; beside them the commit, fingerprints and the year."""
+
+Row = TypeVar("Row", Acquisition, StoreRow)
+_FACT = re.compile(r"[\w .,+()-]{0,60}")
+_HEX = re.compile(r"[0-9a-f]{7,64}")
+_KEY = re.compile(r"[a-z][a-z0-9_]{0,30}(\.[a-z][a-z0-9_]{0,30})?")
+_SWITCHES = frozenset({"true", "false", "null"})
+_OPTION = re.compile(r"--[a-z][a-z-]*")
+_NUMBER = re.compile(r"[-+]?\d{1,9}(\.\d+)?(e[-+]?\d+)?")
+
+
+class Words:
+    """The words of one page: those that are known as they are, others numbered in the order in which they are met."""
+
+    def __init__(self) -> None:
+        kinds = ("scanner", "protocol", "site", "target", "class", "encoder")
+        self._numbered = {kind: numbered(kind) for kind in kinds}
+
+    def scanner(self, name: str) -> str:
+        return name if is_known_scanner(name) else self._numbered["scanner"](name)
+
+    def protocol(self, name: str) -> str:
+        return name if is_known_protocol(name) else self._numbered["protocol"](name)
+
+    def target(self, name: str) -> str:
+        """The name of a column, or column:label where its cells hold several labels."""
+        return name if all(map(is_known_name, name.split(":"))) else self._numbered["target"](name)
+
+    def one_class(self, name: str) -> str:
+        return name if is_plain_word(name) or is_known_scanner(name) else self._numbered["class"](name)
+
+    def encoder(self, name: str) -> str:
+        return name if name in ENCODERS or is_plain_word(name) else self._numbered["encoder"](name)
+
+    def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
+        """Columns of a participant, without dates."""
+        passed = {}
+        for column, value in labels.items():
+            safe = safe_value(column, value)
+            if safe is None and meaning(column) in SITES and value:
+                safe = self._numbered["site"](value)
+            if safe:
+                passed[column] = safe
+        return passed
+
+    def row(self, row: Row) -> Row:
+        """With its scanner, protocol and labels in words that may be shown; its ids stay, to be counted."""
+        named: dict[str, Any] = {"scanner": self.scanner(row.scanner), "protocol": self.protocol(row.protocol)}
+        return replace(row, **named, participant_labels=self.labels(row.participant_labels))
+
+
+def shareable_catalog(catalog: Catalog, words: Words | None = None) -> Catalog:
+    """The same rows in words that may be shown; ids and uris are still there, for counting and to find pictures."""
+    words = words or Words()
+    return replace(catalog, acquisitions=tuple(words.row(a) for a in catalog.acquisitions))
+
+
+def shareable(sources: Sources) -> Sources:
+    """The same run for strangers: whatever a page shows of it names no person, place or day. Without scenes."""
+    words = Words()
+    people = numbered("participant")
+    catalog, store = sources.catalog, sources.store
+    if catalog is not None:
+        accepted = tuple(_nameless(words.row(a), people) for a in catalog.acquisitions)
+        rejects, skipped = (
+            tuple(replace(r, uri="", sentence=meaning_of(r.code), refers_to="") for r in left_out)
+            for left_out in (catalog.rejects, catalog.skipped)
+        )
+        catalog = replace(catalog, root="", acquisitions=accepted, rejects=rejects, skipped=skipped)
+    if store is not None:
+        store = copy.copy(store)
+        store.rows = tuple(_nameless(words.row(row), people) for row in store.rows)
+    unprepared = tuple(
+        replace(u, acquisition="", uri="", scanner=words.scanner(u.scanner), sentence=meaning_of(u.code))
+        for u in sources.unprepared
+    )
+    return replace(
+        sources,
+        run=Path(NAME),
+        record=_record(sources.record),
+        config=_config(sources.config, words),
+        train=[_by_scanner(row, words) for row in sources.train],
+        validation=[_by_scanner(row, words) for row in sources.validation],
+        health=[_health(row) for row in sources.health],
+        online=[row | {"target": words.target(str(row.get("target", "")))} for row in sources.online],
+        probe=_probe(sources.probe, words) if sources.probe is not None else None,
+        catalog=catalog,
+        store=store,
+        unprepared=unprepared,
+        scenes=(),
+    )
+
+
+def shareable_command(command: str) -> str:
+    """A command with its verb, options, numbers and choices; every name and place in it is withheld."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = command.split()
+    return " ".join([*words[:1], *(_word(word, place) for place, word in enumerate(words[1:]))])
+
+
+def _nameless(row: Row, people: Callable[[str], str]) -> Row:
+    participant = people(row.participant)
+    named: dict[str, Any] = {"uri": "", "participant": participant}
+    if isinstance(row, StoreRow):
+        named |= {"acquisition": "", "eye_id": f"{participant}_{row.laterality or 'unknown'}"}
+    else:
+        named |= {"sop_instance_uid": ""}
+    return replace(row, **named)
+
+
+def _record(record: dict[str, Any]) -> dict[str, Any]:
+    git = record.get("git") or {}
+    shown: dict[str, Any] = {name: _facts(record[name]) for name in RECORDED if name in record}
+    shown |= {name: record[name] for name in ("fingerprint", "data") if _HEX.fullmatch(str(record.get(name, "")))}
+    shown["started"] = year if re.fullmatch(r"20\d\d", year := str(record.get("started", ""))[:4]) else ""
+    shown["git"] = {
+        "commit": git["commit"] if _HEX.fullmatch(str(git.get("commit"))) else None,
+        "dirty": bool(git.get("dirty")),
+    }
+    return shown
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _facts(inner) for name, inner in value.items() if _FACT.fullmatch(str(name))}
+    plain = value is None or isinstance(value, bool | int | float) or _FACT.fullmatch(str(value))
+    return value if plain else WITHHELD
+
+
+def _config(text: str | None, words: Words) -> str | None:
+    """config.yaml with numbers and choices; texts that a user wrote (places, projects, columns) are withheld."""
+    values = yaml.safe_load(text) if text else None
+    if not isinstance(values, dict):
+        return None
+    shown = _setting(values)
+    for name in ("scanners", "leave_out_scanners"):
+        listed = values["data"].get(name) if isinstance(values.get("data"), dict) else None
+        if isinstance(listed, list):
+            shown["data"][name] = [words.scanner(str(scanner)) for scanner in listed]
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _setting(inner) for name, inner in value.items() if _KEY.fullmatch(str(name))}
+    if isinstance(value, list):
+        return [_setting(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float) or value in CHOICES else WITHHELD
+
+
+def _by_scanner(row: dict[str, Any], words: Words) -> dict[str, Any]:
+    shown = {name: value for name, value in row.items() if isinstance(value, bool | int | float | None)}
+    shown |= {name: row[name] for name in row if row[name] in ("nan", "inf", "-inf")}
+    if isinstance(row.get("by_scanner"), dict):
+        shown["by_scanner"] = {words.scanner(name): value for name, value in row["by_scanner"].items()}
+    return shown | {"kind": row["kind"]}
+
+
+def _health(row: dict[str, Any]) -> dict[str, Any]:
+    what, verdict = str(row.get("what", "")), str(row.get("verdict", ""))
+    what = what if re.fullmatch(r"[a-z][a-z -]{0,40}", what) else "another check"
+    known = row.get("kind") == "health" and what in BY_NUMBERS
+    sentence = row.get("sentence", "") if known else "The run's metrics.jsonl says more."
+    verdict = verdict if verdict in ("ok", "watch", "bad") else "watch"
+    return {"kind": row.get("kind"), "step": row.get("step"), "what": what, "verdict": verdict, "sentence": sentence}
+
+
+def _probe(probe: dict[str, Any], words: Words) -> dict[str, Any]:
+    results = [_result(r, words) for r in probe["results"]]
+    shown = {**probe, "results": results, "labels": None}
+    for name in ("comparisons", "label_efficiency", "label_efficiency_comparisons"):
+        if name in probe:
+            shown[name] = [_result(r, words) for r in probe[name]]
+    shown["skipped"] = [
+        {"target": words.target(str(s["target"])), "sentence": "The probe says why when it runs."}
+        for s in probe.get("skipped", [])
+    ]
+    shown["embeddings"] = [{"budget": e["budget"]} for e in probe.get("embeddings", []) if e.get("budget")]
+    shown["commands"] = [shareable_command(command) for command in probe.get("commands", [])]
+    return shown
+
+
+def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
+    shown = dict(row)
+    if "target" in row:
+        shown["target"] = words.target(str(row["target"]))
+    if "column" in row:
+        shown["column"] = words.target(str(row["column"]))
+    shown |= {name: words.encoder(str(row[name])) for name in ("encoder", "a", "b") if name in row}
+    shown |= {
+        name: [words.one_class(str(c)) for c in row[name]] for name in ("classes", "left_out_classes") if row.get(name)
+    }
+    if counts := row.get("test_participants_per_class"):
+        shown["test_participants_per_class"] = {words.one_class(str(name)): n for name, n in counts.items()}
+    renamed = [c for c in row.get("classes") or () if words.one_class(str(c)) != c]
+    if renamed and row.get("note"):
+        shown["note"] = "No interval, or one not to be believed; probe.json says why."
+    return shown
+
+
+def _word(word: str, place: int) -> str:
+    name, equals, value = word.partition("=")
+    if _OPTION.fullmatch(name) and equals:
+        return f"{name}={value if _NUMBER.fullmatch(value) else WITHHELD}"
+    if _OPTION.fullmatch(word) or _NUMBER.fullmatch(word) or (place == 0 and re.fullmatch(r"[a-z]{3,12}", word)):
+        return word
+    if equals and _KEY.fullmatch(name):
+        return f"{name}={value if _NUMBER.fullmatch(value) or value in CHOICES | _SWITCHES else WITHHELD}"
+    return WITHHELD

@@ -1,0 +1,111 @@
+"""One stray file never costs a folder of B-scans: it is set aside and counted where it is recognisably none of them, and named where not."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from octfm.data.catalog import NothingAccepted, scan
+from octfm.data.readers import ReadError, read_header, read_volume
+from test_readers import telling_voxels
+from vendor_files import SPACING_MM, write_images, write_npy, write_sidecar
+
+VOXELS = telling_voxels(shape=(24, 40, 36))
+many = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def picture(height: int = 50, width: int = 60) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(height).integers(0, 255, (height, width), dtype=np.uint8))
+
+
+STRAYS = {
+    "enface.png": lambda at: picture().save(at),
+    "slo.jpg": lambda at: picture(40, 36).save(at),
+    "average.tif": lambda at: picture(40, 36).save(at),
+    "thumbnail 1.png": lambda at: picture(8, 8).save(at),
+    "oct 0.png": lambda at: picture().save(at),
+    "oct 25.png": lambda at: picture().save(at),
+    "oct 7 copy.png": lambda at: picture(40, 36).save(at),
+    "broken.png": lambda at: at.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40)),
+}
+JUNK = {
+    "Thumbs.db": b"\xd0\xcf\x11\xe0",
+    "desktop.ini": b"[x]",
+    ".DS_Store": b"\0\0\0\1Bud1",
+    "._oct 1.png": b"\0\5\x16\7",
+    "notes.txt": b"-",
+}
+OTHERS = {"empty.png": b"", "measure.mat": b"MATLAB 5.0", "viewer.exe": b"MZ", "meta.xml": b"<scan/>"}
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_a_picture_that_is_no_bscan_is_set_aside_and_counted(tmp_path, name):
+    folder = write_images(tmp_path / "oct" / "visit", VOXELS)
+    STRAYS[name](folder / name)
+    catalog = scan(tmp_path / "oct", workers=0)
+    (row,) = catalog.acquisitions
+    assert row.shape == VOXELS.shape and not catalog.rejects
+    (aside,) = catalog.skipped
+    assert (aside.code, aside.uri) == ("not_a_bscan", str(folder / name)) and name in aside.sentence
+    assert catalog.companions == len(VOXELS) + 1, "its B-scans and its sidecar"
+    np.testing.assert_array_equal(read_volume(folder).voxels, VOXELS)
+
+
+@many
+@given(
+    junk=st.sets(st.sampled_from(sorted({**JUNK, **OTHERS})), min_size=1, max_size=2),
+    stray=st.sampled_from([None, *STRAYS]),
+)
+def test_files_of_other_kinds_do_not_make_single_images_of_bscans(tmp_path_factory, junk, stray):
+    root = tmp_path_factory.mktemp("clinic")
+    folder = write_images(root / "visit", VOXELS)
+    for name in junk:
+        (folder / name).write_bytes({**JUNK, **OTHERS}[name])
+    if stray:
+        STRAYS[stray](folder / stray)
+    catalog = scan(root, workers=0)
+    assert [row.uri for row in catalog.acquisitions] == [str(folder)]
+    assert {reject.uri for reject in catalog.rejects} == {str(folder / name) for name in junk & set(OTHERS)}
+    assert [skip.uri for skip in catalog.skipped] == ([str(folder / stray)] if stray else [])
+
+
+def rejected_once(folder) -> str:
+    with pytest.raises(NothingAccepted) as caught:
+        scan(folder.parent, workers=0)
+    (reject,) = caught.value.catalog.rejects
+    assert (reject.code, reject.uri) == ("mixed_images", str(folder)) and not caught.value.catalog.skipped
+    with pytest.raises(ReadError) as read:
+        read_volume(folder)
+    assert str(read.value) == reject.sentence
+    return reject.sentence
+
+
+def test_a_bscan_of_another_size_inside_the_numbering_is_named_once(tmp_path):
+    folder = write_images(tmp_path / "oct" / "visit", VOXELS)
+    picture().save(folder / "oct 9.png")
+    sentence = rejected_once(folder)
+    assert "oct 9.png is 60 x 50, the other 23 images 36 x 40" in sentence
+
+
+@pytest.mark.parametrize("strays", [12, 20])
+def test_images_that_may_be_another_volume_are_named_once(tmp_path, strays):
+    folder = write_images(tmp_path / "oct" / "visit", VOXELS)
+    for number in range(strays):
+        picture(40, 36).save(folder / f"left {number}.png")
+    assert "left 0.png may or may not be one of its B-scans" in rejected_once(folder)
+
+
+def test_few_images_and_one_stray_are_not_a_guess(tmp_path):
+    folder = write_images(tmp_path / "oct" / "visit", VOXELS[:4])
+    picture(40, 36).save(folder / "average.png")
+    assert "average.png may or may not" in rejected_once(folder)
+    picture(90, 90).save(folder / "average.png")
+    assert read_header(folder).shape == (4, 40, 36), "another name and another size"
+
+
+def test_the_order_of_bscans_that_nothing_states_is_a_flag(tmp_path):
+    write_images(tmp_path / "oct" / "visit", VOXELS)
+    write_sidecar(write_npy(tmp_path / "oct" / "a.npy", VOXELS[::-1]), SPACING_MM)
+    catalog = scan(tmp_path / "oct", workers=0)
+    assert catalog.summary()["flags"]["bscan_order_unstated"] == 2

@@ -1,0 +1,107 @@
+"""What a page to share is made of passes by form: no text that a user, a header or a table wrote gets through."""
+
+from typing import Literal, get_args, get_origin
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octfm.config import Config, dump
+from octfm.report.html import write_report
+from octfm.report.shareable import CHOICES, WITHHELD, shareable, shareable_command
+from octfm.report.sources import gather
+from octfm.training.settings import PretrainConfig
+from run_folder import write_catalog, write_run
+
+SECRET = "Zqxanna"
+
+
+def words_of(value) -> set[str]:
+    """Every text inside a structure, keys included."""
+    if isinstance(value, dict):
+        return set().union(*(words_of(part) for pair in value.items() for part in pair))
+    if isinstance(value, list | tuple):
+        return set().union(*map(words_of, value))
+    return {value} if isinstance(value, str) else set()
+
+
+def choices_of(annotation) -> set[str]:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return {choice for choice in parts if isinstance(choice, str)}
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return set().union(*(choices_of(field.annotation) for field in annotation.model_fields.values()))
+    return set().union(*(choices_of(part) for part in parts))
+
+
+def test_every_choice_of_a_setting_is_known():
+    assert choices_of(PretrainConfig) == CHOICES
+
+
+@given(
+    words=st.lists(
+        st.text(min_size=1, max_size=12)
+        | st.from_regex(
+            r"--[a-z]{2,8}=Zqx[a-z/]+|[a-z]{3,8}\.[a-z]{3,8}=Zqx[a-z/.]+|/home/Zqx[a-z]+|'Zqx [a-z]+'", fullmatch=True
+        )
+    )
+)
+def test_a_command_keeps_no_name_and_no_place(words):
+    shown = shareable_command(" ".join(["octfm", "embed", *words]))
+    assert "Zqx" not in shown and "/" not in shown
+    assert shown.startswith("octfm embed")
+
+
+def test_a_command_keeps_its_verb_options_and_numbers():
+    command = "octfm pretrain vit_s data.store=/home/x/prepared steps=200 masks.mask_ratio=0.6 schedule.lr_shape=constant --out runs/a"
+    assert shareable_command(command) == (
+        f"octfm pretrain {WITHHELD} data.store={WITHHELD} steps=200 masks.mask_ratio=0.6 schedule.lr_shape=constant --out {WITHHELD}"
+    )
+
+
+def test_settings_and_record_keep_numbers_and_choices_only(tmp_path):
+    run = write_run(tmp_path)
+    config = PretrainConfig()
+    config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"store": f"/{SECRET}", "scanners": ("topcon_triton", SECRET)}),
+            "tracking": config.tracking.model_copy(update={"project": SECRET}),
+            "ckpt_second_dir": f"/mnt/{SECRET}",
+        }
+    )
+    (run / "config.yaml").write_text(dump(config))
+    found = gather(run, None, None)
+    found.record.update(
+        second_destination=f"/mnt/{SECRET}", host=SECRET, overrides=[{"settings": {"data.store": SECRET}}]
+    )
+    found.record["environment"]["device"] = f"/dev/{SECRET}"
+    shown = shareable(found)
+    assert shown.config is not None
+    settings = yaml.safe_load(shown.config)
+    assert settings["steps"] == config.steps and settings["objective"]["name"] == config.objective.name
+    assert settings["data"]["scanners"] == ["topcon_triton", "other_scanner_1"]
+    assert settings["data"]["store"] == settings["ckpt_second_dir"] == WITHHELD
+    assert not any(SECRET in word for word in words_of([shown.record, settings]))
+    assert shown.record["parameters"] == found.record["parameters"] and len(shown.record["started"]) in (0, 4)
+
+
+@given(rows=st.lists(st.fixed_dictionaries({"what": st.text(), "sentence": st.text()})))
+def test_a_health_row_never_quotes(tmp_path_factory, rows):
+    from octfm.report.shareable import _health
+
+    for row in rows:
+        shown = _health({"kind": "incident", "step": 1, "verdict": "bad", **row, "volumes": [SECRET]})
+        assert shown["sentence"] == "The run's metrics.jsonl says more."
+        assert shown["what"] == row["what"] or shown["what"] == "another check"
+        assert SECRET not in repr(shown)
+
+
+def test_a_page_without_pictures_names_no_file_run_or_day(tmp_path):
+    (tmp_path / SECRET).mkdir()
+    run = write_run(tmp_path / SECRET)
+    catalog = write_catalog(tmp_path, sentence=f"{SECRET}.dcm: PatientName is {SECRET}")
+    shared = write_report(run, tmp_path / "a.html", catalog=catalog, images=False).read_text()
+    assert SECRET not in shared and str(tmp_path) not in shared
+    assert str(gather(run, None, None).record["started"]) not in shared
+    own = write_report(run, tmp_path / "b.html", catalog=catalog).read_text()
+    assert SECRET in own, "one's own page has the details"

@@ -1,0 +1,100 @@
+"""A scan that is upside down is named and set aside, unless its sidecar or an option says how it lies; where nothing tells, that is said."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dicom_files import write_oct_dicom
+from octfm.data.appearance import doubtful_way_up, native_way_up
+from octfm.data.catalog import scan
+from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
+from octfm.data.prepare import prepare
+from octfm.data.preprocessing import Preprocessing
+from octfm.data.readers import ReadError, read_volume
+from octfm.data.volume import Volume
+from vendor_files import write_images
+
+SIZE = (8, 200, 160)
+ROUGH = Preprocessing(image_size=(8, 96, 64), target_spacing=(0.9, 0.02, 0.1))
+
+
+def turned(voxels: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(voxels[:, ::-1])
+
+
+def write(path, volume: Volume, upside_down: bool):
+    voxels = turned(volume.voxels) if upside_down else volume.voxels
+    return write_oct_dicom(path, voxels, volume.spacing_mm, participant=path.stem)
+
+
+@pytest.fixture(scope="module")
+def eyes() -> list[Volume]:
+    return [phantom_volume(n, size=SIZE, scanner="heidelberg_spectralis")[0] for n in range(3)]
+
+
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_every_scanner_and_diagnosis_is_known_both_ways_up(scanner):
+    for seed, diagnosis in enumerate(DIAGNOSES):
+        volume, _ = phantom_volume(seed, size=SIZE, scanner=scanner, diagnosis=diagnosis, severity=1.0)
+        noisy = np.clip(volume.voxels + np.random.default_rng(seed).normal(0, 20, SIZE), 0, 255).astype(np.uint8)
+        for voxels in (volume.voxels, noisy):
+            assert native_way_up(voxels, volume.spacing_mm) == "up"
+            assert native_way_up(turned(voxels), volume.spacing_mm) == "down"
+
+
+def test_real_volumes_are_known_both_ways_up(real_data):
+    volumes = [
+        (np.load(real_data / "medvisbonn_amd_spectralis_145.npz")["volume"], (0.03, 0.003872, 0.011182)),
+        (np.load(real_data / "macular_hole_49.npz")["volume"], (0.12, 0.00387, 0.0115)),
+    ]
+    dme = np.load(real_data / "chiu2015_dme_subjects1to5.npz")["bscans"]
+    volumes += [(dme[11 * eye : 11 * eye + 11], (0.12, 0.00387, 0.0115)) for eye in range(5)]
+    for voxels, spacing_mm in volumes:
+        assert native_way_up(voxels, spacing_mm) == "up"
+        assert native_way_up(turned(voxels), spacing_mm) == "down"
+
+
+def test_where_nothing_tells_it_is_said_and_nothing_is_set_aside(eyes):
+    noise = np.random.default_rng(0).integers(0, 255, SIZE, dtype=np.uint8)
+    assert doubtful_way_up(replace(eyes[0], voxels=noise), 0.0) == ("way_up_unclear",)
+    assert doubtful_way_up(eyes[0], 0.5) == ()
+    assert doubtful_way_up(replace(eyes[0], voxels=turned(eyes[0].voxels)), 0.5, keep=True) == ("looks_upside_down",)
+    with pytest.raises(ReadError, match="looks upside down") as caught:
+        doubtful_way_up(replace(eyes[0], voxels=turned(eyes[0].voxels)), 0.5)
+    assert caught.value.code == "upside_down"
+
+
+def test_prepare_and_a_look_at_pixels_set_an_upside_down_scan_aside(tmp_path, eyes):
+    for n, volume in enumerate(eyes):
+        write(tmp_path / "oct" / f"p{n}.dcm", volume, upside_down=n == 1)
+    catalog = scan(tmp_path / "oct", workers=0)
+    assert len(catalog.acquisitions) == 3, "a header cannot know"
+    store = prepare(catalog, tmp_path / "a", ROUGH, workers=0, progress=False)
+    assert [(u.code, u.uri.endswith("p1.dcm")) for u in store.unprepared()] == [("upside_down", True)]
+    kept = prepare(catalog, tmp_path / "b", ROUGH, workers=0, progress=False, keep_upside_down=True)
+    assert [row.found for row in kept.rows] == [(), ("looks_upside_down",), ()]
+
+    looked = scan(tmp_path / "oct", workers=0, pixels=True)
+    assert [(r.code, r.uri.endswith("p1.dcm")) for r in looked.rejects] == [("upside_down", True)]
+    looked = scan(tmp_path / "oct", workers=0, pixels=True, keep_upside_down=True)
+    assert [("looks_upside_down" in row.flags) for row in looked.acquisitions] == [False, True, False]
+    assert len(prepare(looked, tmp_path / "c", ROUGH, workers=0, progress=False)) == 3, "the catalog says to keep it"
+
+
+@pytest.mark.parametrize("form", ["dicom", "images"])
+def test_a_sidecar_has_it_flipped_or_accepted(tmp_path, eyes, form):
+    for name, declared in (("flip", True), ("keep", False)):
+        place = tmp_path / "oct" / name
+        if form == "dicom":
+            write(place.with_suffix(".dcm"), eyes[0 if declared else 1], upside_down=True)
+            place.with_suffix(".json").write_text(json.dumps({"upside_down": declared}))
+        else:
+            write_images(place, turned(eyes[0 if declared else 1].voxels), eyes[0].spacing_mm, upside_down=declared)
+    catalog = scan(tmp_path / "oct", workers=0)
+    store = prepare(catalog, tmp_path / "store", ROUGH, workers=0, progress=False)
+    assert len(store) == 2 and not any(row.found for row in store.rows)
+    flipped, kept = (read_volume(row.uri).voxels for row in catalog.acquisitions)
+    np.testing.assert_array_equal(flipped, eyes[0].voxels)
+    np.testing.assert_array_equal(kept, turned(eyes[1].voxels))
