@@ -90,10 +90,10 @@ def cosine(
 ) -> Tensor:
     """Between the ways from `start` to `a` and to `b`, over lists of tensors; 0 where either is none. `sum_shares_` as above."""
     ways = zip(torch._foreach_sub(a, start), torch._foreach_sub(b, start), strict=True)
-    sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in ways]).double().sum(0)
+    sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in ways]).sum(0)
     if sum_shares_ is not None:
         sum_shares_(sums)
-    return sums[0] / (sums[1] * sums[2]).sqrt().clamp_min(1e-30)
+    return sums[0] / (sums[1].sqrt() * sums[2].sqrt()).clamp_min(1e-30)
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
