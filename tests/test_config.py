@@ -82,6 +82,8 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("schedule: {base_lr: .nan}", r"schedule\.base_lr: .*finite.*got nan"),
         ("schedule: {base_lr: 1e9}", r"schedule\.base_lr: .*less than or equal to 1, got 1000000000"),
         ("data: {store: None}", r"data: store is the text 'None'; write null where nothing is meant"),
+        ("schedule: {base_lr: true}", r"schedule: base_lr is true, where a number is expected"),
+        ("data: {max_samples: false}", r"data: max_samples is false, where a number is expected"),
         ('data: {store: "null"}', r"data: store is the text 'null'"),
         ('data: {store: "a\\0b"}', r"holds a character that is no text"),
     ],

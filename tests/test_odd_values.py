@@ -3,8 +3,12 @@
 import importlib.util
 import re
 import socket
+import subprocess
+import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from octfm.config import load
 from octfm.errors import ConfigError, one_line
@@ -63,6 +67,42 @@ def test_odd_values_of_every_option_end_in_one_line(most, world, tmp_path):
                 if fault := complaint(code, said, err) or (code in (1, 2) and "leaves files" * bool(files_in(out))):
                     faults.append((verb, parameter.name, odd[:40], fault, err[-200:]))
     assert not faults, "\n".join(map(str, faults))
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/{}"), max_size=30)
+NAME = st.binary(max_size=8).map(lambda name: name.translate(None, b"\0/{}").decode("utf-8", "surrogateescape"))
+NUMBER = st.one_of(st.integers(), st.floats(), st.integers(-(10**40), 10**40)).map(str)
+ANYTHING = st.one_of(TEXT, NAME, NUMBER).filter(lambda word: word.strip() not in (".", "..", ""))
+EVERY = [parameter for verb in BASES for parameter in parameters(verb)]
+
+
+def _line(parameter, odd, world, out):
+    """A command line that writes into `out` only."""
+    odd = f"{world['below']}/{odd}" if parameter.writes else odd
+    return [parameter.verb, *(word.format(**world, out=out) for word in lines(parameter, odd))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parameter=st.sampled_from(EVERY), odd=ANYTHING, number=st.integers(0, 10**9))
+def test_anything_for_any_option_ends_in_one_line(parameter, odd, number, world, tmp_path):
+    words = _line(parameter, odd, world, tmp_path / str(number))
+    code, said, err = call(words, tmp_path)
+    assert complaint(code, said, err) is None, (words, code, said, err)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("verb", sorted(BASES))
+def test_processes_end_as_the_function_does(verb, world, tmp_path):
+    """Nothing is said at the end of an interpreter either, by threads, children or torch."""
+    for parameter in parameters(verb)[::3]:
+        words = _line(parameter, odd_values(parameter, 1)[0], world, tmp_path / parameter.name)
+        command = [sys.executable, "-c", "from octfm.cli import main; main()", *words]
+        done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=300)
+        said, err = done.stdout.decode(), done.stderr.decode()
+        assert complaint(done.returncode, said, err) is None, (words, done.returncode, said, err)
 
 
 @pytest.mark.slow
@@ -143,6 +183,8 @@ STRANGERS = {
     "no distance": ("view", "--spacing=0,0,0", r"--spacing: expected dz,dy,dx in millimetres"),
     "a config that contains itself": ("pretrain", "{recursive}", r"line 1: a value that contains itself"),
     "a billion laughs": ("doctor", "{laughs}", r"expands to more than 100,000 values"),
+    "a mask that the truth lacks": ("segment", "mask_values=[1]", r"expected an array lesions, found surfaces"),
+    "a network without neurons": ("doctor", "model.mlp_ratio=1e-12", r"model\.mlp_ratio: .* 0\.125, got 1e-12"),
     "a line break in a name": ("bench", "a\nb\x1b[2J", r"a\\nb\\x1b\[2J: no such config file"),
 }
 

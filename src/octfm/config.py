@@ -6,7 +6,8 @@ from copy import deepcopy
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -36,17 +37,14 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_is_null(cls, values: Any) -> Any:
-        """The text None where null is meant becomes a folder of that name at the first save (F6)."""
+    def _means_what_it_says(cls, values: Any) -> Any:
+        """The text None where null is meant became a folder of that name at the first save (F6); true would be a rate of 1."""
         for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            if (
-                isinstance(value, str)
-                and value.strip().lower() in ("none", "null")
-                and field is not None
-                and type(None) in get_args(field.annotation)
-            ):
+            kinds = _kinds(cls.model_fields[name].annotation) if name in cls.model_fields else ()
+            if isinstance(value, str) and value.strip().lower() in ("none", "null") and type(None) in kinds:
                 raise ValueError(f"{name} is the text {value!r}; write null where nothing is meant")
+            if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+                raise ValueError(f"{name} is {str(value).lower()}, where a number is expected")
         return values
 
 
@@ -64,6 +62,16 @@ Place = Annotated[str, _checked(expect_place)]
 """A setting that names a path on a disk, or s3://bucket/… or gs://bucket/…; never with credentials in it."""
 LocalPlace = Annotated[str, _checked(expect_local)]
 """A setting that names a path on a disk."""
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that a setting may have, without their bounds."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
+        return {kind for part in get_args(annotation) for kind in _kinds(part)}
+    return {annotation}
+
 
 C = TypeVar("C", bound=Config)
 

@@ -34,7 +34,7 @@ class ViTConfig(Config):
     depth: int = Field(default=12, ge=1, le=200)
     """Transformer blocks."""
     heads: int = Field(default=6, ge=1, le=1024)
-    mlp_ratio: float = Field(default=4.0, gt=0, le=64)
+    mlp_ratio: float = Field(default=4.0, ge=0.125, le=64)
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
     activation_checkpointing: bool = False
