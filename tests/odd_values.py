@@ -97,7 +97,7 @@ TINY = (
 BASES: dict[str, tuple[str, ...]] = {
     "demo": ("--data={folder}", "--out={out}"),
     "phantom": ("{out}", "--participants=1", "--size=8x64x48", "--workers=0"),
-    "scan": ("{clinic}", "--out={out}", "--workers=0", "--no-images"),
+    "scan": ("{clinic}", "--participant-from={{participant}}_{{eye}}", "--out={out}", "--workers=0", "--no-images"),
     "prepare": ("{catalog}", "image_size=[8,32,32]", "--out={out}", "--workers=0"),
     "doctor": ("vit_s", "data.store={store}", *TINY, "--out={out}", "--device=cpu"),
     "pretrain": ("vit_s", "data.store={store}", *TINY, "--out={out}", "--device=cpu"),
