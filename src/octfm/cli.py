@@ -10,7 +10,16 @@ import typer
 
 from octfm.addresses import mask
 from octfm.cli_evaluation import register as register_evaluation
-from octfm.cli_options import FileGB, FileSeconds, Verbs, limits_of, local_argument, local_option, place_argument
+from octfm.cli_options import (
+    Exclude,
+    FileGB,
+    FileSeconds,
+    Verbs,
+    limits_of,
+    local_argument,
+    local_option,
+    place_argument,
+)
 from octfm.cli_report import parse_spacing
 from octfm.cli_report import register as register_report
 from octfm.cli_use import register as register_use
@@ -297,6 +306,7 @@ def prepare(
         Place, typer.Option(parser=_place, metavar="PLACE", help="Where a pseudonymised catalog was scanned.")
     ] = None,
     keep_upside_down: KeepUpsideDown = False,
+    exclude: Exclude = None,
     workers: Workers = None,
     file_seconds: FileSeconds = 10,
     file_gb: FileGB = 2,
@@ -353,6 +363,7 @@ def prepare(
         limits=limits,
         cluster=dask,
         keep_upside_down=keep_upside_down,
+        exclude=exclude,
     )
     typer.echo(f"{store.path}: {len(store)} volumes")
 
@@ -456,12 +467,14 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
 ) -> None:
     """What this machine does with a config: volumes per second, MFU, data wait, memory, hours, and what to change first."""
+    from octfm.data.exclusion import without_excluded
     from octfm.data.store import Store
     from octfm.training.bench import bench as measure
     from octfm.training.settings import load_config
 
     settings = load_config(config, overrides or [])
     store = Store.open(settings.data.store) if settings.data.store is not None else None
+    store = without_excluded(store, settings.data.exclude) if store is not None else None
     for line in measure(settings, store, device, steps, echo=typer.echo).lines():
         typer.echo(line)
 

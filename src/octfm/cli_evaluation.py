@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from octfm.addresses import expect_place
-from octfm.cli_options import FileGB, FileSeconds, limits_of, local_argument, local_option, place_argument, place_option
+from octfm.cli_options import (
+    Exclude,
+    FileGB,
+    FileSeconds,
+    limits_of,
+    local_argument,
+    local_option,
+    place_argument,
+    place_option,
+)
 
 Out = Annotated[Path, local_option("--out", help="Folder to write into.")]
 
@@ -31,6 +40,7 @@ def probe(
         list[str] | None,
         typer.Option(help="Target column; repeat for several. Default: all known ones that are present."),
     ] = None,
+    exclude: Exclude = None,
     allow_seen: Annotated[
         bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")
     ] = False,
@@ -58,10 +68,12 @@ def probe(
     ] = False,
 ) -> None:
     """Frozen probes with participant-level intervals."""
+    from octfm.data.exclusion import to_stderr
     from octfm.data.location import location
     from octfm.evaluation.efficiency import curve_lines
     from octfm.evaluation.efficiency import label_efficiency as curve
     from octfm.evaluation.embed import embedding_files
+    from octfm.evaluation.embeddings import read_embeddings, without_excluded_vectors
     from octfm.evaluation.encoder import seen_by
     from octfm.evaluation.exported import refuse_inside_export
     from octfm.evaluation.probe import probe as run_probe
@@ -74,6 +86,13 @@ def probe(
     folder = location(out or embeddings or run)
     refuse_inside_export(folder)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
+    if exclude is not None:
+        # Lines that name no volume are the same for every encoder: say so once.
+        echoes = [to_stderr, *[lambda line: None] * (len(files) - 1)]
+        files = [
+            without_excluded_vectors(read_embeddings(file), exclude, echo)
+            for file, echo in zip(files, echoes, strict=True)
+        ]
     common = {
         "targets": target,
         "orders": _orders(order),
@@ -132,6 +151,7 @@ def leaderboard(
     order: Annotated[
         list[str] | None, typer.Option(help="Grades of a column, lowest first: severity=none,mild,severe.")
     ] = None,
+    exclude: Exclude = None,
     allow_seen: Annotated[
         bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")
     ] = False,
@@ -151,6 +171,7 @@ def leaderboard(
         out,
         labels=labels,
         orders=_orders(order),
+        exclude=exclude,
         allow_seen=allow_seen,
         commands=[command],
         echo=typer.echo,
@@ -201,6 +222,7 @@ def trust(
         typer.Option(help="Epochs of the supervised baseline, for every target; 0 leaves it out.", min=0, max=100_000),
     ] = 60,
     images: Annotated[bool, typer.Option(help="Show B-scans on the page.")] = True,
+    exclude: Exclude = None,
     allow_seen: Annotated[
         bool, typer.Option(help="Flag, instead of refusing, test participants that were trained on.")
     ] = False,
@@ -229,6 +251,7 @@ def trust(
         groups=group or (),
         age_bands=bands,
         from_scratch_epochs=from_scratch_epochs,
+        exclude=exclude,
         allow_seen=allow_seen,
         commands=["octfm " + " ".join(sys.argv[1:])],
         echo=typer.echo,

@@ -1,5 +1,6 @@
 """Options that several verbs share."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,6 +54,14 @@ FileSeconds = Annotated[
     ),
 ]
 FileGB = Annotated[float, typer.Option(help="Give up a file that needs more memory to read (GB).", min=0.3, max=1e5)]
+
+Exclude = Annotated[
+    Path | None,
+    local_option(
+        metavar="FILE",
+        help="Leave out the volumes that FILE names: an acquisition, uri or participant per line, # for comments.",
+    ),
+]
 
 
 def limits_of(file_seconds: float, file_gb: float) -> "Limits":

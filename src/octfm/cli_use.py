@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from octfm.cli_options import FileGB, FileSeconds, limits_of, local_option, place_argument, place_option
+from octfm.cli_options import Exclude, FileGB, FileSeconds, limits_of, local_option, place_argument, place_option
 
 
 def register(app: typer.Typer) -> None:
@@ -44,6 +44,7 @@ def embed(
     segment: Annotated[
         Path | None, local_option(help="Run of octfm segment: the layers and areas that it finds, in the report.")
     ] = None,
+    exclude: Exclude = None,
     pool: Annotated[str | None, typer.Option(help="mean or extremes, instead of the run's objective.pool.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16, of --files and --catalog.")] = "fp32",
     retry: Annotated[
@@ -80,6 +81,7 @@ def embed(
             "head": head,
             "segmenter": segment,
             "pool": pool,
+            "exclude": exclude,
             "echo": typer.echo,
         }
         for path in embed_all(run, store or "prepared", folder, **options):
@@ -99,7 +101,7 @@ def embed(
     limits = limits_of(file_seconds, file_gb)
     done = embed_files(
         run, source, out, baselines=bool(baselines), workers=workers, limits=limits, retry=retry, pool=pool,
-        precision=precision, device=device, follow_links=follow_links, echo=typer.echo,
+        precision=precision, device=device, follow_links=follow_links, exclude=exclude, echo=typer.echo,
     )  # fmt: skip
     typer.echo(
         f"{out}: {done['embedded']:,} of {done['volumes']:,} volumes embedded, {done['skipped']:,} other files skipped on purpose"

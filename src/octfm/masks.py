@@ -17,6 +17,24 @@ PADDING, BACKGROUND, TISSUE = 0, 1, 2
 """Values of a token map."""
 
 
+class TooFewTokens(StoreError):
+    """A volume that no mask fits: one token is to be seen and one to be predicted."""
+
+    def __init__(self, found: str, place: int = 0, who: str = "a volume"):
+        super().__init__(
+            f"{who}: expected two tokens that hold image or more, found {found}; leave it out (write its acquisition into a file, and "
+            "name that as data.exclude or --exclude), prepare with a finer target_spacing, or choose a smaller model.patch_size"
+        )
+        self.found, self.place = found, place
+        """What there is, and of which of the volumes that were given."""
+
+    def naming(self, acquisitions: Sequence[str]) -> "TooFewTokens":
+        """The same error with the name of its volume."""
+        if self.place >= len(acquisitions):
+            return self
+        return TooFewTokens(self.found, self.place, f"acquisition {acquisitions[self.place]}")
+
+
 def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
     """Tokens per axis (d, h, w); a volume that patches do not tile is refused."""
     if any(n % p for n, p in zip(image_size, patch_size, strict=True)):
@@ -171,19 +189,19 @@ def dropped_by(group: Sequence[str | None], dropped: np.ndarray) -> dict[str, Dr
     return found
 
 
-def select_tokens(tokens: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+def select_tokens(
+    tokens: np.ndarray, count: int, rng: np.random.Generator, acquisition: Sequence[str] = ()
+) -> np.ndarray:
     """`count` flat indices of one token map [d, h, w]: tissue first, then background; padding never.
 
     Tissue beyond the budget is dropped uniformly at random. A volume with too few image tokens repeats some of them, which
-    keeps the shape fixed without an attention mask.
+    keeps the shape fixed without an attention mask. `acquisition`: its name, for the error where it has none at all.
     """
     flat = tokens.ravel()
     order = rng.permutation(flat.size)
     order = order[flat[order] != PADDING]
     if order.size == 0:
-        raise StoreError(
-            "a volume has no token that holds image: its `valid` surfaces are empty; prepare it again, or leave it out"
-        )
+        raise TooFewTokens("none").naming(acquisition)
     order = order[np.argsort(flat[order] != TISSUE, kind="stable")]
     return np.sort(np.resize(order, count))
 
@@ -201,14 +219,12 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
     """
     kept_count, num_context, num_target = config.counts(tokens.shape[1:])
     kept, context, target = [], [], []
-    for volume, rng in zip(tokens, rngs, strict=True):
+    for place, (volume, rng) in enumerate(zip(tokens, rngs, strict=True)):
+        image = np.count_nonzero(volume != PADDING)
+        if image < 2:
+            raise TooFewTokens("one" if image else "none", place)
         chosen = select_tokens(volume, kept_count, rng)
         unique = np.unique(chosen)
-        if unique.size < 2:
-            raise StoreError(
-                "a volume has a single token that holds image, and masks need one to see and one to predict; prepare with a finer "
-                "target_spacing, choose a smaller model.patch_size, or leave such scans out of the catalog"
-            )
         split = wanted_targets(config, unique.size, num_target)
         covered = _cover(config, volume, unique, split, rng)
         # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.

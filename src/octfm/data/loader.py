@@ -10,7 +10,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field
 
-from octfm.config import Config, Place
+from octfm.config import Config, LocalPlace, Place
 from octfm.data.batch_memory import BatchMemory
 from octfm.data.order import Order
 from octfm.data.store import Store
@@ -23,6 +23,8 @@ AtMost = Annotated[int, Field(ge=1, le=10**12)]
 class DataConfig(Config):
     store: Place | None = None
     """Folder of a prepared store."""
+    exclude: LocalPlace | None = None
+    """File with an acquisition, uri or participant per line: their volumes are left out."""
     scanners: tuple[str, ...] = ()
     """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""
     leave_out_scanners: tuple[str, ...] = ()
@@ -60,6 +62,8 @@ class Batch:
     """How long the caller waited for it."""
     laterality: tuple[str | None, ...] = ()
     """R, L or None where it is unknown; empty: all are known."""
+    acquisition: tuple[str, ...] = ()
+    """Of each volume, for errors; empty: not known."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -171,11 +175,17 @@ class Loader:
         positions = self.positions(step)
         index = self.indices(positions)
         arrays = self.store.read(index, out=self._memory.lend(len(index)))
-        scanner, laterality = zip(
-            *((self.store.rows[i].scanner, self.store.rows[i].laterality) for i in index), strict=True
-        )
+        rows = [self.store.rows[i] for i in index]
         return Batch(
-            arrays.voxels, arrays.band, arrays.valid, index, positions, scanner, wait_s=0.0, laterality=laterality
+            arrays.voxels,
+            arrays.band,
+            arrays.valid,
+            index,
+            positions,
+            tuple(row.scanner for row in rows),
+            wait_s=0.0,
+            laterality=tuple(row.laterality for row in rows),
+            acquisition=tuple(row.acquisition for row in rows),
         )
 
 
@@ -199,6 +209,7 @@ def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
             batch.scanner[part],
             wait_s=0.0 if start else batch.wait_s,
             laterality=batch.laterality[part],
+            acquisition=batch.acquisition[part],
         )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from octfm.data.acquisition import FLAGS, PSEUDONYM
 from octfm.data.appearance import doubtful_way_up
 from octfm.data.bucket import Account
+from octfm.data.exclusion import without_excluded_files
 from octfm.data.isolation import Limits, Lost, release
 from octfm.data.location import Location, location
 from octfm.data.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
@@ -32,6 +33,8 @@ BAD_INPUT = (OctfmError, ValueError, ArithmeticError, LookupError, RuntimeError,
 
 REASONS: dict[str, str] = {
     "changed_since_scan": "the file is not the one that the catalog describes; scan again",
+    "no_image": "all that differs from one value lies outside the prepared field, or every A-scan has one value throughout: nothing is left "
+    "to learn from; look at the scan. Noise without a retina is prepared, with a tissue band of low confidence",
     "preprocessing_failed": "the voxels could be read, and not brought into the prepared frame; report it with the sentence",
 }
 """What can go wrong after the scan, besides the reason codes of the readers -> what it means and what would fix it."""
@@ -52,6 +55,7 @@ def prepare(
     limits: Limits | None = None,
     cluster: str | None = None,
     keep_upside_down: bool = False,
+    exclude: str | Path | None = None,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
 
@@ -66,6 +70,7 @@ def prepare(
     limits: seconds and memory of one file; what needs more is quarantined, like a file that crashes its decoder.
     keep_upside_down: prepare what looks upside down as it lies, with a flag, instead of setting it aside.
     cluster: address of a dask scheduler (tcp://host:port); all its workers are used, and must see files and store at the same paths.
+    exclude: a file that names volumes not to prepare (octfm.data.exclusion); those that are in the store already stay in it.
     Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
     where nothing at all could be prepared.
     """
@@ -88,8 +93,10 @@ def prepare(
         require_cluster(cluster)  # before anything is written
     with _writer(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
-        tasks = _missing(writer, catalog.acquisitions, locations or {})
-        trying = {task.acquisition.sop_instance_uid for task in tasks}
+        wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
+        tasks = _missing(writer, wanted, locations or {})
+        unwanted = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in wanted}
+        trying = {task.acquisition.sop_instance_uid for task in tasks} | unwanted
         writer.keep_unprepared(lambda u: u.acquisition not in trying)
         run = functools.partial(
             _prepare_one,

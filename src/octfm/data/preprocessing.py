@@ -117,7 +117,7 @@ class Preprocessing(Config):
 
     def __call__(self, volume: Volume) -> Prepared:
         """Prepare one volume, a star (radial) as the raster that it shows. Raises ReadError for one that is neither or has too few lines,
-        for pixels that are not 8 or 16 bit, or that are blank."""
+        for pixels that are not 8 or 16 bit, or that are blank where they are kept."""
         if volume.layout not in ADMISSIBLE:
             raise ReadError(
                 "not_raster", f"{volume.source}: a {volume.layout} scan; only a raster is a volume in space"
@@ -142,6 +142,11 @@ class Preprocessing(Config):
             tissue = replace(tissue, confident=confident, confidence={**tissue.confidence, "in_crop": in_crop})
         seen = seen_rows(voxels)
         out, valid = resample(voxels, seen, transform)
+        if not (valid[1] > valid[0]).any():
+            raise ReadError(
+                "no_image",
+                f"{volume.source}: expected image in the prepared field, found only A-scans of one value; look at the scan (octfm view)",
+            )
         band = self._band(tissue, valid, transform)
         disc = disc_side(voxels, canonical.spacing_mm, tissue).side
         return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)

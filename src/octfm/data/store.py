@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +93,8 @@ class Arrays:
     """float32 [B, 2, D, W]: upper and lower surface of the tissue band, in rows."""
     valid: np.ndarray
     """int16 [B, 2, D, W]: first row that holds image, one past the last; both 0 where the A-scan is padding."""
+    acquisition: tuple[str, ...] = ()
+    """Of each volume, for errors; empty: not known."""
 
     @staticmethod
     def empty(count: int, image_size: Sequence[int]) -> "Arrays":
@@ -131,6 +133,15 @@ class Store:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def part(self, rows: Sequence[int] | np.ndarray) -> "Store":
+        """These rows alone, numbered anew; everything that reads a store takes it for one that never had others."""
+        return _Part(self, np.asarray(rows, np.int64))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Acquisitions that are in the folder, but not in this part of it."""
+        return ()
+
     @property
     def preprocessing(self) -> "Preprocessing":
         from octfm.data.preprocessing import Preprocessing
@@ -152,7 +163,10 @@ class Store:
         outside = index[(index < 0) | (index >= len(self))]
         if outside.size:
             raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
-        out = out or Arrays.empty(len(index), self.image_size)
+        if out is None:
+            out = replace(
+                Arrays.empty(len(index), self.image_size), acquisition=tuple(self.rows[i].acquisition for i in index)
+            )
         try:
             self._read_sound(index, out)
         except _Damaged as damage:
@@ -285,6 +299,35 @@ class _Damaged(Exception):
     def __init__(self, row: int, sentence: str):
         super().__init__(sentence)
         self.row = row
+
+
+class _Part(Store):
+    """Some rows of a store, numbered from 0."""
+
+    def __init__(self, whole: Store, kept: np.ndarray):
+        self.__dict__.update(whole.__dict__)
+        self._whole, self._kept = whole, kept
+        self.rows = tuple(replace(whole.rows[row], index=index) for index, row in enumerate(kept))
+
+    def __reduce__(self):
+        return _Part, (self._whole, self._kept)
+
+    def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
+        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        outside = index[(index < 0) | (index >= len(self))]
+        if outside.size:
+            raise StoreError(f"{self.path}: no row {outside[0]}; {len(self)} rows are not left out, numbered from 0")
+        return self._whole.read(self._kept[index], out)
+
+    def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
+        wanted = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
+        found = self._whole.damaged(self._kept[wanted])
+        return {int(row): found[whole] for row, whole in zip(wanted, self._kept[wanted], strict=True) if whole in found}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        kept = {row.acquisition for row in self.rows}
+        return tuple(sorted(row.acquisition for row in self._whole.rows if row.acquisition not in kept))
 
 
 class _TensorStoreArrays:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from octfm.data.exclusion import without_excluded
 from octfm.data.location import Location, location, write_whole
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.store import Arrays, Store
@@ -39,6 +40,7 @@ def embed_all(
     head: str | Path | None = None,
     segmenter: str | Path | None = None,
     pool: VectorPool | None = None,
+    exclude: str | Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
@@ -46,7 +48,7 @@ def embed_all(
     Into `out`, or RUN/embeddings, never into an export, which may be published; beside it, in `figures`, what the encoder is shown and
     what it sees (for the report); with `head`, a run of octfm finetune on this encoder, also what its answers depend on, and with
     `segmenter`, a run of octfm segment, what it finds.
-    `pool`: instead of the run's own objective.pool.
+    `pool`: instead of the run's own objective.pool. `exclude`: a file that names volumes to leave out.
     """
     home = location(run)
     if out is None and is_export(home):
@@ -55,7 +57,7 @@ def embed_all(
         )
     if out is not None:
         refuse_inside_export(out)
-    encoder, opened = load_encoder(run).pooling(pool), Store.open(store)
+    encoder, opened = load_encoder(run).pooling(pool), without_excluded(Store.open(store), exclude)
     if len(opened) == 0:
         raise EvaluationError(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"

@@ -26,6 +26,7 @@ import numpy as np
 from octfm.data.acquisition import Acquisition
 from octfm.data.bucket import Account
 from octfm.data.catalog import Catalog, scan
+from octfm.data.exclusion import without_excluded_files
 from octfm.data.isolation import Limits, Lost
 from octfm.data.lease import Lease
 from octfm.data.location import BucketPath, Location, location, write_whole
@@ -88,6 +89,7 @@ def embed_files(
     precision: Precision = "fp32",
     device: str | None = None,
     follow_links: bool = True,
+    exclude: str | Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Embed every OCT volume below `source` (a folder, s3:// or gs://, or a Catalog) into `out`, a folder or an address in a bucket.
@@ -96,6 +98,7 @@ def embed_files(
     since are taken up. What cannot be read is a row of failures.parquet, and is tried again when its file changes, or with `retry`.
     workers: processes that read and prepare, None for one per core, 0 for this one. baselines: also random initialisation and histogram.
     pool: instead of the run's own objective.pool. follow_links: as for octfm.scan.
+    exclude: a file that names volumes to leave out.
     Returns counts. Raises EvaluationError where `out` holds vectors of other weights, Preprocessing or precision, or where nothing could
     be embedded; BucketError where the bucket stopped answering, which is no file's fault.
     """
@@ -111,7 +114,8 @@ def embed_files(
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, encoder, kinds)
         catalog, version_of = _catalog(source, out, workers, limits, follow_links, echo)
-        tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in catalog.acquisitions]
+        wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root), echo)
+        tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in wanted]
         parts, done = _done(out, retry)
         missing = [task for task in tasks if done.get(_identity(task)) is None]
         if len(missing) < len(tasks):

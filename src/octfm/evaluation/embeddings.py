@@ -1,11 +1,13 @@
 """Embeddings of frozen encoders, read back from `octfm embed` and aligned by acquisition id."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octfm.data.exclusion import Echo, excluded, to_stderr
 from octfm.data.location import Location, location
 from octfm.data.store import Store
 from octfm.errors import EvaluationError
@@ -30,6 +32,20 @@ class Embeddings:
     participant_labels: tuple[dict[str, str], ...]
     vectors: np.ndarray
     """float64 [N, width]"""
+
+
+def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:
+    """The vectors whose acquisition or participant `file` does not name; embeddings do not know uris."""
+    names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
+    kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))
+    columns = {
+        name: getattr(embeddings, name)[kept] for name in ("acquisition", "participant", "eye_id", "scanner", "vectors")
+    }
+    words = {
+        name: tuple(getattr(embeddings, name)[i] for i in kept)
+        for name in ("laterality", "split", "participant_labels")
+    }
+    return replace(embeddings, **columns, **words)
 
 
 def read_embeddings(path: str | Location) -> Embeddings:

@@ -109,7 +109,12 @@ class Encoder:
         """int64 [B, M] flat grid indices of the token budget, and bool [B, M]: which are tissue (all, where none was found)."""
         maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
-        chosen = np.stack([select_tokens(m, kept, np.random.default_rng(SELECTION_SEED)) for m in maps])
+        chosen = np.stack(
+            [
+                select_tokens(m, kept, np.random.default_rng(SELECTION_SEED), arrays.acquisition[place : place + 1])
+                for place, m in enumerate(maps)
+            ]
+        )
         tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
         return chosen, tissue | ~tissue.any(1, keepdims=True)
 

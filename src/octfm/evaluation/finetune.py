@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octfm.data.exclusion import without_excluded
 from octfm.data.labels import read_labels
 from octfm.data.loader import Loader
 from octfm.data.location import local_path
@@ -73,7 +74,7 @@ def finetune(
         raise ConfigError(
             "encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/"
         )
-    out, store = local_path(out), Store.open(config.store)
+    out, store = local_path(out), without_excluded(Store.open(config.store), config.exclude)
     runtime = join(config.runtime, config.precision, device)
     try:
         with runtime.guarded():

@@ -19,6 +19,8 @@ class FinetuneConfig(Config):
     """Begin at the encoder's random initialisation: the supervised baseline."""
     store: Place | None = None
     """Folder of a store prepared with the encoder's Preprocessing."""
+    exclude: LocalPlace | None = None
+    """File with an acquisition, uri or participant per line: their volumes are left out."""
     labels: LocalPlace | None = None
     """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
     target: str = "study_group"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from octfm.config import load
+from octfm.data.exclusion import without_excluded
 from octfm.data.labels import LabelTable, as_number, read_labels
 from octfm.data.location import local_path
 from octfm.data.store import Store
@@ -47,6 +48,7 @@ def leaderboard(
     *,
     labels: str | Path | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
+    exclude: str | Path | None = None,
     allow_seen: bool = False,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -57,10 +59,11 @@ def leaderboard(
 
     An entry is a pretraining run or checkpoint (read by a logistic or ridge probe) or a folder of `octfm finetune`; fine-tuned runs that
     differ in nothing but the seed are one entry. Baselines: random initialisation of the first checkpoint, intensity histogram, and age,
-    site and scanner alone. Encoders with different Preprocessing need one store each, of the same acquisitions. The result is what
+    site and scanner alone. `exclude`: a file that
+    names volumes to leave out. Encoders with different Preprocessing need one store each, of the same acquisitions. The result is what
     leaderboard.json holds. Raises EvaluationError where a test participant was trained on, unless `allow_seen`.
     """
-    out, opened = local_path(out), [Store.open(path) for path in stores]
+    out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
     paths = [Path(entry) for entry in entries]
     tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]

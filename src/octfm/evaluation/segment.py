@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octfm import __version__
 from octfm.config import load
+from octfm.data.exclusion import without_excluded
 from octfm.data.isolation import Limits
 from octfm.data.readers import within
 from octfm.data.readers.arrays import named_arrays
@@ -268,7 +269,7 @@ def open_store(config: SegmentConfig, encoder: Encoder) -> Store:
     """The store that the settings name, if it was prepared as the encoder expects."""
     if config.store is None:
         raise ConfigError("store: name a prepared store, store=prepared/")
-    store = Store.open(config.store)
+    store = without_excluded(Store.open(config.store), config.exclude)
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
             f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like (F15)"

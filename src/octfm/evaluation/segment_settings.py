@@ -14,6 +14,8 @@ class SegmentConfig(Config):
     """Run folder or checkpoint of pretraining."""
     store: Place | None = None
     """Folder of a store prepared with the encoder's Preprocessing."""
+    exclude: LocalPlace | None = None
+    """File with an acquisition, uri or participant per line: their volumes are left out."""
     truth: LocalPlace | None = None
     """Folder with <acquisition>.npz: `surfaces` float [S, D, W] in native rows (NaN where unknown), `surface_names`, and `lesions` uint8
     [D, H, W] where masks are wanted. Phantom cohorts come with it."""

@@ -53,7 +53,8 @@ class Live:
             laterality = [self.store.rows[row].laterality for row in rows]
             drawn = augment.draw(self.config.augment, generators(self.config.seed, AUGMENT, position), laterality)
             height, width = arrays.voxels.shape[2:]
-            arrays = Arrays(arrays.voxels, *drawn.surfaces(arrays.band, arrays.valid, height, pre.target_spacing))
+            surfaces = drawn.surfaces(arrays.band, arrays.valid, height, pre.target_spacing)
+            arrays = Arrays(arrays.voxels, *surfaces, acquisition=arrays.acquisition)
             moves = drawn.on_device(runtime.tensor, height, width, pre.target_spacing)
             voxels = augment.move(voxels, moves)
         chosen, tissue = encoder.select(arrays)

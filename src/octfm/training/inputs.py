@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octfm.data.loader import Batch
 from octfm.data.preprocessing import Preprocessing
-from octfm.masks import TokenMasks, sample_masks, token_grid, token_map
+from octfm.masks import TokenMasks, TooFewTokens, sample_masks, token_grid, token_map
 from octfm.models.data2vec import Data2Vec
 from octfm.models.jepa import JEPA
 from octfm.models.mae import MAE
@@ -90,7 +90,10 @@ def make_inputs(
     if drawn is not None:
         band, valid = drawn.surfaces(band, valid, height, spacing)
     tokens = token_map(band, valid, preprocessing.image_size, config.model.patch_size)
-    masks = draw_masks(config, tokens, batch.position, training=augmented)
+    try:
+        masks = draw_masks(config, tokens, batch.position, training=augmented)
+    except TooFewTokens as error:
+        raise error.naming(batch.acquisition) from None
 
     kept = runtime.tensor(masks.kept)
     tissue = runtime.tensor(masks.tissue)

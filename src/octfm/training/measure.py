@@ -35,8 +35,10 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
             # Of the shape that was compiled; what is not asked for is left out again.
             chosen = np.concatenate((chosen, np.resize(rows, (size if runtime.steady else 1) - count)))
         arrays = store.read(chosen)
-        scanner = tuple(store.rows[row].scanner for row in chosen)
-        batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0)
+        scanner, acquisition = zip(
+            *((store.rows[row].scanner, store.rows[row].acquisition) for row in chosen), strict=True
+        )
+        batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0, acquisition=acquisition)
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
             output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)

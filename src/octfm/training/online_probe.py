@@ -152,7 +152,12 @@ def tissue_vectors(
     for first in range(0, len(rows), batch):
         arrays = store.read(rows[first : first + batch])
         maps = token_map(arrays.band, arrays.valid, pre.image_size, patch_size)
-        chosen = np.stack([select_tokens(m, budget_of(m.shape), np.random.default_rng(SELECTION_SEED)) for m in maps])
+        chosen = np.stack(
+            [
+                select_tokens(m, budget_of(m.shape), np.random.default_rng(SELECTION_SEED), (name,))
+                for m, name in zip(maps, arrays.acquisition, strict=True)
+            ]
+        )
         tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
         tissue |= ~tissue.any(1, keepdims=True)
         kept = runtime.tensor(chosen)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm import __version__
+from octfm.data.exclusion import without_excluded
 from octfm.data.loader import Loader
 from octfm.data.location import BucketPath, Location, location
 from octfm.data.store import Store
@@ -292,15 +293,17 @@ def _one_store(config: PretrainConfig, store: Store | None) -> Store:
     if store is not None and config.data.store is not None:
         raise ConfigError(f"a store was given ({store.path}) and data.store is {config.data.store}; give one of them")
     if store is not None:
-        return store
+        return without_excluded(store, config.data.exclude)
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
-    return Store.open(config.data.store)
+    return without_excluded(Store.open(config.data.store), config.data.exclude)
 
 
 def _identity(store: Store, rows: np.ndarray) -> str:
     """Which volumes are trained on, in which order, down to their voxels."""
     text = "\n".join(f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows)
+    if store.left_out:
+        text += "\nwithout " + " ".join(store.left_out)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

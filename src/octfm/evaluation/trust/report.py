@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.config import load
+from octfm.data.exclusion import without_excluded
 from octfm.data.labels import read_labels
 from octfm.data.location import local_path
 from octfm.data.store import Store
@@ -55,6 +56,7 @@ def trust(
     groups: Sequence[str] = (),
     age_bands: Sequence[float] = AGE_BANDS,
     from_scratch_epochs: float = FROM_SCRATCH_EPOCHS,
+    exclude: str | Path | None = None,
     allow_seen: bool = False,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -64,11 +66,12 @@ def trust(
     """Judge a run beside its baselines, other runs and encoders of your own; the result is what trust.json holds.
 
     `stores`: one for every Preprocessing among the runs, of the same acquisitions. `external`: FILE.py:FUNCTION, see
-    octfm.evaluation.external. `groups`: columns to look for gaps in besides site, age, eye and scanner. Embeddings and the networks
+    octfm.evaluation.external. `exclude`: a file that names
+    volumes to leave out. `groups`: columns to look for gaps in besides site, age, eye and scanner. Embeddings and the networks
     trained from scratch are kept in `out` and taken again. Raises EvaluationError where a test participant was in any pretraining,
     unless `allow_seen`.
     """
-    out, opened = local_path(out), [Store.open(path) for path in stores]
+    out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
     if not opened or not len(opened[0]):
         raise EvaluationError("expected a prepared store that holds volumes; give --store")
     # Whatever can be wrong with what was given is said before hours of embedding.
@@ -92,7 +95,7 @@ def trust(
     scratch_note = "Left out by --from-scratch-epochs 0."
     if from_scratch_epochs > 0:
         study, scratch_note = _from_scratch(
-            study, Path(run), opened[0], labels, orders, from_scratch_epochs, out, allow_seen, echo
+            study, Path(run), opened[0], labels, orders, from_scratch_epochs, out, exclude, allow_seen, echo
         )
     return {
         "format": "octfm-trust",
@@ -248,6 +251,7 @@ def _from_scratch(
     orders: Mapping[str, tuple[str, ...]] | None,
     epochs: float,
     out: Path,
+    exclude: str | Path | None,
     allow_seen: bool,
     echo: Echo,
 ) -> tuple[Study, str]:
@@ -264,6 +268,7 @@ def _from_scratch(
                 "encoder": str(run), "from_scratch": True, "store": str(store.path), "labels": None if labels is None else str(labels),
                 "target": task.name, "order": list((orders or {}).get(task.cases.target.column, ())), "epochs": epochs, "head_epochs": 0,
                 "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15, "seed": study.seed,
+                "exclude": None if exclude is None else str(exclude),
             },
         )  # fmt: skip
         folder = out / "from_scratch" / re.sub(r"[^\w.-]", "_", task.name)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.data.exclusion import without_excluded
 from octfm.data.loader import select
 from octfm.data.location import Location
 from octfm.data.preprocessing import Preprocessing
@@ -84,7 +85,7 @@ def examine(
     """
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
-    store = Store.open(config.data.store)
+    store = without_excluded(Store.open(config.data.store), config.data.exclude)
     try:
         train_rows, validation_rows = training_rows(config, store)
     except StoreError as error:

@@ -8,7 +8,7 @@ import numpy as np
 from octfm.data.loader import Loader, accumulation
 from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
-from octfm.masks import Shape3, token_grid, token_map
+from octfm.masks import PADDING, Shape3, TooFewTokens, token_grid, token_map
 from octfm.training.memory import host_bytes_available
 from octfm.training.preflight.check import Check, fail, passed, warn
 from octfm.training.settings import PretrainConfig
@@ -49,6 +49,9 @@ def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sampl
         elapsed += time.perf_counter() - start
         tokens.append(token_map(arrays.band, arrays.valid, size, patch))
         depth.append((arrays.band[:, 1] - arrays.band[:, 0]).clip(0))
+    few = np.count_nonzero(np.concatenate(tokens) != PADDING, axis=(1, 2, 3)) < 2
+    if few.any():
+        raise TooFewTokens("one or none").naming([store.rows[chosen[few.argmax()]].acquisition])
     return Sample(
         chosen, np.concatenate(tokens), float(np.mean(np.concatenate(depth))), len(chosen) / max(elapsed, 1e-9)
     )

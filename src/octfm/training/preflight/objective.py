@@ -176,9 +176,8 @@ def _trained(model: Objective) -> list[Tensor]:
 
 def _batch(store: Store, rows: np.ndarray) -> Batch:
     arrays = store.read(rows)
-    return Batch(
-        arrays.voxels, arrays.band, arrays.valid, rows, rows, tuple(store.rows[row].scanner for row in rows), 0.0
-    )
+    scanner, acquisition = zip(*((store.rows[row].scanner, store.rows[row].acquisition) for row in rows), strict=True)
+    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, acquisition=acquisition)
 
 
 def _index(masks) -> TokenIndex:

@@ -1,0 +1,190 @@
+"""Volumes without image are set aside or named, and a list leaves out volumes wherever they are chosen."""
+
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from octfm.cli import app
+from octfm.data.exclusion import excluded, named_lines, without_excluded
+from octfm.data.prepare import prepare
+from octfm.data.volume import Volume
+from octfm.errors import CheckpointError, ConfigError, StoreError
+from octfm.evaluation.embed import embed_store
+from octfm.evaluation.embeddings import read_embeddings, without_excluded_vectors
+from octfm.evaluation.encoder import load_encoder
+from octfm.training.preflight import examine
+from octfm.training.pretrain import pretrain
+from small_store import small_store
+from store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
+from test_pretrain import config, quiet
+
+EMPTY = 3
+"""The volume of `store_with_an_empty_one` that holds no image: the left eye of P001."""
+
+
+def empty(seed, prepared):
+    return replace(prepared, valid=0 * prepared.valid, band=0 * prepared.band) if seed == EMPTY else prepared
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def read_stripes(uri: str) -> Volume:
+    """A volume whose A-scans have one value each; the others are as ever."""
+    stripes = np.broadcast_to(np.arange(NATIVE[2], dtype=np.uint8), NATIVE)
+    return Volume(np.ascontiguousarray(stripes), SPACING_MM) if uri.endswith("stripes") else read_sample(uri)
+
+
+def read_corner(uri: str) -> Volume:
+    """Image in a corner that the prepared field does not reach, one value elsewhere."""
+    voxels = np.full((30, 40, 200), 7, np.uint8)
+    voxels[:3, :, :10] = np.random.default_rng(0).integers(0, 255, (3, 40, 10))
+    return Volume(voxels, SPACING_MM)
+
+
+def test_a_volume_without_image_is_set_aside(tmp_path):
+    rows = [acquisition(0), acquisition(1, "stripes"), acquisition(2)]
+    store = prepare(catalog(rows), tmp_path / "s", SMALL, workers=0, progress=False, read=read_stripes)
+    assert [row.acquisition for row in store.rows] == ["1.2.3.0", "1.2.3.2"]
+    (left,) = store.unprepared()
+    assert (left.code, left.acquisition) == ("no_image", "1.2.3.1") and left.uri in left.sentence
+
+
+def test_image_outside_the_prepared_field_is_no_image(tmp_path):
+    rows = [acquisition(0, shape=(30, 40, 200))]
+    with pytest.raises(StoreError, match=r"1 with no_image, for example: sample:0:reads: expected image"):
+        prepare(catalog(rows), tmp_path / "s", SMALL, workers=0, progress=False, read=read_corner)
+
+
+@pytest.fixture(scope="module")
+def run_and_old_store(tmp_path_factory):
+    """A finished run, and a store of before `no_image` that holds an empty volume."""
+    folder = tmp_path_factory.mktemp("old")
+    run = pretrain(config(steps=2), small_store(folder / "sound"), folder / "run", echo=quiet)
+    return run, small_store(folder / "prepared", edit=empty)
+
+
+def test_an_empty_volume_of_an_old_store_is_named(run_and_old_store, tmp_path):
+    run, store = run_and_old_store
+    named = r"acquisition 1\.2\.3\.3: expected two tokens.*leave it out .*data\.exclude or --exclude"
+    with pytest.raises(StoreError, match=named):
+        embed_store(load_encoder(run), store, tmp_path, echo=quiet)
+    with pytest.raises(StoreError, match=named):
+        examine(config(data={**config().data.model_dump(), "store": str(store.path)}), tmp_path / "run")
+
+
+def test_exclude_leaves_it_out_of_embed_doctor_and_pretrain(run_and_old_store, tmp_path, capsys):
+    run, store = run_and_old_store
+    listed = tmp_path / "exclude.txt"
+    listed.write_text("# blank export\n1.2.3.3 # left eye\nP0001\n")
+    out = tmp_path / "vectors"
+    result = CliRunner().invoke(
+        app,
+        ["embed", str(run), "--store", str(store.path), "--exclude", str(listed), "--no-baselines", "--out", str(out)],
+    )
+    assert result.exit_code == 0, result.output
+    assert "1.2.3.3" not in read_embeddings(out / "pretrained.parquet").acquisition
+    assert "line 3" in result.stderr and "P0001; did you mean P001?" in result.stderr
+
+    chosen = config(steps=1, data={**config().data.model_dump(), "exclude": str(listed)})
+    trained = pretrain(chosen, store, tmp_path / "run", echo=quiet)
+    pretrain(chosen, store, tmp_path / "run", echo=quiet)  # the same list goes on
+    listed.write_text("1.2.3.3\nP002\n")
+    with pytest.raises(CheckpointError, match="training volumes"):
+        pretrain(chosen, store, trained, echo=quiet)
+    listed.write_text("1.2.3.3\nP009\n")  # only validated on
+    with pytest.raises(CheckpointError, match="training volumes"):
+        pretrain(chosen, store, trained, echo=quiet)
+    assert "exclude.txt" in (trained / "config.yaml").read_text()
+
+
+def test_a_part_of_a_store_reads_as_a_store(tmp_path):
+    whole = small_store(tmp_path / "s")
+    part = pickle.loads(pickle.dumps(whole.part([5, 0, 7])))
+    assert [row.index for row in part.rows] == [0, 1, 2] and len(part) == 3
+    np.testing.assert_array_equal(part.read([2, 0]).voxels, whole.read([7, 5]).voxels)
+    assert part.read([1]).acquisition == (whole.rows[0].acquisition,)
+    assert part.verify() == 3 and len(part.left_out) == len(whole) - 3
+    with pytest.raises(StoreError, match="no row 3"):
+        part.read([3])
+    shard = next((tmp_path / "s" / "voxels").glob("c.7.*"))
+    shard.write_bytes(b"")
+    assert list(part.damaged()) == [2]
+
+
+@pytest.mark.parametrize("name", ["1.2.3.4", "4.dcm", "P002"])
+def test_a_line_names_an_acquisition_a_uri_or_a_participant(tmp_path, name):
+    store, listed = small_store(tmp_path / "s"), tmp_path / "list"
+    listed.write_bytes(f"\ufeff  {name}\t# why\r\n\r\n#P001\r\n".encode())
+    lines = []
+    part = without_excluded(store, listed, lines.append)
+    gone = {row.acquisition for row in store.rows} - {row.acquisition for row in part.rows}
+    assert gone == ({"1.2.3.4", "1.2.3.5"} if name == "P002" else {"1.2.3.4"})
+    assert len(lines) == 1 and "are left out" in lines[0]
+
+
+def test_prepare_leaves_out_what_is_listed(tmp_path):
+    listed = tmp_path / "list"
+    listed.write_text("P000\nsample:3:truncated\nP7\n")
+    rows = catalog([*(acquisition(i) for i in range(3)), acquisition(3, "truncated")])
+    common = {"workers": 0, "progress": False, "read": read_sample}
+    store = prepare(rows, tmp_path / "s", SMALL, exclude=listed, **common)
+    assert [row.participant for row in store.rows] == ["P001"] and not store.unprepared()
+    assert len(prepare(rows, tmp_path / "s", SMALL, **common)) == 3
+
+
+def test_vectors_of_listed_participants_are_left_out(run_and_old_store, tmp_path):
+    run, store = run_and_old_store
+    path = embed_store(load_encoder(run), store.part([0, 1, 2]), tmp_path, echo=quiet)
+    (tmp_path / "list").write_text("P000\n")
+    kept = without_excluded_vectors(read_embeddings(path), tmp_path / "list", silent)
+    assert kept.participant.tolist() == ["P001"] and kept.vectors.shape[0] == len(kept.laterality) == 1
+
+
+def test_lists_that_cannot_be_meant_are_refused(tmp_path):
+    listed = tmp_path / "list"
+    with pytest.raises(ConfigError, match="No such file"):
+        named_lines(listed)
+    listed.write_text("# nothing\n\n")
+    with pytest.raises(ConfigError, match="names nothing"):
+        named_lines(listed)
+    listed.write_bytes(b"\xff\xfe\x00P")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        named_lines(listed)
+    listed.write_text("a\nb\n")
+    with pytest.raises(ConfigError, match="all 2 volumes of here"):
+        excluded(listed, [("a",), ("b",)], "here", echo=silent)
+
+
+NAMES = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=12).filter(
+    lambda name: not name.startswith("#")
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(names=st.lists(NAMES, min_size=2, max_size=6, unique=True), absent=NAMES)
+def test_any_name_can_be_listed(tmp_path_factory, names, absent):
+    file = tmp_path_factory.getbasetemp() / "names.txt"
+    file.write_text("\n".join([*names[:-1], absent]), encoding="utf-8")
+    lines = []
+    if absent == names[-1]:
+        return
+    out = excluded(file, [(name,) for name in names], "the store", echo=lines.append)
+    assert out.tolist() == [True] * (len(names) - 1) + [False]
+    assert len(lines) == (absent not in names)
+
+
+@pytest.mark.parametrize("verb", ["finetune", "segment"])
+def test_settings_of_other_verbs_know_exclude(verb):
+    from octfm.evaluation.finetune_settings import FinetuneConfig
+    from octfm.evaluation.segment_settings import SegmentConfig
+
+    chosen = {"finetune": FinetuneConfig, "segment": SegmentConfig}[verb]
+    assert json.loads(chosen(exclude="list.txt").model_dump_json())["exclude"] == "list.txt"
