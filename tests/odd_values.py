@@ -19,6 +19,7 @@ import typer.main
 from octfm.cli import app, main
 from octfm.config import Config
 from octfm.data.preprocessing import Preprocessing
+from octfm.errors import one_line
 from octfm.evaluation.finetune_settings import FinetuneConfig
 from octfm.evaluation.segment_settings import SegmentConfig
 from octfm.training.settings import PretrainConfig
@@ -251,7 +252,7 @@ def complaint(code: int, said: str, err: str) -> str | None:
         return f"exit code {code}"
     if "Traceback" in err:
         return "a traceback"
-    if any(not char.isprintable() and char not in "\n\r" for char in err) or "\x1b" in said:
+    if any(one_line(line) != line for line in err.replace("\r", "\n").split("\n")) or "\x1b" in said:
         return "control characters"
     if code and not table and (len(errors) != 1 or err.rstrip("\n").rpartition("\n")[2] != errors[0]):
         return f"{len(errors)} lines"
