@@ -85,6 +85,15 @@ def test_every_verb_option_and_setting_exists(page):
             assert key in keys, f"{key}: no such setting"
 
 
+def test_every_test_that_a_guarantee_names_exists():
+    named = re.findall(r"(test_\w+)(?:\.py)?::(test_\w+)", (DOCS / "guarantees.md").read_text())
+    assert len(named) > 100
+    for file, name in named:
+        if (file, name) != ("test_x", "test_y"):
+            source = (ROOT / "tests" / f"{file}.py").read_text()
+            assert re.search(rf"^def {name}", source, re.M), f"{file}::{name}: no such test"
+
+
 def test_every_page_is_in_the_navigation():
     """`make docs` fails otherwise, and that takes longer to find out."""
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
