@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +13,10 @@ import pytest
 import torch
 
 from octfm.config import load
-from octfm.data.loader import select
+from octfm.data.loader import Loader, select
 from octfm.errors import ConfigError
 from octfm.models.jepa import JEPA
-from octfm.training import preflight
+from octfm.training import memory, preflight
 from octfm.training.preflight import data, objective, resources, tokens
 from octfm.training.runtime import start
 from small_store import edit_rows, prepared_eye, small_preprocessing, small_store
@@ -175,9 +177,48 @@ def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp
 def test_F7_batches_read_ahead_beyond_the_memory_are_a_row_of_the_table(store, monkeypatch):
     monkeypatch.setattr(data, "host_bytes_available", lambda: 10**9)
     assert data.arithmetic(config(), store, 1, 16).status == "PASS"
+    monkeypatch.setattr(data, "host_bytes_available", lambda: 4 * 60 * store_bytes(store))
+    assert data.arithmetic(config(data={"global_batch_size": 60, "prefetch": 2}), store, 1, 60).status == "PASS"
+    assert data.arithmetic(config(data={"global_batch_size": 60, "prefetch": 3}), store, 1, 60).status == "FAIL"
+    monkeypatch.setattr(data, "host_bytes_available", lambda: 10**9)
     found = data.arithmetic(config(data={"global_batch_size": 60, "prefetch": 1000}), store, 1, 16)
     assert found.status == "FAIL" and "1000 steps read ahead take 1.2 GB" in found.measured
     assert "lower data.prefetch" in found.advice
+
+
+def store_bytes(store) -> int:
+    """Of one volume in memory."""
+    return sum(getattr(store.read([0]), name).nbytes for name in ("voxels", "band", "valid"))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_F7_no_more_batches_are_in_memory_than_were_counted(store, monkeypatch, prefetch):
+    load_step, lent, alive = Loader._load, [], []
+
+    def counted(self, step):
+        loaded = load_step(self, step)
+        lent.append(weakref.ref(loaded.voxels))
+        alive.append(sum(array() is not None for array in lent))
+        return loaded
+
+    monkeypatch.setattr(Loader, "_load", counted)
+    with Loader(store, range(16), 4, 0, prefetch=prefetch) as loader:
+        for step in range(8):
+            batch = loader.batches(step)
+            assert len(batch) == 4
+            time.sleep(0.02)
+    assert max(alive) <= prefetch + 2
+
+
+def test_files_that_were_read_are_no_memory_that_a_container_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    for name, text in (
+        ("memory.max", "3000000\n"),
+        ("memory.current", "2900000\n"),
+        ("memory.stat", "anon 900000\nfile 2000000\nactive_file 500000\ninactive_file 1500000\nshmem 0\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert memory.host_bytes_available() == 2_100_000
 
 
 def test_a_selection_that_leaves_no_volume_is_named(store):

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+GROUP = Path("/sys/fs/cgroup")
+"""Of the container that this process is in."""
+
 
 def host_bytes_at_peak() -> int:
     """Most resident memory that this process has had."""
@@ -23,9 +26,11 @@ def host_bytes_available() -> int:
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    with suppress(OSError, ValueError):  # "max" where a control group sets no limit
-        group = Path("/sys/fs/cgroup")
-        bounds.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    with suppress(OSError, ValueError, LookupError):  # "max" where a control group sets no limit
+        most, current = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        # Files that were read count as used there, such as the store that has just been prepared.
+        bounds.append(most - current + int(parts["active_file"]) + int(parts["inactive_file"]))
     return max(0, min(bounds))
 
 
