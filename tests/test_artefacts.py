@@ -54,13 +54,14 @@ def test_results_of_0_1_are_read(old):
 
 
 def test_a_run_of_0_1_goes_on(old):
-    """The run had reached its four updates; asked for six, it makes the two that are missing and keeps what it had logged."""
+    """The run had reached its four updates; asked for ten, it makes the six that are missing and keeps what it had logged."""
     before = list(read_metrics(old / "run" / "metrics.jsonl"))
     octfm.pretrain(
-        load_config(old / "run" / "config.yaml", ["steps=6"]), Store.open(old / "store"), out="run", override=True
+        load_config(old / "run" / "config.yaml", ["steps=10"]), Store.open(old / "store"), out="run", override=True
     )
     after = list(read_metrics(old / "run" / "metrics.jsonl"))
     assert str(after[: len(before)]) == str(before), "NaN is not equal to itself, its text is"
-    assert max(row["step"] for row in after) == 5, "rows count steps from 0"
+    assert [row["what"] for row in after if row["kind"] == "incident"] == []
+    assert max(row["step"] for row in after) == 9, "rows count steps from 0"
     newest = checkpoint.load(checkpoint.steps(old / "run" / "checkpoints")[-1])
-    assert newest["step"] == 6
+    assert newest["step"] == 10

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octfm.masks import token_grid
 from octfm.training.learner import Learner
 
 ROWS = 16
@@ -131,11 +132,16 @@ def names(learner: Learner) -> list[str]:
 
 def _matrices(learner: Learner) -> dict[str, Tensor]:
     """Weight matrices of all that learns, with those that ought to and are left out of the optimizer; no tables of positions, most rows
-    of which no batch needs."""
+    of which no batch needs; and nothing that compares tokens where the encoder sees a single one, for that is taught nothing."""
+    grid = token_grid(learner.preprocessing.image_size, learner.config.model.patch_size)
+    alone = learner.config.masks.counts(grid)[1] == 1
     return {
         name: p
         for name, p in learner.model.named_parameters()
-        if p.ndim == 2 and not name.startswith("target_encoder.") and "position" not in name
+        if p.ndim == 2
+        and not name.startswith("target_encoder.")
+        and "position" not in name
+        and not (alone and name.endswith("attn.qkv.weight"))
     }
 
 

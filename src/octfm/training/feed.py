@@ -8,7 +8,7 @@ import numpy as np
 
 from octfm.data.loader import Batch, Loader
 from octfm.data.store import Store, checksum
-from octfm.masks import token_map
+from octfm.masks import PADDING, token_map
 from octfm.training.inputs import draw_masks
 from octfm.training.monitors import Finding
 from octfm.training.runtime import Runtime
@@ -19,6 +19,8 @@ STRIP = 16
 """Rows in the middle of the middle B-scan by which a volume is recognised in every step; at looks, one is compared as a whole."""
 SAME = 3
 """Steps in a row with the same masks before they count as fixed."""
+ENOUGH = 32
+"""Tokens to choose among from which on masks are not the same again by chance: of two, one or the other is hidden."""
 
 Fed = np.ndarray
 """float64 [ranks, 7] of what `Feed.look` returns."""
@@ -29,7 +31,7 @@ class Feed:
 
     def __init__(self, config: PretrainConfig, store: Store, loader: Loader, runtime: Runtime):
         self.config, self.store, self.loader, self.runtime = config, store, loader, runtime
-        self._rows = np.array([], np.int64)
+        self._rows, self._start = np.array([], np.int64), 0
         self._epoch, self._seen = -1, set[int]()
         self._strips: list[int] = []
         self._targets: list[bytes] = []
@@ -44,7 +46,7 @@ class Feed:
         positions = at * len(rows) + np.arange(len(rows))
         misplaced = int(np.sum((batch.index != rows[own]) | (batch.position != positions[own])))
         strips = [_strip(voxels) for voxels in batch.voxels]
-        stale = self._stale(rows, batch, strips)
+        stale = self._stale(positions, rows, excluded, batch, strips)
         twice = sum(
             strips[i] == strips[j] and strips[i] != 0 and self._differ(batch.index[i], batch.index[j])
             for i in range(len(strips))
@@ -53,13 +55,15 @@ class Feed:
         repeated = 0 if excluded or self.config.data.balance_scanners else self._repeated(positions, rows)
         foreign = self._foreign(batch) if closely else -1
         fixed = self._fixed(done) or (closely and masks_repeat(self.config, self.store, batch, len(self.loader.rows)))
-        self._rows, self._strips = rows, strips
+        self._rows, self._start, self._strips = rows, int(positions[0]), strips
         return [digest(rows), misplaced, float(stale), repeated, twice, foreign, float(fixed)]
 
-    def _stale(self, rows: np.ndarray, batch: Batch, strips: list[int]) -> bool:
+    def _stale(self, positions: np.ndarray, rows: np.ndarray, excluded: bool, batch: Batch, strips: list[int]) -> bool:
         """Whether this is the batch of the step before, under the same names or other ones."""
-        large = len(self.loader.rows) >= 2 * len(rows) and not self.config.data.balance_scanners
-        if large and len(self._rows) and np.array_equal(np.sort(rows), np.sort(self._rows)):
+        # The first batch of an epoch may happen to have the volumes of the last one before it.
+        one_epoch = self._start // len(self.loader.rows) == int(positions[-1]) // len(self.loader.rows)
+        by_turns = self.config.data.balance_scanners
+        if one_epoch and not (excluded or by_turns) and np.array_equal(np.sort(rows), np.sort(self._rows)):
             return True
         if strips != self._strips or not any(strips):
             return False
@@ -87,6 +91,8 @@ class Feed:
         return row
 
     def _fixed(self, done: Sequence[MicroStep]) -> bool:
+        if sum(len(np.unique(kept)) for part in done for kept in part.masks.kept) < ENOUGH:
+            return False
         targets = hashlib.sha256(b"".join(np.ascontiguousarray(part.masks.target).tobytes() for part in done)).digest()
         self._targets = [*self._targets, targets][-SAME:]
         return len(self._targets) == SAME and len(set(self._targets)) == 1
@@ -127,6 +133,8 @@ def masks_repeat(config: PretrainConfig, store: Store, batch: Batch, volumes: in
     """Whether the masks of a batch's first volume are the same at other places of the run: at the next ones, or in the next epochs."""
     size, patch = store.preprocessing.image_size, config.model.patch_size
     tokens, start = token_map(batch.band[:1], batch.valid[:1], size, patch), int(batch.position[0])
+    if np.count_nonzero(tokens != PADDING) < ENOUGH:
+        return False
 
     def target(position: int) -> bytes:
         return draw_masks(config, tokens, np.array([position])).target.tobytes()
