@@ -35,14 +35,14 @@ def eyes() -> list[Prepared]:
     return [prepared_phantom(seed) for seed in range(EYES)]
 
 
-def written(folder, eyes, participant=lambda number: f"P{number:02d}") -> Store:
+def written(folder, eyes, participant=lambda number: f"P{number:02d}", flags=()) -> Store:
     """A store of these volumes of two scanners, one participant each unless `participant` says otherwise."""
     with StoreWriter(folder, PREPROCESSING) as writer:
         for number, eye in enumerate(eyes):
             name = participant(number)
             row = StoreRow(
                 number, f"1.2.{number}", f"{number}.dcm", name, f"{name}_R", "R", list(SCANNERS)[number % 2], "macula",
-                "train", {}, (), eye.confident, eye.confidence, eye.transform.to_dict(),
+                "train", {}, flags, eye.confident, eye.confidence, eye.transform.to_dict(),
                 stage(eye, writer.staging, str(number), writer.compression),
             )  # fmt: skip
             writer.append(row, str(number))
@@ -85,6 +85,13 @@ def test_voxels_upside_down_after_preparation_are_named(tmp_path, eyes):
     turned = [replace(eye, voxels=np.ascontiguousarray(eye.voxels[:, ::-1])) for eye in eyes]
     check = found(written(tmp_path / "store", turned))["right side up"]
     assert check.status == "FAIL" and "heidelberg_spectralis" in check.measured and "topcon_triton" in check.measured
+
+
+@pytest.mark.parametrize("flags", [("declared_upright",), ("looks_upside_down",)])
+def test_volumes_kept_upside_down_on_purpose_are_named_and_stop_no_run(tmp_path, eyes, flags):
+    turned = [replace(eye, voxels=np.ascontiguousarray(eye.voxels[:, ::-1])) for eye in eyes]
+    check = found(written(tmp_path / "store", turned, flags=flags))["right side up"]
+    assert check.status == "WARN" and "volumes are upside down" in check.measured
 
 
 def test_one_volume_upside_down_is_a_warning(tmp_path, eyes):

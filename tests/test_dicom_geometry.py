@@ -272,6 +272,15 @@ def test_no_resampled_scan_is_taken_for_a_swapped_one(shape, depth_mm, width_mm)
     assert not looks_swapped((dy, dx), shape)
 
 
+@pytest.mark.parametrize(
+    ("shape", "in_plane_mm"),
+    [((131, 496, 1024), (0.00387, 0.0028)), ((250, 512, 500), (0.0033, 0.002)), ((250, 400, 500), (0.0047, 0.0025))],
+)
+def test_dense_scans_of_a_small_field_are_not_taken_for_swapped(shape, in_plane_mm):
+    """The other way round A-scans would be closer than any instrument's, too."""
+    assert not looks_swapped(in_plane_mm, shape)
+
+
 @pytest.mark.parametrize("columns", [4096, 1024])
 def test_lines_of_thousands_of_a_scans_are_not_taken_for_swapped(columns):
     assert not looks_swapped((0.00196, 6 / columns), (5, 1024, columns))

@@ -86,6 +86,19 @@ def test_other_words_for_a_key_are_not_ignored(tmp_path, word, key):
     assert f"did you mean {key}?" in refused(tmp_path, json.dumps({word: GOOD[key]}))
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"spacing_mm": [0.1, 0.004, 0.01], "age": float("nan")},
+        {"spacing_mm": [0.1, 0.004, 0.01], "laterality": "N/A"},
+        {"spacing_mm": [0.1, 0.004, 0.01], "scan": 3, "lateral": 512},
+    ],
+)
+def test_what_other_programs_write_beside_the_millimetres_is_left_alone(tmp_path, facts):
+    (tmp_path / "a.json").write_text(json.dumps(facts))
+    assert read_declared(str(tmp_path / "a.npy")).spacing_mm == (0.1, 0.004, 0.01)
+
+
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -115,7 +128,7 @@ def test_no_value_is_read_as_something_else(tmp_path, key, value):
         ('{"spacing_mm": [0.1, 0.1]}', "line 1: spacing_mm is [0.1, 0.1]; expected [dz, dy, dx]"),
         ('{"spacing_mm": "123"}', "expected [dz, dy, dx]"),
         ('{"spacing_mm": [true, 0.01, 0.01]}', "expected [dz, dy, dx]"),
-        ('{"spacing_mm": [0.1, NaN, 0.1]}', "line 1: NaN is no number of JSON"),
+        ('{"spacing_mm": [0.1, NaN, 0.1]}', "line 1: spacing_mm is [0.1, nan, 0.1]"),
         ('{"spacing_mm": [1e999, 0.01, 0.1]}', "expected [dz, dy, dx]"),
         ('{"laterality": "R",\n"laterality": "L"}', "line 2: 'laterality' is there twice"),
         ("spacing_mm: [0.1, 0.1, 0.1]\nlaterality: OD", "line 1, column 1: no JSON"),

@@ -13,6 +13,7 @@ from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.data.prepare import prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.readers import ReadError, read_volume
+from octfm.data.tissue import find_tissue
 from octfm.data.volume import Volume
 from vendor_files import write_images
 
@@ -51,9 +52,31 @@ def test_real_volumes_are_known_both_ways_up(real_data):
     ]
     dme = np.load(real_data / "chiu2015_dme_subjects1to5.npz")["bscans"]
     volumes += [(dme[11 * eye : 11 * eye + 11], (0.12, 0.00387, 0.0115)) for eye in range(5)]
-    for voxels, spacing_mm in volumes:
+    for n, (voxels, spacing_mm) in enumerate(volumes):
         assert native_way_up(voxels, spacing_mm) == "up"
-        assert native_way_up(turned(voxels), spacing_mm) == "down"
+        # The frame of the macular hole is cropped, and its choroid fills it to the border, so nothing tells.
+        assert native_way_up(turned(voxels), spacing_mm) == ("unclear" if n == 1 else "down")
+
+
+def test_a_real_retina_without_its_vitreous_is_not_called_upside_down(real_data):
+    voxels = np.load(real_data / "macular_hole_49.npz")["volume"][::4]
+    spacing_mm = (0.48, 0.00387, 0.0115)
+    top = int(np.median(find_tissue(voxels, spacing_mm).ilm))
+    for cut in (top - 10, top, top + 20):
+        assert native_way_up(voxels[:, cut:], spacing_mm) == "unclear"
+
+
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_a_retina_that_begins_at_the_first_row_is_not_called_upside_down(scanner):
+    """Flattened at the ILM or cropped there, as published data sets are."""
+    volume, _ = phantom_volume(3, size=SIZE, scanner=scanner)
+    ilm = find_tissue(volume.voxels, volume.spacing_mm).ilm.round().astype(int).clip(0)
+    rows = np.arange(SIZE[1])[None, :, None] + ilm[:, None]
+    flattened = np.take_along_axis(np.pad(volume.voxels, ((0, 0), (0, SIZE[1]), (0, 0))), rows, axis=1)
+    for voxels in (flattened, flattened[:, :100], volume.voxels[:, int(np.median(ilm)) :]):
+        assert native_way_up(voxels, volume.spacing_mm) != "down"
+    fading = np.broadcast_to(np.linspace(200, 20, SIZE[1])[None, :, None], SIZE) + np.arange(8)[:, None, None]
+    assert native_way_up(fading.astype(np.uint8), volume.spacing_mm) == "unclear"
 
 
 def test_where_nothing_tells_it_is_said_and_nothing_is_set_aside(eyes):
@@ -91,10 +114,24 @@ def test_a_sidecar_has_it_flipped_or_accepted(tmp_path, eyes, form):
             write(place.with_suffix(".dcm"), eyes[0 if declared else 1], upside_down=True)
             place.with_suffix(".json").write_text(json.dumps({"upside_down": declared}))
         else:
-            write_images(place, turned(eyes[0 if declared else 1].voxels), eyes[0].spacing_mm, upside_down=declared)
+            write_images(
+                place,
+                turned(eyes[0 if declared else 1].voxels),
+                eyes[0].spacing_mm,
+                upside_down=declared,
+                participant=name,
+            )
     catalog = scan(tmp_path / "oct", workers=0)
     store = prepare(catalog, tmp_path / "store", ROUGH, workers=0, progress=False)
     assert len(store) == 2 and not any(row.found for row in store.rows)
     flipped, kept = (read_volume(row.uri).voxels for row in catalog.acquisitions)
     np.testing.assert_array_equal(flipped, eyes[0].voxels)
     np.testing.assert_array_equal(kept, turned(eyes[1].voxels))
+
+
+def test_what_a_catalog_says_of_a_sidecar_is_believed_where_the_file_lies_in_a_bucket(eyes):
+    """Sidecars in a bucket are read once, by the scan."""
+    volume = replace(eyes[0], voxels=turned(eyes[0].voxels), source="s3://bucket/p1/visit")
+    assert doubtful_way_up(volume, 0.5, flags=("declared_upright",)) == ()
+    with pytest.raises(ReadError, match="looks upside down"):
+        doubtful_way_up(volume, 0.5)

@@ -26,7 +26,7 @@ FLAGS: dict[str, str] = {
     "declared_upright": "its sidecar says that it is not upside down; that was believed and not checked",
     "declared_upside_down": "its sidecar says that it is upside down; its rows are flipped as it is read",
     "axial_direction_assumed": "the format does not say which end of the axial axis is the vitreous; row 0 was taken",
-    "bits_from_values": "the file does not say how many of 16 bits it uses; as few as hold the brightest voxel of the volume were taken",
+    "bits_from_values": "the file does not say how many of 16 bits it uses; 8, 10, 12, 14 or 16 were taken, as few as hold its brightest voxel",
     "looks_upside_down": "the vitreous is at the bottom of its B-scans; kept as it is, as --keep-upside-down says",
     "way_up_unclear": "neither end of its B-scans looks like the vitreous; taken as it lies in the file",
     "intensity_stretched": "the format stores numbers without a scale; lowest to highest became 0 to 65,535",

@@ -1,5 +1,6 @@
 """What the voxels of a volume say by themselves: which way up it is, whether it shows tissue at all, and whether a band is its own."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,13 @@ UNDOUBTED = 0.9
 OVERTURNED, CONVINCING = 0.15, 0.5
 """By how many A-scans more the border must be clear, and on which share of them, for a file to count as upside down. Phantoms (420 of five
 scanners and all diagnoses): .22 or more in favour of the right way; real volumes .49 or more."""
+EDGE_MM, SEEN_WHOLE = 0.06, 0.5
+"""A volume whose tissue begins within so much of the top of its B-scans, on more A-scans than that, may have lost its vitreous to a crop.
+Real scans cropped or flattened at the ILM: it begins further down on .28 of A-scans or less; turned over: on .59 or more, but 0 for one
+whose choroid fills the frame."""
+
+DECLARED = frozenset({"declared_upright", "declared_upside_down"})
+"""Flags of a volume whose sidecar says which way up it lies."""
 
 Up = Literal["up", "down", "unclear"]
 
@@ -66,10 +74,12 @@ def inspect(voxels_DHW: np.ndarray, band: np.ndarray, valid: np.ndarray, spacing
     spacing = tuple(mm * n for mm, n in zip(spacing_mm, block, strict=True))
     upright = find_tissue(coarse, spacing)
     flipped = find_tissue(np.ascontiguousarray(coarse[:, ::-1]), spacing)
-    return Look(which_way_up(upright, flipped), structure(coarse), _border(upright, band, valid, spacing_mm, block))
+    return Look(
+        which_way_up(upright, flipped, spacing), structure(coarse), _border(upright, band, valid, spacing_mm, block)
+    )
 
 
-def which_way_up(upright: Tissue, flipped: Tissue) -> Up:
+def which_way_up(upright: Tissue, flipped: Tissue, spacing_mm: Spacing3) -> Up:
     """From the tissue found in a volume and in the same volume turned upside down.
 
     A retina has one sharp border, to the dark vitreous, and fades out on the other side. Only where the search trusts what it finds
@@ -78,7 +88,7 @@ def which_way_up(upright: Tissue, flipped: Tissue) -> Up:
     better = upright.confidence["ilm_support"] - flipped.confidence["ilm_support"]
     if better > CLEAR and upright.confident and not flipped.confident:
         return "up"
-    if better < -CLEAR and flipped.confident and not upright.confident:
+    if better < -CLEAR and flipped.confident and not upright.confident and _seen_whole(upright, spacing_mm):
         return "down"
     return "unclear"
 
@@ -97,21 +107,24 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
     coarse = np.round(parts.mean((2, 4), dtype=np.float32)).astype(np.uint8)
     apart = max(spacing_mm[0] * (picked[1] - picked[0] if len(picked) > 1 else 1), APART_MM)
     spacing = (float(apart), spacing_mm[1] * h, spacing_mm[2] * w)
-    as_is, turned = (
-        find_tissue(np.ascontiguousarray(way), spacing).confidence["ilm_support"] for way in (coarse, coarse[:, ::-1])
-    )
+    upright, flipped = (find_tissue(np.ascontiguousarray(way), spacing) for way in (coarse, coarse[:, ::-1]))
+    as_is, turned = (tissue.confidence["ilm_support"] for tissue in (upright, flipped))
     if max(as_is, turned) < CONVINCING or abs(as_is - turned) < OVERTURNED:
         return "unclear"
-    return "up" if as_is > turned else "down"
+    if as_is > turned:
+        return "up"
+    return "down" if _seen_whole(upright, spacing) else "unclear"
 
 
-def doubtful_way_up(volume: Volume, ilm_support: float, keep: bool = False) -> tuple[str, ...]:
+def doubtful_way_up(
+    volume: Volume, ilm_support: float, keep: bool = False, flags: Collection[str] = ()
+) -> tuple[str, ...]:
     """The flag for a volume that is or may be upside down, none for one that lies as it should or whose sidecar says how it lies.
 
     `ilm_support`: what the tissue search measured as it lies; where that leaves no doubt, nothing else is looked at. `keep`: a volume
-    that is upside down gets a flag instead of raising ReadError upside_down.
+    that is upside down gets a flag instead of raising ReadError upside_down. `flags`: what its header gave, a declaration among them.
     """
-    if ilm_support >= UNDOUBTED:
+    if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
         return ()
     up = native_way_up(eight_bit(volume), volume.spacing_mm)
     if up == "up" or declared_way_up(volume.source) is not None:
@@ -125,6 +138,11 @@ def doubtful_way_up(volume: Volume, ilm_support: float, keep: bool = False) -> t
         f'{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "upside_down" in a '
         "sidecar beside it, true to have it flipped, false if it is not",
     )
+
+
+def _seen_whole(tissue: Tissue, spacing_mm: Spacing3) -> bool:
+    """Whether tissue ends below the top of the B-scans: where it does not, no border can be expected there, whichever side is up."""
+    return bool((tissue.ilm * spacing_mm[1] > EDGE_MM).mean() > SEEN_WHOLE)
 
 
 def structure(voxels_DHW: np.ndarray) -> float:

@@ -84,7 +84,7 @@ def _look(acquisition: Acquisition, keep_upside_down: bool) -> Seen | Reject:
         volume = to_raster(volume) if volume.layout == "radial" else volume
         voxels = eight_bit(volume.superior_to_inferior())
         tissue = find_tissue(voxels, volume.spacing_mm)
-        way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down)
+        way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down, acquisition.flags)
     except ReadError as error:
         return Reject(acquisition.uri, error.code, str(error), file_size(acquisition.uri))
     return Seen(native, disc_side(voxels, volume.spacing_mm, tissue), way_up)

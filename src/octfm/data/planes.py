@@ -37,8 +37,9 @@ def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Pla
 
 
 def used_full_scale(voxels: np.ndarray) -> int:
-    """White of uint16 `voxels` [D, H, W] that do not say how many of their bits are used: as few, from 8 up, as hold the brightest of all."""
-    return (1 << max(8, int(voxels.max()).bit_length())) - 1
+    """White of uint16 `voxels` [D, H, W] that do not say how many of their bits are used: as few of 8, 10, 12, 14 or 16 as hold the brightest
+    of all. No more steps than instruments have: at each, volumes of one cohort could part into brighter and darker ones."""
+    return (1 << max(8, -(-int(voxels.max()).bit_length() // 2) * 2)) - 1
 
 
 def memory_order(plane: np.ndarray) -> Literal[1, -1]:

@@ -339,7 +339,7 @@ def prepare_acquisition(
     )
     prepared = preprocessing(known)
     keep = keep_upside_down or "looks_upside_down" in acquisition.flags
-    doubts = doubtful_way_up(replace(known, source=where), prepared.confidence["ilm_support"], keep)
+    doubts = doubtful_way_up(replace(known, source=where), prepared.confidence["ilm_support"], keep, acquisition.flags)
     if not prepared.confident:  # which says as much
         doubts = tuple(flag for flag in doubts if flag != "way_up_unclear")
     return prepared, fingerprint(volume.voxels), doubts

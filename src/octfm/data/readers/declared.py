@@ -20,7 +20,7 @@ from octfm.errors import ReadError
 _MAX_BYTES = 2**20
 """A larger file is some other program's."""
 _EYES = ("R", "L", "OD", "OS", "right", "left")
-_NO_EYE = ("", "B", "OU", "BOTH", "U", "UNKNOWN")
+_NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
 KEYS = {
     "spacing_mm": "[dz, dy, dx], three positive numbers in millimetres: between B-scans, axial, lateral",
     "laterality": f"one of {', '.join(_EYES)}",
@@ -153,9 +153,9 @@ class _Lines:
     place: str
 
     def facts(self) -> dict[str, object]:
-        """The pairs of the outermost object. Raises ReadError for anything that is no JSON object, has a key twice or NaN."""
+        """The pairs of the outermost object. Raises ReadError for anything that is no JSON object or has a key twice. NaN, which Python
+        writes into JSON, is a number like any other, and no value of a key that is read."""
         twice: list[str] = []
-        constants: list[str] = []
 
         def object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
             names = [name for name, _ in pairs]
@@ -163,7 +163,7 @@ class _Lines:
             return dict(pairs)
 
         try:
-            facts = json.loads(self.text, object_pairs_hook=object_of, parse_constant=constants.append)
+            facts = json.loads(self.text, object_pairs_hook=object_of)
         except json.JSONDecodeError as error:
             hint = " (JSON, not YAML or Python: one {object}, keys and words in double quotes, no comma after the last)"
             _refuse(f"{self.place}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}{hint}")
@@ -175,9 +175,6 @@ class _Lines:
             )
         if twice:
             _refuse(f"{self.at(twice[0], last=True)}: {twice[0][:40]!r} is there twice; keep one of them")
-        if constants:
-            line = 1 + self.text[: self.text.find(constants[0])].count("\n")
-            _refuse(f"{self.place}: line {line}: {constants[0]} is no number of JSON; leave out what is not known")
         return facts
 
     def at(self, name: str, last: bool = False) -> str:
@@ -203,7 +200,7 @@ def _nearest(name: str) -> str:
     words = keys | {other: key for key, others in _MEANT.items() for other in others.split()}
     if word in keys or (word in words and name == name.lower()):
         return words[word]
-    close = get_close_matches(word, list(keys), n=1, cutoff=0.72)
+    close = get_close_matches(word, [key for key in keys if abs(len(key) - len(word)) <= 2], n=1, cutoff=0.72)
     return keys[close[0]] if close else ""
 
 

@@ -388,26 +388,21 @@ def looks_swapped(in_plane_mm: tuple[float, float], shape: Shape3) -> bool:
 
     No OCT is coarser along depth than across: native axial pixels are 1.5 to 4 µm and show 1 to 4 mm, A-scans are 5 µm apart or more. What is
     coarser after resampling is left alone unless the swapped reading, and only that, is a scan of the retina. Lines of 4,096 A-scans
-    are the exception (Cirrus: 1.5 µm apart, pixels of 2.0 µm), so below `_FINEST_PIXEL_MM` nothing can be said.
+    are the exception (Cirrus: 1.5 µm apart, pixels of 2.0 µm), and dense scans of a small field, so what is no distance of A-scans the
+    other way round either is left alone.
     """
     (dy, dx), (_, height, width) = in_plane_mm, shape
     if dy <= 1.25 * dx or width * dy > EXTENT_BOUNDS_MM[2][1]:
         return False
     depth, depth_if_swapped = height * dy, height * dx
     (short, long), (finest, coarsest) = _DEPTH_MM, _AXIAL_PIXEL_MM
-    if finest <= dx <= _FINEST_ASCANS_MM and dy > _FINEST_PIXEL_MM:
+    if finest <= dx <= _FINEST_ASCANS_MM <= dy:
         # A frame cropped to the retina may show less than 1 mm, but no pixel is then coarser than 8 µm.
         return (_RETINA_MM if dy > coarsest else short) <= depth_if_swapped <= long
     return depth > long and short <= depth_if_swapped <= long
 
 
-_DEPTH_MM, _RETINA_MM, _AXIAL_PIXEL_MM, _FINEST_ASCANS_MM, _FINEST_PIXEL_MM = (
-    (1.0, 4.0),
-    0.4,
-    (0.0015, 0.008),
-    0.005,
-    0.0025,
-)
+_DEPTH_MM, _RETINA_MM, _AXIAL_PIXEL_MM, _FINEST_ASCANS_MM = (1.0, 4.0), 0.4, (0.0015, 0.008), 0.005
 
 
 def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:

@@ -18,6 +18,8 @@ FEW = 4
 """A share of fewer volumes says nothing."""
 MOST_OF_ONE, TIMES_THE_MEDIAN = 0.15, 4
 """Share of the rows that one participant may have, unless others have nearly as many."""
+KEPT = frozenset({"declared_upright", "looks_upside_down"})
+"""Flags of volumes that somebody keeps as they lie: they are named, and stop no run."""
 STRANGE_BANDS = 0.2
 """Share of the bands that may belong to other voxels before the run is stopped: one or two may be misjudged."""
 
@@ -82,7 +84,8 @@ def _tissue(rows: Sequence[StoreRow], looks: Sequence[Look]) -> Check:
 
 def _way_up(rows: Sequence[StoreRow], looks: Sequence[Look]) -> Check:
     name = "right side up"
-    up, down = (Counter(r.scanner for r, x in zip(rows, looks, strict=True) if x.up == way) for way in ("up", "down"))
+    seen = [(row, look) for row, look in zip(rows, looks, strict=True) if KEPT.isdisjoint((*row.flags, *row.found))]
+    up, down = (Counter(row.scanner for row, look in seen if look.up == way) for way in ("up", "down"))
     advice = (
         "the vitreous belongs on top; turn the files over, or correct what says how they were written, then scan and prepare again, "
         "or leave the scanner out (data.leave_out_scanners) (F13)"
@@ -90,9 +93,10 @@ def _way_up(rows: Sequence[StoreRow], looks: Sequence[Look]) -> Check:
     if turned := [scanner for scanner in down if down[scanner] >= 2 and down[scanner] > up[scanner]]:
         told = ", ".join(f"{down[scanner]} of {down[scanner] + up[scanner]} volumes of {scanner}" for scanner in turned)
         return fail(name, f"{told} are upside down", advice)
-    measured = f"{up.total()} of {len(rows)} volumes are, {len(rows) - up.total() - down.total()} do not tell"
-    if down:
-        wrong = [row for row, look in zip(rows, looks, strict=True) if look.up == "down"]
+    wrong = [row for row, look in zip(rows, looks, strict=True) if look.up == "down"]
+    right = sum(look.up == "up" for look in looks)
+    measured = f"{right} of {len(rows)} volumes are, {len(rows) - right - len(wrong)} do not tell"
+    if wrong:
         return warn(name, f"{len(wrong)} of {len(rows)} volumes are upside down ({_names(wrong)})", advice)
     return passed(name, measured)
 
