@@ -104,6 +104,14 @@ def test_a_full_scale_that_is_set_overrules_what_the_file_says():
     assert 1.9 < seen.voxels.mean() / as_set.voxels.mean() < 2.1
 
 
+def test_a_store_of_version_2_goes_on_with_the_brightness_that_it_began_with():
+    volume, _ = phantom_volume(size=(4, 96, 64))
+    small = {"image_size": (4, 48, 32), "target_spacing": (1.8, 0.04, 0.27)}
+    twelve = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=4095)
+    as_before, now = (Preprocessing(**small, algorithm=version)(twelve).voxels.mean() for version in (2, 3))
+    assert 14 < now / as_before < 18
+
+
 def test_a_folder_of_8_and_16_bit_images_names_both(tmp_path):
     folder = write_images(tmp_path / "visit", GRAY)
     from PIL import Image

@@ -170,7 +170,9 @@ class Preprocessing(Config):
                 "unsupported_pixels",
                 f"{volume.source}: voxels are {volume.voxels.dtype}, expected uint8 or uint16 intensities; convert them when reading",
             )
-        voxels = eight_bit(volume, None if self.uint16_full_scale == 65535 else self.uint16_full_scale)
+        # A store of version 2 goes on as it began: one brightness for all of its volumes.
+        stated = self.uint16_full_scale == 65535 and self.algorithm > 2
+        voxels = eight_bit(volume, None if stated else self.uint16_full_scale)
         first = voxels[0][0, 0]
         if all((bscan == first).all() for bscan in voxels):
             raise ReadError(
