@@ -166,7 +166,8 @@ def test_superior_comes_first():
 
 def test_scan_is_cropped_or_padded_but_never_stretched():
     for shape, spacing in INSTRUMENTS.values():
-        volume = Volume(np.random.default_rng(0).integers(0, 255, (9, shape[1], 64)).astype(np.uint8), spacing)
+        depth = int(np.ceil(SMALL.target_spacing[0] / spacing[0])) * 2  # less than a prepared voxel would be no image
+        volume = Volume(np.random.default_rng(0).integers(0, 255, (depth, shape[1], 64)).astype(np.uint8), spacing)
         transform = SMALL(volume).transform
         for axis in range(3):
             assert transform.scale[axis] * spacing[axis] == pytest.approx(SMALL.target_spacing[axis])
@@ -384,10 +385,13 @@ def test_preparing_twice_gives_the_same_bytes():
     assert first.transform == second.transform
 
 
-@pytest.mark.parametrize("shape", [(1, 40, 30), (2, 5, 3), (3, 400, 1)])
+@pytest.mark.parametrize("shape", [(1, 40, 30), (2, 5, 3), (3, 400, 2)])
 def test_tiny_volumes_are_prepared_too(shape):
-    volume = Volume(np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8), (0.1, 0.004, 0.01))
+    volume = Volume(np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8), (0.8, 0.0208, 0.1))
     assert_well_formed(SMALL(volume), SMALL)
+    with pytest.raises(ReadError, match="too small to fill one voxel") as caught:
+        SMALL(replace(volume, spacing_mm=(0.1, 0.004, 0.01)))
+    assert caught.value.code == "no_image"
 
 
 def test_real_amd_volume_is_upright_and_whole(real_data: Path):

@@ -145,7 +145,8 @@ class Preprocessing(Config):
         if not (valid[1] > valid[0]).any():
             raise ReadError(
                 "no_image",
-                f"{volume.source}: expected image in the prepared field, found only A-scans of one value; look at the scan (octfm view)",
+                f"{volume.source}: expected image in the prepared field, found only A-scans of one value, or a scan "
+                f"({' x '.join(map(str, canonical.shape))}) too small to fill one voxel of target_spacing; look at it (octfm view)",
             )
         band = self._band(tissue, valid, transform)
         disc = disc_side(voxels, canonical.spacing_mm, tissue).side
