@@ -11,10 +11,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from dicom_files import write_oct_dicom
+from octfm.data import bucket, ranged
 from octfm.data.catalog import Catalog, assign_splits, scan
 from octfm.data.location import write_whole
+from octfm.data.parts import join_parts
 from octfm.data.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
 from octfm.data.pseudonyms import pseudonymise
+from octfm.demo import QUICK, _commands, run_demo
 from octfm.errors import ConfigError
 from octfm.report.data_health import write_data_health
 from store_samples import acquisition
@@ -169,6 +172,7 @@ def test_trees_that_leave_nothing_open_need_no_pattern(paths, expected):
         (["train/CNV/CNV-12345-1.npz", "test/DME/DME-777-1.npz"], ["*/*/*-{participant}-*"], 2),
         (["Meyer_Anna/OD.tif", "Meyer_Anna/OS.tif", "Schulz/OD.tif"], ["{participant}/{eye}"], 2),
         (["p1/OD.tif", "P01/OS.tif"], ["{participant}/{eye}"], 2),
+        (["OS_R.tif"], ["{eye}_{participant}"], 1),
         (["Macula/1001.tif", "OD/1001.tif"], ["*/{participant}"], 1),
         (["Bonn/1001/OD.tif", "Bonn/1001/OS.tif", "Mainz/1001/OD.tif"], ["{participant}/{participant}/{eye}"], 2),
     ],
@@ -181,6 +185,25 @@ def test_an_ambiguous_tree_stops_and_its_guess_can_be_accepted(paths, guess, par
     assert paths[0] in stopped.value.guess.table()
     if guess:
         assert len({person for person, _ in people(paths, guess)}) == participants
+
+
+@pytest.mark.parametrize(
+    ("paths", "known"),
+    [
+        (["patient_1/OD.tif", "patient_1/OS.tif", "scan.tif"], {}),
+        (["a/1.dcm", "b/2.dcm", "scan.tif"], {"a/1.dcm": "17", "b/2.dcm": "18"}),
+        (["scan.tif"], {}),
+    ],
+)
+def test_a_file_that_no_pattern_can_help_is_named_with_what_can(paths, known):
+    with pytest.raises(AmbiguousPeople, match=r"scan\.tif: name the participant in a sidecar") as stopped:
+        people(paths, known=known)
+    assert stopped.value.guess.without_person == ("scan.tif",) and "accept the guess," not in str(stopped.value)
+
+
+def test_folders_below_the_scanned_one_may_look_like_addresses():
+    paths = [f"{folder}/1001/{eye}.tif" for folder in ("Study:/a@b", "s3:") for eye in ("OD", "OS")]
+    assert people(paths, ["*/*/{participant}/{eye}", "*/{participant}/{eye}"]) == [("1001", "R"), ("1001", "L")] * 2
 
 
 def test_an_optic_disc_is_no_right_eye():
@@ -304,6 +327,23 @@ def test_a_bucket_is_a_tree_like_any_other(place, tmp_path):
     assert [a.eye_id for a in scan(place, workers=0, participant_from=patterns).acquisitions] == ["Meyer_R", "Meyer_L"]
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_whose_eyes_they_are_costs_no_request_per_file(place, tmp_path, monkeypatch):
+    for path in (root := write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz"])).rglob("*.npz"):
+        write_whole(place / str(path.relative_to(root)), path.read_bytes())
+    asked: list[str] = []
+
+    def after_a_long_night(*given):
+        ranged._KNOWN.clear()  # what the listing said is no longer trusted
+        monkeypatch.setattr(bucket, "stat", lambda uri: asked.append(uri) or stat(uri))
+        return join_parts(*given)
+
+    stat = bucket.stat
+    monkeypatch.setattr("octfm.data.catalog.join_parts", after_a_long_night)
+    assert len(scan(place, workers=1, participant_from="{participant}/{eye}/*").acquisitions) == 2
+    assert not asked
+
+
 def test_a_folder_of_images_fits_as_the_images_in_it_do(tmp_path):
     for seed, name in enumerate(("Meyer/OD", "Meyer/OS")):
         voxels = np.random.default_rng(seed).integers(0, 255, (4, 32, 36), dtype=np.uint8)
@@ -366,3 +406,12 @@ def test_the_command_shows_its_guess_and_how_to_accept_it(tmp_path):
     assert accept.endswith("octfm scan clinic --workers 0 --participant-from '{participant}/{eye}'")
     code, out, _ = octfm_command(*shlex.split(accept.partition("octfm ")[2]), cwd=tmp_path)
     assert code == 0 and "participants found by: pattern 3" in out
+
+
+def test_the_demonstration_takes_the_pattern_that_its_own_scans_need(tmp_path):
+    root = write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz"])
+    with pytest.raises(AmbiguousPeople, match="octfm demo --data takes the same --participant-from"):
+        run_demo(tmp_path / "out", data=root, echo=lambda line: None)
+    patterns = ["{participant}/{eye}/*", "{participant}"]
+    command, *_ = _commands(tmp_path, root, None, patterns, 100, QUICK, "mae", None)
+    assert all(f"--participant-from '{pattern}'" in command for pattern in patterns)

@@ -15,6 +15,8 @@ from octfm.data.phantom import write_phantom
 from octfm.data.prepare import prepare
 from octfm.data.preprocessing import Preprocessing
 from octfm.data.pseudonyms import locate, pseudonymise, read_key, withheld
+from octfm.data.readers.dicom import slugify
+from octfm.data.safe_values import is_known_protocol, is_known_scanner
 from octfm.data.store import Store
 from octfm.errors import ConfigError, ReadError, StoreError
 from test_cli import octfm_command
@@ -236,6 +238,11 @@ def test_what_is_not_known_to_be_safe_does_not_pass(catalog, column, value):
         ("diagnosis", "Proliferative diabetic retinopathy (left eye)", "Proliferative diabetic retinopathy (left eye)"),
         ("study_group", "pre_diabetes_lifestyle_controlled", "pre_diabetes_lifestyle_controlled"),
         ("dr_grade", "3", "3"),
+        ("laterality", "L", "L"),
+        ("laterality", "R", "R"),
+        ("study_arm", "B", "B"),
+        ("study_arm", "placebo", "placebo"),
+        ("diagnosis", "nAMD", "nAMD"),
         ("cst_um", "287.5", "287.5"),
         ("recommended_split", "training", "train"),
         ("retinal_oct", "TRUE", "TRUE"),
@@ -288,6 +295,21 @@ def test_words_of_headers_become_codes_that_keep_groups_apart(catalog):
     assert "topcon_triton" in names and any(re.fullmatch(r"scanner_[0-9a-f]{8}", name) for name in names)
     assert "line_5" in {a.protocol for a in hidden.acquisitions}
     assert {a.scanner for a in pseudonymise(two, KEY + b"!").acquisitions} != names, "nobody can guess the code"
+
+
+@pytest.mark.parametrize(
+    "model", ["topcon_3doct_2000", "heidelberg_spectralis_flex", "zeiss_cirrus_photo_800", "tomey_ss_1000_casia2"]
+)
+def test_scanners_of_the_market_are_known(model):
+    assert is_known_scanner(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["3D Macula(6.0x6.0mm)", "3D(H) Wide 12x9mm", "Volume 20x15deg", "Spectralis, PPoL, Mac, HR"]
+)
+def test_protocols_as_vendors_write_them_are_known(name):
+    assert is_known_protocol(slugify(name))
+    assert not is_known_protocol(slugify(f"{name} Geheim"))
 
 
 def test_what_is_withheld_is_counted_by_column(catalog):

@@ -76,6 +76,10 @@ def demo(
     max_samples: Annotated[
         int | None, typer.Option(help="Use at most so many acquisitions of --data.", min=1, max=10**9)
     ] = None,
+    participant_from: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Where paths below --data hold the participant, as for octfm scan."),
+    ] = None,
     seed: Annotated[
         int,
         typer.Option(
@@ -98,13 +102,22 @@ def demo(
     from octfm.errors import ConfigError
 
     if sabotage is not None:
-        if data is not None or max_samples is not None or objective != "mae":
+        if data is not None or max_samples is not None or participant_from or objective != "mae":
             raise ConfigError(
-                "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples and --objective out"
+                "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples, --participant-from and --objective out"
             )
         run_sabotage(sabotage, out, echo=_say)
         return
-    run_demo(out, data=data, max_samples=max_samples, seed=seed, quick=quick, objective=objective, echo=_say)
+    run_demo(
+        out,
+        data=data,
+        max_samples=max_samples,
+        participant_from=participant_from or (),
+        seed=seed,
+        quick=quick,
+        objective=objective,
+        echo=_say,
+    )
 
 
 @app.command()
@@ -259,7 +272,7 @@ def scan(
     except AmbiguousPeople as ambiguous:
         typer.echo(ambiguous.guess.table())
         accept = [word for pattern in ambiguous.guess.patterns for word in ("--participant-from", pattern)]
-        if accept:
+        if accept and not ambiguous.guess.without_person:
             typer.echo(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
         raise
     except NothingAccepted as nothing:

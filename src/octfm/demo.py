@@ -3,7 +3,7 @@
 import json
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +53,7 @@ def run_demo(
     *,
     data: Path | None = None,
     max_samples: int | None = None,
+    participant_from: Sequence[str] = (),
     seed: int = 100,
     quick: bool = False,
     objective: str = "mae",
@@ -65,6 +66,7 @@ def run_demo(
     measured without labels is left out.
     """
     from octfm.data.catalog import scan
+    from octfm.data.people import AmbiguousPeople
     from octfm.data.prepare import prepare
     from octfm.data.preprocessing import Preprocessing
     from octfm.evaluation.efficiency import label_efficiency
@@ -79,15 +81,21 @@ def run_demo(
     if objective not in PRESETS:
         raise ConfigError(f"--objective: expected one of {', '.join(PRESETS)}; got {objective!r}")
     out, size, clock = local_path(out), QUICK if quick else FULL, _Clock(echo)
-    if data is None and max_samples is not None:
-        raise ConfigError("--max-samples chooses among your own scans; give --data FOLDER with it")
+    for option, given in (("--max-samples", max_samples is not None), ("--participant-from", bool(participant_from))):
+        if data is None and given:
+            raise ConfigError(f"{option} is about your own scans; give --data FOLDER with it")
     labels = None
     root = Path(data) if data is not None else _cohort(out / "clinic", size, seed, clock)
     if data is None:
         labels = root / "ground_truth" / "labels.tsv"
 
     clock.start(f"catalog: every file of {root} becomes a row or a reject with a reason")
-    catalog = scan(str(root))
+    try:
+        catalog = scan(str(root), participant_from=participant_from)
+    except AmbiguousPeople as ambiguous:
+        raise AmbiguousPeople(
+            f"{ambiguous}; octfm demo --data takes the same --participant-from", ambiguous.guess
+        ) from None
     if max_samples is not None:
         catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, max_samples))
     catalog.save(out / "catalog")
@@ -106,7 +114,7 @@ def run_demo(
     embeddings = embed_all(run, out / "prepared", echo=lambda line: echo(f"   {line}"))
 
     clock.start("probe: linear models on frozen features, judged on participants that pretraining has not seen")
-    commands = _commands(out, data, max_samples, seed, size, objective, labels)
+    commands = _commands(out, data, max_samples, participant_from, seed, size, objective, labels)
     try:
         result = probe(
             embeddings, labels, design=DESIGN if data is None else "auto", seen=seen_by(run), commands=commands
@@ -243,12 +251,20 @@ def _counts(rejects: tuple) -> str:
 
 
 def _commands(
-    out: Path, data: Path | None, max_samples: int | None, seed: int, size: Size, objective: str, labels: Path | None
+    out: Path,
+    data: Path | None,
+    max_samples: int | None,
+    participant_from: Sequence[str],
+    seed: int,
+    size: Size,
+    objective: str,
+    labels: Path | None,
 ) -> list[str]:
     """What was run, and the verbs that continue from its catalog."""
     demo = ["octfm", "demo", "--out", out, "--seed", seed]
     demo += ["--data", data] * (data is not None)
     demo += ["--max-samples", max_samples] * (max_samples is not None)
+    demo += [word for pattern in participant_from for word in ("--participant-from", pattern)]
     demo += ["--quick"] * (size is QUICK)
     demo += ["--objective", objective] * (objective != "mae")
     pretrain = ["octfm", "pretrain", PRESETS[objective][0], f"seed={seed}", *size.overrides]

@@ -24,6 +24,7 @@ from octfm.data.location import BucketPath, Location, listed, location, write_wh
 from octfm.data.parts import join_parts
 from octfm.data.people import Pattern, Scan, find_people
 from octfm.data.pixel_copies import Owner, describe_copy
+from octfm.data.ranged import recall
 from octfm.data.readers import REASONS, Header
 from octfm.data.readers.dicom_directory import left_behind
 from octfm.data.splits import SPLITS, Split, assign, parse_split
@@ -244,6 +245,8 @@ def scan(
     ]
     copied = {copy.uri: accept(copy, tables, nominal_spacing_mm) for copy, reject in duplicates}
     read = [outcome for outcome in [*outcomes, *copied.values()] if isinstance(outcome, Acquisition)]
+    for path in found.files:
+        recall(path)  # a long scan outlasts the trust in its listing, and every place would cost a request
     scans = [Scan(a.uri, a.participant, a.laterality is None) for a in read]
     whose = find_people(scans, folder, patterns, tables.unpacked_from)
     acquisitions = [with_person(outcome, whose, tables) for outcome in outcomes if isinstance(outcome, Acquisition)]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from octfm.data.archive import MEMBER, is_folder, list_folder
-from octfm.data.location import Location, location
+from octfm.data.location import Location, listed
 from octfm.data.path_words import CANDIDATES, Segment, eye_abbreviations, eye_of, names_people, plain, segments
 from octfm.data.volume import Laterality
 from octfm.errors import ConfigError, OctfmError
@@ -164,7 +164,7 @@ class Place:
 
 
 def place_of(uri: str, root: Location) -> Place:
-    path: Any = location(uri)
+    path: Any = listed(uri)
     inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
     head, mark, tail = inside.partition(MEMBER)
     if mark and head.lower().endswith(".zip"):
@@ -202,6 +202,13 @@ class Guess:
     @property
     def patterns(self) -> list[str]:
         return [line.pattern for line in self.lines if line.pattern]
+
+    @property
+    def without_person(self) -> tuple[str, ...]:
+        """Examples of files that `patterns` leave without a participant, so that they cannot be accepted as they are."""
+        return tuple(
+            example.partition(" -> ")[0] for line in self.lines if not line.pattern for example in line.examples
+        )
 
     def table(self) -> str:
         """For a terminal: what each path pattern would give, with examples."""
@@ -250,7 +257,7 @@ def find_people(
         source: Source = "pattern"
         doubt = ""
     elif nameless:
-        found, guess, guessed = _guess(nameless, places, meant, eyes)
+        found, guess = _guess(nameless, places, meant, eyes)
         source, doubt = "folder", guess.doubt
     else:
         found, source, doubt = {}, "", ""
@@ -259,7 +266,7 @@ def find_people(
     if source == "folder":
         doubt = doubt or contradiction or _spelt_twice([*ids.values(), *known.values()])
         if doubt:
-            raise _ambiguous(root, len(nameless), len(scans), Guess(guess.lines, guess.participants, doubt), guessed)
+            raise _ambiguous(root, len(nameless), len(scans), Guess(guess.lines, guess.participants, doubt))
     elif contradiction:
         raise PeopleError(
             f"--participant-from: {contradiction}; state another pattern, or name these files in a table (--table)"
@@ -318,13 +325,19 @@ def _spelt_twice(participants: Iterable[str]) -> str:
     return ""
 
 
-def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess, guessed: bool) -> AmbiguousPeople:
+def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> AmbiguousPeople:
     of = f"{nameless:,} of {scans:,} scans" if nameless < scans else f"{scans:,} scans"
     options = " ".join(f"--participant-from '{pattern}'" for pattern in guess.patterns)
-    accept = f"accept the guess, or state another: octfm scan {root} {options}"
-    none = "state it: octfm scan ROOT --participant-from '{participant}/*', or name them in a table (--table FILE)"
+    advice = f"accept the guess, or state another: octfm scan {root} {options}"
+    if guess.without_person:
+        advice = (
+            f"{', '.join(guess.without_person)}: name the participant in a sidecar (NAME.json), in a table (--table FILE) or by "
+            "--participant-from PATTERN if the path has it, scan the folder above if that is the person's, or move the file away"
+        )
+        if options:
+            advice += f"; then {options} accepts the guess for the others"
     return AmbiguousPeople(
-        f"{root}: whose eyes {of} show is stated by no header or table, and folders leave it open: {guess.doubt}; {accept if options else none}",
+        f"{root}: whose eyes {of} show is stated by no header or table, and folders leave it open: {guess.doubt}; {advice}",
         guess,
     )
 
@@ -341,7 +354,7 @@ def _guess(
     places: Mapping[str, Place],
     meant: frozenset[str],
     eyes: Mapping[str, frozenset[Laterality]],
-) -> tuple[dict[str, str], Guess, bool]:
+) -> tuple[dict[str, str], Guess]:
     paths: dict[str, _Path] = {uri: tuple(segments(n, meant) for n in place.names) for uri, place in nameless.items()}
     groups: dict[tuple, list[str]] = defaultdict(list)
     for uri, path in paths.items():
@@ -382,7 +395,7 @@ def _guess(
         doubts.append("names are read in more than one way")
     lines = _lines(nameless, texts, found, eyes)
     guess = Guess(lines, len({found[uri] for uri in nameless if uri in found}), doubts[0] if doubts else "")
-    return found, guess, bool(patterns)
+    return found, guess
 
 
 def _parsed(text: str) -> Pattern | None:
@@ -427,7 +440,7 @@ def _person_in(
     order = sorted(columns, key=lambda at: (rank[kinds[at]], len(set(columns[at])) == 1 and len(paths) > 1, at))
     if not order:
         return None, "no folder or name in these paths may be a person's", False
-    if total == 1 and kinds[order[0]] in ("strong", "name"):
+    if total == 1 and kinds[order[0]] in ("strong", "name") and eye_of(columns[order[0]][0]) is None:
         return order[0], "", False  # nobody to be confused with
     strong = [at for at in order if kinds[at] == "strong"]
     # A name that stands in every path below the people tells nobody from another.

@@ -86,7 +86,7 @@ _ORIGIN_WORDS = vocabulary("""
 """)
 _WORDS = vocabulary("""
     1b 2b a ab absence absent acceptable active acuity acute advanced affected age aged all am amd an anaemia
-    and angle anterior anti any aphakic arm armd arteritic artery asymptomatic at atrophic atrophy background
+    and angle anterior anti any aphakic arm armd arteritic artery asymptomatic at atrophic atrophy b background
     bad baseline bdr benign bilateral bleed blood blurred border borderline branch brao brvo c cad case cataract
     cataracts category cell cellophane center central centre chorioretinal chorioretinopathy choroid choroidal
     choroideremia choroiditis chronic ci class classic clear closed closure cme cmo cnv cnvm cohort complete
@@ -98,50 +98,52 @@ _WORDS = vocabulary("""
     exudates exudation exudative eye eyes ez f fail fair false fellow fibrosis fibrotic fine first fluid focal
     follow followup former fovea foveal foveoschisis full ga gdm geographic gestational glaucoma glaucomatous
     good gradable grade group haemorrhage haemorrhages hard has haze healthy hemorrhage hemorrhages high hole
-    hydroxychloroquine hyperopia hyperopic hypertension hypertensive hypotony iatrogenic idiopathic if ii iii
-    inactive incident incomplete indeterminate infectious inflammation inflammatory injectable injected
+    hydroxychloroquine hyperopia hyperopic hypertension hypertensive hypotony iamd iatrogenic idiopathic if ii
+    iii inactive incident incomplete indeterminate infectious inflammation inflammatory injectable injected
     injection inner insufficient insulin intermediate intraretinal involvement involving iol iop irf ischaemic
-    ischemia ischemic iv juvenile juxtafoveal lamellar laser late latent layer left lens lesion lesions level
-    lifestyle limited loss low lower m mac macroaneurysm mactel macula maculae macular maculopathy mainly major
-    medication mel membrane metastatic mh middle mild minimal minor missing mixed mnv moderate moderately more
-    movement multifocal myopia myopic na naevus naion naive nasal nci nd neither neovascular neovascularisation
-    neovascularization nerve neuritis neuropathy never nevus no non nonarteritic none nonexudative
-    nonproliferative normal not npdr ntg nuclear occlusion ocular od oedema of oht old on one open operated
-    optic or ora oral os other out outer pachychoroid papilledema papilloedema paracentral parafoveal partial
-    pass pathologic pathological pathology patient patients pcv pdr ped peripheral persistent phakic pigment
-    pigmentary pigmented pigmentosa plaque poag polypoidal poor post posterior postoperative pre prediabetes
-    prediabetic preoperative preretinal present primary proliferative prp pseudoexfoliation pseudohole
-    pseudophakia pseudophakic punctate pvd pvr quiescent r rao rap recurrent refractory remission resolved
-    reticular retina retinae retinal retinitis retinopathy retinoschisis rhegmatogenous right risk rod rp rpe
-    rubeosis rvo sarcoid scar scarring schisis second secondary sector senile serous severe severely severity
-    sham sickle sided sirs smoker soft srf stable stage status subfoveal subretinal suspect suspected suspicion
-    symptomatic syphilis t1d t1dm t2d t2dm tear telangiectasia temporal thickened thickening thin thinning third
-    toxic toxicity traction tractional traumatic treated treatment true type uncontrolled under undetermined
-    ungradable unknown untreated unusable upper usable uveitic uveitis vascular vasculitis vegf vein venous very
-    vf visible vision visual vitelliform vitreomacular vitreoretinal vitreous vmt wet with without x y yes
+    ischemia ischemic iv juvenile juxtafoveal keratoconus l lamellar laser late latent layer left lens lesion
+    lesions level lifestyle limited loss low lower m mac macroaneurysm mactel macula maculae macular maculopathy
+    mainly major medication mel membrane metastatic mh middle mild minimal minor missing mixed mnv moderate
+    moderately more movement multifocal myopia myopic na naevus naion naive namd nasal nci nd neither
+    neovascular neovascularisation neovascularization nerve neuritis neuropathy never nevus no non nonarteritic
+    none nonexudative nonproliferative normal not npdr ntg nuclear occlusion ocular od oedema of oht old on one
+    open operated optic or ora oral os other out outer pachychoroid papilledema papilloedema paracentral
+    parafoveal partial pass pathologic pathological pathology patient patients pcv pdr ped peripheral persistent
+    phakic pigment pigmentary pigmented pigmentosa placebo plaque poag polypoidal poor post posterior
+    postoperative pre prediabetes prediabetic preoperative preretinal present primary proliferative prp
+    pseudoexfoliation pseudohole pseudophakia pseudophakic punctate pvd pvr quiescent r rao rap recurrent
+    refractory remission resolved reticular retina retinae retinal retinitis retinopathy retinoschisis
+    rhegmatogenous right risk rod rp rpe rubeosis rvo sarcoid scar scarring schisis second secondary sector
+    senile serous severe severely severity sham sickle sided sirs smoker soft srf stable stage status subfoveal
+    subretinal suspect suspected suspicion symptomatic syphilis t1d t1dm t2d t2dm tear telangiectasia temporal
+    thickened thickening thin thinning third toxic toxicity traction tractional traumatic treated treatment true
+    type uncontrolled under undetermined ungradable unknown untreated unusable upper usable uveitic uveitis
+    vascular vasculitis vegf vein venous very vf visible vision visual vitelliform vitreomacular vitreoretinal
+    vitreous vma vmt wet with without x y yes
 """)
 _SCANNER_WORDS = vocabulary("""
-    1 100 1000 130 1f 1r 2 2000 3000 330 3d 400 4000 400k 500 5000 600 6000 9000 a1 advance ag angiovue atlantis
-    avanti bioptigen bm c2200 c2300 canon carl cirrus copernicus domain dri elite engineering envisu eyekon
-    glauvas hd heidelberg held hoct hra hra2 hs huvitz ii inc intalight ivue ivue100 leica lite maestro maestro2
-    mark meditec mirante monaco nidek nx oct oct1 optopol optos optovue out photo plex plus revo rs rtvue
-    rtvue100 s1 sd silverstone solix source spectral spectralis ss stratus svision swept synthetic tomey topcon
-    towardpi triton unknown visionix widefield xephilio xr zeiss
+    1 100 1000 130 1f 1r 2 2000 3000 330 3d 3doct 400 4000 400k 500 5000 600 6000 800 9000 a1 advance ag
+    angiovue anterion atlantis avanti bioptigen bm c2200 c2300 canon carl casia2 cirrus clarus copernicus domain
+    dri elite engineering envisu eyekon flex glauvas hd heidelberg held hoct hra hra2 hs huvitz ii inc intalight
+    ivue ivue100 leica lite maestro maestro2 mark meditec mirante monaco nidek nx oct oct1 oct2 octfm optopol
+    optos optovue out phantom photo plex plus revo rs rtvue rtvue100 s1 sd silverstone solix source spectral
+    spectralis ss stratus svision swept synthetic tomey topcon towardpi triton unknown visionix widefield
+    xephilio xr zeiss
 """)
 _PROTOCOL_WORDS = vocabulary("""
     2d 3d analysis angio angiography anterior art b bscan center centered central centre centred choroid
     choroidal circle circular cirrus combined combo corrected cross cube custom default deg degree degrees dense
     depth detail disc disk edi en enface enhanced eye face fast field fixation follow followup fovea foveal
-    ganglion gca gcc gcl glaucoma hd head held high horizontal hr hs imaging inferior left line lines mac macula
-    maculaire macular maestro maestro2 map mm motion nasal nerve nfl oct octa od onh optic os ou out pole
+    ganglion gca gcc gcl glaucoma h hd head held high horizontal hr hs imaging inferior left line lines mac
+    macula maculaire macular maestro maestro2 map mm motion nasal nerve nfl oct octa od onh optic os ou out pole
     posterior ppol preset protocol radial raster raw rc region report resolution retina retinal right rnfl scan
-    scans sd segment single smart spectralis speed ss standard star structural superior temporal thickness
-    triton um unknown up vertical vol volume wide widefield x
+    scans sd section sections segment single smart spectralis speed ss standard star structural superior
+    temporal thickness triton um unknown up v vertical vol volume wide widefield x
 """)
 _ICD_10 = re.compile(r"[A-TV-Z]\d{2}(\.\d{1,4}[A-Z]?)?")
 _NUMBER = re.compile(r"[-+]?\d{1,4}(\.\d{1,6})?")
 _PLAIN = re.compile(r"[A-Za-z0-9 _\-/;,.+()%&:<>=]*")
-_DIMENSIONS = re.compile(r"\d{1,4}x\d{1,4}(x\d{1,4})?")
+_DIMENSIONS = re.compile(r"\d{1,4}x\d{1,4}(x\d{1,4})?(mm|deg)?|\d{1,2}(mm|deg)")
 
 
 def meaning(column: str) -> str:

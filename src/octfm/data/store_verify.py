@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from octfm.data import bucket
 from octfm.data.lease import Lease
-from octfm.data.location import Location, location, write_whole
+from octfm.data.location import Location, listed, write_whole
 from octfm.data.store import ARRAYS, Store, shard_key
 from octfm.data.store_writer import array_metadata, locked
-from octfm.errors import BucketError, ConfigError, StoreError
+from octfm.errors import BucketError, StoreError
 
 if TYPE_CHECKING:
     from octfm.data.catalog import Acquisition
@@ -113,8 +113,8 @@ def _is_there(where: str | None) -> bool:
     if where is None:
         return False
     try:
-        return location(where.split("!/")[0]).exists()
-    except (ConfigError, BucketError, OSError):
+        return listed(where.split("!/")[0]).exists()
+    except (BucketError, OSError):
         return False
 
 
