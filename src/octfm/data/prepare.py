@@ -91,9 +91,9 @@ def prepare(
     limits = limits or Limits()
     if cluster is not None:
         require_cluster(cluster)  # before anything is written
+    wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     with _writer(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
-        wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
         tasks = _missing(writer, wanted, locations or {})
         unwanted = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in wanted}
         trying = {task.acquisition.sop_instance_uid for task in tasks} | unwanted
