@@ -129,7 +129,7 @@ def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
     rows = flagged_clinic({
         2: (None, ("laterality_unknown", "disc_on_the_left")), 5: ("R", ("laterality_contradicts_anatomy",)),
         7: ("L", ("nominal_spacing", "laterality_contradicts_anatomy")), 8: (None, ("laterality_conflict", "disc_on_the_right")),
-        9: (None, ("laterality_unknown",)),
+        9: (None, ("laterality_unknown", "disc_sides_alike")), 11: ("L", ("disc_band_unsure",)),
     })  # fmt: skip
     found = [(d.row, d.stated, d.anatomy) for d in laterality_doubts(rows)]
     assert found == [
@@ -137,24 +137,25 @@ def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
         (7, "left", "right"),
         (8, "two eyes", "right"),
         (2, "nothing", "left"),
-        (9, "nothing", "not told"),
+        (9, "nothing", "cannot tell: sides alike"),
     ]
-    assert by_scanner(rows) == [("heidelberg_spectralis", 13, 0, 2), ("zeiss_cirrus", 14, 2, 1)]
+    assert by_scanner(rows) == [("heidelberg_spectralis", 13, 2), ("zeiss_cirrus", 14, 1)]
     assert [(o.row, o.why) for o in outliers(rows)] == [(7, FLAGS["nominal_spacing"])], "the others are in the table"
-    catalog = Catalog(str(tmp_path), tuple(rows), ())
-    looked = text_of(write_data_health(catalog, tmp_path / "a.html", images=False, looked=True))
+    catalog = Catalog(str(tmp_path), tuple(rows), (), pixels=True)
+    looked = text_of(write_data_health(catalog, tmp_path / "a.html", images=False))
     assert "5 zeiss_cirrus right left Its optic disc lies on the side of the other eye" in looked
-    assert "zeiss_cirrus 14 2 1" in looked and "Pixels were not looked at" not in looked
+    assert "zeiss_cirrus 15 11 2 0 2 0 1 1" in looked and "Pixels were not looked at" not in looked
     plain = Catalog(str(tmp_path), tuple(flagged_clinic({})), ())
     text = text_of(write_data_health(plain, tmp_path / "b.html", images=False))
-    assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "zeiss_cirrus 15 – 0" in text
+    assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "zeiss_cirrus 15 0" in text
     many = Catalog(
         str(tmp_path),
         tuple(flagged_clinic(dict.fromkeys(range(SHOWN + 3), ("R", ("laterality_contradicts_anatomy",))))),
         (),
+        pixels=True,
     )
     assert "3 more are flagged in catalog.parquet" in text_of(
-        write_data_health(many, tmp_path / "c.html", images=False, looked=True)
+        write_data_health(many, tmp_path / "c.html", images=False)
     )
 
 

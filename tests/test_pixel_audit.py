@@ -2,18 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydicom import uid
+from typer.testing import CliRunner
 
 from dicom_files import write_oct_dicom
-from octfm.data.catalog import scan
-from octfm.data.laterality import disc_side
+from octfm.cli import app
+from octfm.data.catalog import Catalog, scan
+from octfm.data.laterality import CANNOT_TELL, LEAST_REACH_MM, NEEDS, DiscSide, disc_side
 from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.data.pixel_copies import fingerprint
 from octfm.data.prepare import prepare
 from octfm.data.preprocessing import Preprocessing
+from octfm.data.pseudonyms import pseudonymise
 from octfm.data.tissue import find_tissue
 from octfm.data.volume import Volume
 from octfm.report.data_health import write_data_health
@@ -93,8 +99,12 @@ def phantom(seed: int, **options) -> Volume:
     return phantom_volume(seed, size=SIZE, **options)[0].superior_to_inferior()
 
 
+def disc_of(volume: Volume) -> DiscSide:
+    return disc_side(volume.voxels, volume.spacing_mm, find_tissue(volume.voxels, volume.spacing_mm))
+
+
 def side(volume: Volume) -> str:
-    return disc_side(volume.voxels, volume.spacing_mm, find_tissue(volume.voxels, volume.spacing_mm)).side
+    return disc_of(volume).side
 
 
 @pytest.mark.parametrize("scanner", SCANNERS)
@@ -109,10 +119,95 @@ def test_an_image_without_a_side_gives_no_verdict():
     volume = phantom(3)
     symmetric = volume.voxels.copy()
     symmetric[:, :, SIZE[2] // 2 :] = symmetric[:, :, : SIZE[2] // 2][:, :, ::-1]
-    assert side(replace(volume, voxels=symmetric)) == "unclear"
-    assert side(replace(volume, voxels=np.random.default_rng(0).integers(0, 255, SIZE, dtype=np.uint8))) == "unclear"
-    narrow = replace(volume, voxels=volume.voxels[:, :, 50:78].copy())
-    assert side(narrow) == "unclear"
+    noise = np.random.default_rng(0).integers(0, 255, SIZE, dtype=np.uint8)
+    narrow = volume.voxels[:, :, 50:78].copy()
+    found = [disc_of(replace(volume, voxels=voxels)) for voxels in (symmetric, noise, narrow)]
+    assert [disc.side for disc in found] == ["unclear"] * 3
+    assert [disc.why_unclear for disc in found] == ["disc_sides_alike", "disc_band_unsure", "disc_field_too_narrow"]
+
+
+@pytest.fixture(scope="module")
+def wide():
+    volume = phantom(12, scanner="zeiss_cirrus", laterality="R")
+    return volume, find_tissue(volume.voxels, volume.spacing_mm)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_cut_of_a_field_has_a_side_or_a_reason(wide, data):
+    """Wherever the field ends: the true side, or a flag that says why not, and too narrow exactly where there is too little."""
+    volume, tissue = wide
+    width, dx = volume.shape[2], volume.spacing_mm[2]
+    first = data.draw(st.integers(0, width - 8))
+    last = data.draw(st.integers(first + 8, width))
+    confident = data.draw(st.booleans())
+    fovea = (tissue.fovea[0], tissue.fovea[1] - first)
+    fovea = fovea if 0 <= fovea[1] < last - first else None
+    shown = replace(
+        tissue, ilm=tissue.ilm[:, first:last], bm=tissue.bm[:, first:last], fovea=fovea, confident=confident
+    )
+    found = disc_side(volume.voxels[:, :, first:last], volume.spacing_mm, shown)
+    middle = fovea[1] if fovea else (last - first - 1) / 2
+    reach = min(middle, last - first - 1 - middle) * dx
+    assert (found.side == "unclear") == (found.why_unclear in CANNOT_TELL) and bool(found.why_unclear) == (
+        found.side == "unclear"
+    )
+    for eye in ("R", "L", None):
+        flags = found.flags(eye)
+        assert len(flags) == (0 if found.side == {"R": "right", "L": "left"}.get(eye) else 1)
+        assert found.side != "unclear" or flags == (found.why_unclear,)
+    if reach < LEAST_REACH_MM:
+        assert found.why_unclear == "disc_field_too_narrow" or not confident
+    else:
+        assert (found.why_unclear == "disc_band_unsure") == (not confident)
+        assert found.why_unclear != "disc_field_too_narrow"
+    if (last - first - 1) * dx < 2 * LEAST_REACH_MM:
+        assert found.why_unclear == "disc_field_too_narrow"
+    if fovea and confident and reach >= 2.5:
+        assert found.side == "right"
+
+
+@pytest.fixture(scope="module")
+def half_seen(tmp_path_factory):
+    """Right eyes, all tagged as left ones: a field of 6 mm, one of 3 mm of the same scanner, and noise of another scanner."""
+    root = tmp_path_factory.mktemp("half_seen")
+    eye = phantom(12, scanner="zeiss_cirrus", laterality="R")
+    noise = np.random.default_rng(0).integers(0, 255, (8, 64, 96), dtype=np.uint8)
+    cirrus = {"laterality": "L", "superior_first": True, "manufacturer": "Carl Zeiss Meditec", "model": "CIRRUS HD-OCT"}
+    write_oct_dicom(root / "a.dcm", eye.voxels, eye.spacing_mm, participant="1", **cirrus)
+    write_oct_dicom(root / "b.dcm", eye.voxels[:, :, 32:96].copy(), eye.spacing_mm, participant="2", **cirrus)
+    write_oct_dicom(root / "c.dcm", noise, (0.5, 0.01, 0.06), participant="3", laterality="L", superior_first=True)
+    return root
+
+
+def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
+    words = ["scan", str(half_seen), "--out", str(tmp_path / "a"), "--pixels", "--workers", "1", "--no-images"]
+    done = CliRunner().invoke(app, [*words, "--keep-upside-down"])
+    assert done.exit_code == 0, done.output
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    cirrus = next(line for line in lines if line.startswith("side of the optic disc, zeiss"))
+    assert cirrus.endswith(
+        ": checked 2, agrees 0, contradicts 1, only anatomy tells 0, cannot tell 1 (field too narrow 1)"
+    )
+    other = next(line for line in lines if line.startswith("side of the optic disc, heidelberg_spectralis"))
+    assert other.endswith("checked 1, agrees 0, contradicts 0, only anatomy tells 0, cannot tell 1 (band unsure 1)")
+    assert any("a wrong eye goes unnoticed" in line and line.endswith(NEEDS) for line in lines)
+
+    catalog = Catalog.load(tmp_path / "a")
+    flags = {a.uri.rpartition("/")[2]: a.flags for a in catalog.acquisitions}
+    assert "disc_field_too_narrow" in flags["b.dcm"] and "disc_band_unsure" in flags["c.dcm"]
+    scanner = cirrus.removeprefix("side of the optic disc, ").partition(":")[0]
+    assert catalog.pixels and catalog.summary()["disc_sides"][scanner]["cannot tell"] == 1
+    assert pseudonymise(catalog, b"k" * 32).summary()["disc_sides"][scanner]["cannot tell"] == 1
+    page = (tmp_path / "a" / "data_health.html").read_text()
+    assert f"To tell, they need {NEEDS}." in page
+    assert f"<tr><td>{scanner}</td>" + "".join(f'<td class="n">{n}</td>' for n in (2, 0, 1, 0, 1, 1, 0, 0)) in page
+
+    plain = scan(half_seen, workers=0)
+    assert not plain.pixels and "disc_sides" not in plain.summary()
+    guide = (Path(__file__).parent.parent / "docs" / "guide" / "data-dicom.md").read_text()
+    assert f"at least {LEAST_REACH_MM} mm of\nretina on both sides of the fovea" in guide
+    assert f"narrower than {2 * LEAST_REACH_MM} mm" in guide
 
 
 @pytest.mark.slow
@@ -198,7 +293,7 @@ def test_a_scan_that_looks_at_pixels_finds_copies_and_wrong_sides_and_changes_no
 
 def test_the_audit_shows_the_eye_on_the_wrong_side(clinic, tmp_path):
     catalog = scan(clinic, pixels=True, workers=0)
-    html = write_data_health(catalog, tmp_path / "health.html", looked=True).read_text()
+    html = write_data_health(catalog, tmp_path / "health.html").read_text()
     table = html[html.index('id="laterality"') : html.index('id="geometry"')]
     rows = [part.split("</tr>")[0] for part in table.split("<tr>") if "data:image" in part]
     assert len(rows) == 2 and "<td>left</td><td>right</td>" in rows[0] and "<td>nothing</td><td>right</td>" in rows[1]

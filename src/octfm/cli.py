@@ -288,13 +288,16 @@ def scan(
         _print_withheld(lost)
         locations = pseudonyms.locate(catalog, root, key)
     catalog.save(out)
-    options = {"images": images, "max_reject": max_reject, "locations": locations, "looked": pixels}
+    options = {"images": images, "max_reject": max_reject, "locations": locations}
     page = write_data_health(catalog, out / "data_health.html", **options)
     if failure is not None:
         typer.echo(str(page))
         raise failure
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
-    _print_counts(f"{out}: {counts}", catalog.summary())
+    summary = catalog.summary()
+    discs = summary.pop("disc_sides", {})
+    _print_counts(f"{out}: {counts}", summary)
+    _print_disc_sides(discs)
     of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
     for reject in of_two[:3]:
         typer.echo(reject.sentence)
@@ -545,6 +548,18 @@ def _print_counts(title: str, counts: dict) -> None:
         if isinstance(value, dict):
             value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
         typer.echo(f"  {name.replace('_', ' ')}: {value}")
+
+
+def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:
+    """One line per scanner, then what the check needs where it could not tell."""
+    from octfm.data.laterality import CANNOT_TELL, NEEDS
+
+    for scanner, counts in of_scanner.items():
+        why = ", ".join(f"{name} {counts[name]}" for name in CANNOT_TELL.values() if counts[name])
+        told = ", ".join(f"{name} {n}" for name, n in counts.items() if name not in CANNOT_TELL.values())
+        typer.echo(f"  side of the optic disc, {scanner}: {told}{f' ({why})' if why else ''}")
+    if any(counts["cannot tell"] for counts in of_scanner.values()):
+        typer.echo(f"  where it cannot tell, a wrong eye goes unnoticed; to tell, it needs {NEEDS}")
 
 
 def _print_withheld(lost: "Mapping[str, tuple[int, int]]") -> None:

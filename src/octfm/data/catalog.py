@@ -20,6 +20,7 @@ from octfm.data.columns import Columns, TableError
 from octfm.data.duplicates import without_duplicates
 from octfm.data.examination import deadline_of, examine_file, lost_file
 from octfm.data.isolation import Limits
+from octfm.data.laterality import verdicts
 from octfm.data.location import BucketPath, Location, listed, location, write_whole
 from octfm.data.parts import join_parts
 from octfm.data.people import Pattern, Scan, find_people
@@ -61,6 +62,8 @@ class Catalog:
     """Recognised and left out on purpose (angiography, photographs, radial scans, ...): counted, no errors."""
     requests: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Of a scan in a bucket: what it cost, and how many requests had to be sent again."""
+    pixels: bool = False
+    """The scan has looked at pixels (octfm.data.inspection), so a row without a flag of the optic disc agrees with its eye."""
 
     def save(self, folder: str | Path | BucketPath) -> Location:
         """Write catalog.parquet and rejects.parquet. Each appears complete or not at all, and a mixed pair is refused by `load`."""
@@ -75,7 +78,7 @@ class Catalog:
             "companions": self.companions,
             "key": self._key(),
         }
-        facts["requests"] = dict(self.requests)
+        facts |= {"requests": dict(self.requests), "pixels": self.pixels}
         staged = []
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
@@ -100,6 +103,7 @@ class Catalog:
             companions=facts["companions"],
             skipped=tuple(reject for reject in rejects if reject.expected),
             requests=facts.get("requests", {}),
+            pixels=facts.get("pixels", False),
         )
         if not facts["key"] == other["key"] == catalog._key():
             raise CatalogError(
@@ -127,10 +131,12 @@ class Catalog:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Counts that a report or a terminal shows; rejects most frequent first, splits in participants."""
+        """Counts that a report or a terminal shows; rejects most frequent first, splits in participants. `disc_sides`, by scanner, only
+        where the scan has looked at pixels."""
         participants = {a.participant: a.split for a in self.acquisitions}
-        bucket = {"bucket": dict(self.requests)} if self.requests else {}
-        return bucket | {
+        measured: dict[str, Any] = {"bucket": dict(self.requests)} if self.requests else {}
+        measured |= {"disc_sides": verdicts(self.acquisitions)} if self.pixels else {}
+        return measured | {
             "accepted": len(self.acquisitions),
             "rejected": len(self.rejects),
             "skipped": len(self.skipped),
@@ -268,6 +274,7 @@ def scan(
         companions=len(found.companions) + others - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),
         requests=account.close(),
+        pixels=pixels,
     )
     if not acquisitions:
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]

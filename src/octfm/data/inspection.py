@@ -37,8 +37,8 @@ def inspect_pixels(
     limits: Limits | None = None,
     keep_upside_down: bool = False,
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
-    """The acquisitions that stay, flagged where their anatomy contradicts their laterality, a reject for each copy and each file
-    that cannot be decoded, and pairs of participants that have voxels in common. Nothing else about an acquisition is changed."""
+    """The acquisitions that stay, flagged where their anatomy contradicts their laterality or cannot tell, a reject for each copy and
+    each file that cannot be decoded, and pairs of participants that have voxels in common. Nothing else about an acquisition is changed."""
     limits = limits or Limits()
     deadline = functools.partial(_deadline, limits)
     look = functools.partial(_look, keep_upside_down=keep_upside_down)
@@ -58,20 +58,14 @@ def inspect_pixels(
             pairs += [(owner, first)] if of_two else []
             continue
         kept.append(
-            replace(acquisition, flags=(*acquisition.flags, *outcome.way_up, *_doubts(acquisition, outcome.disc)))
+            replace(
+                acquisition,
+                flags=(*acquisition.flags, *outcome.way_up, *outcome.disc.flags(acquisition.laterality)),
+            )
         )
     shared = {first.uri for _, first in pairs}
     kept = [replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in kept]
     return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
-
-
-def _doubts(acquisition: Acquisition, disc: DiscSide) -> tuple[str, ...]:
-    flags = ("laterality_contradicts_anatomy",) if disc.contradicts(acquisition.laterality) else ()
-    if acquisition.laterality is None and disc.side == "right":
-        flags = ("disc_on_the_right",)
-    elif acquisition.laterality is None and disc.side == "left":
-        flags = ("disc_on_the_left",)
-    return flags
 
 
 def _look(acquisition: Acquisition, keep_upside_down: bool) -> Seen | Reject:

@@ -68,6 +68,7 @@ def pseudonymise(catalog: Catalog, key: bytes, keep_columns: Collection[str] = (
         rejects=tuple(sorted(rejects, key=lambda r: r.uri)),
         companions=catalog.companions,
         skipped=tuple(sorted(skipped, key=lambda r: r.uri)),
+        pixels=catalog.pixels,
     )
 
 

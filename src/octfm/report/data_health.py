@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from octfm.data.acquisition import FLAGS, Acquisition, Reject
 from octfm.data.catalog import Catalog
 from octfm.data.isolation import Limits
+from octfm.data.laterality import CANNOT_TELL, NEEDS
 from octfm.data.location import Location
 from octfm.data.radial import to_raster
 from octfm.data.readers import REASONS, read_volume
@@ -51,12 +52,11 @@ def write_data_health(
     images: bool = True,
     max_reject: float | None = None,
     locations: Mapping[str, str] | None = None,
-    looked: bool = False,
 ) -> Location:
     """Counts, distributions, reasons, the laterality audit and the volumes least like their kind, of which `images` are shown: those are
     decoded, nothing else is.
 
-    `locations`: where the files lie, for a catalog whose uris are pseudonyms. `looked`: the scan has looked at pixels.
+    `locations`: where the files lie, for a catalog whose uris are pseudonyms.
     """
     catalog = shareable_catalog(catalog)
     doubts = laterality_doubts(catalog.acquisitions)
@@ -74,9 +74,11 @@ def write_data_health(
         "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
         "charts": distribution_charts(catalog.acquisitions),
         "sides": by_scanner(catalog.acquisitions),
+        "disc_sides": catalog.summary().get("disc_sides", {}),
+        "disc_needs": NEEDS,
         "doubtful_sides": _sides(doubts[:SHOWN], images, locations or {}),
         "more_sides": max(0, len(doubts) - SHOWN),
-        "looked": looked,
+        "looked": catalog.pixels,
         "outliers": _shown(outliers(catalog.acquisitions), images, locations or {}),
         "images": images,
     }
@@ -101,8 +103,9 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
                 found[row] = Outlier(row, acquisitions[row], why, float(unlike[worst]))
     rare = Counter(flag for a in acquisitions for flag in a.flags)
     for row, a in enumerate(acquisitions):
-        # A flag that most rows share says something about the archive, not about this volume; doubtful sides have a table of their own.
-        doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in AUDITED]
+        # A flag that most rows share says something about the archive, not about this volume; sides of eyes have tables of their own.
+        own_table = (*AUDITED, *CANNOT_TELL)
+        doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in own_table]
         if doubts and row not in found:
             found[row] = Outlier(row, a, "; ".join(FLAGS[flag] for flag in doubts), 0.0)
     return sorted(found.values(), key=lambda outlier: (-outlier.distance, outlier.row))[:count]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octfm.data.acquisition import FLAGS, Acquisition
+from octfm.data.laterality import CANNOT_TELL
 
 AUDITED = (
     "laterality_contradicts_anatomy",
@@ -49,12 +50,13 @@ def _anatomy(a: Acquisition) -> str:
         return {"R": "left", "L": "right"}.get(a.laterality or "", "not told")
     if "disc_on_the_right" in a.flags:
         return "right"
-    return "left" if "disc_on_the_left" in a.flags else "not told"
+    if "disc_on_the_left" in a.flags:
+        return "left"
+    return next((f"cannot tell: {CANNOT_TELL[flag]}" for flag in a.flags if flag in CANNOT_TELL), "not told")
 
 
-def by_scanner(acquisitions: Sequence[Acquisition]) -> list[tuple[str, int, int, int]]:
-    """(scanner, volumes with a stated side, of which anatomy contradicts, volumes without one): a wrong export is wrong for a scanner."""
+def by_scanner(acquisitions: Sequence[Acquisition]) -> list[tuple[str, int, int]]:
+    """(scanner, volumes with a stated side, volumes without one): a wrong export is wrong for a scanner."""
     stated = Counter(a.scanner for a in acquisitions if a.laterality)
-    wrong = Counter(a.scanner for a in acquisitions if "laterality_contradicts_anatomy" in a.flags)
     unknown = Counter(a.scanner for a in acquisitions if not a.laterality)
-    return [(s, stated[s], wrong[s], unknown[s]) for s in sorted(stated.keys() | unknown.keys())]
+    return [(s, stated[s], unknown[s]) for s in sorted(stated.keys() | unknown.keys())]
