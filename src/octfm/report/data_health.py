@@ -4,7 +4,7 @@ word of a header or a table that octfm does not know (octfm.report.shareable).""
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib as mpl
@@ -264,7 +264,7 @@ def _sides(doubts: Sequence[Doubt], images: bool, locations: Mapping[str, str]) 
 
 
 def _pictures_of(acquisitions: Sequence[Acquisition], locations: Mapping[str, str]) -> list[list[Picture] | str]:
-    files = [(locations.get(a.uri, a.uri), a.spacing_mm) for a in acquisitions]
+    files = [(locations.get(a.uri, a.uri), a.spacing_mm, a.scanner) for a in acquisitions]
     # The scan has looked at their headers, and perhaps nobody at their pixels.
     seconds = [Limits().deadline(math.prod(a.shape), a.uri) for a in acquisitions]
     return list(
@@ -272,11 +272,11 @@ def _pictures_of(acquisitions: Sequence[Acquisition], locations: Mapping[str, st
     )
 
 
-def _pictures(file: tuple[str, Spacing3]) -> list[Picture] | str:
-    """Pictures of (uri, spacing), or the reason code for which there are none."""
-    uri, spacing_mm = file
+def _pictures(file: tuple[str, Spacing3, str]) -> list[Picture] | str:
+    """Pictures of (uri, spacing, scanner in words that may be shown), or the reason code for which there are none."""
+    uri, spacing_mm, scanner = file
     try:
-        volume = read_volume(uri, spacing_mm=spacing_mm, raster_only=False)
+        volume = replace(read_volume(uri, spacing_mm=spacing_mm, raster_only=False), scanner=scanner)
         return native_pictures(to_raster(volume) if volume.layout == "radial" else volume)
     except ReadError as error:
         return error.code
