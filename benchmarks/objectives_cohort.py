@@ -83,14 +83,13 @@ class NativeBscans(Preprocessing):
     """Every prepared B-scan is one of the scan: nothing is averaged across B-scans. They keep the scanner's own distance, .25 to .30 mm
     here, so that the field is 4.0 to 4.8 mm deep."""
 
-    def _place(self, *args: Any, **kwargs: Any) -> Transform:
-        placed = super()._place(*args, **kwargs)
+    def _place(self, *args: Any, **kwargs: Any) -> tuple[Transform, float]:
+        placed, in_crop = super()._place(*args, **kwargs)
         middle = placed.origin[0] + (placed.shape[0] - 1) / 2 * placed.scale[0]
         first = round(middle - (placed.shape[0] - 1) / 2)
         last = placed.native_shape[0] - placed.shape[0]
-        return replace(
-            placed, origin=(float(min(max(first, 0), last)), *placed.origin[1:]), scale=(1.0, *placed.scale[1:])
-        )
+        origin = (float(min(max(first, 0), last)), *placed.origin[1:])
+        return replace(placed, origin=origin, scale=(1.0, *placed.scale[1:])), in_crop
 
 
 def preprocessing_of(bscans: Bscans) -> Preprocessing:
