@@ -117,7 +117,7 @@ def test_a_clinic_of_damaged_files_is_scanned_and_prepared(tmp_path, whole):
             alone.append(str(tmp_path / "clinic" / str(number) / seed.read))
         files, _ = damaged(seed, np.random.default_rng((3, number)))
         write(tmp_path / "clinic" / str(number), files, seed.read)
-    catalog = scan(tmp_path / "clinic")
+    catalog = scan(tmp_path / "clinic", participant_from="{participant}/*")
     told = Counter(outcome.uri for outcome in (*catalog.acquisitions, *catalog.rejects, *catalog.skipped))
     assert [told[uri] for uri in alone] == [1] * len(alone) and max(told.values()) == 1
     assert all(reject.code in REASONS and reject.sentence for reject in (*catalog.rejects, *catalog.skipped))

@@ -41,7 +41,7 @@ OTHERS = {"empty.png": b"", "measure.mat": b"MATLAB 5.0", "viewer.exe": b"MZ", "
 
 @pytest.mark.parametrize("name", STRAYS)
 def test_a_picture_that_is_no_bscan_is_set_aside_and_counted(tmp_path, name):
-    folder = write_images(tmp_path / "oct" / "visit", VOXELS)
+    folder = write_images(tmp_path / "oct" / "patient_7", VOXELS)
     STRAYS[name](folder / name)
     catalog = scan(tmp_path / "oct", workers=0)
     (row,) = catalog.acquisitions
@@ -59,7 +59,7 @@ def test_a_picture_that_is_no_bscan_is_set_aside_and_counted(tmp_path, name):
 )
 def test_files_of_other_kinds_do_not_make_single_images_of_bscans(tmp_path_factory, junk, stray):
     root = tmp_path_factory.mktemp("clinic")
-    folder = write_images(root / "visit", VOXELS)
+    folder = write_images(root / "patient_7", VOXELS)
     for name in junk:
         (folder / name).write_bytes({**JUNK, **OTHERS}[name])
     if stray:
@@ -105,7 +105,7 @@ def test_few_images_and_one_stray_are_not_a_guess(tmp_path):
 
 
 def test_the_order_of_bscans_that_nothing_states_is_a_flag(tmp_path):
-    write_images(tmp_path / "oct" / "visit", VOXELS)
-    write_sidecar(write_npy(tmp_path / "oct" / "a.npy", VOXELS[::-1]), SPACING_MM)
+    write_images(tmp_path / "oct" / "patient_7", VOXELS)
+    write_sidecar(write_npy(tmp_path / "oct" / "patient_8.npy", VOXELS[::-1]), SPACING_MM)
     catalog = scan(tmp_path / "oct", workers=0)
     assert catalog.summary()["flags"]["bscan_order_unstated"] == 2

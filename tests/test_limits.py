@@ -140,24 +140,24 @@ def test_links_are_followed_unless_they_are_not(tmp_path):
 
     for path, participant in ((root / "own.dcm", "1"), (outside / "a.dcm", "2"), (outside / "more" / "b.dcm", "3")):
         dicom(path, participant)
-    (root / "bscans").mkdir()
+    (root / "patient_4").mkdir()
     for number in range(4):
-        place = (outside if number == 2 else root / "bscans") / f"{number}.png"
+        place = (outside if number == 2 else root / "patient_4") / f"{number}.png"
         Image.fromarray(rng.integers(0, 255, (64, 48), dtype=np.uint8)).save(place)
     links = {
-        "a.dcm": outside / "a.dcm", "more": outside / "more", "round": root, "nowhere": outside / "none", "bscans/2.png": outside / "2.png",
+        "a.dcm": outside / "a.dcm", "more": outside / "more", "round": root, "nowhere": outside / "none", "patient_4/2.png": outside / "2.png",
     }  # fmt: skip
     for name, target in links.items():
         (root / name).symlink_to(target)
 
     followed = scan(root, nominal_spacing_mm=SPACING_MM, workers=1)
-    assert _names(root, followed) == ["a.dcm", "bscans", "more/b.dcm", "own.dcm"]
+    assert _names(root, followed) == ["a.dcm", "more/b.dcm", "own.dcm", "patient_4"]
     assert [Path(reject.uri).name for reject in followed.rejects] == ["nowhere"]
 
     left = scan(root, nominal_spacing_mm=SPACING_MM, workers=1, follow_links=False)
     assert _names(root, left) == ["own.dcm"] and not left.rejects
     found = {str(Path(skip.uri).relative_to(root)) for skip in left.skipped if skip.code == "link_not_followed"}
-    assert found == links.keys() | {"bscans"}
+    assert found == links.keys() | {"patient_4"}
     done = CliRunner().invoke(
         app, ["scan", str(root), "--no-follow-links", "--no-images", "--out", str(tmp_path / "catalog")]
     )
