@@ -65,8 +65,13 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned_as_on_a_disk(plac
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_the_page_of_a_run_in_a_bucket_says_its_address_and_no_folder_of_this_machine(place, tmp_path):
     pretrain(config(steps=1), small_store(tmp_path / "prepared"), place / "run", "cpu", echo=quiet)
-    shown = CliRunner().invoke(app, ["report", str(place / "run"), "--no-images"])
+    shown = CliRunner().invoke(app, ["report", str(place / "run")])
     assert shown.exit_code == 0, shown
     page = (place / "run" / "report.html").read_text()
     assert f"octfm report {place / 'run'}" in page
     assert str(tmp_path / "cache") not in page, "where this machine keeps its copy"
+    shared = tmp_path / "shared.html"
+    shown = CliRunner().invoke(app, ["report", str(place / "run"), "--no-images", "--out", str(shared)])
+    assert shown.exit_code == 0, shown
+    assert str(place) not in shared.read_text(), "a page to share names no place"
+    assert str(tmp_path) not in shared.read_text()

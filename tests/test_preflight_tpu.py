@@ -128,10 +128,10 @@ def programs(monkeypatch, tmp_path):
 
     def give(**codes: str) -> None:
         script = "#!/bin/sh\n" + "".join(
-            f"case $2 in *.{name}) code={quoted(code)};; esac\n" for name, code in (GOOD | codes).items()
+            f"case $3 in *.{name}) code={quoted(code)};; esac\n" for name, code in (GOOD | codes).items()
         )
         start = "import os, sys; from pathlib import Path; write = lambda name, text: (Path(sys.argv[1]) / name).write_text(text)\n"
-        (tmp_path / "python").write_text(script + f'exec {sys.executable} -c {quoted(start)}"$code" "$3"\n')
+        (tmp_path / "python").write_text(script + f'exec {sys.executable} -c {quoted(start)}"$code" "$4"\n')
         (tmp_path / "python").chmod(0o755)
         monkeypatch.setattr(tpu_program.sys, "executable", str(tmp_path / "python"))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -7,16 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from canaries import SPACING_MM, eye
 from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 from octfm.data.catalog import Catalog
 from octfm.data.store import Store
 from test_cli import octfm_command
 
 SECRETS = (*PATIENT_NAME.split("^"), BIRTH_DATE, "1950-01-02", "Geheim")
-SPACING_MM = (0.12, 0.0039, 0.0115)
 
 
 @pytest.fixture
@@ -24,13 +23,12 @@ def clinic(tmp_path) -> Path:
     """Good, damaged and rejected files with a name and a birth date in each, and a table that has them too."""
     root = tmp_path / "clinic"
     for i in range(4):
-        voxels = np.random.default_rng(i).integers(0, 255, (4, 32, 36), dtype=np.uint8)
-        write_oct_dicom(root / f"{i}.dcm", voxels, SPACING_MM, participant=f"p{i}", sop_instance_uid=f"1.2.{i}")
+        write_oct_dicom(root / f"{i}.dcm", eye(i), SPACING_MM, participant=f"p{i}", sop_instance_uid=f"1.2.{i}")
     whole = (root / "0.dcm").read_bytes()
     (root / "cut.dcm").write_bytes(whole[: len(whole) // 2])
     (root / "header.dcm").write_bytes(whole[: whole.index(b"Planted") + 3])
     (root / "garbled.dcm").write_bytes(whole.replace(b"PN", b"\xff\xff", 1))
-    frames = b"\x28\x00\x08\x00IS\x02\x004 "
+    frames = b"\x28\x00\x08\x00IS\x02\x0016"
     assert frames in whole
     # What a parser quotes in its errors and warnings.
     (root / "quoted.dcm").write_bytes(whole.replace(frames, b"\x28\x00\x08\x00IS\x08\x00Planted "))
@@ -58,7 +56,7 @@ def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tm
     assert all(secret.encode() in everything_in(clinic) for secret in SECRETS), "they must be there to leak"
     said = [octfm_command("scan", clinic, "--out", "catalog", cwd=tmp_path)]
     said.append(
-        octfm_command("prepare", "catalog", "image_size=[4,32,32]", "target_spacing=[0.12,0.0039,0.0115]", cwd=tmp_path)
+        octfm_command("prepare", "catalog", "image_size=[16,96,96]", "target_spacing=[0.24,0.015,0.05]", cwd=tmp_path)
     )
     assert [code for code, *_ in said] == [0, 0], said
     catalog, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
