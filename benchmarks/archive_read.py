@@ -15,9 +15,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from octfm.data.catalog import scan
-from octfm.data.phantom import write_phantom
-from octfm.data.readers import read_volume
+from octfm.catalog.catalog import scan
+from octfm.formats import read_volume
+from octfm.phantom import write_phantom
 
 
 def deflated(root: Path, out: Path) -> Path:

@@ -13,13 +13,13 @@ import time
 import numpy as np
 import torch
 
-from octfm.data.loader import Batch
-from octfm.data.preprocessing import Preprocessing
-from octfm.training.augment import AugmentConfig
-from octfm.training.inputs import make_inputs
-from octfm.training.learner import Learner
-from octfm.training.runtime import start
-from octfm.training.settings import load_config
+from octfm.pretraining.augment import AugmentConfig
+from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.settings import load_config
+from octfm.run.runtime import start
+from octfm.store.loader import Batch
+from octfm.volume.preprocessing import Preprocessing
 
 AFFINE = {"lateral_shift_mm": 0.3, "lateral_scale": 0.1, "axial_scale": 0.05, "tilt_deg": 5.0}
 GRAIN = {"noise": 0.05, "speckle": 0.2}

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
-from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.volume import Volume
+from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.volume import Volume
 
 HELD = 0.99
 """Share of ILM-to-BM voxels inside band and crop that a confident volume must reach."""

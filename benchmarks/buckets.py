@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from loader import forget, write
-from octfm.data import bucket
-from octfm.data.loader import Loader
-from octfm.data.location import BucketPath, location
-from octfm.data.phantom import phantom_volume
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.store import Store
+from octfm.io import bucket
+from octfm.io.location import BucketPath, location
+from octfm.phantom import phantom_volume
+from octfm.store.loader import Loader
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Preprocessing
 
 PORT = 5599
 

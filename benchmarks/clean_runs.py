@@ -9,14 +9,14 @@ import statistics
 import time
 from pathlib import Path
 
-from octfm.data.catalog import scan
-from octfm.data.phantom import write_phantom
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.training import checkpoint
-from octfm.training.pretrain import pretrain
-from octfm.training.settings import load_config
-from octfm.training.tracking import read_metrics
+from octfm.catalog.catalog import scan
+from octfm.phantom import write_phantom
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import load_config
+from octfm.run import checkpoint
+from octfm.run.tracking import read_metrics
+from octfm.store.prepare import prepare
+from octfm.volume.preprocessing import Preprocessing
 from soak import PREPROCESSING, SETTINGS
 
 ARMS = {

@@ -13,8 +13,8 @@ import numpy as np
 from pydicom import uid
 from pydicom.pixels import get_encoder
 
-from octfm.data.phantom import phantom_volume
-from octfm.data.readers.dicom_codecs import FrameFormat, decode_frame, find_decoders
+from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
+from octfm.phantom import phantom_volume
 
 
 def encoders(bits: int):

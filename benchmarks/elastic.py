@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from octfm.data.store import Store
-from octfm.training import checkpoint
-from octfm.training import pretrain as loop
-from octfm.training.settings import load_config
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.settings import load_config
+from octfm.run import checkpoint
+from octfm.store.store import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from small_store import small_store

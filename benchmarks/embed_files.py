@@ -28,16 +28,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from bucket_servers import BUCKET, free_port
 from dicom_files import write_oct_dicom
-from octfm.data.location import BucketPath, Location, location
-from octfm.data.phantom import phantom_volume
-from octfm.data.preprocessing import Preprocessing
-from octfm.evaluation.embed_files import embed_files
-from octfm.evaluation.embeddings import read_embeddings
-from octfm.evaluation.encoder import assemble
-from octfm.evaluation.export import settings_of, tensors_of, write_files
-from octfm.training.inputs import build_objective, frozen_encoder
-from octfm.training.runtime import start
-from octfm.training.settings import load_config
+from octfm.encoder.embed_files import embed_files
+from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.encoder import assemble
+from octfm.encoder.export import settings_of, tensors_of, write_files
+from octfm.io.location import BucketPath, Location, location
+from octfm.phantom import phantom_volume
+from octfm.pretraining.inputs import build_objective, frozen_encoder
+from octfm.pretraining.settings import load_config
+from octfm.run.runtime import start
+from octfm.volume.preprocessing import Preprocessing
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def _parts(out: Location) -> int:
 def measure(model: Path, source: Location, out: Location, workers: int) -> dict[str, float]:
     start, own, children = time.perf_counter(), os.times(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = embed_files(model, source, out, workers=workers)
-    from octfm.data.isolation import release
+    from octfm.io.isolation import release
 
     release()  # children count once they have ended
     now, after = os.times(), resource.getrusage(resource.RUSAGE_CHILDREN)

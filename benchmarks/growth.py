@@ -30,8 +30,8 @@ def worker(size: tuple[int, int, int], batch: int, checkpointing: bool, precisio
     """One point, told on stdout."""
     import torch
 
-    import octfm.models.jepa
-    import octfm.training.inputs  # noqa: F401
+    import octfm.models.objectives.jepa
+    import octfm.pretraining.inputs  # noqa: F401
     from step import build_ours
 
     torch.manual_seed(0)

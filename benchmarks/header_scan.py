@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from pydicom import dcmread
 
-from octfm.data.phantom import SCANNERS
-from octfm.data.phantom.cohort import draw_cohort
-from octfm.data.phantom.dicom import to_dataset
-from octfm.data.readers import read_header
-from octfm.data.readers.dicom_geometry import read_geometry
-from octfm.data.volume import Volume
+from octfm.formats import read_header
+from octfm.formats.dicom.geometry import read_geometry
+from octfm.phantom import SCANNERS
+from octfm.phantom.cohort import draw_cohort
+from octfm.phantom.dicom import to_dataset
+from octfm.volume.volume import Volume
 
 
 def file_of(frames: int, undefined: bool) -> bytes:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.data.loader import Loader
-from octfm.data.phantom import phantom_volume
-from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.store import Arrays, Store, StoreRow
-from octfm.data.store_writer import StoreWriter, stage
+from octfm.phantom import phantom_volume
+from octfm.store.loader import Loader
+from octfm.store.store import Arrays, Store, StoreRow
+from octfm.store.writer import StoreWriter, stage
+from octfm.volume.preprocessing import Prepared, Preprocessing
 
 WORDS = {"uri": "", "eye_id": "", "laterality": None, "scanner": "phantom", "protocol": "", "split": "train"}
 

@@ -27,21 +27,22 @@ import torch
 from objectives_cohort import HELD_OUT, PREPROCESSING, Bscans, make_store, scans
 from objectives_table import write_table
 from octfm.config import load
-from octfm.data.store import Store, StoreRow
-from octfm.evaluation.encoder import Encoder
+from octfm.encoder.encoder import Encoder
 from octfm.evaluation.readouts import fit_predict
-from octfm.evaluation.segment import Labelled, Segmenter, to_prepared, transform_of
-from octfm.evaluation.segment_settings import SegmentConfig
 from octfm.models.pooling import VectorPool
-from octfm.training import checkpoint, sabotage
-from octfm.training.health import effective_rank
-from octfm.training.inputs import build_objective, frozen_encoder
-from octfm.training.learner import Learner
-from octfm.training.preflight.cost import step_cost
-from octfm.training.pretrain import pretrain
-from octfm.training.runtime import start
-from octfm.training.settings import PretrainConfig
-from octfm.training.tracking import read_metrics
+from octfm.pretraining import sabotage
+from octfm.pretraining.inputs import build_objective, frozen_encoder
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.monitors.health import effective_rank
+from octfm.pretraining.preflight.cost import step_cost
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run import checkpoint
+from octfm.run.runtime import start
+from octfm.run.tracking import read_metrics
+from octfm.store.store import Store, StoreRow
+from octfm.tasks.segment import Labelled, Segmenter, to_prepared, transform_of
+from octfm.tasks.segment_settings import SegmentConfig
 from segment_amd import by_halves
 
 BASE: dict[str, Any] = {

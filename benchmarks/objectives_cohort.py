@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
-from octfm.data.phantom.eye import central_subfield_um
-from octfm.data.phantom.render import GroundTruth, render
-from octfm.data.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
-from octfm.data.phantom.write import PHANTOM_VERSION, SIDES
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.store import Store, StoreRow
-from octfm.data.store_writer import StoreWriter, stage
-from octfm.data.transform import Transform
-from octfm.data.volume import Laterality, Volume
+from octfm.phantom.cohort import Participant, draw_cohort, eye_of
+from octfm.phantom.eye import central_subfield_um
+from octfm.phantom.render import GroundTruth, render
+from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
+from octfm.phantom.write import PHANTOM_VERSION, SIDES
+from octfm.store.store import Store, StoreRow
+from octfm.store.writer import StoreWriter, stage
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.transform import Transform
+from octfm.volume.volume import Laterality, Volume
 
 NATIVE = (24, 384, 192)
 """B-scans, rows and columns that are rendered: 5.0 to 6.7 µm per row, as prepared."""

@@ -21,15 +21,15 @@ import numpy as np
 from pydicom import dcmread, dcmwrite, uid
 from pydicom.encaps import encapsulate, generate_frames
 
-from octfm.data.isolation import Limits, each
-from octfm.data.phantom import DEFAULT_SCANNERS, PHANTOM_VERSION, SCANNERS, phantom_volume
-from octfm.data.phantom.dicom import to_bytes, to_dataset
-from octfm.data.pixel_copies import fingerprint
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import read_volume
-from octfm.data.readers.dicom_codecs import FrameFormat, decode_frame, find_decoders
-from octfm.data.store_writer import stage
-from octfm.data.volume import Spacing3, Volume
+from octfm.formats import read_volume
+from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
+from octfm.io.isolation import Limits, each
+from octfm.phantom import DEFAULT_SCANNERS, PHANTOM_VERSION, SCANNERS, phantom_volume
+from octfm.phantom.dicom import to_bytes, to_dataset
+from octfm.store.writer import stage
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.volume import Spacing3, Volume
 from usual_way import usual_way
 
 SYNTAXES = {

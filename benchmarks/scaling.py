@@ -123,8 +123,8 @@ def bytes_sent(world: int, parallel: str, trained: int, weights: int, passes: in
 
 
 def model():
-    from octfm.training.inputs import build_objective
-    from octfm.training.settings import PretrainConfig
+    from octfm.pretraining.inputs import build_objective
+    from octfm.pretraining.settings import PretrainConfig
 
     return build_objective(PretrainConfig.model_validate(settings(1, 1, "ddp")), small_preprocessing())
 
@@ -134,7 +134,7 @@ def parameters() -> int:
 
 
 def teacher() -> int:
-    from octfm.training.inputs import teacher_parameters
+    from octfm.pretraining.inputs import teacher_parameters
 
     return teacher_parameters(model())
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from octfm.config import load
-from octfm.data.volume import Volume
-from octfm.evaluation.encoder import Encoder, load_encoder
-from octfm.evaluation.segment import Labelled, Segmenter, Tokens, to_prepared
-from octfm.evaluation.segment_score import without_labels
-from octfm.evaluation.segment_settings import SegmentConfig
+from octfm.encoder.encoder import Encoder, load_encoder
+from octfm.tasks.segment import Labelled, Segmenter, Tokens, to_prepared
+from octfm.tasks.segment_score import without_labels
+from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.volume import Volume
 
 NAMES = ("rpe", "bm")
 LINES = {"rpe": (255, 170), "bm": (127, 170)}

@@ -8,13 +8,13 @@ import itertools
 import statistics
 from pathlib import Path
 
-from octfm.data.catalog import scan
-from octfm.data.phantom import write_phantom
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.training.pretrain import pretrain
-from octfm.training.settings import load_config
-from octfm.training.tracking import read_metrics
+from octfm.catalog.catalog import scan
+from octfm.phantom import write_phantom
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import load_config
+from octfm.run.tracking import read_metrics
+from octfm.store.prepare import prepare
+from octfm.volume.preprocessing import Preprocessing
 
 PREPROCESSING = {"image_size": [8, 96, 64], "target_spacing": [0.375, 0.0208, 0.062]}
 SETTINGS = (

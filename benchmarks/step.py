@@ -131,11 +131,11 @@ def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing:
     """A function that makes one step of ours; with `checkpointing`, activations inside blocks are computed twice instead of kept."""
     import torch
 
-    from octfm.models.jepa import JEPA
-    from octfm.models.objective import TokenIndex
+    from octfm.models.objectives.jepa import JEPA
+    from octfm.models.objectives.objective import TokenIndex
     from octfm.models.predictor import PredictorConfig
     from octfm.models.vit3d import TokenGrid, ViTConfig, take_patches
-    from octfm.training.inputs import optimizer_groups
+    from octfm.pretraining.inputs import optimizer_groups
 
     predictor = PredictorConfig(width=PREDICTOR_WIDTH, depth=PREDICTOR_DEPTH, heads=6 if equal else 3)
     grid = TokenGrid(grid_of(size), (0.375, 0.083, 0.25))
@@ -179,8 +179,8 @@ def worker(chosen: argparse.Namespace) -> None:
     """Answers lines of stdin: `step`, `count` or `memory`."""
     import torch
 
-    import octfm.models.jepa
-    import octfm.training.inputs  # noqa: F401
+    import octfm.models.objectives.jepa
+    import octfm.pretraining.inputs  # noqa: F401
 
     torch.manual_seed(0)
     size = SIZES[chosen.size]

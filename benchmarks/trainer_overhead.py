@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.data.loader import Batch
-from octfm.data.preprocessing import Preprocessing
-from octfm.training import monitors
-from octfm.training.checkpoint_writer import CheckpointWriter, Retention
-from octfm.training.learner import Learner
-from octfm.training.limits import limits
-from octfm.training.measure import train_row, update
-from octfm.training.runtime import start
-from octfm.training.settings import load_config
-from octfm.training.step import accumulate, judge, tell
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.monitors import monitors
+from octfm.pretraining.monitors.limits import limits
+from octfm.pretraining.monitors.measure import train_row, update
+from octfm.pretraining.settings import load_config
+from octfm.pretraining.step import accumulate, judge, tell
+from octfm.run.checkpoint_writer import CheckpointWriter, Retention
+from octfm.run.runtime import start
+from octfm.store.loader import Batch
+from octfm.volume.preprocessing import Preprocessing
 
 SIZE = (32, 192, 192)
 

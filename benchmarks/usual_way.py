@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.volume import Spacing3
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.volume import Spacing3
 
 
 def usual_way(path: str | Path, spacing_mm: Spacing3, preprocessing: Preprocessing) -> np.ndarray:

@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from loader import rate, write
-from octfm.data.loader import Batch
-from octfm.data.phantom import phantom_volume
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.store import SHARD_CHECKSUM, Arrays, Store
-from octfm.data.store_writer import StoreWriter
-from octfm.training.learner import Learner
-from octfm.training.limits import limits
-from octfm.training.measure import update
-from octfm.training.runtime import start
-from octfm.training.settings import load_config
-from octfm.training.step import accumulate, judge
+from octfm.phantom import phantom_volume
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.monitors.limits import limits
+from octfm.pretraining.monitors.measure import update
+from octfm.pretraining.settings import load_config
+from octfm.pretraining.step import accumulate, judge
+from octfm.run.runtime import start
+from octfm.store.loader import Batch
+from octfm.store.store import SHARD_CHECKSUM, Arrays, Store
+from octfm.store.writer import StoreWriter
+from octfm.volume.preprocessing import Preprocessing
 
 
 def main() -> None:

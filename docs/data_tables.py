@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from octfm.data.acquisition import FLAGS
-from octfm.data.prepare import REASONS as AFTER_THE_SCAN
-from octfm.data.readers import REASONS
+from octfm.catalog.acquisition import FLAGS
+from octfm.formats import REASONS
+from octfm.store.prepare import REASONS as AFTER_THE_SCAN
 
 GUIDE = Path(__file__).parent / "guide" / "data-codes.md"
 

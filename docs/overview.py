@@ -9,8 +9,8 @@ import matplotlib.image
 import numpy as np
 from matplotlib.figure import Figure
 
-from octfm.evaluation.scene import load_scenes
 from octfm.report.images import example_pictures, pca_pictures
+from octfm.tasks.scene import load_scenes
 
 
 def main(run: Path, out: Path) -> None:

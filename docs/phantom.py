@@ -11,10 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume, sample_eye
-from octfm.data.phantom.normative import PUBLISHED_UM, SECTORS, sectors_um
-from octfm.data.phantom.optics import speckle
-from octfm.data.phantom.render import FWHM
+from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume, sample_eye
+from octfm.phantom.normative import PUBLISHED_UM, SECTORS, sectors_um
+from octfm.phantom.optics import speckle
+from octfm.phantom.render import FWHM
 
 SHOWN_MM = (1.25, 5.6)
 """Height and width of what the figure shows of each B-scan."""

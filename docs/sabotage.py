@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octfm.demo import SABOTAGE, SABOTAGED_AT, run_sabotage
-from octfm.training.sabotage import NAMES
-from octfm.training.tracking import read_metrics
+from octfm.pretraining.sabotage import NAMES
+from octfm.run.tracking import read_metrics
 
 CURVES = {
     "teacher-frozen": {"teacher_asked": "what its average asks for", "teacher_step": "how far the teacher moved"},

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from octfm.data.preprocessing import Preprocessing
-from octfm.training.inputs import build_objective
-from octfm.training.preflight.cost import step_cost
-from octfm.training.settings import PretrainConfig, load_config
+from octfm.pretraining.inputs import build_objective
+from octfm.pretraining.preflight.cost import step_cost
+from octfm.pretraining.settings import PretrainConfig, load_config
+from octfm.volume.preprocessing import Preprocessing
 
 VOLUMES = (600, 26_000, 1_000_000)
 MFU = 0.3

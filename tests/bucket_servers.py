@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from octfm.data import bucket
-from octfm.data.location import location
+from octfm.io import bucket
+from octfm.io.location import location
 
 BUCKET = "clinic"
 ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}

@@ -80,7 +80,7 @@ def _several(folder: Path, write: Callable[[Path, np.ndarray], list[Path]], name
 
 
 def _size(frame: bytes) -> tuple[int, int]:
-    from octfm.data.readers.dicom_codecs import inspect
+    from octfm.formats.dicom.codecs import inspect
 
     found = inspect(frame)
     assert found is not None

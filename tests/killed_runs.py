@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 
-from octfm.data.store import Store
-from octfm.training import checkpoint, shards
-from octfm.training.pretrain import pretrain
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run import checkpoint, shards
+from octfm.store.store import Store
 from test_pretrain import TINY
 
 

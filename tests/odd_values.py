@@ -16,13 +16,13 @@ from zlib import crc32
 import numpy as np
 import typer.main
 
-from octfm.cli import app, main
+from octfm.cli.main import app, main
 from octfm.config import Config
-from octfm.data.preprocessing import Preprocessing
 from octfm.errors import one_line
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.segment_settings import SegmentConfig
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining.settings import PretrainConfig
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.preprocessing import Preprocessing
 from small_store import GRADES, darkened, small_store
 from vendor_files import write_npy, write_sidecar
 

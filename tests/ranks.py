@@ -71,8 +71,8 @@ def serve() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
-    from octfm.evaluation import finetune  # noqa: F401
-    from octfm.training import pretrain  # noqa: F401
+    from octfm.pretraining import pretrain  # noqa: F401
+    from octfm.tasks import finetune  # noqa: F401
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
     for line in sys.stdin:
@@ -136,9 +136,9 @@ def _ended(job: dict[str, Any], rank: int) -> int:
 
 
 def _pretrain(job: dict[str, Any], rank: int) -> None:
-    from octfm.data.store import Store
-    from octfm.training import pretrain as loop
-    from octfm.training.settings import PretrainConfig
+    from octfm.pretraining import pretrain as loop
+    from octfm.pretraining.settings import PretrainConfig
+    from octfm.store.store import Store
 
     if not job["plan"].pop("preflight", False):
         loop.preflight.checks = lambda *_, **__: []  # what the doctor says of these runs is tested elsewhere
@@ -149,8 +149,8 @@ def _pretrain(job: dict[str, Any], rank: int) -> None:
 
 
 def _finetune(job: dict[str, Any], rank: int) -> None:
-    from octfm.evaluation import finetune as loop
-    from octfm.evaluation.finetune_settings import FinetuneConfig
+    from octfm.tasks import finetune as loop
+    from octfm.tasks.finetune_settings import FinetuneConfig
 
     plan, set_rates = job["plan"], loop.TaskModel.set_rates
     out = f"{job['out']}-{rank}" if plan.get("apart") else job["out"]
@@ -178,9 +178,9 @@ def misbehave(
 
     memory: from that step on, there is some for `most` volumes at a time. kill-saving: at the operation number `at` of saving.
     """
-    from octfm.data.loader import Loader
-    from octfm.training import pretrain as loop
-    from octfm.training import step as passes
+    from octfm.pretraining import pretrain as loop
+    from octfm.pretraining import step as passes
+    from octfm.store.loader import Loader
 
     accumulate, make_inputs, positions = loop.accumulate, passes.make_inputs, Loader.positions
     failed: list[int] = []

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.data.catalog import Acquisition, Catalog, Reject
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.volume import Volume
-from octfm.evaluation.scene import NONE, Overlay, Placement, Scene, save_scenes
+from octfm.catalog.catalog import Acquisition, Catalog, Reject
+from octfm.store.prepare import prepare
+from octfm.tasks.scene import NONE, Overlay, Placement, Scene, save_scenes
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.volume import Volume
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
 SIZE, PATCH, SPACING = (16, 96, 96), (4, 8, 8), (0.375, 0.0208, 0.0625)

@@ -8,9 +8,9 @@ import resource
 import sys
 from pathlib import Path
 
-from octfm.data.store import Store
-from octfm.training import pretrain as loop
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.settings import PretrainConfig
+from octfm.store.store import Store
 from test_pretrain import TINY
 
 SETTINGS = {

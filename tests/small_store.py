@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.store import Store, StoreRow, read_rows
-from octfm.data.store_writer import StoreWriter, stage
-from octfm.data.transform import Transform
+from octfm.store.store import Store, StoreRow, read_rows
+from octfm.store.writer import StoreWriter, stage
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.transform import Transform
 
 SIZE = (8, 64, 32)
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.data.catalog import Acquisition, Catalog
-from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.store import Store
-from octfm.data.transform import Transform
-from octfm.data.volume import Volume
+from octfm.catalog.catalog import Acquisition, Catalog
 from octfm.errors import ReadError
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.transform import Transform
+from octfm.volume.volume import Volume
 
 NATIVE = (6, 40, 20)
 SPACING_MM = (0.25, 0.05, 0.25)
@@ -80,8 +80,8 @@ def prepared(number: int, image_size=SMALL.image_size) -> Prepared:
 
 def write_store(path: Path, count: int, preprocessing: Preprocessing = SMALL, compression="none", change=None) -> Store:
     """A store of `count` volumes, written volume by volume; `change(number)` gives other fields of the acquisition."""
-    from octfm.data.prepare import row_of
-    from octfm.data.store_writer import StoreWriter, stage
+    from octfm.store.prepare import row_of
+    from octfm.store.writer import StoreWriter, stage
 
     with StoreWriter(path, preprocessing, compression) as writer:
         for number in range(count):

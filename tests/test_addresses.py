@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from octfm import addresses
-from octfm.cli import app
+from octfm.catalog.columns import TableError
+from octfm.cli.main import app
 from octfm.config import Config, dump, load
-from octfm.data.columns import TableError
-from octfm.data.loader import DataConfig
-from octfm.data.location import BucketPath, local_path, location
 from octfm.errors import ConfigError, OctfmError
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.segment_settings import SegmentConfig
+from octfm.io.location import BucketPath, local_path, location
 from octfm.models.vit3d import ViTConfig
-from octfm.training.settings import PretrainConfig, load_config, stored_config
+from octfm.pretraining.settings import PretrainConfig, load_config, stored_config
+from octfm.store.loader import DataConfig
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.segment_settings import SegmentConfig
 
 VERBS = typer.main.get_command(app).commands
 OPTIONS = [
@@ -245,7 +245,7 @@ def test_what_is_no_secret_is_left_alone(text):
 
 
 def test_a_table_of_files_does_not_quote_a_key(tmp_path):
-    from octfm.data.catalog import scan
+    from octfm.catalog.catalog import scan
 
     (tmp_path / "scans").mkdir()
     (tmp_path / "scans" / "a.dcm").write_bytes(b"x")

@@ -25,11 +25,11 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = ("errors", "config", "data", "masks", "report")
 TRAINING_PATH = [
-    "octfm.training.pretrain",
-    "octfm.data.loader",
-    "octfm.data.store",
-    "octfm.data.preprocessing",
-    "octfm.masks",
+    "octfm.pretraining.pretrain",
+    "octfm.store.loader",
+    "octfm.store.store",
+    "octfm.volume.preprocessing",
+    "octfm.pretraining.masks",
 ]
 LIGHT = {"torch", "numpy", "yaml", "pydantic", "tensorstore"}
 
@@ -108,7 +108,11 @@ def test_training_path_imports_only_the_light_libraries():
 
 
 @pytest.mark.parametrize(
-    "what", ["import octfm", "import sys; sys.argv = ['octfm', '--help']\nfrom octfm.cli import app\nimport octfm.cli"]
+    "what",
+    [
+        "import octfm",
+        "import sys; sys.argv = ['octfm', '--help']\nfrom octfm.cli.main import app\nimport octfm.cli.main",
+    ],
 )
 def test_nothing_heavy_is_imported_early(what):
     heavy = {"torch", "numpy", "pydicom", "zarr", "matplotlib", "sklearn", "pyarrow", "pydantic", "tensorstore"}

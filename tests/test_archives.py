@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dicom_files import write_oct_dicom
-from octfm.data import archive as archives
-from octfm.data.archive import open_archive, open_file, unpack
-from octfm.data.catalog import Catalog, CatalogError, scan
-from octfm.data.phantom import DEFAULT_SCANNERS, write_phantom
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import REASONS, read_volume
+from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.errors import ReadError
+from octfm.formats import REASONS, read_volume
+from octfm.io import archive as archives
+from octfm.io.archive import open_archive, open_file, unpack
+from octfm.phantom import DEFAULT_SCANNERS, write_phantom
+from octfm.store.prepare import prepare
+from octfm.volume.preprocessing import Preprocessing
 from test_cli import octfm_command
 
 SIZE = (8, 64, 48)
@@ -357,7 +357,7 @@ def test_extract_refuses_what_does_not_fit_on_the_disk(tmp_path, image, monkeypa
     (tmp_path / "data").mkdir()
     write_zip(tmp_path / "data" / "x.zip", {"a.dcm": image})
     monkeypatch.setattr(
-        "octfm.data.catalog.shutil.disk_usage", lambda path: type("Usage", (), {"free": len(image) - 1})
+        "octfm.catalog.catalog.shutil.disk_usage", lambda path: type("Usage", (), {"free": len(image) - 1})
     )
     with pytest.raises(CatalogError, match=f"{len(image):,} bytes to unpack, {len(image) - 1:,} free"):
         scan(tmp_path / "data", extract=tmp_path / "out")

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from octfm.data.readers import ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_volume
 from test_readers import SHAPE, telling_voxels
 from vendor_files import SPACING_MM, write_nifti, write_npy, write_sidecar
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import octfm
-from octfm.data.catalog import Catalog
-from octfm.data.store import Store
-from octfm.evaluation.embeddings import read_embeddings
-from octfm.evaluation.predictions import read_predictions
-from octfm.training import checkpoint
-from octfm.training.settings import load_config
-from octfm.training.tracking import read_metrics
+from octfm.catalog.catalog import Catalog
+from octfm.encoder.embeddings import read_embeddings
+from octfm.pretraining.settings import load_config
+from octfm.run import checkpoint
+from octfm.run.tracking import read_metrics
+from octfm.store.store import Store
+from octfm.tasks.predictions import read_predictions
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.data.loader import Loader, microbatches
-from octfm.masks import token_map
-from octfm.training import augment
-from octfm.training.augment import AugmentConfig
-from octfm.training.inputs import make_inputs
-from octfm.training.preflight.objective import HOST, views
+from octfm.pretraining import augment
+from octfm.pretraining.augment import AugmentConfig
+from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.masks import token_map
+from octfm.pretraining.preflight.objective import HOST, views
+from octfm.store.loader import Loader, microbatches
 from small_store import small_store
 from test_pretrain import config as run_config
 

@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bands
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.store import Store
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Preprocessing
 
 LIFTED = (
     ("heidelberg_spectralis", "drusen", 420, 2600, "serous"),

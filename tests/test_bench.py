@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from octfm.errors import ConfigError
-from octfm.training.bench import Bench, Trial, bench
+from octfm.pretraining.bench import Bench, Trial, bench
 from small_store import small_store
 from test_pretrain import config, quiet
 

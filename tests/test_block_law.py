@@ -5,11 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from octfm import masks
-from octfm.masks import BACKGROUND, PADDING, TISSUE, MaskConfig, sample_masks
-from octfm.training.preflight import tokens
-from octfm.training.preflight.block_law import block_sizes, covered_by_one, expected_targets
-from octfm.training.preflight.data import Sample
+from octfm.pretraining import masks
+from octfm.pretraining.masks import BACKGROUND, PADDING, TISSUE, MaskConfig, sample_masks
+from octfm.pretraining.preflight import tokens
+from octfm.pretraining.preflight.block_law import block_sizes, covered_by_one, expected_targets
+from octfm.pretraining.preflight.data import Sample
 from test_pretrain import config
 
 GRID = (6, 16, 12)

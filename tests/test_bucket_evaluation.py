@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from octfm.cli import app
+from octfm.cli.main import app
 from octfm.config import load
-from octfm.data import bucket
-from octfm.data.store import Store
-from octfm.evaluation.embeddings import read_embeddings
-from octfm.evaluation.finetune import finetune
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.training.pretrain import pretrain
+from octfm.encoder.embeddings import read_embeddings
+from octfm.io import bucket
+from octfm.pretraining.pretrain import pretrain
+from octfm.store.store import Store
+from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
 from small_store import GRADES, darkened, small_store
 from test_pretrain import config, quiet
 

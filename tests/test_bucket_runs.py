@@ -8,15 +8,16 @@ import torch
 from typer.testing import CliRunner
 
 from bucket_servers import ENDPOINT, SECRET, FaultyProxy
-from octfm.cli import app
-from octfm.data import bucket
+from octfm.cli.main import app
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, CheckpointError, ConfigError, EvaluationError
-from octfm.evaluation.encoder import load_encoder
+from octfm.io import bucket
+from octfm.pretraining.pretrain import pretrain
 from octfm.report.watch import Follower
-from octfm.training import bucket_run, checkpoint
-from octfm.training.bucket_run import local_run, mirror_of, read_pointer
-from octfm.training.pretrain import pretrain
-from octfm.training.tracking import read_metrics
+from octfm.run import bucket as bucket_run
+from octfm.run import checkpoint
+from octfm.run.bucket import local_run, mirror_of, read_pointer
+from octfm.run.tracking import read_metrics
 from small_store import small_store
 from test_pretrain import config
 from test_probe import Cohort

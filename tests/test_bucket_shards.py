@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bucket_servers import ENDPOINT
-from octfm.data import bucket
-from octfm.evaluation.encoder import load_encoder
-from octfm.training import checkpoint
-from octfm.training.bucket_run import local_run, read_pointer
+from octfm.encoder.encoder import load_encoder
+from octfm.io import bucket
+from octfm.run import checkpoint
+from octfm.run.bucket import local_run, read_pointer
 from small_store import small_store
 from test_pretrain import TINY, rows
 from test_ranks import codes

@@ -13,15 +13,16 @@ import pytest
 
 from bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from dicom_files import write_oct_dicom
-from octfm.data import bucket, bucket_cache, store_verify
-from octfm.data.catalog import Catalog, CatalogError, scan
-from octfm.data.lease import Lease
-from octfm.data.loader import Loader
-from octfm.data.location import BucketPath, location, write_whole
-from octfm.data.phantom import write_phantom
-from octfm.data.prepare import prepare
-from octfm.data.store import Store
+from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.errors import BucketError, ConfigError, StoreError
+from octfm.io import bucket, bucket_cache
+from octfm.io.lease import Lease
+from octfm.io.location import BucketPath, location, write_whole
+from octfm.phantom import write_phantom
+from octfm.store import verify as store_verify
+from octfm.store.loader import Loader
+from octfm.store.prepare import prepare
+from octfm.store.store import Store
 from small_store import small_preprocessing
 
 SLOW = pytest.mark.slow
@@ -460,8 +461,8 @@ def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
         ):
             pass
         # An owner that gave no sign of life is replaced, and knows it.
-        monkeypatch.setattr("octfm.data.lease.STALE_S", 0.0)
-        monkeypatch.setattr("octfm.data.lease.RENEW_S", 0.05)
+        monkeypatch.setattr("octfm.io.lease.STALE_S", 0.0)
+        monkeypatch.setattr("octfm.io.lease.RENEW_S", 0.05)
         with Lease(lock, purpose) as second:
             first._renew()
             assert first.lost and not second.lost

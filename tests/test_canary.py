@@ -13,14 +13,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from canaries import MARK, leaks, write_clinic
-from octfm.data.store import Store
+from octfm.store.store import Store
 
 SMALL = ("image_size=[16,96,96]", "target_spacing=[0.24,0.015,0.05]")
 
 
 def octfm(*words) -> str:
     """A verb in this process; what it printed."""
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     command, printed = [str(word) for word in words], io.StringIO()
     with (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from octfm.data.isolation import Limits
-from octfm.data.prepare import prepare
 from octfm.errors import ConfigError
+from octfm.io.isolation import Limits
+from octfm.store.prepare import prepare
 from store_samples import SMALL, acquisition, catalog, read_sample
 from test_prepare import content
 

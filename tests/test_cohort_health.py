@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octfm.data import appearance
-from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
-from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.store import Store, StoreRow
-from octfm.data.store_writer import StoreWriter, stage
-from octfm.data.volume import Volume
-from octfm.training.preflight import cohort
+from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
+from octfm.pretraining.preflight import cohort
+from octfm.store.store import Store, StoreRow
+from octfm.store.writer import StoreWriter, stage
+from octfm.volume import appearance
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.volume import Volume
 
 PREPROCESSING = Preprocessing(image_size=(8, 96, 64), target_spacing=(0.375, 0.0208, 0.062))
 EYES = 10

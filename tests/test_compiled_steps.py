@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
-from octfm.training import monitors
-from octfm.training.adamw import CompiledAdamW
-from octfm.training.health import HealthConfig
-from octfm.training.limits import limits
-from octfm.training.preflight import examine_tpu
-from octfm.training.preflight.tpu import smaller_steps
-from octfm.training.run_state import RunState
-from octfm.training.runtime import RuntimeConfig, join
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining.monitors import monitors
+from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.limits import limits
+from octfm.pretraining.preflight import examine_tpu
+from octfm.pretraining.preflight.tpu import smaller_steps
+from octfm.pretraining.run_state import RunState
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run.adamw import CompiledAdamW
+from octfm.run.runtime import RuntimeConfig, join
+from octfm.volume.preprocessing import Preprocessing
 
 HERE = importlib.util.find_spec("torch_xla") is not None
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from octfm.config import dump, find_config, load
 from octfm.errors import ConfigError
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.training.settings import PretrainConfig, load_config
+from octfm.pretraining.settings import PretrainConfig, load_config
+from octfm.tasks.finetune_settings import FinetuneConfig
 
 
 @pytest.fixture

@@ -16,20 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.config import load
-from octfm.data import location
-from octfm.data.location import BucketPath, write_whole
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError
-from octfm.evaluation import finetune_folder
-from octfm.evaluation.encoder import load_encoder
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.training import bucket_run, checkpoint, checkpoint_files, run_folder
-from octfm.training.bucket_run import BucketRun
-from octfm.training.checkpoint_writer import CheckpointWriter, Retention, keep_best
-from octfm.training.preflight import resources
-from octfm.training.pretrain import pretrain
-from octfm.training.recovery import healthy_before
-from octfm.training.run_folder import RunFolder, claim
-from octfm.training.tracking import Metrics, read_metrics
+from octfm.io import location
+from octfm.io.location import BucketPath, write_whole
+from octfm.pretraining import run_folder
+from octfm.pretraining.monitors.recovery import healthy_before
+from octfm.pretraining.preflight import resources
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.run_folder import RunFolder, claim
+from octfm.run import bucket as bucket_run
+from octfm.run import checkpoint, checkpoint_files
+from octfm.run.bucket import BucketRun
+from octfm.run.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.run.tracking import Metrics, read_metrics
+from octfm.tasks import finetune_folder
+from octfm.tasks.finetune_settings import FinetuneConfig
 from small_store import small_store
 from test_pretrain import config as tiny
 from test_pretrain import quiet, timeless

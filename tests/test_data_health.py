@@ -8,10 +8,10 @@ import pytest
 
 from browser import assert_renders, needs_chromium
 from dicom_files import write_oct_dicom
-from octfm.data.acquisition import FLAGS, Acquisition
-from octfm.data.catalog import Catalog, CatalogError, scan
-from octfm.data.phantom import write_phantom
-from octfm.data.readers import REASONS
+from octfm.catalog.acquisition import FLAGS, Acquisition
+from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.formats import REASONS
+from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
 from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
 from test_cli import octfm_command

@@ -9,12 +9,12 @@ import pytest
 from pydicom import uid
 
 from dicom_files import write_oct_dicom
-from octfm.data.catalog import Catalog, scan
-from octfm.data.phantom import write_phantom
-from octfm.data.phantom.defects import DEFECTS
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import REASONS
+from octfm.catalog.catalog import Catalog, scan
+from octfm.formats import REASONS
+from octfm.phantom import write_phantom
+from octfm.phantom.defects import DEFECTS
+from octfm.store.prepare import prepare
+from octfm.volume.preprocessing import Preprocessing
 
 SIZE = (8, 64, 48)
 SPACING_MM = (0.12, 0.0039, 0.0115)

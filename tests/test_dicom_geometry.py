@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from pydicom.dataset import Dataset
 
 from dicom_files import item, write_oct_dicom
-from octfm.data.readers import ReadError, read_header, read_volume
-from octfm.data.readers.dicom_geometry import check_bounds, looks_swapped, read_geometry
-from octfm.data.volume import LAYOUTS
+from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats.dicom.geometry import check_bounds, looks_swapped, read_geometry
+from octfm.volume.volume import LAYOUTS
 
 SHAPE = (9, 300, 400)
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

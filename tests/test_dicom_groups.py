@@ -12,10 +12,10 @@ from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 
 from dicom_files import NATIVE, item, write_oct_dicom
-from octfm.data.readers import ReadError, read_header, read_volume
-from octfm.data.readers.dicom_file import parsed
-from octfm.data.readers.dicom_geometry import floats
-from octfm.data.readers.dicom_groups import read_groups
+from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats.dicom.file import parsed
+from octfm.formats.dicom.geometry import floats
+from octfm.formats.dicom.groups import read_groups
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 VOXELS = np.random.default_rng(0).integers(0, 255, (6, 40, 36), dtype=np.uint8)

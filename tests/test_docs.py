@@ -15,9 +15,9 @@ import yaml
 
 import octfm
 from octfm.config import find_config, known_keys
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.segment_settings import SegmentConfig
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining.settings import PretrainConfig
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.segment_settings import SegmentConfig
 from small_store import small_store
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ def test_every_link_leads_somewhere(page):
 def test_every_verb_option_and_setting_exists(page):
     import typer.main
 
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     verbs = typer.main.get_command(app).commands
     keys = {key for cls in (PretrainConfig, FinetuneConfig, SegmentConfig) for key in known_keys(cls)}
@@ -103,7 +103,7 @@ def test_every_page_is_in_the_navigation():
 def test_every_verb_is_told_of_and_every_config_named_is_there():
     import typer.main
 
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     told = (
         " ".join(command for page in PAGES for command in commands(page.read_text())) + (ROOT / "README.md").read_text()
@@ -130,7 +130,7 @@ def test_the_reference_has_every_public_name_and_no_other():
 
 
 def test_the_thresholds_in_the_questions_are_those_of_the_code():
-    from octfm.training.health import HealthConfig, verdicts
+    from octfm.pretraining.monitors.health import HealthConfig, verdicts
 
     page = (DOCS / "guide" / "faq.md").read_text()
     health = HealthConfig()
@@ -179,9 +179,9 @@ def blocks(page: str) -> dict[str, str]:
 def workplace(tmp_path_factory):
     """A folder as the examples expect it: runs/a, prepared, exported, scan.dcm and a RETFound file of random weights."""
     from dicom_files import write_oct_dicom
-    from octfm.data.phantom import phantom_volume
-    from octfm.evaluation.export import export
-    from octfm.training.pretrain import pretrain
+    from octfm.encoder.export import export
+    from octfm.phantom import phantom_volume
+    from octfm.pretraining.pretrain import pretrain
     from test_pretrain import config, quiet
     from test_retfound import random_file
 
@@ -232,7 +232,7 @@ def test_the_retfound_example_runs(workplace):
 @pytest.mark.slow
 def test_the_onnx_example_runs(workplace):
     pytest.importorskip("onnxruntime")
-    from octfm.evaluation.export import export
+    from octfm.encoder.export import export
 
     shutil.rmtree(workplace / "exported")
     export(workplace / "runs" / "a", workplace / "exported", onnx=True)

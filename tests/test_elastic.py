@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from octfm.training import checkpoint
+from octfm.run import checkpoint
 from ranks import Ranks
 from small_store import small_store
 from test_cli import tiny

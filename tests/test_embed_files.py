@@ -18,18 +18,18 @@ from typer.testing import CliRunner
 
 from bucket_servers import BUCKET, s3_server
 from dicom_files import write_oct_dicom
-from octfm.cli import app
-from octfm.data.catalog import Catalog, scan
-from octfm.data.location import location
-from octfm.data.prepare import prepare
+from octfm.catalog.catalog import Catalog, scan
+from octfm.cli.main import app
+from octfm.encoder import embed_files as module
+from octfm.encoder.embed_files import embed_files
+from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, EvaluationError
-from octfm.evaluation import embed_files as module
-from octfm.evaluation.embed import embed_all, embedding_files
-from octfm.evaluation.embed_files import embed_files
-from octfm.evaluation.embeddings import read_embeddings
-from octfm.evaluation.encoder import load_encoder
 from octfm.evaluation.probe import probe
-from octfm.training.pretrain import pretrain
+from octfm.io.location import location
+from octfm.pretraining.pretrain import pretrain
+from octfm.store.prepare import prepare
+from octfm.tasks.embed import embed_all, embedding_files
 from small_store import small_preprocessing, small_store
 from test_pretrain import config, quiet
 from test_transfer_syntaxes import _imagecodecs, picture
@@ -44,7 +44,7 @@ def run(tmp_path_factory):
 
 
 def write_eye(path: Path, seed: int, participant: str) -> Path:
-    from octfm.data.phantom import phantom_volume
+    from octfm.phantom import phantom_volume
 
     volume, _ = phantom_volume(seed, size=(6, 64, 48))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from octfm.evaluation import embed_files as module
+from octfm.encoder import embed_files as module
 module.SHARD = module.BATCH = 2
 real, left = module.write_whole, [int(sys.argv[4])]
 def counted(where, data):
@@ -225,7 +225,7 @@ def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(run, clinic, tmp_path, 
         )
         result = probe(embedding_files(run, place), labels, targets=["sick"], design="k-fold", folds=2, resamples=200)
         assert result["results"][0]["n_test_acquisitions"] == COUNT - 1
-        from octfm.data import bucket
+        from octfm.io import bucket
 
         monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(attempts=2, first_s=0.01))
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -281,7 +281,7 @@ def test_the_verb_and_a_catalog(run, clinic, tmp_path):
 
 def test_decoding_waits_for_the_encoder(run, clinic, tmp_path, monkeypatch):
     """A slow encoder must not let decoded volumes pile up in memory."""
-    from octfm.data import spread
+    from octfm.io import spread
 
     begun, taken = [], 0
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.data.volume import Volume
+from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import CheckpointError, EvaluationError
-from octfm.evaluation.embed import WORDS, embed_all, embed_store, embedding_files, write_vectors
-from octfm.evaluation.encoder import load_encoder, seen_by
-from octfm.training import checkpoint
-from octfm.training.pretrain import pretrain
+from octfm.pretraining.pretrain import pretrain
+from octfm.run import checkpoint
+from octfm.tasks.embed import WORDS, embed_all, embed_store, embedding_files, write_vectors
+from octfm.volume.volume import Volume
 from small_store import SIZE, edit_rows, small_preprocessing, small_store
 from test_pretrain import config, quiet
 
@@ -27,7 +27,7 @@ def run(store, tmp_path_factory):
 
 
 def eye(laterality="R", **changes) -> Volume:
-    from octfm.data.phantom import phantom_volume
+    from octfm.phantom import phantom_volume
 
     volume, _ = phantom_volume(5, size=(16, 128, 96), laterality=laterality)
     return volume
@@ -43,7 +43,7 @@ def test_F15_preprocessing_travels_with_the_weights(run, store):
 
 
 def test_F15_a_store_prepared_otherwise_is_refused(run, store, tmp_path):
-    from octfm.data.store import Store
+    from octfm.store.store import Store
 
     other = Store.open(store.path)
     other.fingerprint = "another"
@@ -115,8 +115,8 @@ def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
 
 def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
     """Half of the grid does not hold all tissue of these eyes; who lost how much, and what it did to the vectors, is kept with them."""
+    from octfm.encoder.embeddings import read_embeddings
     from octfm.evaluation.budget import COMPARED
-    from octfm.evaluation.embeddings import read_embeddings
 
     run = pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet)
     said: list[str] = []
@@ -139,7 +139,7 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
 
 def test_what_old_embeddings_say_of_their_budget_is_not_believed(store, tmp_path):
     """They held against the budget what moves all vectors alike; the key of the vectors is the same as then."""
-    from octfm.evaluation.embeddings import read_embeddings
+    from octfm.encoder.embeddings import read_embeddings
 
     encoder = load_encoder(pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet))
     file = embed_store(encoder, store, tmp_path, echo=quiet)
@@ -175,7 +175,7 @@ def test_embeddings_follow_splits_that_changed(run, store, tmp_path):
     """The probe trains and tests by this column: an old split would put test participants into its training."""
     import pyarrow.parquet as pq
 
-    from octfm.data.store import Store
+    from octfm.store.store import Store
 
     moved = shutil.copytree(store.path, tmp_path / "moved")
     encoder = load_encoder(run)

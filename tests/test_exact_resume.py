@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from octfm.errors import CheckpointError, Preempted
-from octfm.training import checkpoint
-from octfm.training.checkpoint_writer import CheckpointWriter, Failure, Retention, keep_best
-from octfm.training.interruption import Interruption
-from octfm.training.pretrain import pretrain
-from octfm.training.run_folder import claim
-from octfm.training.run_state import Rollback, RunState
-from octfm.training.session import Session
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.run_folder import claim
+from octfm.pretraining.run_state import Rollback, RunState
+from octfm.pretraining.session import Session
+from octfm.run import checkpoint
+from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, keep_best
+from octfm.run.interruption import Interruption
 from small_store import small_store
 from test_cli import tiny
 from test_pretrain import config, final, quiet, rows, timeless
@@ -121,7 +121,7 @@ def test_a_second_signal_acts_at_once():
 
 def interrupted_after(steps, monkeypatch):
     """As if SIGTERM came during step number `steps`."""
-    from octfm.training import pretrain as loop
+    from octfm.pretraining import pretrain as loop
 
     accumulate, calls = loop.accumulate, []
 
@@ -181,7 +181,7 @@ def test_the_checksum_covers_everything(tmp_path, what):
 def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     """The lock goes with the process that held it, however it ended."""
     run = tmp_path / "run"
-    code = "import sys, time, pathlib; from octfm.training.run_folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
+    code = "import sys, time, pathlib; from octfm.pretraining.run_folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
     code += "print('held', flush=True); time.sleep(60)"
     run.mkdir()
     other = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
@@ -199,7 +199,7 @@ def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
 
 
 def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
-    from octfm.training import pretrain as loop
+    from octfm.pretraining import pretrain as loop
 
     def second(*args, **kwargs):
         with pytest.raises(CheckpointError, match="another process"), claim(tmp_path / "run", config(steps=1), "", ""):
@@ -439,7 +439,7 @@ def test_a_disk_that_somebody_fills_sends_checkpoints_to_the_second_destination(
 
 
 def test_metrics_wait_for_a_full_disk(tmp_path):
-    from octfm.training.tracking import Metrics, read_metrics
+    from octfm.run.tracking import Metrics, read_metrics
 
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write("train", 0, loss=1.0)

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from octfm.cli import app
-from octfm.data.exclusion import excluded, named_lines, without_excluded
-from octfm.data.prepare import prepare
-from octfm.data.volume import Volume
+from octfm.cli.main import app
+from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError, StoreError
-from octfm.evaluation.embed import embed_store
-from octfm.evaluation.embeddings import read_embeddings, without_excluded_vectors
-from octfm.evaluation.encoder import load_encoder
-from octfm.training.preflight import examine
-from octfm.training.pretrain import pretrain
+from octfm.pretraining.preflight import examine
+from octfm.pretraining.pretrain import pretrain
+from octfm.store.exclusion import excluded, named_lines, without_excluded
+from octfm.store.prepare import prepare
+from octfm.tasks.embed import embed_store
+from octfm.volume.volume import Volume
 from small_store import small_store
 from store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
 from test_pretrain import config, quiet
@@ -183,8 +183,8 @@ def test_any_name_can_be_listed(tmp_path_factory, names, absent):
 
 @pytest.mark.parametrize("verb", ["finetune", "segment"])
 def test_settings_of_other_verbs_know_exclude(verb):
-    from octfm.evaluation.finetune_settings import FinetuneConfig
-    from octfm.evaluation.segment_settings import SegmentConfig
+    from octfm.tasks.finetune_settings import FinetuneConfig
+    from octfm.tasks.segment_settings import SegmentConfig
 
     chosen = {"finetune": FinetuneConfig, "segment": SegmentConfig}[verb]
     assert json.loads(chosen(exclude="list.txt").model_dump_json())["exclude"] == "list.txt"

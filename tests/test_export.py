@@ -13,26 +13,26 @@ from typer.testing import CliRunner
 
 import octfm
 from bucket_servers import BUCKET, s3_server
-from octfm.cli import app
+from octfm.cli.main import app
 from octfm.config import load
-from octfm.data.location import location
-from octfm.data.preprocessing import Preprocessing
+from octfm.encoder import exported, onnx_graph
+from octfm.encoder.embed_files import embed_files
+from octfm.encoder.encoder import assemble, load_encoder, participants_of, preprocessing_of, seen_by
+from octfm.encoder.export import export
+from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
-from octfm.evaluation import exported, onnx_graph
-from octfm.evaluation.embed import embed_all
-from octfm.evaluation.embed_files import embed_files
-from octfm.evaluation.encoder import assemble, load_encoder, participants_of, preprocessing_of, seen_by
-from octfm.evaluation.export import export
-from octfm.evaluation.finetune import finetune
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.predictions import read_predictions
-from octfm.evaluation.tuned import load_tuned
+from octfm.io.location import location
 from octfm.models.heads import add_low_rank, merged
-from octfm.training import checkpoint
-from octfm.training.inputs import build_objective, frozen_encoder
-from octfm.training.pretrain import pretrain
-from octfm.training.runtime import start
-from octfm.training.settings import load_config
+from octfm.pretraining.inputs import build_objective, frozen_encoder
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import load_config
+from octfm.run import checkpoint
+from octfm.run.runtime import start
+from octfm.tasks.embed import embed_all
+from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.predictions import read_predictions
+from octfm.volume.preprocessing import Preprocessing
 from small_store import GRADES, darkened, small_store
 from test_encoder import eye
 from test_pretrain import config, quiet

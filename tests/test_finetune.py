@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from octfm.config import load
-from octfm.data.store import Store
+from octfm.encoder.embeddings import of_store
+from octfm.encoder.encoder import load_encoder
+from octfm.encoder.tokens import token_features
 from octfm.errors import CheckpointError, EvaluationError, OctfmError
-from octfm.evaluation import finetune as module
-from octfm.evaluation.embeddings import of_store
-from octfm.evaluation.encoder import load_encoder
-from octfm.evaluation.finetune import find_task, finetune
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.leaderboard import leaderboard, metadata, to_csv, to_markdown
-from octfm.evaluation.predictions import read_predictions
-from octfm.evaluation.tokens import token_features
 from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
+from octfm.pretraining.pretrain import pretrain
 from octfm.report.leaderboard import write_leaderboard
-from octfm.training import checkpoint
-from octfm.training.pretrain import pretrain
-from octfm.training.tracking import read_metrics
+from octfm.run import checkpoint
+from octfm.run.tracking import read_metrics
+from octfm.store.store import Store
+from octfm.tasks import finetune as module
+from octfm.tasks.finetune import find_task, finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.predictions import read_predictions
+from octfm.trust.leaderboard import leaderboard, metadata, to_csv, to_markdown
 from small_store import GRADES, darkened, edit_rows, small_store
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
@@ -308,7 +308,7 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
 def test_the_commands_write_what_they_say(board, run, large, tmp_path):
     from typer.testing import CliRunner
 
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     _, tuned, table, _ = board
     words = [

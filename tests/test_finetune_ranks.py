@@ -13,11 +13,11 @@ import torch
 
 from conftest import ROOT
 from octfm.errors import CheckpointError, ConfigError
-from octfm.evaluation.finetune import finetune
-from octfm.evaluation.predictions import read_predictions
-from octfm.training import checkpoint
-from octfm.training.run_folder import locked
-from octfm.training.tracking import read_metrics
+from octfm.pretraining.run_folder import locked
+from octfm.run import checkpoint
+from octfm.run.tracking import read_metrics
+from octfm.tasks.finetune import finetune
+from octfm.tasks.predictions import read_predictions
 from test_finetune import labels, quiet, run, settings, store  # noqa: F401
 
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 1}

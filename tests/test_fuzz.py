@@ -12,12 +12,12 @@ import pytest
 
 import octfm
 from fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds
-from octfm.data.catalog import NothingAccepted, scan
-from octfm.data.isolation import Limits, Lost, each
-from octfm.data.prepare import REASONS as PREPARE_REASONS
-from octfm.data.prepare import prepare
-from octfm.data.readers import REASONS, ReadError, read_header, read_volume
-from octfm.data.volume import Volume
+from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.formats import REASONS, ReadError, read_header, read_volume
+from octfm.io.isolation import Limits, Lost, each
+from octfm.store.prepare import REASONS as PREPARE_REASONS
+from octfm.store.prepare import prepare
+from octfm.volume.volume import Volume
 from store_samples import SMALL
 from test_multifile_dicom import series
 from vendor_files import BIRTH_DATE, NAME, SURNAME

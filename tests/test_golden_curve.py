@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octfm.training.pretrain import pretrain
+from octfm.pretraining.pretrain import pretrain
 from small_store import small_store
 from test_pretrain import config, quiet, rows
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dicom_files import write_oct_dicom
-from octfm.data.phantom import phantom_volume
-from octfm.data.planes import eight_bit
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import ReadError, read_header, read_volume
-from octfm.data.readers.images import to_mm
+from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats.images import to_mm
+from octfm.phantom import phantom_volume
+from octfm.volume.planes import eight_bit
+from octfm.volume.preprocessing import Preprocessing
 from test_readers import telling_voxels
 from vendor_files import SPACING_MM, write_images, write_nifti, write_npy, write_tiff
 

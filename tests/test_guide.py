@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from octfm.data.acquisition import FLAGS
-from octfm.data.columns import FIELDS
-from octfm.data.readers import REASONS, formats
+from octfm.catalog.acquisition import FLAGS
+from octfm.catalog.columns import FIELDS
+from octfm.formats import REASONS
+from octfm.formats import detect as formats
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "guide"
@@ -28,7 +29,7 @@ def test_tables_of_codes_are_those_of_the_code():
 def test_every_option_of_scan_that_it_names_exists():
     import typer.main
 
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     verbs = typer.main.get_command(app).commands
     parameters = [parameter for verb in verbs.values() for parameter in getattr(verb, "params", [])]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dicom_files import write_oct_dicom
-from octfm.data.catalog import scan
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import ReadError, read_header, read_surfaces, read_volume
-from octfm.data.readers.heyex_vol import display
+from octfm.catalog.catalog import scan
+from octfm.formats import ReadError, read_header, read_surfaces, read_volume
+from octfm.formats.heyex_vol import display
+from octfm.volume.preprocessing import Preprocessing
 from test_readers import SHAPE, telling_voxels
 from vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, write_vol
 

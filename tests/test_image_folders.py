@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from octfm.data.catalog import NothingAccepted, scan
-from octfm.data.readers import ReadError, read_header, read_volume
+from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.formats import ReadError, read_header, read_volume
 from test_readers import telling_voxels
 from vendor_files import SPACING_MM, write_images, write_npy, write_sidecar
 

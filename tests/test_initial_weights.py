@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from octfm.errors import CheckpointError
-from octfm.models.jepa import JEPA
+from octfm.models.objectives.jepa import JEPA
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig, rotary, take_patches
-from octfm.training import checkpoint
-from octfm.training.initial_weights import begin_with
-from octfm.training.pretrain import pretrain
+from octfm.pretraining.initial_weights import begin_with
+from octfm.pretraining.pretrain import pretrain
+from octfm.run import checkpoint
 from small_store import small_store
 from test_oracle import EVERY, GRID, PATCH, SIZE, peer  # noqa: F401  (a fixture)
 from test_pretrain import config, quiet

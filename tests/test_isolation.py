@@ -13,11 +13,11 @@ import pytest
 
 from dicom_files import write_oct_dicom
 from hostile_folder import executed, octfm, plant
-from octfm.data.catalog import scan
-from octfm.data.isolation import Limits, Lost, each, import_path, release
-from octfm.data.readers import REASONS
-from octfm.data.spread import spread
+from octfm.catalog.catalog import scan
 from octfm.errors import ConfigError
+from octfm.formats import REASONS
+from octfm.io.isolation import Limits, Lost, each, import_path, release
+from octfm.io.spread import spread
 
 SHORT = Limits(seconds=2)
 
@@ -115,7 +115,7 @@ def test_results_come_in_the_order_of_the_items(workers):
 
 SCRIPT = """
 import os, sys
-from octfm.data.isolation import Limits, each
+from octfm.io.isolation import Limits, each
 def pid(_):  # a function of the script itself, which has no main guard
     return os.getpid()
 print(*each(pid, [1, 2], Limits(), lambda _: 10.0), flush=True)
@@ -152,7 +152,7 @@ def test_workers_of_any_start_method_may_have_children(method):
 
 HOOK = """
 import ctypes, time
-import octfm.data.readers as readers
+import octfm.formats as readers
 def spoil(honest):
     def read(uri, *args, **settings):
         if "crash" in str(uri):
@@ -247,7 +247,7 @@ def test_an_entry_of_PYTHONPATH_that_means_here_is_not_for_children(tmp_path, mo
 
 
 def test_phantoms_are_rendered_without_modules_of_the_current_folder(tmp_path, monkeypatch):
-    from octfm.data.phantom import write_phantom
+    from octfm.phantom import write_phantom
 
     monkeypatch.chdir(plant(tmp_path / "hostile"))
     write_phantom(tmp_path / "clinic", 2, 0, size=(4, 64, 32), workers=2)
@@ -255,7 +255,7 @@ def test_phantoms_are_rendered_without_modules_of_the_current_folder(tmp_path, m
 
 
 def test_the_tpu_programs_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
-    from octfm.training.preflight import tpu_program
+    from octfm.pretraining.preflight import tpu_program
 
     monkeypatch.chdir(plant(tmp_path / "hostile"))
     with pytest.raises(ConfigError):

@@ -3,11 +3,11 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octfm.models.jepa import JEPA
-from octfm.models.objective import TokenIndex
+from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.objective import TokenIndex
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, ViTConfig
-from octfm.training.inputs import optimizer_groups
+from octfm.pretraining.inputs import optimizer_groups
 
 GRID = TokenGrid((8, 12, 12), (0.375, 0.083, 0.25))
 """Of a [32, 192, 192] volume."""

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from bombs import BOMBS, nifti_of_zeros
 from dicom_files import write_oct_dicom
-from octfm.cli import app
-from octfm.data import pseudonyms
-from octfm.data.catalog import Catalog, scan
-from octfm.data.isolation import Limits
-from octfm.data.readers import REASONS, ReadError, read_surfaces, read_volume, within
-from octfm.data.readers.arrays import named_arrays
+from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.participants import pseudonyms
+from octfm.cli.main import app
+from octfm.formats import REASONS, ReadError, read_surfaces, read_volume, within
+from octfm.formats.arrays import named_arrays
+from octfm.io.isolation import Limits
 
 TIGHT = Limits(seconds=60, memory=3 * 10**8)
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -69,8 +69,8 @@ def test_view_refuses_what_is_left_of_four_gigabytes_in_little_memory(planted, t
 def test_view_and_segment_read_in_a_child(planted, tmp_path, monkeypatch, name):
     """Where reading fails, no encoder or segmenter is needed; the child is what has the limit."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("octfm.data.readers.formats.find_reader", None)  # of this process
-    monkeypatch.setattr("octfm.evaluation.segment.load_segmenter", lambda *_: None)
+    monkeypatch.setattr("octfm.formats.detect.find_reader", None)  # of this process
+    monkeypatch.setattr("octfm.tasks.segment.load_segmenter", lambda *_: None)
     few = ["--file-gb", "0.3", "--file-seconds", "60"]
     for words in (
         ["view", str(planted / name), "--spacing", "0.12,0.0039,0.0115"],

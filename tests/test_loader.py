@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from octfm.config import load
-from octfm.data.loader import DataConfig, Loader, accumulation, microbatches, select
-from octfm.data.store import Store
 from octfm.errors import ConfigError, StoreError
+from octfm.store.loader import DataConfig, Loader, accumulation, microbatches, select
+from octfm.store.store import Store
 from store_samples import SCANNERS, write_store
 
 VOLUMES = 24

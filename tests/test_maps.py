@@ -9,24 +9,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octfm.cli import app
+from octfm.cli.main import app
 from octfm.config import load
-from octfm.data.phantom import phantom_volume
-from octfm.data.radial import to_raster
-from octfm.data.readers import read_volume
-from octfm.data.store import Arrays
+from octfm.encoder.encoder import load_encoder
+from octfm.encoder.trained_head import load_head, load_with_head
 from octfm.errors import EvaluationError
-from octfm.evaluation import maps
-from octfm.evaluation.embed import embed_all
-from octfm.evaluation.encoder import load_encoder
-from octfm.evaluation.finetune import finetune
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.scene import NONE, load_scenes
-from octfm.evaluation.trained_head import load_head, load_with_head
-from octfm.evaluation.view import scene_of
-from octfm.masks import TISSUE
+from octfm.formats import read_volume
 from octfm.models.heads import CrossAttentionPool
-from octfm.training.pretrain import pretrain
+from octfm.phantom import phantom_volume
+from octfm.pretraining.masks import TISSUE
+from octfm.pretraining.pretrain import pretrain
+from octfm.store.store import Arrays
+from octfm.tasks import maps
+from octfm.tasks.embed import embed_all
+from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.scene import NONE, load_scenes
+from octfm.tasks.view import scene_of
+from octfm.volume.radial import to_raster
 from small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
 from test_pretrain import config, quiet
 from test_radial import lines_of, scanned, write_star

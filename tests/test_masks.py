@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import StoreError
-from octfm.masks import (
+from octfm.pretraining.masks import (
     BACKGROUND,
     PADDING,
     TISSUE,

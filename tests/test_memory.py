@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from octfm.errors import TrainingError
-from octfm.training import step as forward
-from octfm.training.pretrain import pretrain
+from octfm.pretraining import step as forward
+from octfm.pretraining.pretrain import pretrain
 from small_store import small_store
 from test_pretrain import config, final, quiet, rows
 

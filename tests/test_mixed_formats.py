@@ -8,9 +8,9 @@ import pytest
 
 import octfm
 from dicom_files import write_oct_dicom
-from octfm.data.catalog import CatalogError, scan
-from octfm.data.columns import TableError
-from octfm.data.pseudonyms import locate, pseudonymise
+from octfm.catalog.catalog import CatalogError, scan
+from octfm.catalog.columns import TableError
+from octfm.catalog.participants.pseudonyms import locate, pseudonymise
 from test_readers import telling_voxels
 from vendor_files import SPACING_MM, write_heyex_xml, write_images, write_tiff, write_vol
 

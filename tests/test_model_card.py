@@ -6,10 +6,10 @@ import re
 import pytest
 import yaml
 
-from octfm.data.catalog import Catalog
+from octfm.catalog.catalog import Catalog
 from octfm.errors import EvaluationError
-from octfm.report.model_card import Statements, model_card
-from octfm.report.paper import CLAIM, OPEN, paper
+from octfm.report.card.model_card import Statements, model_card
+from octfm.report.card.paper import CLAIM, OPEN, paper
 from octfm.report.participants import guarded
 from run_folder import probe_result, write_catalog, write_run, write_store
 
@@ -139,7 +139,7 @@ def test_claim_has_its_42_items_and_leaves_to_authors_what_only_they_know(parts)
 def test_verb_writes_card_and_drafts(parts, tmp_path):
     from typer.testing import CliRunner
 
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     words = ["card", str(parts["run"]), "--catalog", str(parts["catalog"]), "--licence", "mit", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, words, catch_exceptions=False)

@@ -10,8 +10,8 @@ from pydicom.dataset import Dataset
 from pydicom.fileset import FileSet
 
 from dicom_files import item, write_oct_dicom
-from octfm.data.catalog import NothingAccepted, scan
-from octfm.data.readers import ReadError, read_header, read_volume
+from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.formats import ReadError, read_header, read_volume
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
@@ -250,8 +250,8 @@ def test_a_scan_does_not_depend_on_how_many_series_share_a_folder(tmp_path):
 
 
 def test_a_concatenation_is_prepared_like_a_file(tmp_path):
-    from octfm.data.prepare import prepare
-    from octfm.data.preprocessing import Preprocessing
+    from octfm.store.prepare import prepare
+    from octfm.volume.preprocessing import Preprocessing
 
     rng = np.random.default_rng(0)
     voxels = np.clip(

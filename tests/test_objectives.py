@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octfm.models import recompute
-from octfm.models.data2vec import Data2Vec
-from octfm.models.jepa import JEPA
-from octfm.models.mae import MAE
-from octfm.models.objective import ObjectiveOutput, TokenIndex, content_free_baseline, distance
+from octfm.models.objectives.data2vec import Data2Vec
+from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.mae import MAE
+from octfm.models.objectives.objective import ObjectiveOutput, TokenIndex, content_free_baseline, distance
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import (
     TokenGrid,
@@ -139,7 +139,7 @@ def test_F17_positions_cost_no_parameters_and_attention_is_fused():
 
 def test_F19_prototype_preset_counts_its_29_457_million_parameters():
     """Two 384-wide, depth-6 encoders with 3.54 M learned positions each, and a 0.296 M MLP; the config reaches the model."""
-    from octfm.training.settings import load_config
+    from octfm.pretraining.settings import load_config
 
     config = load_config("data2vec_prototype")
     with torch.device("meta"):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import objectives_table as table  # noqa: E402
 from objectives_cohort import preprocessing_of, scans  # noqa: E402
-from octfm.data.resampling import resample, seen_rows  # noqa: E402
+from octfm.volume.resampling import resample, seen_rows  # noqa: E402
 
 PEOPLE, TWICE = 240, 60
 """Test participants, and those of them who are on the held-out scanner, too."""

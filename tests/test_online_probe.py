@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.data.loader import select
 from octfm.errors import ConfigError
-from octfm.training import online_probe as probe
-from octfm.training import pretrain as loop
-from octfm.training.checkpoint_writer import best_step
-from octfm.training.online_probe import Cases, OnlineProbeConfig, find_cases
-from octfm.training.pretrain import pretrain
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.monitors import online_probe as probe
+from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
+from octfm.pretraining.pretrain import pretrain
+from octfm.run.checkpoint_writer import best_step
+from octfm.store.loader import select
 from small_store import prepared_eye, small_preprocessing, small_store
 from test_pretrain import config, final, quiet, rows
 
@@ -67,7 +67,7 @@ def test_a_probe_that_cannot_be_made_is_named(store, settings, message):
 
 
 def test_a_probe_that_cannot_be_made_is_a_row_of_the_doctor(store):
-    from octfm.training.preflight.tracker import probed
+    from octfm.pretraining.preflight.tracker import probed
 
     rows = select(store, "train"), select(store, "val")
     (found,) = probed(config(probe={"target": "study_group"}), store, *rows)
@@ -112,7 +112,7 @@ def test_ridge_equals_the_textbook_form():
 
 def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
     """One definition of a feature: the online probe and the reported one look at the same vectors."""
-    from octfm.evaluation.encoder import load_encoder
+    from octfm.encoder.encoder import load_encoder
 
     monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
     run = pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from octfm.models.attention import BlockedAttention, attend
-from octfm.models.objective import distance
+from octfm.models.objectives.objective import distance
 from octfm.models.products import Linear, Times
 from octfm.models.vit3d import (
     Attention,

@@ -11,14 +11,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from dicom_files import write_oct_dicom
-from octfm.data import bucket, ranged
-from octfm.data.catalog import Catalog, assign_splits, scan
-from octfm.data.location import write_whole
-from octfm.data.parts import join_parts
-from octfm.data.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
-from octfm.data.pseudonyms import pseudonymise
+from octfm.catalog.catalog import Catalog, assign_splits, scan
+from octfm.catalog.participants.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
+from octfm.catalog.participants.pseudonyms import pseudonymise
+from octfm.catalog.parts import join_parts
 from octfm.demo import QUICK, _commands, run_demo
 from octfm.errors import ConfigError
+from octfm.io import bucket, ranged
+from octfm.io.location import write_whole
 from octfm.report.data_health import write_data_health
 from store_samples import acquisition
 from test_cli import octfm_command
@@ -339,7 +339,7 @@ def test_whose_eyes_they_are_costs_no_request_per_file(place, tmp_path, monkeypa
         return join_parts(*given)
 
     stat = bucket.stat
-    monkeypatch.setattr("octfm.data.catalog.join_parts", after_a_long_night)
+    monkeypatch.setattr("octfm.catalog.catalog.join_parts", after_a_long_night)
     assert len(scan(place, workers=1, participant_from="{participant}/{eye}/*").acquisitions) == 2
     assert not asked
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydicom import dcmread
 from pydicom.dataset import Dataset
 
-from octfm.data.phantom import (
+from octfm.phantom import (
     DIAGNOSES,
     LESIONS,
     PHANTOM_VERSION,
@@ -22,13 +22,13 @@ from octfm.data.phantom import (
     phantom_volume,
     sample_eye,
 )
-from octfm.data.phantom.anatomy import LAYER
-from octfm.data.phantom.dicom import to_bytes, to_dataset
-from octfm.data.phantom.eye import sector_um, surfaces_um
-from octfm.data.phantom.normative import PUBLISHED_UM, sectors_um
-from octfm.data.phantom.optics import detector_noise, log_display, speckle
-from octfm.data.phantom.render import en_face_positions
-from octfm.data.phantom.scanner import acquire
+from octfm.phantom.anatomy import LAYER
+from octfm.phantom.dicom import to_bytes, to_dataset
+from octfm.phantom.eye import sector_um, surfaces_um
+from octfm.phantom.normative import PUBLISHED_UM, sectors_um
+from octfm.phantom.optics import detector_noise, log_display, speckle
+from octfm.phantom.render import en_face_positions
+from octfm.phantom.scanner import acquire
 
 SMALL = (10, 128, 64)
 

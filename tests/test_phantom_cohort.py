@@ -9,11 +9,11 @@ import numpy as np
 import pydicom
 import pytest
 
-from octfm.data.phantom import DEFAULT_SCANNERS, DIAGNOSES, LESIONS, PHANTOM_VERSION, SCANNERS, write_phantom
-from octfm.data.phantom.cohort import draw_cohort
-from octfm.data.phantom.defects import DEFECTS
-from octfm.data.readers import REASONS, read_volume
 from octfm.errors import OctfmError, ReadError
+from octfm.formats import REASONS, read_volume
+from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, LESIONS, PHANTOM_VERSION, SCANNERS, write_phantom
+from octfm.phantom.cohort import draw_cohort
+from octfm.phantom.defects import DEFECTS
 
 SMALL = (8, 96, 48)
 TWO = ("heidelberg_spectralis", "topcon_triton")

@@ -18,14 +18,14 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from octfm.data.phantom import DEFAULT_SCANNERS, DIAGNOSES, PHANTOM_VERSION, SCANNERS, render, sample_eye
-from octfm.data.phantom.anatomy import LAYER
-from octfm.data.phantom.cohort import Participant, draw_cohort, eye_of
-from octfm.data.phantom.deformation import atrophy, membrane_um
-from octfm.data.phantom.dicom import to_bytes, to_dataset
-from octfm.data.phantom.eye import Eye, layers_um
-from octfm.data.phantom.write import SIDES
-from octfm.data.volume import Laterality
+from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, PHANTOM_VERSION, SCANNERS, render, sample_eye
+from octfm.phantom.anatomy import LAYER
+from octfm.phantom.cohort import Participant, draw_cohort, eye_of
+from octfm.phantom.deformation import atrophy, membrane_um
+from octfm.phantom.dicom import to_bytes, to_dataset
+from octfm.phantom.eye import Eye, layers_um
+from octfm.phantom.write import SIDES
+from octfm.volume.volume import Laterality
 
 SMALL = (8, 96, 48)
 SEEDS = (9, 10)

@@ -12,17 +12,17 @@ from pydicom import uid
 from typer.testing import CliRunner
 
 from dicom_files import write_oct_dicom
-from octfm.cli import app
-from octfm.data.catalog import Catalog, scan
-from octfm.data.laterality import CANNOT_TELL, LEAST_REACH_MM, NEEDS, DiscSide, disc_side
-from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
-from octfm.data.pixel_copies import fingerprint
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.pseudonyms import pseudonymise
-from octfm.data.tissue import find_tissue
-from octfm.data.volume import Volume
+from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.participants.pseudonyms import pseudonymise
+from octfm.cli.main import app
+from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.report.data_health import write_data_health
+from octfm.store.prepare import prepare
+from octfm.volume.laterality import CANNOT_TELL, LEAST_REACH_MM, NEEDS, DiscSide, disc_side
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.tissue import find_tissue
+from octfm.volume.volume import Volume
 from store_samples import SMALL, acquisition, catalog, read_sample
 
 SIZE = (20, 192, 128)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
-from octfm.evaluation.embed import embed_store
-from octfm.evaluation.encoder import load_encoder
 from octfm.models.pooling import EXTREMES, extremes, mean, pooled, width_of
+from octfm.tasks.embed import embed_store
 from small_store import small_store
 from test_pretrain import config, quiet
 
@@ -59,7 +59,7 @@ def test_a_lesion_on_few_tokens_moves_the_extremes_further_than_the_mean():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from octfm.training.pretrain import pretrain
+    from octfm.pretraining.pretrain import pretrain
 
     folder = tmp_path_factory.mktemp("pooling")
     store = small_store(folder / "prepared")

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from octfm.config import load
-from octfm.data.loader import Loader, select
 from octfm.errors import ConfigError
-from octfm.models.jepa import JEPA
-from octfm.training import memory, preflight
-from octfm.training.preflight import data, objective, resources, tokens
-from octfm.training.runtime import start
+from octfm.models.objectives.jepa import JEPA
+from octfm.pretraining import preflight
+from octfm.pretraining.preflight import data, objective, resources, tokens
+from octfm.run import memory
+from octfm.run.runtime import start
+from octfm.store.loader import Loader, select
 from small_store import edit_rows, prepared_eye, small_preprocessing, small_store
 from test_pretrain import config
 
@@ -62,7 +63,7 @@ def test_F14_padding_and_shallow_retina_are_named(tmp_path):
 
 
 def test_F11_an_encoder_that_sees_the_answers_is_stopped_before_step_0(store, tmp_path, monkeypatch):
-    import octfm.models.jepa as jepa
+    import octfm.models.objectives.jepa as jepa
 
     original = jepa.take_tokens
 
@@ -337,7 +338,7 @@ class Torch:
 
 
 def test_F11_a_teacher_that_gets_gradients_is_stopped(store, monkeypatch):
-    monkeypatch.setattr("octfm.models.jepa.torch", Torch())
+    monkeypatch.setattr("octfm.models.objectives.jepa.torch", Torch())
     build = objective.build_objective
 
     def trained_teacher(*words):

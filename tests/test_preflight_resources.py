@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from octfm.config import load
-from octfm.data.loader import select
-from octfm.data.preprocessing import Preprocessing
-from octfm.training.preflight import data, examine, resources
-from octfm.training.preflight.cost import Speed, _step_cost, step_cost
-from octfm.training.runtime import Runtime, start
-from octfm.training.settings import PretrainConfig, load_config
+from octfm.pretraining.preflight import data, examine, resources
+from octfm.pretraining.preflight.cost import Speed, _step_cost, step_cost
+from octfm.pretraining.settings import PretrainConfig, load_config
+from octfm.run.runtime import Runtime, start
+from octfm.store.loader import select
+from octfm.volume.preprocessing import Preprocessing
 from ranks import Ranks
 from small_store import small_store
 from test_pretrain import config, rows
@@ -38,10 +38,10 @@ import json, sys
 from dataclasses import replace
 from pathlib import Path
 from octfm.config import load
-from octfm.data.store import Store
-from octfm.training import pretrain as loop
-from octfm.training.settings import PretrainConfig
-from octfm.training.tracking import read_metrics
+from octfm.store.store import Store
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run.tracking import read_metrics
 store, out, tiny, settings = Store.open(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 loop.preflight.checks = lambda *words, **more: []
 loop.pretrain(load(PretrainConfig, tiny), store, out / "tiny", "cpu", echo=lambda line: None)   # code and threads are not the step's

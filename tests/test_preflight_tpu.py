@@ -9,10 +9,10 @@ from shlex import quote as quoted
 import pytest
 
 from octfm.cli import main
-from octfm.data.preprocessing import Preprocessing
 from octfm.errors import ConfigError
-from octfm.training.preflight import tpu, tpu_program
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining.preflight import tpu, tpu_program
+from octfm.pretraining.settings import PretrainConfig
+from octfm.volume.preprocessing import Preprocessing
 
 FITS = tpu.Compiled(arguments=2**30, temporaries=2**31, seconds=60.0)
 CONFIG = PretrainConfig.model_validate(

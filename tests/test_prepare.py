@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from dicom_files import write_oct_dicom
-from octfm.data.catalog import scan
-from octfm.data.isolation import Limits, each
-from octfm.data.pixel_copies import fingerprint
-from octfm.data.prepare import describe, prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import read_volume
-from octfm.data.store import Store
-from octfm.data.store_writer import stage
-from octfm.data.volume import Volume
+from octfm.catalog.catalog import scan
 from octfm.errors import StoreError
+from octfm.formats import read_volume
+from octfm.io.isolation import Limits, each
+from octfm.store.prepare import describe, prepare
+from octfm.store.store import Store
+from octfm.store.writer import stage
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.volume import Volume
 from store_samples import SMALL, acquisition, catalog, read_sample
 
 
@@ -298,7 +298,7 @@ def test_the_summary_is_said_per_scanner_and_diagnosis(undisturbed):
 VICTIM = """
 import sys
 sys.path[:0] = {paths!r}
-from octfm.data.prepare import prepare
+from octfm.store.prepare import prepare
 from store_samples import SMALL, acquisition, catalog, read_sample
 
 if __name__ == "__main__":
@@ -385,7 +385,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_there(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("octfm.data.store_writer.write_durably", full)
+        patch.setattr("octfm.store.writer.write_durably", full)
         with pytest.raises((StoreError, OSError), match="No space left"):
             run(files, tmp_path / "store", workers=0)
     assert {k: v for k, v in content(tmp_path / "store").items() if k in before} == before

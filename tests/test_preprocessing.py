@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.config import dump, load
-from octfm.data.phantom import phantom_volume
-from octfm.data.preprocessing import Prepared, Preprocessing
-from octfm.data.transform import Transform
-from octfm.data.volume import Volume
 from octfm.errors import ConfigError, ReadError, StoreError
+from octfm.phantom import phantom_volume
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.transform import Transform
+from octfm.volume.volume import Volume
 
 SMALL = Preprocessing(image_size=(16, 192, 128), target_spacing=(0.375, 0.0104, 0.047))
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")

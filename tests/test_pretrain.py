@@ -10,11 +10,11 @@ import torch
 
 from octfm.config import load
 from octfm.errors import CheckpointError, ConfigError
-from octfm.training import checkpoint
-from octfm.training import step as forward
-from octfm.training.pretrain import pretrain
-from octfm.training.settings import PretrainConfig
-from octfm.training.tracking import read_metrics
+from octfm.pretraining import step as forward
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run import checkpoint
+from octfm.run.tracking import read_metrics
 from small_store import SIZE, edit_rows, small_store
 
 TINY = {
@@ -132,7 +132,7 @@ def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
     """Resuming on another split would train on test participants and then deny it."""
     import shutil
 
-    from octfm.data.store import Store
+    from octfm.store.store import Store
 
     moved = shutil.copytree(store.path, tmp_path / "moved")
     pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
@@ -175,7 +175,7 @@ def test_a_folder_that_is_not_a_run_is_never_overwritten(store, tmp_path):
 
 def test_F2_learning_rate_is_set_from_the_function_at_every_update(store, tmp_path):
     run = pretrain(config(), store, tmp_path / "run", echo=quiet)
-    from octfm.training.schedule import Schedule
+    from octfm.pretraining.schedule import Schedule
 
     schedule = Schedule(config().schedule, 8)
     assert [row["lr"] for row in rows(run)] == [schedule.lr(step) for step in range(8)]
@@ -267,7 +267,7 @@ def test_old_checkpoint_can_still_be_read():
 
     content = checkpoint.load(ROOT / "tests" / "fixtures" / "checkpoint_v1.pt")
     assert content["version"] == 1 and content["step"] == 1
-    from octfm.evaluation.encoder import load_encoder
+    from octfm.encoder.encoder import load_encoder
 
     encoder = load_encoder(ROOT / "tests" / "fixtures" / "checkpoint_v1.pt")
     tokens = encoder.encode_grid(np.zeros((1, *SIZE), np.uint8))

@@ -11,8 +11,8 @@ import pytest
 
 from canaries import SPACING_MM, eye
 from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
-from octfm.data.catalog import Catalog
-from octfm.data.store import Store
+from octfm.catalog.catalog import Catalog
+from octfm.store.store import Store
 from test_cli import octfm_command
 
 SECRETS = (*PATIENT_NAME.split("^"), BIRTH_DATE, "1950-01-02", "Geheim")
@@ -70,7 +70,7 @@ def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tm
 
 
 def test_no_log_record_quotes_a_file(clinic, caplog):
-    from octfm.data.catalog import scan
+    from octfm.catalog.catalog import scan
 
     with caplog.at_level(logging.DEBUG):
         scan(clinic)

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from octfm.data.labels import read_labels
+from octfm.catalog.labels import read_labels
+from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation import readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
-from octfm.evaluation.embeddings import read_embeddings
 from octfm.evaluation.probe import probe, write_probe
 from octfm.evaluation.scoring import Predictions, to_units
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from octfm.data.preprocessing import Preprocessing
+from octfm.encoder.prototype import load_prototype_encoder
 from octfm.errors import CheckpointError, ConfigError
-from octfm.evaluation.prototype import load_prototype_encoder
 from octfm.models.vit3d import count_parameters
-from octfm.training import preflight
-from octfm.training.inputs import build_objective
-from octfm.training.pretrain import pretrain
-from octfm.training.runtime import start
-from octfm.training.settings import in_steps, load_config, smoke
+from octfm.pretraining import preflight
+from octfm.pretraining.inputs import build_objective
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import in_steps, load_config, smoke
+from octfm.run.runtime import start
+from octfm.volume.preprocessing import Preprocessing
 from small_store import SIZE, small_preprocessing, small_store
 from test_pretrain import config, quiet
 
@@ -86,8 +86,8 @@ def test_an_unmodified_prototype_yaml_gets_one_error_that_maps_every_key(tmp_pat
 
 def test_every_successor_is_a_real_setting():
     from octfm.config import known_keys
-    from octfm.training.prototype_keys import CHANGED, RENAMED
-    from octfm.training.settings import PretrainConfig
+    from octfm.pretraining.prototype_keys import CHANGED, RENAMED
+    from octfm.pretraining.settings import PretrainConfig
 
     known = set(known_keys(PretrainConfig))
     named = set(RENAMED.values()) | {
@@ -277,8 +277,8 @@ def test_prototype_encoder_gives_the_features_its_own_code_gives(old, tmp_path):
 
 
 def test_prototype_encoder_embeds_a_store_beside_ours(old, store, tmp_path):
-    from octfm.evaluation.embed import embed_store
-    from octfm.evaluation.embeddings import read_embeddings
+    from octfm.encoder.embeddings import read_embeddings
+    from octfm.tasks.embed import embed_store
 
     torch.save(old.state_dict(), tmp_path / "old.pt")
     encoder = load_prototype_encoder(tmp_path / "old.pt", store.preprocessing, heads=2, device="cpu")

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octfm.data.acquisition import Reject
-from octfm.data.catalog import Catalog, CatalogError, scan
-from octfm.data.phantom import write_phantom
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.pseudonyms import locate, pseudonymise, read_key, withheld
-from octfm.data.readers.dicom import slugify
-from octfm.data.safe_values import is_known_protocol, is_known_scanner
-from octfm.data.store import Store
+from octfm.catalog.acquisition import Reject
+from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.participants.pseudonyms import locate, pseudonymise, read_key, withheld
+from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.errors import ConfigError, ReadError, StoreError
+from octfm.formats.dicom.reader import slugify
+from octfm.phantom import write_phantom
+from octfm.store.prepare import prepare
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Preprocessing
 from test_cli import octfm_command
 from test_privacy import everything_in
 
@@ -275,7 +275,7 @@ CELLS = st.text(max_size=30) | st.from_regex(r"[A-Z][a-z]{2,9}( [A-Z][a-z]+)?|\d
 @given(own=st.dictionaries(COLUMN_NAMES, CELLS))
 def test_only_known_columns_with_safe_values_are_written(catalog, own):
     """Whatever a column is called and holds: it passes as a safe value of a known column, or nothing of it does."""
-    from octfm.data.safe_values import is_known, safe_value
+    from octfm.catalog.participants.safe_values import is_known, safe_value
 
     passed = labels_of(catalog, own)
     for column, value in passed.items():

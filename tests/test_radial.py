@@ -11,22 +11,22 @@ from scipy.ndimage import map_coordinates
 from typer.testing import CliRunner
 
 from dicom_files import item, write_oct_dicom
-from octfm.cli import app
+from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, scan
+from octfm.cli.main import app
 from octfm.config import load
-from octfm.data.catalog import Catalog, CatalogError, NothingAccepted, scan
-from octfm.data.laterality import disc_side
-from octfm.data.loader import select
-from octfm.data.phantom import phantom_volume
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.radial import BSCAN_MM, to_raster
-from octfm.data.readers import read_volume
-from octfm.data.store import Store
-from octfm.data.tissue import find_tissue
-from octfm.data.volume import Lines, Volume
 from octfm.errors import ConfigError
-from octfm.training import preflight
-from octfm.training.settings import PretrainConfig
+from octfm.formats import read_volume
+from octfm.phantom import phantom_volume
+from octfm.pretraining import preflight
+from octfm.pretraining.settings import PretrainConfig
+from octfm.store.loader import select
+from octfm.store.prepare import prepare
+from octfm.store.store import Store
+from octfm.volume.laterality import disc_side
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.radial import BSCAN_MM, to_raster
+from octfm.volume.tissue import find_tissue
+from octfm.volume.volume import Lines, Volume
 from small_store import edit_rows, small_store
 from vendor_files import write_vol
 

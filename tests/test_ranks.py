@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.data.loader import select
-from octfm.evaluation.encoder import load_encoder
-from octfm.training import checkpoint
+from octfm.encoder.encoder import load_encoder
+from octfm.run import checkpoint
+from octfm.store.loader import select
 from small_store import small_store
 from test_pretrain import TINY, final, rows, timeless
 
@@ -126,7 +126,7 @@ def test_F10_ranks_that_would_read_the_same_volumes_are_stopped(ranks, store, tm
 
 def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path, monkeypatch):
     from octfm.errors import ConfigError
-    from octfm.training.runtime import RuntimeConfig, join
+    from octfm.run.runtime import RuntimeConfig, join
 
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.data.readers import REASONS, ReadError, read_header, read_volume
+from octfm.formats import REASONS, ReadError, read_header, read_volume
 from vendor_files import BIRTH_DATE, FORMATS, NAME, SPACING_MM, SURNAME, Format, write_sidecar
 
 SHAPE = Format.shape

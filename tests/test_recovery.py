@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.data.loader import Loader
 from octfm.errors import ConfigError, TrainingError
-from octfm.training import monitors, recovery
-from octfm.training import pretrain as loop
-from octfm.training.health import HealthConfig
-from octfm.training.monitors import Finding
-from octfm.training.pretrain import pretrain
-from octfm.training.run_state import RunState
-from octfm.training.sabotage import NAMES, sabotage
-from octfm.training.step import COMPANY_TOKENS
-from octfm.training.tracking import read_metrics
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.monitors import monitors, recovery
+from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.monitors import Finding
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.run_state import RunState
+from octfm.pretraining.sabotage import NAMES, sabotage
+from octfm.pretraining.step import COMPANY_TOKENS
+from octfm.run.tracking import read_metrics
+from octfm.store.loader import Loader
 from small_store import small_store
 from test_exact_resume import assert_same_run, interrupted_after
 from test_pretrain import config, final, quiet, rows

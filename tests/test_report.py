@@ -12,10 +12,10 @@ import pytest
 
 from browser import assert_renders, needs_chromium
 from octfm.errors import EvaluationError
-from octfm.evaluation.scene import Overlay, Placement, Scene
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures, pca_pictures
 from octfm.report.words import key_result
+from octfm.tasks.scene import Overlay, Placement, Scene
 from run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from octfm.encoder.retfound import MEAN, STD, load_retfound
 from octfm.errors import CheckpointError
-from octfm.evaluation.retfound import MEAN, STD, load_retfound
 
 WIDTH, DEPTH, PATCH, SIDE = 128, 2, 16, 64
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octfm.training.preflight import curves
-from octfm.training.schedule import Schedule, ScheduleConfig
+from octfm.pretraining.preflight import curves
+from octfm.pretraining.schedule import Schedule, ScheduleConfig
 
 settings = st.builds(
     ScheduleConfig,

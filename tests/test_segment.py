@@ -10,23 +10,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octfm.cli import app
+from octfm.cli.main import app
 from octfm.config import load
-from octfm.data.phantom import phantom_volume
-from octfm.data.store import Arrays
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, EvaluationError
-from octfm.evaluation import embed as embedding
-from octfm.evaluation.encoder import load_encoder
-from octfm.evaluation.finetune import finetune
-from octfm.evaluation.finetune_settings import FinetuneConfig
-from octfm.evaluation.scene import load_scenes
-from octfm.evaluation.segment import Labelled, Segmentation, Segmenter, load_segmenter, to_prepared
-from octfm.evaluation.segment_export import label_map, write_dicom, write_nifti
-from octfm.evaluation.segment_score import dice, errors_of, segment, summary_lines
-from octfm.evaluation.segment_settings import SegmentConfig
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
+from octfm.phantom import phantom_volume
+from octfm.pretraining.pretrain import pretrain
 from octfm.report.html import write_report
-from octfm.training.pretrain import pretrain
+from octfm.store.store import Arrays
+from octfm.tasks import embed as embedding
+from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.scene import load_scenes
+from octfm.tasks.segment import Labelled, Segmentation, Segmenter, load_segmenter, to_prepared
+from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
+from octfm.tasks.segment_score import dice, errors_of, segment, summary_lines
+from octfm.tasks.segment_settings import SegmentConfig
 from small_store import SIZE, edit_rows, small_preprocessing, small_store
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
@@ -199,8 +199,8 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
 def test_the_command_trains_and_applies(run, store, tmp_path):
     from typer.testing import CliRunner
 
-    from octfm.cli import app
-    from octfm.data.phantom import write_phantom
+    from octfm.cli.main import app
+    from octfm.phantom import write_phantom
 
     words = [f"encoder={run}", f"store={store[0].path}", f"truth={store[1]}", "surfaces=[ilm, bm]", "steps=3"]
     done = CliRunner().invoke(app, ["segment", *words, "--out", str(tmp_path / "seg")])
@@ -245,8 +245,8 @@ def test_dicom_segments_and_heights_refer_to_the_file_they_came_from(tmp_path):
     highdicom = pytest.importorskip("highdicom")
     from pydicom import dcmread
 
-    from octfm.data.phantom import write_phantom
-    from octfm.data.readers import read_volume
+    from octfm.formats import read_volume
+    from octfm.phantom import write_phantom
 
     clinic = write_phantom(
         tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], diagnoses=["dme"], workers=1

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octfm.config import Config, dump
+from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
 from octfm.report.shareable import CHOICES, WITHHELD, shareable, shareable_command
 from octfm.report.sources import gather
-from octfm.training.settings import PretrainConfig
 from run_folder import write_catalog, write_run
 
 SECRET = "Zqxanna"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octfm.data.readers import ReadError, read_header, read_surfaces, read_volume
-from octfm.data.readers.declared import KEYS, read_declared
+from octfm.formats import ReadError, read_header, read_surfaces, read_volume
+from octfm.formats.declared import KEYS, read_declared
 from test_readers import telling_voxels
 from vendor_files import SPACING_MM, ends_of, write_images, write_npy, write_vol
 

@@ -6,8 +6,8 @@ from pydicom import uid
 from pydicom.pixels import apply_modality_lut, apply_voi_lut, get_encoder, pixel_array
 
 from dicom_files import item, write_oct_dicom
-from octfm.data.readers import read_header, read_volume
 from octfm.errors import ReadError
+from octfm.formats import read_header, read_volume
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 EXACT = (

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.data.loader import Loader
-from octfm.data.loader import select as choose
 from octfm.errors import CheckpointError, TrainingError
-from octfm.training import checkpoint, feed, inputs, monitors
-from octfm.training import pretrain as loop
-from octfm.training.preflight import data, objective
-from octfm.training.pretrain import pretrain
-from octfm.training.run_state import RunState
+from octfm.pretraining import inputs
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.monitors import feed, monitors
+from octfm.pretraining.preflight import data, objective
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.run_state import RunState
+from octfm.run import checkpoint
+from octfm.store.loader import Loader
+from octfm.store.loader import select as choose
 from small_store import small_store
 from test_pretrain import config, rows
 

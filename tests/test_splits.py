@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.data.catalog import Acquisition, CatalogError, assert_participant_level, assign_splits
-from octfm.data.splits import SPLITS, parse_split
+from octfm.catalog.catalog import Acquisition, CatalogError, assert_participant_level, assign_splits
+from octfm.catalog.participants.splits import SPLITS, parse_split
 from octfm.errors import ConfigError
 
 

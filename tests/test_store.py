@@ -3,7 +3,7 @@
 tests/fixtures/store_v1 is a store of version 1, written once from random numbers and kept, so that stores of users stay readable:
 
     from pathlib import Path
-    from octfm.data.preprocessing import Preprocessing
+    from octfm.volume.preprocessing import Preprocessing
     from store_samples import write_store                      # with tests/ on the path
     write_store(Path("tests/fixtures/store_v1"), 3, Preprocessing(image_size=(2, 16, 16)))
 """
@@ -22,11 +22,11 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.store import Arrays, Store, checksum
-from octfm.data.store_writer import StoreWriter, _encode_by_zarr, encode
-from octfm.data.transform import Transform
 from octfm.errors import StoreError
+from octfm.store.store import Arrays, Store, checksum
+from octfm.store.writer import StoreWriter, _encode_by_zarr, encode
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.transform import Transform
 from store_samples import SMALL, prepared, write_store
 
 FIXTURE = Path(__file__).parent / "fixtures" / "store_v1"
@@ -164,8 +164,8 @@ def test_blank_volumes_are_stored_too(tmp_path):
     """zarr leaves out chunks of zeros by default, which would look like a lost shard."""
     from dataclasses import replace
 
-    from octfm.data.prepare import row_of
-    from octfm.data.store_writer import stage
+    from octfm.store.prepare import row_of
+    from octfm.store.writer import stage
     from store_samples import acquisition
 
     blank = replace(prepared(0), voxels=np.zeros(SMALL.image_size, np.uint8), valid=np.zeros_like(prepared(0).valid))
@@ -242,7 +242,7 @@ def test_two_writers_cannot_share_a_store(own):
 def test_confidence_that_is_not_a_number_becomes_null(tmp_path):
     from dataclasses import replace
 
-    from octfm.data.prepare import row_of
+    from octfm.store.prepare import row_of
     from store_samples import acquisition
 
     row = row_of(acquisition(0), replace(prepared(0), confidence={"contrast": np.float32("nan")}), "sha256:0")
@@ -259,7 +259,7 @@ def test_a_store_of_version_1_stays_readable(tmp_path):
 
 def test_opening_the_store_module_loads_no_heavy_package():
     heavy = "('zarr', 'tensorstore', 'joblib', 'torch', 'rich')"
-    code = f"import sys, octfm.data.store, octfm.data.loader; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, octfm.store.store, octfm.store.loader; print([m for m in {heavy} if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

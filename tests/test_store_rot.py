@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from octfm.cli import app
-from octfm.data import store_verify
-from octfm.data.loader import Loader
-from octfm.data.prepare import prepare, row_of
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.store import ARRAYS, Store, shard_key
-from octfm.data.store_writer import StoreWriter, stage
+from octfm.cli.main import app
 from octfm.errors import StoreError
+from octfm.store import verify as store_verify
+from octfm.store.loader import Loader
+from octfm.store.prepare import prepare, row_of
+from octfm.store.store import ARRAYS, Store, shard_key
+from octfm.store.writer import StoreWriter, stage
+from octfm.volume.preprocessing import Preprocessing
 from store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store
 
 OLD = Path(__file__).parent / "fixtures" / "store_v1"

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.data.phantom import phantom_volume
-from octfm.data.registration import register_bscans
-from octfm.data.tissue import MARGIN_MM, Tissue, find_tissue
-from octfm.data.volume import Volume
+from octfm.phantom import phantom_volume
+from octfm.volume.registration import register_bscans
+from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
+from octfm.volume.volume import Volume
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
 

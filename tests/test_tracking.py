@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from octfm.errors import ConfigError
-from octfm.training import pretrain as loop
-from octfm.training import trackers
-from octfm.training.preflight.tracker import tracker
-from octfm.training.pretrain import pretrain
-from octfm.training.tracking import Metrics, TrackingConfig, read_metrics
-from octfm.training.waiting import Waiting
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining.preflight.tracker import tracker
+from octfm.pretraining.pretrain import pretrain
+from octfm.run import trackers
+from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
+from octfm.run.waiting import Waiting
 from small_store import small_store
 from test_pretrain import Killed, config, quiet, rows
 
@@ -224,8 +224,8 @@ def test_rows_from_two_threads_stay_whole(tmp_path):
 
 
 def test_mask_picture_shows_what_is_seen_and_what_is_predicted(store):
-    from octfm.data.loader import select
-    from octfm.training.sample_picture import sample_picture
+    from octfm.pretraining.monitors.sample_picture import sample_picture
+    from octfm.store.loader import select
 
     picture = sample_picture(config(), store, select(store, "val")[:3], 0)
     assert picture.shape == (64, 3 * 32, 3) and picture.dtype == np.uint8

@@ -23,8 +23,8 @@ from pydicom.encaps import encapsulate_extended
 from pydicom.pixels import get_encoder
 
 from dicom_files import NATIVE, write_oct_dicom
-from octfm.data.readers import ReadError, read_header, read_volume
-from octfm.data.readers.dicom_codecs import FrameFormat, decode_frame, find_decoders
+from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -359,7 +359,7 @@ def test_a_missing_decoder_is_named(tmp_path):
         if not entry.name.startswith("imagecodecs"):
             (packages / entry.name).symlink_to(entry)
     source = Path(sys.modules["octfm"].__file__).parents[1]
-    code = f"from octfm.data.readers import read_header\ntry: read_header({str(path)!r})\nexcept Exception as e: print(e.code, e)"
+    code = f"from octfm.formats import read_header\ntry: read_header({str(path)!r})\nexcept Exception as e: print(e.code, e)"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         capture_output=True,

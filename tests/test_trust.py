@@ -9,25 +9,25 @@ import pytest
 from scipy.stats import binom
 
 from browser import assert_renders, needs_chromium
+from octfm.encoder.embeddings import of_store
+from octfm.encoder.external import embed_external, load_external
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Round
-from octfm.evaluation.embeddings import of_store
-from octfm.evaluation.external import embed_external, load_external
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.tissue_map import tissue_map
-from octfm.evaluation.trust import scanners as scanners_module
-from octfm.evaluation.trust.calibration import calibration, calibration_line, wilson
-from octfm.evaluation.trust.copies import copies
-from octfm.evaluation.trust.failures import failures
-from octfm.evaluation.trust.neighbours import neighbours, scanner_leakage
-from octfm.evaluation.trust.report import baselines, trust
-from octfm.evaluation.trust.same_eye import same_eye
-from octfm.evaluation.trust.scanners import domains, leave_one_scanner_out, training_sets
-from octfm.evaluation.trust.study import LEVEL, make_study
-from octfm.evaluation.trust.subgroups import group_columns, subgroups
-from octfm.report import trust_words as words
-from octfm.report.trust import summary_lines, write_trust
-from octfm.training.pretrain import pretrain
+from octfm.pretraining.pretrain import pretrain
+from octfm.report.trust import words as words
+from octfm.report.trust.page import summary_lines, write_trust
+from octfm.trust import scanners as scanners_module
+from octfm.trust.calibration import calibration, calibration_line, wilson
+from octfm.trust.copies import copies
+from octfm.trust.failures import failures
+from octfm.trust.neighbours import neighbours, scanner_leakage
+from octfm.trust.report import baselines, trust
+from octfm.trust.same_eye import same_eye
+from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
+from octfm.trust.study import LEVEL, make_study
+from octfm.trust.subgroups import group_columns, subgroups
 from test_pretrain import config as pretrain_config
 from test_pretrain import quiet
 from trust_cohort import SCANNERS, Cohort
@@ -480,7 +480,7 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
 def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, monkeypatch):
     from typer.testing import CliRunner
 
-    from octfm.cli import app
+    from octfm.cli.main import app
 
     _, store, folder, run = judged
     base = [
@@ -533,10 +533,10 @@ def test_the_module_that_keeps_people_apart_is_the_one_that_is_used(study, monke
 @pytest.mark.slow
 def test_a_null_phantom_clinic_gets_no_claim_about_disease(tmp_path):
     """The whole path on rendered eyes that are all healthy whatever their labels say, beside the per-slice encoder of the guide."""
-    from octfm.data.catalog import scan
-    from octfm.data.phantom import write_phantom
-    from octfm.data.prepare import prepare
-    from octfm.data.preprocessing import Preprocessing
+    from octfm.catalog.catalog import scan
+    from octfm.phantom import write_phantom
+    from octfm.store.prepare import prepare
+    from octfm.volume.preprocessing import Preprocessing
 
     clinic = write_phantom(
         tmp_path / "clinic", 64, 31, size=(12, 96, 64), scanners=TWO, diagnoses=("healthy", "dme"), second_scanner=1.0,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import octfm
-from octfm.data.catalog import scan
-from octfm.data.pseudonyms import locate, pseudonymise
-from octfm.data.readers import ReadError, read_header, read_volume, volumes_in
-from octfm.data.readers.heidelberg_e2e import reflectivity_of_codes
-from octfm.data.readers.heyex_vol import display
+from octfm.catalog.catalog import scan
+from octfm.catalog.participants.pseudonyms import locate, pseudonymise
+from octfm.formats import ReadError, read_header, read_volume, volumes_in
+from octfm.formats.heidelberg_e2e import reflectivity_of_codes
+from octfm.formats.heyex_vol import display
 from test_readers import SHAPE, telling_voxels
 from vendor_files import (
     SPACING_MM,

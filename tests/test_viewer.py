@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from browser import Browser, needs_chromium
-from octfm.data.transform import Transform
-from octfm.data.volume import Surfaces, Volume
 from octfm.errors import EvaluationError
-from octfm.evaluation.scene import NONE, Overlay, Placement, Scene, load_scenes, save_scenes
-from octfm.evaluation.view import scene_of
 from octfm.report.viewer import viewer, write_view
+from octfm.tasks.scene import NONE, Overlay, Placement, Scene, load_scenes, save_scenes
+from octfm.tasks.view import scene_of
+from octfm.volume.transform import Transform
+from octfm.volume.volume import Surfaces, Volume
 
 D, H, W = 12, 48, 64
 GRID = (3, 6, 8)

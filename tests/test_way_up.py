@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from dicom_files import write_oct_dicom
-from octfm.data.appearance import doubtful_way_up, native_way_up
-from octfm.data.catalog import scan
-from octfm.data.phantom import DIAGNOSES, SCANNERS, phantom_volume
-from octfm.data.prepare import prepare
-from octfm.data.preprocessing import Preprocessing
-from octfm.data.readers import ReadError, read_volume
-from octfm.data.tissue import find_tissue
-from octfm.data.volume import Volume
+from octfm.catalog.catalog import scan
+from octfm.formats import ReadError, read_volume
+from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
+from octfm.store.prepare import prepare
+from octfm.volume.appearance import doubtful_way_up, native_way_up
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.tissue import find_tissue
+from octfm.volume.volume import Volume
 from vendor_files import write_images
 
 SIZE = (8, 200, 160)

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import ConfigError
-from octfm.models.jepa import JEPA
-from octfm.models.objective import TokenIndex
+from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.objective import TokenIndex
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, ViTConfig
 from octfm.models.whitening import Whitening
-from octfm.training.settings import load_config
+from octfm.pretraining.settings import load_config
 
 WIDTH = 24
 

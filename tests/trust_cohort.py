@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from octfm.data.store import Store, StoreRow
-from octfm.data.store_writer import StoreWriter, stage
-from octfm.evaluation.embeddings import Embeddings
+from octfm.encoder.embeddings import Embeddings
+from octfm.store.store import Store, StoreRow
+from octfm.store.writer import StoreWriter, stage
 from small_store import prepared_eye, small_preprocessing
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton", "zeiss_cirrus")

@@ -13,46 +13,46 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from octfm.data.catalog import Catalog, scan
-    from octfm.data.phantom import write_phantom
-    from octfm.data.prepare import prepare
-    from octfm.data.preprocessing import Preprocessing
-    from octfm.data.readers import read_volume
-    from octfm.data.store import Store
-    from octfm.data.volume import Volume
+    from octfm.catalog.catalog import Catalog, scan
+    from octfm.encoder.encoder import Encoder, load_encoder
+    from octfm.encoder.export import export
+    from octfm.encoder.hub import OctEncoder
+    from octfm.encoder.prototype import load_prototype_encoder
+    from octfm.encoder.tuned import TunedModel, load_tuned
     from octfm.errors import OctfmError
-    from octfm.evaluation.encoder import Encoder, load_encoder
-    from octfm.evaluation.export import export
-    from octfm.evaluation.hub import OctEncoder
     from octfm.evaluation.probe import probe
-    from octfm.evaluation.prototype import load_prototype_encoder
-    from octfm.evaluation.tuned import TunedModel, load_tuned
+    from octfm.formats import read_volume
+    from octfm.phantom import write_phantom
+    from octfm.pretraining.pretrain import pretrain
+    from octfm.pretraining.settings import PretrainConfig, load_config
     from octfm.report.html import write_report
-    from octfm.training.pretrain import pretrain
-    from octfm.training.settings import PretrainConfig, load_config
+    from octfm.store.prepare import prepare
+    from octfm.store.store import Store
+    from octfm.volume.preprocessing import Preprocessing
+    from octfm.volume.volume import Volume
 
 _HOME = {
-    "Catalog": "octfm.data.catalog",
-    "scan": "octfm.data.catalog",
-    "write_phantom": "octfm.data.phantom",
-    "prepare": "octfm.data.prepare",
-    "Preprocessing": "octfm.data.preprocessing",
-    "read_volume": "octfm.data.readers",
-    "Store": "octfm.data.store",
-    "Volume": "octfm.data.volume",
+    "Catalog": "octfm.catalog.catalog",
+    "scan": "octfm.catalog.catalog",
+    "write_phantom": "octfm.phantom",
+    "prepare": "octfm.store.prepare",
+    "Preprocessing": "octfm.volume.preprocessing",
+    "read_volume": "octfm.formats",
+    "Store": "octfm.store.store",
+    "Volume": "octfm.volume.volume",
     "OctfmError": "octfm.errors",
-    "Encoder": "octfm.evaluation.encoder",
-    "load_encoder": "octfm.evaluation.encoder",
-    "load_prototype_encoder": "octfm.evaluation.prototype",
-    "load_tuned": "octfm.evaluation.tuned",
-    "TunedModel": "octfm.evaluation.tuned",
-    "export": "octfm.evaluation.export",
-    "OctEncoder": "octfm.evaluation.hub",
+    "Encoder": "octfm.encoder.encoder",
+    "load_encoder": "octfm.encoder.encoder",
+    "load_prototype_encoder": "octfm.encoder.prototype",
+    "load_tuned": "octfm.encoder.tuned",
+    "TunedModel": "octfm.encoder.tuned",
+    "export": "octfm.encoder.export",
+    "OctEncoder": "octfm.encoder.hub",
     "probe": "octfm.evaluation.probe",
     "write_report": "octfm.report.html",
-    "pretrain": "octfm.training.pretrain",
-    "PretrainConfig": "octfm.training.settings",
-    "load_config": "octfm.training.settings",
+    "pretrain": "octfm.pretraining.pretrain",
+    "PretrainConfig": "octfm.pretraining.settings",
+    "load_config": "octfm.pretraining.settings",
 }
 """Where each public name lives; imported on first use, so that `import octfm` costs nothing."""
 

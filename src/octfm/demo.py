@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octfm.data.location import local_path
 from octfm.errors import ConfigError, EvaluationError
+from octfm.io.location import local_path
 
 if TYPE_CHECKING:
     from octfm.evaluation.cases import Design
@@ -65,18 +65,18 @@ def run_demo(
     pretraining, and are those whom the probe tests. With `data`, the same settings run on the user's own scans, and what cannot be
     measured without labels is left out.
     """
-    from octfm.data.catalog import scan
-    from octfm.data.people import AmbiguousPeople
-    from octfm.data.prepare import prepare
-    from octfm.data.preprocessing import Preprocessing
+    from octfm.catalog.catalog import scan
+    from octfm.catalog.participants.people import AmbiguousPeople
+    from octfm.encoder.encoder import seen_by
     from octfm.evaluation.efficiency import label_efficiency
-    from octfm.evaluation.embed import embed_all
-    from octfm.evaluation.encoder import seen_by
     from octfm.evaluation.probe import probe, write_probe
+    from octfm.pretraining.pretrain import pretrain
+    from octfm.pretraining.settings import load_config
+    from octfm.report.card.model_card import write_model_card
     from octfm.report.html import summary_lines, write_report
-    from octfm.report.model_card import write_model_card
-    from octfm.training.pretrain import pretrain
-    from octfm.training.settings import load_config
+    from octfm.store.prepare import prepare
+    from octfm.tasks.embed import embed_all
+    from octfm.volume.preprocessing import Preprocessing
 
     if objective not in PRESETS:
         raise ConfigError(f"--objective: expected one of {', '.join(PRESETS)}; got {objective!r}")
@@ -159,15 +159,15 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
 
     The monitors have to name the fault while the run trains. EvaluationError if they call it anything else, or nothing.
     """
-    from octfm.data.catalog import scan
-    from octfm.data.prepare import prepare
-    from octfm.data.preprocessing import Preprocessing
+    from octfm.catalog.catalog import scan
     from octfm.errors import TrainingError
+    from octfm.pretraining.pretrain import pretrain
+    from octfm.pretraining.sabotage import NAMES, sabotage
+    from octfm.pretraining.settings import load_config
     from octfm.report.html import write_report
-    from octfm.training.pretrain import pretrain
-    from octfm.training.sabotage import NAMES, sabotage
-    from octfm.training.settings import load_config
-    from octfm.training.tracking import read_metrics
+    from octfm.run.tracking import read_metrics
+    from octfm.store.prepare import prepare
+    from octfm.volume.preprocessing import Preprocessing
 
     if name not in SABOTAGE:
         raise ConfigError(f"--sabotage: expected one of {', '.join(SABOTAGE)}; got {name!r}")
@@ -204,7 +204,7 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
 
 def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
     """The phantom cohort of this size and seed: made, or found again."""
-    from octfm.data.phantom import write_phantom
+    from octfm.phantom import write_phantom
 
     facts = folder / "ground_truth" / "phantom.json"
     if facts.is_file():

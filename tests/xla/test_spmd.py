@@ -11,12 +11,12 @@ import pytest
 import torch
 import xla_devices  # noqa: F401
 
-from octfm.data.loader import select
 from octfm.errors import Preempted
-from octfm.training import checkpoint
-from octfm.training import pretrain as loop
-from octfm.training import step as passes
-from octfm.training.settings import PretrainConfig
+from octfm.pretraining import pretrain as loop
+from octfm.pretraining import step as passes
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run import checkpoint
+from octfm.store.loader import select
 from small_store import small_store
 
 met = pytest.importorskip("torch_xla.debug.metrics", reason="torch_xla needs an environment of its own: make test-xla")

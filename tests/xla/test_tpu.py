@@ -6,11 +6,11 @@ import pytest
 import xla_devices  # noqa: F401
 from typer.testing import CliRunner
 
-from octfm.cli import app
-from octfm.data.preprocessing import Preprocessing
-from octfm.training.inputs import build_objective
-from octfm.training.preflight import tpu
-from octfm.training.settings import PretrainConfig
+from octfm.cli.main import app
+from octfm.pretraining.inputs import build_objective
+from octfm.pretraining.preflight import tpu
+from octfm.pretraining.settings import PretrainConfig
+from octfm.volume.preprocessing import Preprocessing
 
 for needed in ("torch_xla", "jax", "libtpu"):
     pytest.importorskip(needed, reason="an environment of its own is needed: make test-xla")

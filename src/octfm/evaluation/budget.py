@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from octfm.data.store import Store
-from octfm.evaluation.encoder import Encoder
-from octfm.evaluation.maps import ROUNDING
-from octfm.masks import TISSUE, Dropped, dropped_by, tissue_dropped, token_map
+from octfm.encoder.encoder import Encoder
 from octfm.models.pooling import pooled
+from octfm.pretraining.masks import TISSUE, Dropped, dropped_by, tissue_dropped, token_map
+from octfm.store.store import Store
+from octfm.tasks.maps import ROUNDING
 
 COMPARED = 12
 """Volumes, spread over the store, whose full grid is encoded for the comparison: at 9,216 tokens ten CPU seconds each."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
-from octfm.data.labels import LabelTable, as_number
+from octfm.catalog.labels import LabelTable, as_number
+from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation.embeddings import Embeddings
 
 Design = Literal["recommended_split", "k-fold"]
 Unit = Literal["participant", "eye", "acquisition"]

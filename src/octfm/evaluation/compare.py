@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.encoder import seen_by
 from octfm.errors import EvaluationError
-from octfm.evaluation.embeddings import read_embeddings
-from octfm.evaluation.encoder import seen_by
 from octfm.evaluation.probe import RESAMPLES, probe
 
 

@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octfm.data.labels import read_labels
-from octfm.data.location import Location
+from octfm.catalog.labels import read_labels
+from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
-from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
 from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, predict, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, correct, score
+from octfm.io.location import Location
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 

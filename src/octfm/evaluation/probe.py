@@ -8,14 +8,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from octfm.data.labels import read_labels
-from octfm.data.location import Location, location, write_whole
+from octfm.catalog.labels import read_labels
+from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
-from octfm.evaluation.embeddings import Embeddings, align, read_embeddings
 from octfm.evaluation.readouts import Readout, fit_predict
 from octfm.evaluation.scoring import HEADLINE, Predictions, Scored, compare_scored, correct, score
 from octfm.evaluation.statistics import interval, mean_of
+from octfm.io.location import Location, location, write_whole
 
 RESAMPLES = 2000
 FOLDS = 5

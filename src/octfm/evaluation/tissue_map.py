@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from octfm.data.store import Store
-from octfm.evaluation.embeddings import Embeddings
+from octfm.encoder.embeddings import Embeddings
+from octfm.store.store import Store
 
 GRID = 8
 """Cells along either side of the en-face plane."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octfm.models.objective import TokenIndex, distance
+from octfm.models.objectives.objective import TokenIndex, distance
 from octfm.models.vit3d import Shape3, take_tokens
 
 FLAT = 1e-6

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from octfm.data.location import Location, location
 from octfm.errors import EvaluationError
+from octfm.io.location import Location, location
 from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.sources import Sources, gather, series

@@ -11,22 +11,22 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from octfm.data.acquisition import FLAGS, Acquisition, Reject
-from octfm.data.catalog import Catalog
-from octfm.data.isolation import Limits
-from octfm.data.laterality import CANNOT_TELL, NEEDS
-from octfm.data.location import Location
-from octfm.data.radial import to_raster
-from octfm.data.readers import REASONS, read_volume
-from octfm.data.splits import SPLITS
-from octfm.data.spread import spread
-from octfm.data.volume import Spacing3
+from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.participants.splits import SPLITS
 from octfm.errors import ReadError
+from octfm.formats import REASONS, read_volume
+from octfm.io.isolation import Limits
+from octfm.io.location import Location
+from octfm.io.spread import spread
 from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
 from octfm.report.images import Picture, native_pictures
 from octfm.report.laterality import AUDITED, SHOWN, Doubt, by_scanner, laterality_doubts
 from octfm.report.page import render, write_page
 from octfm.report.shareable import shareable_catalog
+from octfm.volume.laterality import CANNOT_TELL, NEEDS
+from octfm.volume.radial import to_raster
+from octfm.volume.volume import Spacing3
 
 AXES = ("B-scan distance", "axial spacing", "lateral spacing")
 EXTENTS = ("extent across B-scans", "axial extent", "lateral extent")

@@ -5,15 +5,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from octfm.data.location import Location, location
 from octfm.errors import EvaluationError
+from octfm.io.location import Location, location
 from octfm.report import figures, images, words
 from octfm.report.overview import two_minutes
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.shareable import NAME, shareable, shareable_command
 from octfm.report.sources import Sources, gather
 from octfm.report.viewer import Viewer, viewer
-from octfm.training.bucket_run import local_run
+from octfm.run.bucket import local_run
 
 
 def write_report(

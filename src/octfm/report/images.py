@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from octfm.data.planes import eight_bit
-from octfm.data.volume import Volume
-from octfm.evaluation.scene import Scene
+from octfm.tasks.scene import Scene
+from octfm.volume.planes import eight_bit
+from octfm.volume.volume import Volume
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""

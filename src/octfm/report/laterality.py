@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octfm.data.acquisition import FLAGS, Acquisition
-from octfm.data.laterality import CANNOT_TELL
+from octfm.catalog.acquisition import FLAGS, Acquisition
+from octfm.volume.laterality import CANNOT_TELL
 
 AUDITED = (
     "laterality_contradicts_anatomy",

@@ -17,7 +17,7 @@ KINDS = {
 
 
 def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path) -> Path:
-    """Render what `octfm.evaluation.leaderboard` returned, entries in this order. Written whole or not at all."""
+    """Render what `octfm.trust.leaderboard` returned, entries in this order. Written whole or not at all."""
     rows = {(r["encoder"], r["metric"]): r for r in result["results"]}
     metrics = list(dict.fromkeys(r["metric"] for r in result["results"]))
     shown = sorted(result["results"], key=lambda r: order.index(r["encoder"]))

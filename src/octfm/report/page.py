@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octfm.data.location import BucketPath, write_whole
+from octfm.io.location import BucketPath, write_whole
 
 MAX_BYTES = 25_000_000
 """Of a page: what most mail servers let through."""

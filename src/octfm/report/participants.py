@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octfm.data.acquisition import Acquisition
-from octfm.data.store import StoreRow
+from octfm.catalog.acquisition import Acquisition
 from octfm.report.sources import Sources, number
+from octfm.store.store import StoreRow
 
 SPLITS = ("train", "val", "test", "none")
 SMALL = 5

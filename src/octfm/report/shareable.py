@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from octfm.data.acquisition import Acquisition
-from octfm.data.catalog import Catalog
-from octfm.data.prepare import meaning_of
-from octfm.data.safe_values import (
+from octfm.catalog.acquisition import Acquisition
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.participants.safe_values import (
     SITES,
     is_known_name,
     is_known_protocol,
@@ -28,9 +27,10 @@ from octfm.data.safe_values import (
     safe_value,
     vocabulary,
 )
-from octfm.data.store import StoreRow
 from octfm.report.sources import Sources
 from octfm.report.words import ENCODERS
+from octfm.store.prepare import meaning_of
+from octfm.store.store import StoreRow
 
 NAME = "OCT encoder"
 """Of a model that nobody has named for publication: the name of a folder may be private."""

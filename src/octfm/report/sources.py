@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from octfm.data.catalog import Catalog
-from octfm.data.location import Location
-from octfm.data.store import Store, Unprepared
+from octfm.catalog.catalog import Catalog
 from octfm.errors import EvaluationError
-from octfm.evaluation.scene import Scene, load_scenes
-from octfm.training.tracking import read_metrics
+from octfm.io.location import Location
+from octfm.run.tracking import read_metrics
+from octfm.store.store import Store, Unprepared
+from octfm.tasks.scene import Scene, load_scenes
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from octfm.data.location import Location
-from octfm.data.volume import Volume
 from octfm.errors import EvaluationError
-from octfm.evaluation.scene import Overlay, Scene
+from octfm.io.location import Location
 from octfm.report.images import front
 from octfm.report.page import MAX_BYTES, render, write_page
+from octfm.tasks.scene import Overlay, Scene
+from octfm.volume.volume import Volume
 
 LINE_STEPS, NO_LINE = 16, -32768
 """Lines are int16 in sixteenths of a row; must be those of viewer_paint.js."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octfm.data import bucket_cache
-from octfm.data.location import BucketPath, Location, location
 from octfm.errors import EvaluationError
+from octfm.io import bucket_cache
+from octfm.io.location import BucketPath, Location, location
 from octfm.report.sources import number, series
 from octfm.report.words import checkpoint_advice, latest_health
 

@@ -1,0 +1,1 @@
+"""From a folder of files to a table: one row per acquisition, one reason per rejected file."""

@@ -1,0 +1,116 @@
+"""Header and tables side by side: what both say is believed, what only one says is taken, and every contradiction becomes a flag."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from octfm.catalog.acquisition import Acquisition, Reject
+from octfm.catalog.aireadi import ManifestRow, Tables
+from octfm.catalog.participants.people import Whose
+from octfm.errors import ReadError
+from octfm.formats import Header
+from octfm.formats.bscans import missing_spacing
+from octfm.formats.dicom.geometry import check_bounds
+from octfm.formats.dicom.reader import lateralities, scanner_slug, slugify
+from octfm.io.archive import file_size
+from octfm.volume.volume import Spacing3
+
+
+def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -> Acquisition | Reject:
+    """The catalog's row; where neither header nor table names the participant, `with_person` does.
+
+    Millimetres that the file does not state come from the table, then from `nominal_mm`, else it is a reject. Where header and manifest
+    name different eyes, laterality is unknown: to choose one would be a guess, and a wrong one is mirrored in training and carries the
+    other eye's labels.
+    """
+    row = tables.find(header.uri, header.sop_instance_uid)
+    flags = [*header.flags]
+    if row is None:
+        flags += ["not_in_manifest"] if tables.by_path or tables.by_uid else []
+        row = ManifestRow()
+    try:
+        spacing_mm, spacing_source = _spacing(header, row, nominal_mm)
+    except ReadError as error:
+        return Reject(header.uri, error.code, str(error), file_size(header.uri))
+    flags += ["nominal_spacing"] if spacing_source == "nominal" else []
+    flags += _contradictions(header, row)
+
+    laterality = header.laterality
+    stated, _ = lateralities([row.laterality])
+    if stated and laterality and stated != laterality:
+        laterality = None  # mirrored or not would be a guess
+        flags.append("laterality_conflict")
+    elif stated and not laterality and "laterality_conflict" not in flags:
+        laterality = stated
+        flags[flags.index("laterality_unknown")] = "laterality_from_manifest"
+
+    participant = row.participant or header.participant or ""
+    scanner = scanner_slug(row.manufacturer, row.model) if header.scanner == "unknown" else header.scanner
+    return Acquisition(
+        uri=header.uri,
+        participant=participant,
+        participant_source="table" if row.participant else "header" if participant else "",
+        laterality=laterality,
+        scanner=scanner,
+        protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
+        shape=header.shape,
+        spacing_mm=spacing_mm,
+        spacing_source=spacing_source,
+        sop_instance_uid=header.sop_instance_uid,
+        participant_labels=tables.participants.get(participant, {}),
+        flags=tuple(flags),
+        layout=header.layout,
+    )
+
+
+def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> Acquisition:
+    """The row with what its path says, where nothing else had said it."""
+    if (found := whose.get(a.uri)) is None:
+        return a
+    flags = [*a.flags]
+    participant, source = a.participant, a.participant_source
+    if found.source == "pattern":
+        participant, source = found.participant, found.source
+        flags.append("participant_from_pattern")
+    elif found.source == "folder":
+        participant, source = found.participant, found.source
+        flags.append("participant_from_folder")
+    laterality = a.laterality
+    if laterality is None and "laterality_unknown" in flags and found.eyes:
+        laterality = next(iter(found.eyes)) if len(found.eyes) == 1 else None
+        flags[flags.index("laterality_unknown")] = "laterality_from_path" if laterality else "laterality_conflict"
+    return replace(
+        a,
+        participant=participant,
+        participant_source=source,
+        participant_labels=tables.participants.get(participant, {}),
+        laterality=laterality,
+        flags=tuple(flags),
+    )
+
+
+def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> tuple[Spacing3, str]:
+    if header.spacing_mm is not None:
+        return header.spacing_mm, header.spacing_source
+    found = row.spacing_mm or nominal_mm
+    if found is None:
+        raise missing_spacing(header.uri)
+    check_bounds(found, header.shape, header.uri)
+    return found, "table" if row.spacing_mm else "nominal"
+
+
+def _contradictions(header: Header, row: ManifestRow) -> list[str]:
+    flags = []
+    if row.participant and header.participant and row.participant != header.participant:
+        flags.append("participant_conflict")
+    listed = scanner_slug(row.manufacturer, row.model)
+    if "unknown" not in (listed, header.scanner) and listed != header.scanner:
+        flags.append("scanner_conflict")
+    if row.sop_instance_uid and row.sop_instance_uid != header.sop_instance_uid:
+        flags.append("sop_uid_conflict")
+    if row.shape and row.shape != header.shape:
+        flags.append("shape_conflict")
+    thickness_mm = row.slice_thickness_mm if header.layout == "raster" else None
+    pairs = zip((thickness_mm, *(row.in_plane_mm or ())), header.spacing_mm or (), strict=False)
+    if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):
+        flags.append("spacing_conflict")
+    return flags

@@ -1,0 +1,262 @@
+"""Tables beside the images: one row per file and one per person, as AI-READI v2 and v3 have them or with a user's own columns."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+
+from octfm.addresses import expect_place
+from octfm.catalog.columns import Columns, TableError, read_rows
+from octfm.errors import ConfigError
+from octfm.io.archive import unpacked_paths
+from octfm.io.location import BucketPath, Location, is_remote, location
+
+_NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
+_DRIVE = re.compile(r"^[A-Za-z]:")
+_ELSEWHERE = re.compile(r"^([A-Za-z]:)?[\\/]|^[A-Za-z]:")
+"""An absolute path, of a drive, a share (UNC) or another computer's disk."""
+_EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
+
+
+@dataclass(frozen=True)
+class ManifestRow:
+    """What the manifest states about one file; empty strings where it states nothing."""
+
+    participant: str = ""
+    laterality: str = ""
+    manufacturer: str = ""
+    model: str = ""
+    region: str = ""
+    shape: tuple[int, int, int] | None = None
+    in_plane_mm: tuple[float, float] | None = None
+    """(axial, lateral)."""
+    slice_thickness_mm: float | None = None
+    sop_instance_uid: str = ""
+
+    @property
+    def spacing_mm(self) -> tuple[float, float, float] | None:
+        """(dz, dy, dx) where the row states all three."""
+        return (
+            None
+            if self.in_plane_mm is None or self.slice_thickness_mm is None
+            else (self.slice_thickness_mm, *self.in_plane_mm)
+        )
+
+
+@dataclass(frozen=True)
+class Tables:
+    by_uid: dict[str, ManifestRow] = field(default_factory=dict)
+    by_path: dict[str, ManifestRow] = field(default_factory=dict)
+    participants: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Columns of participants.tsv by participant, without direct identifiers."""
+    unpacked_from: dict[str, str] = field(default_factory=dict)
+    """Member of an archive that each unpacked file came from: the tables know it by the archive's place."""
+    own: Location | None = None
+    """The user's own table of files, where one was given."""
+
+    def find(self, uri: str, sop_instance_uid: str) -> ManifestRow | None:
+        """The row of this file: listed at its path with its UID, else under its UID anywhere, else at its path."""
+        at_path = self.at_path(uri)
+        if at_path is not None and at_path.sop_instance_uid == sop_instance_uid:
+            return at_path
+        return self.by_uid.get(sop_instance_uid) or at_path
+
+    def at_path(self, uri: str) -> ManifestRow | None:
+        """The row of whatever lies here. A member of an archive is listed where unpacking would put it."""
+        return next(
+            (self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path),
+            None,
+        )
+
+
+def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
+    """Every manifest.tsv and participants.tsv below `root`; above it too where `root` lies inside the retinal_oct folder.
+
+    `skip`: names of tables that a user's own replace.
+    """
+    found = sorted(companions)
+    inside = next((parent for parent in (root, *root.parents) if parent.name == "retinal_oct"), None)
+    if inside is not None:
+        found += [
+            path
+            for path in (inside / "manifest.tsv", inside.parent / "participants.tsv")
+            if path.is_file() and path not in found
+        ]
+    tables = Tables()
+    for path in found:
+        if path.name in skip:
+            continue
+        if path.name == "manifest.tsv":
+            _read_manifest(path, tables)
+        elif path.name == "participants.tsv":
+            _add_participants(read_rows(path, "\t"), Columns(), tables, path)
+    return tables
+
+
+def read_own_tables(
+    root: Location,
+    table: Location | None,
+    participants: Location | None,
+    columns: Columns,
+    tables: Tables,
+    found: Iterable[str] = (),
+) -> Tables:
+    """`tables` and what a user's own say: `table` has one row per file, `participants` one per person; either may be None.
+
+    Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID; also as another computer
+    writes paths (backslashes, drives, shares, another case), where exactly one of the files `found` below `root` fits.
+    Raises TableError for a column that is not there, a value that cannot be meant, and rows that contradict each other.
+    """
+    files, people = (read_rows(path) if path is not None else [] for path in (table, participants))
+    for path, rows in ((table, files), (participants, people)):
+        if path is not None and not rows:
+            raise TableError(f"{path}: no rows; expected a header line and at least one row")
+    columns.check(
+        {str(path): list(rows[0]) for path, rows in ((table, files), (participants, people)) if path is not None}
+    )
+    if table is not None:
+        tables = replace(tables, own=table)
+        if not (columns.present(files[0], "file") or columns.present(files[0], "sop_instance_uid")):
+            raise TableError(
+                f"{table}: neither a column of files nor of SOP Instance UIDs; name one with --columns file=COLUMN or "
+                f"sop_instance_uid=COLUMN; columns: {', '.join(files[0])}"
+            )
+        listed = Listed.of(root, found)
+        for number, row in enumerate(files, start=2):
+            _add_file(row, columns, tables, root, table, number, listed)
+    if participants is not None:
+        _add_participants(people, columns, tables, participants)
+    return tables
+
+
+def _add_file(
+    row: Mapping[str, str],
+    columns: Columns,
+    tables: Tables,
+    root: Location,
+    table: Location,
+    number: int,
+    present: "Listed",
+) -> None:
+    entry = _manifest_row(row, columns)
+    if entry.laterality and entry.laterality.upper() not in _EYES:
+        raise TableError(
+            f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing"
+        )
+    if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
+        raise TableError(
+            f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing"
+        )
+    listed = columns.value(row, "file")
+    try:
+        expect_place(listed)
+    except ConfigError as error:
+        raise TableError(f"{table}: line {number}: {error}") from None
+    places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
+    beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
+    places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
+    if listed and not present.places.intersection(places):
+        places += present.fitting(listed)
+    for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
+        if key and known.setdefault(key, entry) != entry:
+            raise TableError(f"{table}: line {number}: another line says other things of {key}; keep one row per file")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The files that a scan has found, to be looked up by paths that another computer has written."""
+
+    places: frozenset[str]
+    below_root: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]
+    """Last part of a path, in one case -> parts below the root and the place of each file with that name."""
+
+    @staticmethod
+    def of(root: Location, found: Iterable[str]) -> "Listed":
+        places = frozenset(place for uri in found for place in unpacked_paths(uri))
+        by_name: dict[str, list[tuple[tuple[str, ...], str]]] = defaultdict(list)
+        for place in sorted(places):
+            parts = tuple(part.casefold() for part in place.removeprefix(str(root)).split("/") if part)
+            if place.startswith(str(root)) and parts:
+                by_name[parts[-1]].append((parts, place))
+        return Listed(places, {name: tuple(own) for name, own in by_name.items()})
+
+    def fitting(self, listed: str) -> list[str]:
+        """The one file that a path means: it ends with all parts of the file's below the root, or, being relative, the file ends with all
+        of its parts. Empty where none fits, or several do equally well."""
+        foreign = bool(_ELSEWHERE.match(listed))
+        parts = [part for part in _DRIVE.sub("", listed.replace("\\", "/")).split("/") if part not in ("", ".")]
+        folded = tuple(part.casefold() for part in parts)
+        fits: dict[tuple[int, bool], list[str]] = defaultdict(list)
+        for own, place in self.below_root.get(folded[-1], ()) if folded else ():
+            common = sum(
+                1
+                for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reversed(own), reversed(folded), strict=False))
+            )
+            if common == len(folded) or (foreign and common == len(own)):
+                same_case = place.endswith("/".join(parts[-common:]))
+                fits[common, same_case].append(place)
+        best = fits[max(fits)] if fits else []
+        return best if len(best) == 1 else []
+
+
+def _read_manifest(path: Location, tables: Tables) -> None:
+    for row in read_rows(path, "\t"):
+        listed = row.get("filepath", "")
+        # "/retinal_oct/..." starts at the folder that holds retinal_oct.
+        base = path.parent.parent if listed.lstrip("/").startswith(f"{path.parent.name}/") else path.parent
+        entry = _manifest_row(row, Columns())
+        if entry.sop_instance_uid:
+            tables.by_uid[entry.sop_instance_uid] = entry
+        if listed:
+            tables.by_path[str(base / listed.lstrip("/"))] = entry
+
+
+def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
+    shape = [_number(columns.value(row, name)) for name in ("frames", "height", "width")]
+    frames, height, width = (int(count) if count else 0 for count in shape)
+    in_plane, all_three = (
+        [float(mm) for mm in _NUMBER.findall(columns.value(row, name))] for name in ("pixel_spacing", "spacing_mm")
+    )
+    thickness = _number(columns.value(row, "slice_thickness"))
+    if len(all_three) == 3:
+        thickness, *in_plane = all_three
+    return ManifestRow(
+        participant=columns.value(row, "participant"),
+        laterality=columns.value(row, "laterality"),
+        manufacturer=columns.value(row, "manufacturer"),
+        model=columns.value(row, "model"),
+        region=columns.value(row, "region"),
+        shape=(frames, height, width) if all(shape) else None,
+        in_plane_mm=(in_plane[0], in_plane[1]) if len(in_plane) == 2 else None,
+        slice_thickness_mm=thickness,
+        sop_instance_uid=columns.value(row, "sop_instance_uid"),
+    )
+
+
+def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
+    for row in rows:
+        participant = columns.value(row, "participant")
+        if not participant:
+            wanted = columns.of_field.get("participant") or "person_id or participant_id"
+            raise TableError(
+                f"{path}: expected a column {wanted} with a value in every row, got columns {', '.join(row)}; "
+                "name yours with --columns participant=COLUMN"
+            )
+        labels = columns.labels(row)
+        known = tables.participants.setdefault(participant, labels)
+        if known.get("recommended_split") != labels.get("recommended_split"):
+            raise TableError(
+                f"{path}: participant {participant} is in {known.get('recommended_split')!r} and in {labels.get('recommended_split')!r}; "
+                "a participant has one recommended_split, correct the table"
+            )
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < 1e6 else None

@@ -1,0 +1,125 @@
+"""Which column of a table holds what: AI-READI's names by default, a user's own by a map such as participant=pid,file=path."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from octfm.errors import ConfigError, OctfmError, ReadError
+from octfm.io.archive import open_file
+from octfm.io.location import Location
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "participant": ("person_id", "participant_id", "participant"),  # AI-READI v3, v2; octfm's own tables
+    "file": ("filepath",),
+    "sop_instance_uid": ("sop_instance_uid",),
+    "laterality": ("laterality",),
+    "manufacturer": ("manufacturer",),
+    "model": ("manufacturers_model_name",),
+    "region": ("anatomic_region",),
+    "frames": ("number_of_frames",),
+    "height": ("height",),
+    "width": ("width",),
+    "pixel_spacing": ("pixel_spacing",),
+    "slice_thickness": ("slice_thickness",),
+    "spacing_mm": ("spacing_mm",),
+    "split": ("recommended_split",),
+    "site": ("clinical_site",),
+    "study_group": ("study_group",),
+    "diagnosis": ("diagnosis",),
+    "age": ("age",),
+}
+"""What octfm asks of a table -> the columns that hold it where no map says otherwise, first found first taken."""
+
+_IDENTIFIER = re.compile(
+    r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone|(e_?)?mail|mrn|ssn|insurance|zip_?code|post(al)?_?code)(_|$)"
+)
+
+
+class TableError(OctfmError):
+    """A manifest or participants table that cannot be trusted."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A map from fields to the columns of one data set; empty for AI-READI's own names."""
+
+    of_field: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(texts: Iterable[str]) -> "Columns":
+        """From `field=column` pairs, several in one text with commas between. Raises ConfigError."""
+        found: dict[str, str] = {}
+        for pair in (pair.strip() for text in texts for pair in text.split(",")):
+            name, equals, column = (part.strip() for part in pair.partition("="))
+            if not (name and equals and column):
+                raise ConfigError(
+                    f"--columns: expected field=column pairs such as participant=pid,file=path, got {pair!r}"
+                )
+            if name not in FIELDS:
+                raise ConfigError(f"--columns: unknown field {name}; {_nearest(name, list(FIELDS), 'fields')}")
+            if found.setdefault(name, column) != column:
+                raise ConfigError(f"--columns: {name} is mapped to {found[name]} and to {column}; give it once")
+        return Columns(found)
+
+    def value(self, row: Mapping[str, str], name: str) -> str:
+        """The field's text in this row, empty where the row has none."""
+        mapped = self.of_field.get(name)
+        return next((row[column] for column in ((mapped,) if mapped else FIELDS[name]) if row.get(column)), "")
+
+    def present(self, header: Iterable[str], name: str) -> bool:
+        mapped = self.of_field.get(name)
+        return not set((mapped,) if mapped else FIELDS[name]).isdisjoint(header)
+
+    def check(self, headers: Mapping[str, list[str]]) -> None:
+        """`headers`: the columns of each table by its path. Raises TableError for a mapped column that no table has."""
+        known = list(dict.fromkeys(column for columns in headers.values() for column in columns))
+        for name, column in self.of_field.items():
+            if column not in known:
+                where = " and ".join(headers)
+                raise TableError(f"{where}: no column {column} for {name}; {_nearest(column, known, 'columns')}")
+
+    def labels(self, row: Mapping[str, str]) -> dict[str, str]:
+        """Everything else that is known of a person, under AI-READI's names, without direct identifiers."""
+        names = {column: FIELDS[name][0] for name, column in self.of_field.items()}
+        ids = {self.of_field["participant"]} if "participant" in self.of_field else set(FIELDS["participant"])
+        return {
+            names.get(column, column): value
+            for column, value in row.items()
+            if column not in ids and not is_identifier(column)
+        }
+
+
+def is_identifier(column: str) -> bool:
+    """Whether a column's name says that it identifies a person: PatientName, date of birth, e-mail, ..."""
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column)
+    return bool(_IDENTIFIER.search(re.sub(r"[^a-z0-9]+", "_", words.lower())))
+
+
+def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:
+    """The rows of a CSV or TSV, stripped. Raises TableError. Default delimiter: comma, semicolon or tab, as the header has most."""
+    try:
+        with (
+            open_file(path, whole=True) as file,
+            io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text,
+        ):
+            if delimiter is None:
+                first = text.readline()
+                delimiter = max(",;\t", key=first.count)
+                text.seek(0)
+            rows = list(csv.DictReader(text, delimiter=delimiter))
+    except (OSError, ReadError, csv.Error) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise TableError(f"{path}: cannot be read as a table: {reason}; check the path, or fetch it again") from error
+    return [
+        {str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)}
+        for row in rows
+    ]
+
+
+def _nearest(word: str, known: list[str], kind: str) -> str:
+    plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
+    close = get_close_matches(re.sub(r"[^a-z0-9]", "", word.lower()), list(plain), n=1, cutoff=0.5)
+    return f"did you mean {plain[close[0]]}?" if close else f"{kind}: {', '.join(known) or 'none'}"

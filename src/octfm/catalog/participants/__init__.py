@@ -1,0 +1,1 @@
+"""Whose eye is it: from folders, behind a pseudonym, in which split."""

@@ -1,0 +1,285 @@
+"""Read the words in a folder's or file's name: eyes, dates, protocols and other things that are never a person, and what may be one."""
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from octfm.volume.volume import Laterality
+
+Kind = Literal["eye", "word", "visit", "date", "group", "literal", "explicit", "strong", "number", "name"]
+"""word: protocol, format, modality. group: site, vendor, diagnosis, split: numbering may begin anew below it. literal: the word
+before a person's number. explicit: that number. strong: an id with four digits or more. name: any other word that may be a person."""
+CANDIDATES = ("explicit", "strong", "number", "name")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_EYES: dict[str, Laterality] = dict.fromkeys(
+    _words(
+        """
+    od right righteye rechts rechte rechtes rechtesauge droit droite derecho derecha destro destra dexter
+    direito direita prawe prawy oikea hoger hoyre hojre right_eye 右 右眼
+    """
+    ),
+    "R",
+) | dict.fromkeys(
+    _words(
+        """
+    os og oi oe left lefteye links linke linkes linkesauge gauche izquierdo izquierda sinistro sinistra sinister
+    esquerdo esquerda lewe lewy vasen vanster venstre 左 左眼
+    """
+    ),
+    "L",
+)
+_PAIRED: dict[str, str] = {"r": "l", "re": "le", "ra": "la", "rt": "lt", "op": "ol", "dx": "sx"}
+"""Abbreviations that are as often something else: eyes only in a tree that has both of a pair."""
+_LEFT_OF_PAIR = {left: right for right, left in _PAIRED.items()}
+
+_PEOPLE = _words(
+    """
+    patient patients patienten patienten pat pats pt participant participants teilnehmer subject subjects subj
+    subjs sub person persons people personen proband probanden volunteer volunteers paciente pacientes paziente
+    pazienti patientin persona mrn pid
+    """
+)
+_IMAGES = _words(
+    """
+    img image images im bild bilder imagen imagenes immagine immagini picture scan scans bscan bscans volume
+    volumes vol vols cube cubes file files slice slices frame frames stack stacks oct octa eye eyes auge augen
+    oeil yeux ojo ojos occhio occhi oog ogen export exports
+    """
+)
+_WORDS = _IMAGES | _words(
+    """
+    sdoct ssoct sd ss td angio angiography angiographie fundus slo ir faf af fa icg icga ffa cfp photo photos
+    enface ef structural structure thickness segmentation seg mask masks label raw tif tiff tiffs tifs png pngs
+    jpg jpgs jpeg jpegs bmp bmps dicom dicoms dcm nii nifti npy npz numpy e2e fda fds heyex xml 8bit 16bit 2d 3d
+    8bittiffs data dataset datasets daten donnees datos dati dados original originals processed preprocessed
+    prepared converted cropped output input results final copy kopie temp tmp new neu old alt archive archiv
+    backup folder ordner anonymized anonymised anonymisiert anon deidentified default untitled unnamed retina
+    retinal macula macular mac makula macule foveal fovea onh disc disk opticdisc opticnerve optic papille
+    papilla papil nerve rnfl nfl gcl gcc edi hd hr hs highres highspeed raster line lines linie linien star
+    stern radial circle circular kreis ring cross crosshair grid block dense detail ppol posterior pole wide
+    widefield peripapillary anterior segment cornea angle chorioid choroid ou both beide bilateral
+    """
+)
+_VISITS = _words(
+    """
+    visit visits visite visites visita visitas besuch bezoek session sessions sess ses sitzung exam exams
+    examination untersuchung untersuchungen examen esame onderzoek study studies studie etude series serie
+    baseline followup fu follow up kontrolle controle verlauf screening month months monat mois mes mese week
+    weeks woche semaine day days tag jour year years jahr timepoint tp time pre post preop postop before after
+    vorher nachher initial first second third last erst erste zweite termin acquisition acq
+    """
+)
+_GROUPS = _words(
+    """
+    train training val valid validation test testing dev holdout eval fold split normal normals healthy control
+    controls kontrollen gesund krank sain malade sano dme cnv drusen amd armd namd wet dry dr npdr pdr csc csr
+    cscr erm mh hole macularhole rvo brvo crvo glaucoma glaukom poag ga atrophy edema oedema diabetic diabetes
+    dm myopia rp vmt mactel pathology pathologic disease diseased abnormal positive negative class classes
+    klasse grade group groups gruppe groupe grupo cohort arm site sites center centre zentrum clinic clinics
+    klinik clinique clinica hospital krankenhaus hopital university standort praxis department abteilung station
+    batch part set cd dvd usb heidelberg engineering spectralis hra zeiss cirrus plex elite topcon triton
+    maestro maestro2 optovue avanti rtvue ivue solix nidek canon bioptigen leica envisu optopol revo copernicus
+    tomey optos silverstone visionix huvitz
+    """
+)
+
+_PLACES = _words(
+    "site center centre zentrum clinic klinik hospital station batch part set group gruppe cohort fold cd dvd"
+)
+
+_MONTH = r"(?:jan|feb|mar|m[aä]r|apr|may|mai|mag|jun|giu|jul|lug|aug|ago|sep|set|oct|okt|ott|nov|dec|dez|dic)[a-zäöüé]*"
+_DATES = re.compile(
+    rf"""(?<![0-9])(?:
+    (?:19|20)\d\d([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12]\d|3[01])(?:[T_ -]?\d{{6}}|[T_ -]\d{{4}}|[T_ -]\d\d[-.h]\d\d(?:[-.]\d\d)?)?
+    |(?:0?[1-9]|[12]\d|3[01])[-_.](?:0?[1-9]|[12]\d|3[01])[-_.](?:19|20)\d\d
+    |(?:0[1-9]|[12]\d|3[01])\.(?:0[1-9]|1[0-2])\.\d\d
+    |(?:0?[1-9]|[12]\d|3[01])[-_. ]?{_MONTH}[-_. ]?(?:19|20)\d\d
+    |(?:19|20)\d\d[-_. ]?{_MONTH}[-_. ]?(?:0?[1-9]|[12]\d|3[01])
+    )(?![0-9])""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_UID = re.compile(r"\d+(?:\.\d+){3,}")
+_TOKEN = re.compile(r"[^\s_\-.,;+&=#~'()\[\]{}]+")
+_CAMEL = re.compile(r"(?<=[a-zß-ÿ])(?=[A-ZÀ-Þ])")
+_PROTOCOL = re.compile(r"(?:hd|hr|hs|edi)?\d+(?:x\d+)+(?:mm|deg)?|\d+(?:mm|um|deg|d|lines?|bit|cube|pt)")
+_SPLIT_EYE = re.compile(r"(?P<number>\d{2,})(?P<eye>o[dsgie]|[rl])|(?P<eye2>od|os)(?P<number2>\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Segment:
+    kind: Kind
+    text: str
+    before: str
+    """What separates it from the segment to its left."""
+    eye: Laterality | None = None
+
+
+def plain(text: str) -> str:
+    """Lower case, without accents, in one Unicode form."""
+    letters = unicodedata.normalize("NFKD", text.casefold().replace("œ", "oe").replace("ø", "o").replace("ł", "l"))
+    return "".join(c for c in letters if not unicodedata.combining(c))
+
+
+def segments(name: str, abbreviations: Iterable[str] = ()) -> tuple[Segment, ...]:
+    """The parts of one folder's name, or of a file's without its ending, from left to right; neighbours of a kind are one part.
+
+    `abbreviations`: those of `eye_abbreviations` that mean eyes in this tree.
+    """
+    known = frozenset(abbreviations)
+    found: list[Segment] = []
+    end = 0
+    for kind, text, start in _pieces(name):
+        segment = _classified(kind, text, known)
+        found.append(replace(segment, before=name[end:start]))
+        end = start + len(text)
+    if found:
+        found[0] = replace(found[0], before="")
+    return tuple(_joined(_numbered(_with_people(found))))
+
+
+def eye_of(word: str) -> Laterality | None:
+    """The eye that a word names, in any of a dozen languages, abbreviated or not."""
+    text = re.sub(r"[\s_\-.]+", "", plain(word))
+    if text in _EYES:
+        return _EYES[text]
+    bare = re.sub(r"(eye|auge|oog|oeil|ojo|occhio)$|^(eye|oeil|ojo|occhio|olho|oculus)", "", text)
+    pairs: dict[str, Laterality] = dict.fromkeys(_PAIRED, "R")
+    return _EYES.get(bare) or (pairs | dict.fromkeys(_LEFT_OF_PAIR, "L")).get(bare)
+
+
+def eye_abbreviations(names: Iterable[str]) -> frozenset[str]:
+    """Abbreviations that mean eyes in a tree of these folder and file names: R where there is L as well, and OD, which is also the
+    optic disc, unless protocols such as `macula` stand where it does and no left eye is named anywhere."""
+    seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
+    seen |= {plain(eye) for text in list(seen) if (eye := _eye_in(text))}
+    meant = {word for word in seen if _PAIRED.get(word, _LEFT_OF_PAIR.get(word, "")) in seen}
+    named_left = any(_EYES.get(word) == "L" for word in seen)
+    if named_left or not seen & {"macula", "macular", "mac", "makula", "fovea"}:
+        meant.add("od")
+    return frozenset(meant)
+
+
+def _eye_in(text: str) -> str:
+    match = _SPLIT_EYE.fullmatch(text)
+    return (match["eye"] or match["eye2"]) if match else ""
+
+
+def _pieces(name: str) -> Iterable[tuple[Kind | Literal[""], str, int]]:
+    """(kind or "", text, where it starts)."""
+    if _UID.fullmatch(name):
+        yield "word", name, 0
+        return
+    at = 0
+    for date in [*_DATES.finditer(name), None]:
+        for token in _TOKEN.finditer(name, at, date.start() if date else len(name)):
+            start = token.start()
+            for piece in [token[0]] if plain(token[0]) in _EYES else _CAMEL.split(token[0]):
+                match = _SPLIT_EYE.fullmatch(piece)
+                for part in [p for p in match.groups() if p] if match else [piece]:
+                    yield "", part, start
+                    start += len(part)
+        if date:
+            yield "date", date[0], date.start()
+            at = date.end()
+
+
+def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[str]) -> Segment:
+    word = plain(text)
+    eye = _EYES.get(word) if word != "od" or "od" in abbreviations else None
+    if word in abbreviations and eye is None:
+        eye = "R" if word in _PAIRED else "L"
+    letters = word.rstrip("0123456789")
+    digits = len(word) - len(letters)
+    if kind:
+        pass
+    elif eye:
+        kind = "eye"
+    elif word in _PEOPLE:
+        kind = "literal"
+    elif word in _GROUPS:
+        kind = "group"
+    elif word in _VISITS or (letters in _VISITS and (digits < 4 or len(letters) > 2)):
+        kind = "visit"
+    elif word in _WORDS or word == "od" or _is_protocol(word):
+        kind = "word"
+    elif digits and (letters in _PEOPLE or letters == "p"):
+        kind = "explicit"
+    elif word.isdecimal() or letters in _IMAGES:
+        kind = "number"
+    elif digits < 4 and digits and letters in _WORDS:
+        kind = "word"
+    elif digits and letters in {
+        "site",
+        "center",
+        "centre",
+        "clinic",
+        "klinik",
+        "batch",
+        "part",
+        "set",
+        "group",
+        "cohort",
+    }:
+        kind = "group"
+    else:
+        kind = "strong" if re.search(r"\d{4}", word) else "name"
+    return Segment(kind, text, "", eye)  # type: ignore[arg-type]
+
+
+def _is_protocol(word: str) -> bool:
+    """6x6, 512x128, 5lines, Cube6x6."""
+    name = re.match(r"[a-z]*", word)[0]  # type: ignore[index]
+    return bool(_PROTOCOL.fullmatch(word) or (name in _WORDS and _PROTOCOL.fullmatch(word[len(name) :])))
+
+
+def _with_people(found: list[Segment]) -> list[Segment]:
+    """What follows `patient` is a person; without anything to follow it is a word like any other."""
+    out: list[Segment] = []
+    for segment in found:
+        named = bool(out) and out[-1].kind == "literal"
+        if named and segment.kind in CANDIDATES:
+            segment = replace(segment, kind="explicit")
+        elif named:
+            out[-1] = replace(out[-1], kind="word")
+        out.append(segment)
+    if out and out[-1].kind == "literal":
+        out[-1] = replace(out[-1], kind="word")
+    return out
+
+
+def _numbered(found: list[Segment]) -> list[Segment]:
+    """`visit 2` is a visit, `site 2` a site, and `scan 2` a number of scans, whatever stands between."""
+    out: list[Segment] = []
+    for segment in found:
+        last = out[-1] if out else None
+        if last and segment.kind == "number":
+            word = plain(last.text)
+            kind = "number" if word in _IMAGES else last.kind if last.kind == "visit" or word in _PLACES else None
+            if kind and (word in _IMAGES or segment.text.isdecimal()):
+                out[-1] = replace(last, kind=kind, text=last.text + segment.before + segment.text)  # type: ignore[arg-type]
+                continue
+        out.append(segment)
+    return out
+
+
+def names_people(name: str) -> bool:
+    """Whether a folder is called `patients`, so that the folders in it are people."""
+    return any(plain(text) in _PEOPLE for kind, text, _ in _pieces(name) if not kind)
+
+
+def _joined(found: list[Segment]) -> list[Segment]:
+    out: list[Segment] = []
+    for segment in found:
+        last = out[-1] if out else None
+        if last and last.kind == segment.kind and segment.kind in ("word", "visit", "date", "group", "name"):
+            out[-1] = replace(last, text=last.text + segment.before + segment.text)
+        else:
+            out.append(segment)
+    return out

@@ -1,0 +1,572 @@
+"""Whose scan a file is, where neither header nor table says: by a pattern that the user states, or by a guess that is safe or stops.
+
+A guess is made only where nothing else fits: one column of the paths holds ids that cannot be eyes, visits, dates, protocols or numbers of
+scans, each id has at most one meaning, and both eyes of somebody prove that it is no finer than a person. Everything else is shown and
+not used: two people that become one, or one person's eyes in two splits, would spoil every result without a sign.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Literal
+
+from octfm.catalog.participants.path_words import (
+    CANDIDATES,
+    Segment,
+    eye_abbreviations,
+    eye_of,
+    names_people,
+    plain,
+    segments,
+)
+from octfm.errors import ConfigError, OctfmError
+from octfm.io.archive import MEMBER, is_folder, list_folder
+from octfm.io.location import Location, listed
+from octfm.volume.volume import Laterality
+
+Source = Literal["header", "table", "folder", "pattern", ""]
+SOURCES: dict[str, str] = {
+    "header": "the file's header or its sidecar",
+    "table": "a table of files",
+    "folder": "folders and file names, by a guess that nothing contradicts",
+    "pattern": "folders and file names, by --participant-from",
+}
+"""How a participant was found."""
+
+PLACEHOLDERS = ("participant", "eye", "visit")
+_ENDING = re.compile(r"\.(?:nii\.gz|[A-Za-z][A-Za-z0-9]{1,5})$")
+_SMALL = 1000
+"""Numbers below may count visits, scans or B-scans."""
+_EXAMPLES = 3
+_MOST_PARTS = 6
+"""Of one name: with more, a name that does not fit would be tried in billions of ways."""
+
+
+class PeopleError(OctfmError):
+    """A pattern that does not fit the files, or a tree in which a guess at participants could be wrong."""
+
+
+class AmbiguousPeople(PeopleError):
+    """Nothing was scanned into a catalog; `guess` is what was made of the tree."""
+
+    def __init__(self, message: str, guess: "Guess"):
+        super().__init__(message)
+        self.guess = guess
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One volume that needs a participant, an eye, or neither."""
+
+    uri: str
+    participant: str
+    """Empty where neither header nor table names one."""
+    needs_eye: bool = True
+
+
+@dataclass(frozen=True)
+class Whose:
+    participant: str
+    source: Source
+    """Empty where header or table had said it."""
+    eyes: frozenset[Laterality]
+    """That the path names."""
+
+
+# ---- patterns -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A template of paths below the scanned folder, such as {participant}/{eye}/* or {participant}_{eye}_*.png.
+
+    {participant}, {eye} and {visit} stand for part of a name and * for anything in it; each takes as little as fits. A last * also stands
+    for everything further below. {participant} twice makes an id of both parts, for numbers that begin anew in every clinic. Without an
+    ending after its last name a pattern fits files of any ending.
+    """
+
+    text: str
+
+    @staticmethod
+    def parse(text: str) -> "Pattern":
+        """Raises ConfigError."""
+        clean = text.strip().replace("\\", "/").removeprefix("./").strip("/")
+        named = re.findall(r"\{([^{}]*)\}", clean)
+        for name in named:
+            if name not in PLACEHOLDERS:
+                close = get_close_matches(name.lower(), PLACEHOLDERS, n=1, cutoff=0.4)
+                hint = f"did you mean {{{close[0]}}}?" if close else "there are {participant}, {eye} and {visit}"
+                raise ConfigError(f"--participant-from {text!r}: unknown {{{name}}}; {hint}")
+        if re.sub(r"\{[a-z]+\}", "", clean).strip("*").count("{") or "}" in re.sub(r"\{[a-z]+\}", "", clean):
+            raise ConfigError(
+                f"--participant-from {text!r}: a brace is not closed; expected a path such as {{participant}}/{{eye}}/*"
+            )
+        if "participant" not in named:
+            raise ConfigError(
+                f"--participant-from {text!r}: expected {{participant}} in it, as in {{participant}}/{{eye}}/* or {{participant}}_{{eye}}_*.png"
+            )
+        if "}{" in clean.replace("{participant}{eye}", "{participant}"):
+            raise ConfigError(
+                f"--participant-from {text!r}: nothing separates two placeholders, so where one ends is a guess; put / _ or - between them"
+            )
+        if any(len(re.findall(r"\{|\*+", name)) > _MOST_PARTS for name in clean.split("/")):
+            raise ConfigError(
+                f"--participant-from {text!r}: more than {_MOST_PARTS} placeholders and * in one name; a * stands for everything between"
+            )
+        return Pattern(clean)
+
+    def match(self, place: "Place") -> tuple[str, frozenset[Laterality]] | None:
+        """The participant and the eyes that it finds; None where it does not fit, and where {eye} is no eye."""
+        for text in place.texts if "." in self.text.rpartition("/")[2] else place.stems:
+            words = _eye_words(text) if "{eye}" in self.text else ()
+            if match := _compiled(self.text, words).fullmatch(text):
+                groups = match.groupdict()
+                eyes = frozenset(eye for name, value in groups.items() if name[0] == "e" and (eye := eye_of(value)))
+                return "/".join(value.strip() for name, value in groups.items() if name[0] == "p"), eyes
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
+    """{eye} matches the `eye_words` of one name only: elsewhere it would take too little or too much."""
+    parts: list[str] = []
+    for token in re.split(r"(\{[a-z]+\}|\*+)", pattern):
+        if token == "{eye}":
+            parts.append(f"(?P<e{len(parts)}>{'|'.join(map(re.escape, eye_words)) or '(?!)'})")
+        elif token.startswith("{"):
+            parts.append(f"(?P<{token[1]}{len(parts)}>[^/]+?)")
+        elif token.startswith("*"):
+            parts.append("[^/]*?" if token == "*" else ".*?")
+        else:
+            parts.append(re.escape(token))
+    if pattern.endswith("/*"):
+        parts[-2:] = [".+"]
+    return re.compile("".join(parts), re.IGNORECASE)
+
+
+def _eye_words(text: str) -> tuple[str, ...]:
+    words = [*re.split(r"[\s_\-./]+", text), *re.split(r"[_/]", text)]
+    ends = [end for word in words for end in re.findall(r"^[^\W\d]+(?=\d)|(?<=\d)[^\W\d]+$", word)]
+    return tuple(sorted({word for word in (*words, *ends) if eye_of(word)}, key=lambda word: (-len(word), word)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a scan lies below the scanned folder. An archive counts as a folder of its name."""
+
+    stems: tuple[str, ...]
+    """Its path without ending; of a folder of images, also one image in it."""
+    texts: tuple[str, ...]
+    """With ending."""
+
+    @property
+    def shown(self) -> str:
+        return self.texts[-1]
+
+    @property
+    def names(self) -> list[str]:
+        return self.stems[0].split("/")
+
+
+def place_of(uri: str, root: Location) -> Place:
+    path: Any = listed(uri)
+    inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
+    head, mark, tail = inside.partition(MEMBER)
+    if mark and head.lower().endswith(".zip"):
+        inner, mark, _ = tail.partition(MEMBER)
+        head = f"{head[:-4]}/{inner}"
+    if not mark and is_folder(uri):  # after a second mark stands one volume of several in a file
+        first = next(iter(list_folder(uri)), "x.png").rpartition("/")[2]
+        return Place((head, f"{head}/{_ENDING.sub('', first)}"), (head, f"{head}/{first}"))
+    return Place((_ENDING.sub("", head),), (head,))
+
+
+# ---- what a tree says ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One path pattern of a guess."""
+
+    pattern: str
+    """Empty where no name in these paths may be a person's."""
+    files: int
+    participants: int
+    right: int
+    left: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Guess:
+    lines: tuple[Line, ...]
+    participants: int
+    doubt: str
+    """Why it may be wrong; empty where nothing contradicts it."""
+
+    @property
+    def patterns(self) -> list[str]:
+        return [line.pattern for line in self.lines if line.pattern]
+
+    @property
+    def without_person(self) -> tuple[str, ...]:
+        """Examples of files that `patterns` leave without a participant, so that they cannot be accepted as they are."""
+        return tuple(
+            example.partition(" -> ")[0] for line in self.lines if not line.pattern for example in line.examples
+        )
+
+    def table(self) -> str:
+        """For a terminal: what each path pattern would give, with examples."""
+        rows = [("path pattern", "files", "participants", "right", "left")]
+        rows += [
+            (
+                line.pattern or "(no name that may be a person's)",
+                *(f"{n:,}" for n in (line.files, line.participants, line.right, line.left)),
+            )
+            for line in self.lines
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        out = []
+        for row, line in zip(rows, [None, *self.lines], strict=True):
+            cells = [row[0].ljust(widths[0])] + [
+                cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+            ]
+            out.append("  ".join(cells))
+            out += [f"    {example}" for example in line.examples] if line else []
+        return "\n".join([*out, f"{self.participants:,} participants in all, if the guess is right"])
+
+
+def find_people(
+    scans: Sequence[Scan], root: Location, patterns: Sequence[Pattern] = (), listed_at: Mapping[str, str] | None = None
+) -> dict[str, Whose]:
+    """By uri. Header and table go first; `listed_at`: archive member that an unpacked file came from.
+
+    Raises AmbiguousPeople where there is no pattern and a guess may be wrong; PeopleError for files that no pattern fits.
+    """
+    if patterns or not all(scan.participant for scan in scans):
+        wanted = scans  # files that name their participant tell about the folders of others
+    else:
+        wanted = [scan for scan in scans if scan.needs_eye]
+    places = {scan.uri: place_of((listed_at or {}).get(scan.uri, scan.uri), root) for scan in wanted}
+    known = {scan.uri: scan.participant for scan in wanted if scan.participant}
+    nameless = {uri: place for uri, place in places.items() if uri not in known}
+    meant = eye_abbreviations({name for place in places.values() for name in place.names})
+    eyes = {
+        uri: frozenset(s.eye for n in place.names for s in segments(n, meant) if s.eye) for uri, place in places.items()
+    }
+    if patterns:
+        stated = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}
+        found = {uri: match[0] for uri, match in stated.items() if match}
+        _expect_all(nameless, found, patterns)
+        eyes |= {uri: match[1] for uri, match in stated.items() if match and match[1]}
+        source: Source = "pattern"
+        doubt = ""
+    elif nameless:
+        found, guess = _guess(nameless, places, meant, eyes)
+        source, doubt = "folder", guess.doubt
+    else:
+        found, source, doubt = {}, "", ""
+    ids = {found[uri]: found[uri] for uri in nameless if uri in found}
+    contradiction = _joined_with(known, found, ids)
+    if source == "folder":
+        doubt = doubt or contradiction or _spelt_twice([*ids.values(), *known.values()])
+        if doubt:
+            raise _ambiguous(root, len(nameless), len(scans), Guess(guess.lines, guess.participants, doubt))
+    elif contradiction:
+        raise PeopleError(
+            f"--participant-from: {contradiction}; state another pattern, or name these files in a table (--table)"
+        )
+    return {
+        uri: Whose(known[uri], "", eyes[uri]) if uri in known else Whose(ids[found[uri]], source, eyes[uri])
+        for uri in places
+    }
+
+
+def _expect_all(nameless: Mapping[str, Place], found: Mapping[str, str], patterns: Sequence[Pattern]) -> None:
+    named = " ".join(repr(pattern.text) for pattern in patterns)
+    if missing := [place.shown for uri, place in nameless.items() if uri not in found]:
+        raise PeopleError(
+            f"--participant-from {named}: {len(missing)} of {len(nameless)} files that name no participant do not match, for example "
+            f"{', '.join(sorted(missing)[:_EXAMPLES])}; give the option once more with a pattern for them, or name them in a table (--table)"
+        )
+    people = {found[uri] for uri in nameless}
+    words = [
+        p
+        for p in people
+        if all(s.kind in ("eye", "word", "visit", "date") for n in p.split("/") for s in segments(n, ("od",)))
+    ]
+    if people and len(words) == len(people):
+        raise PeopleError(
+            f"--participant-from {named}: gives {', '.join(sorted(words)[:_EXAMPLES])} as participants, which are words for eyes, visits or "
+            "protocols; put {participant} where the people are"
+        )
+
+
+def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[str, str]) -> str:
+    """In place: a folder whose other files name their participant is that participant. What contradicts it, or an empty string."""
+    named: dict[str, set[str]] = defaultdict(set)
+    for uri, participant in known.items():
+        if found.get(uri) in ids:
+            named[found[uri]].add(participant)
+    for name, participants in sorted(named.items()):
+        if len(participants) > 1:
+            return f"other files of {name!r} name {len(participants)} participants ({', '.join(sorted(participants)[:_EXAMPLES])})"
+        ids[name] = next(iter(participants))
+    owners: dict[str, str] = {}
+    for name in named:
+        if owners.setdefault(ids[name], name) != name:
+            return f"{owners[ids[name]]!r} and {name!r} hold files of one participant, {ids[name]}"
+    return ""
+
+
+def _spelt_twice(participants: Iterable[str]) -> str:
+    """P01 and p1 are one person more often than two."""
+    seen: dict[str, str] = {}
+    for participant in sorted(set(participants)):
+        text = re.sub(r"[\s_\-.]+", "", plain(participant))
+        text = re.sub(r"(?<!\d)0+(?=\d)", "", re.sub(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)", "", text))
+        if seen.setdefault(text, participant) != participant:
+            return f"{seen[text]!r} and {participant!r} may be one person"
+    return ""
+
+
+def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> AmbiguousPeople:
+    of = f"{nameless:,} of {scans:,} scans" if nameless < scans else f"{scans:,} scans"
+    options = " ".join(f"--participant-from '{pattern}'" for pattern in guess.patterns)
+    advice = f"accept the guess, or state another: octfm scan {root} {options}"
+    if guess.without_person:
+        advice = (
+            f"{', '.join(guess.without_person)}: name the participant in a sidecar (NAME.json), in a table (--table FILE) or by "
+            "--participant-from PATTERN if the path has it, scan the folder above if that is the person's, or move the file away"
+        )
+        if options:
+            advice += f"; then {options} accepts the guess for the others"
+    return AmbiguousPeople(
+        f"{root}: whose eyes {of} show is stated by no header or table, and folders leave it open: {guess.doubt}; {advice}",
+        guess,
+    )
+
+
+# ---- the guess ------------------------------------------------------------------------------------------------------------------------
+
+_Path = tuple[tuple[Segment, ...], ...]
+_At = tuple[int, int]
+"""Folder, and segment in its name."""
+
+
+def _guess(
+    nameless: Mapping[str, Place],
+    places: Mapping[str, Place],
+    meant: frozenset[str],
+    eyes: Mapping[str, frozenset[Laterality]],
+) -> tuple[dict[str, str], Guess]:
+    paths: dict[str, _Path] = {uri: tuple(segments(n, meant) for n in place.names) for uri, place in nameless.items()}
+    groups: dict[tuple, list[str]] = defaultdict(list)
+    for uri, path in paths.items():
+        groups[_skeleton(path)].append(uri)
+    chosen: dict[str, _At] = {}
+    doubts, spots, texts, named = [], set(), {}, set()
+    everywhere = set.intersection(*({s.text for name in path for s in name} for path in paths.values()))
+    for uris in groups.values():
+        at, doubt, explicit = _person_in(
+            [paths[uri] for uri in uris], [nameless[uri].names for uri in uris], len(nameless), everywhere
+        )
+        doubts += [doubt] if doubt else []
+        if at is None:
+            continue
+        if explicit:
+            named |= set(uris)
+        else:
+            spots.add(_nth_candidate(paths[uris[0]], at))
+        chosen |= dict.fromkeys(uris, at)
+        own = {uri: paths[uri] for uri in uris}
+        people = {uri: path[at[0]][at[1]].text for uri, path in own.items()}
+        outer = _numbered_by(list(own.values()), at) if _reused(own, dict.fromkeys(uris, at), people) else set()
+        for uri in uris:
+            texts[uri] = _template(paths[uri], {at, *outer}, len(nameless[uri].stems) > 1)
+    patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
+    doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
+    texts = {uri: text for uri, text in texts.items() if text in patterns}
+    order = sorted(patterns, key=lambda text: -text.count("/"))
+    found = {
+        uri: match[0]
+        for uri, place in places.items()
+        if (match := next((m for t in order if (m := patterns[t].match(place))), None))
+    }
+    people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.items()}
+    doubts += ["people stand at different places in different paths"] if len(spots) > 1 else []
+    doubts += [d for d in (_reused(paths, chosen, people), _unproven(people, named, eyes)) if d]
+    if not doubts and any(found.get(uri) != name for uri, name in people.items()):
+        doubts.append("names are read in more than one way")
+    lines = _lines(nameless, texts, found, eyes)
+    guess = Guess(lines, len({found[uri] for uri in nameless if uri in found}), doubts[0] if doubts else "")
+    return found, guess
+
+
+def _parsed(text: str) -> Pattern | None:
+    try:
+        return Pattern.parse(text)
+    except ConfigError:
+        return None  # names without separators, or with braces
+
+
+def _skeleton(path: _Path) -> tuple:
+    """What paths of one kind share: which kinds of words follow each other, and what separates them."""
+
+    def shape(s: Segment) -> tuple[str, str]:
+        return (
+            "word" if s.kind in ("word", "visit", "date", "group") else plain(s.text) if s.kind == "literal" else s.kind
+        ), s.before
+
+    return tuple(tuple(shape(s) for s in name) for name in path)
+
+
+def _person_in(
+    paths: Sequence[_Path], names: Sequence[list[str]], total: int, everywhere: set[str]
+) -> tuple[_At | None, str, bool]:
+    """Where the person stands in paths of one skeleton, what is doubtful about it, and whether a word such as `patient` says so."""
+    columns: dict[_At, list[str]] = {}
+    for depth, name in enumerate(paths[0]):
+        for i, segment in enumerate(name):
+            if segment.kind in CANDIDATES:
+                columns[depth, i] = [path[depth][i].text for path in paths]
+    kinds = {at: _kind_of(paths[0][at[0]][at[1]].kind, values) for at, values in columns.items()}
+    for at in columns:
+        alone = sum(other[0] == at[0] for other in columns) == 1
+        if kinds[at] != "count" and at[0] and alone and all(_is_list_of_people(name[at[0] - 1]) for name in names):
+            kinds[at] = "explicit"
+    for at in list(columns):  # Meyer/Meyer_OD.tif: the same name again
+        first = next(other for other in columns if columns[other] == columns[at])
+        if first != at:
+            del columns[at]
+    if explicit := [at for at in columns if kinds[at] == "explicit"]:
+        return explicit[0], "two names in one path may each be a person" if len(explicit) > 1 else "", True
+    rank = {"strong": 0, "name": 1, "number": 2, "count": 3}
+    order = sorted(columns, key=lambda at: (rank[kinds[at]], len(set(columns[at])) == 1 and len(paths) > 1, at))
+    if not order:
+        return None, "no folder or name in these paths may be a person's", False
+    if total == 1 and kinds[order[0]] in ("strong", "name") and eye_of(columns[order[0]][0]) is None:
+        return order[0], "", False  # nobody to be confused with
+    strong = [at for at in order if kinds[at] == "strong"]
+    # A name that stands in every path below the people tells nobody from another.
+    several = [at for at in order if at < order[0] or at == order[0] or not set(columns[at]) <= everywhere]
+    if len(several) > 1:
+        shown = " or ".join(repr(columns[at][0]) for at in several[:2])
+        return order[0], f"in {'/'.join(names[0])} the person may be {shown}", False
+    if not strong:
+        return order[0], f"{columns[order[0]][0]!r} may be a person, a visit, a clinic or a number of scans", False
+    return order[0], "", False
+
+
+def _is_list_of_people(name: str) -> bool:
+    """A folder called `patients`, and nothing else."""
+    return names_people(name) and all(s.kind == "word" for s in segments(name))
+
+
+def _kind_of(kind: str, values: Sequence[str]) -> str:
+    """explicit, strong, name, number (small, a year or a date) or count (img_003)."""
+    if kind != "number":
+        return kind
+    if not all(value.isdecimal() for value in values):
+        return "count"
+    years = all(re.fullmatch(r"(?:19|20)\d\d", value) for value in values)
+    dates = all(len(value) == 6 and _is_date(value) for value in values)
+    return "number" if years or dates or min(map(int, values)) < _SMALL else "strong"
+
+
+def _is_date(digits: str) -> bool:
+    a, b, c = int(digits[:2]), int(digits[2:4]), int(digits[4:])
+    return 1 <= b <= 12 and (1 <= a <= 31 or 1 <= c <= 31)
+
+
+def _nth_candidate(path: _Path, at: _At) -> tuple[int, int]:
+    return at[0], sum(segment.kind in CANDIDATES for segment in path[at[0]][: at[1]])
+
+
+def _reused(paths: Mapping[str, _Path], chosen: Mapping[str, _At], people: Mapping[str, str]) -> str:
+    """Number 1 of one clinic is not number 1 of the next, nor is that of another day; what lies in one folder `p1` is one person's."""
+    above: dict[str, tuple[str, ...]] = {}
+    for uri, (depth, i) in chosen.items():
+        before = [s for name in paths[uri][:depth] for s in name] + list(paths[uri][depth][:i])
+        outer = [s for s in before if s.kind in ("group", "date", *CANDIDATES)]
+        outer += [s for s in paths[uri][depth][i + 1 :] if s.kind in ("group", "name", "strong")]
+        words = tuple(plain(s.text) for s in outer)
+        if above.setdefault(people[uri], words) != words:
+            first, second = (" ".join(names) or "nothing" for names in (above[people[uri]], words))
+            return f"{people[uri]!r} with {first!r} and with {second!r} may be one person or two"
+    return ""
+
+
+def _unproven(people: Mapping[str, str], named: set[str], eyes: Mapping[str, frozenset[Laterality]]) -> str:
+    """Ids without a word such as `patient` (`named`) are people's, and not of eyes or scans, where one of them has both eyes."""
+    bare = [uri for uri in people if uri not in named]
+    if len(people) == 1 or not bare:
+        return ""
+    both: dict[str, set[Laterality]] = defaultdict(set)
+    for uri in bare:
+        both[people[uri]] |= eyes[uri]
+    if any(len(own) == 2 for own in both.values()):
+        return ""
+    return f"no one has both eyes, so that {people[bare[0]]!r} may be a person, an eye or a scan"
+
+
+def _numbered_by(paths: Sequence[_Path], at: _At) -> set[_At]:
+    """What stands before the people and differs, so that an id may need it as well."""
+    before = [(d, i) for d, name in enumerate(paths[0]) for i in range(len(name)) if (d, i) < at]
+    kinds = ("group", "date", *CANDIDATES)
+    return {(d, i) for d, i in before if paths[0][d][i].kind in kinds and len({path[d][i].text for path in paths}) > 1}
+
+
+def _template(path: _Path, people: set[_At], folder: bool) -> str:
+    names = []
+    for depth, name in enumerate(path):
+        if all(depth != at[0] for at in people) and not any(s.eye for s in name):
+            names.append("*")
+            continue
+        text = ""
+        for i, s in enumerate(name):
+            part = (
+                "{participant}"
+                if (depth, i) in people
+                else "{eye}"
+                if s.eye
+                else s.text
+                if s.kind == "literal"
+                else "*"
+            )
+            text = text if part == "*" and text.endswith("*") else f"{text}{s.before}{part}"
+        names.append(text)
+    while len(names) > 1 and names[-2:] == ["*", "*"]:
+        names.pop()
+    return "/".join(names) + ("/*" if folder and names[-1] != "*" else "")
+
+
+def _lines(
+    nameless: Mapping[str, Place],
+    texts: Mapping[str, str],
+    found: Mapping[str, str],
+    eyes: Mapping[str, frozenset[Laterality]],
+) -> tuple[Line, ...]:
+    by_text: dict[str, list[str]] = defaultdict(list)
+    for uri in nameless:
+        by_text[texts.get(uri, "")].append(uri)
+    lines = []
+    for text, uris in sorted(by_text.items(), key=lambda item: (-len(item[1]), item[0])):
+        shown, seen = [], set()
+        for uri in uris:
+            person = found.get(uri, "") if text else ""
+            if len(shown) < _EXAMPLES and (person, eyes[uri]) not in seen:
+                seen.add((person, eyes[uri]))
+                eye = {1: {"R": "right eye", "L": "left eye"}.get("".join(eyes[uri]), "")}.get(
+                    len(eyes[uri]), "eye unknown"
+                )
+                shown.append(f"{nameless[uri].texts[0]} -> {f'participant {person}' if person else 'nobody'}, {eye}")
+        sides = [eyes[uri] for uri in uris]
+        people = len({found[uri] for uri in uris if uri in found}) if text else 0
+        lines.append(
+            Line(text, len(uris), people, sides.count(frozenset("R")), sides.count(frozenset("L")), tuple(shown))
+        )  # type: ignore[arg-type]
+    return tuple(lines)

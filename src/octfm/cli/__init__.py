@@ -1,0 +1,1 @@
+"""The octfm command: one file per family of verbs."""

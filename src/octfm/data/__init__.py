@@ -1,1 +1,0 @@
-"""Data side: from files to batches; numpy only, never torch."""

@@ -1,0 +1,1 @@
+"""A pretrained encoder: loaded, embedding, exported; and encoders of others."""

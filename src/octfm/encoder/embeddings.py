@@ -1,0 +1,142 @@
+"""Embeddings of frozen encoders, read back from `octfm embed` and aligned by acquisition id."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.io.location import Location, location
+from octfm.store.exclusion import Echo, excluded, to_stderr
+from octfm.store.store import Store
+
+COLUMNS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "split", "participant_labels", "vector")
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """One encoder's vectors, one row per acquisition, sorted by acquisition id."""
+
+    name: str
+    path: str
+    metadata: dict[str, Any]
+    """key (weights + Preprocessing + precision), encoder, precision, width, budget, as written by `octfm embed`."""
+    acquisition: np.ndarray
+    participant: np.ndarray
+    eye_id: np.ndarray
+    laterality: tuple[str | None, ...]
+    scanner: np.ndarray
+    split: tuple[str | None, ...]
+    participant_labels: tuple[dict[str, str], ...]
+    vectors: np.ndarray
+    """float64 [N, width]"""
+
+
+def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:
+    """The vectors whose acquisition or participant `file` does not name; embeddings do not know uris."""
+    names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
+    kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))
+    columns = {
+        name: getattr(embeddings, name)[kept] for name in ("acquisition", "participant", "eye_id", "scanner", "vectors")
+    }
+    words = {
+        name: tuple(getattr(embeddings, name)[i] for i in kept)
+        for name in ("laterality", "split", "participant_labels")
+    }
+    return replace(embeddings, **columns, **words)
+
+
+def read_embeddings(path: str | Location) -> Embeddings:
+    """Read one parquet file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions and non-finite vectors."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = location(path)
+    if not path.is_file():
+        raise EvaluationError(f"{path}: no such embeddings file; make it with octfm embed")
+    try:
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+    except pa.ArrowException as error:
+        raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
+    if absent := [name for name in COLUMNS if name not in table.column_names]:
+        raise EvaluationError(
+            f"{path}: expected the columns that octfm embed writes, got none called {', '.join(absent)}; embed again"
+        )
+    table = table.sort_by("acquisition")
+    metadata = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    column = {name: table.column(name).to_pylist() for name in table.column_names if name != "vector"}
+    acquisition = np.array(column["acquisition"], dtype=str)
+    if len(acquisition) == 0:
+        raise EvaluationError(f"{path}: holds no acquisition; embed again")
+    repeated = acquisition[1:][acquisition[1:] == acquisition[:-1]]
+    if repeated.size:
+        raise EvaluationError(f"{path}: acquisition {repeated[0]} occurs more than once; embed again into a new file")
+    vectors = _rectangle(table.column("vector"))
+    if vectors is None or not np.isfinite(vectors).all():
+        raise EvaluationError(
+            f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged"
+        )
+    return Embeddings(
+        name=str(metadata.get("name", path.stem)),
+        path=str(path),
+        metadata={k: v for k, v in metadata.items() if k in ("key", "encoder", "precision", "width", "budget")},
+        acquisition=acquisition,
+        participant=np.array(column["participant"], dtype=str),
+        eye_id=np.array(column["eye_id"], dtype=str),
+        laterality=tuple(column["laterality"]),
+        scanner=np.array(column["scanner"], dtype=str),
+        split=tuple(column["split"]),
+        participant_labels=tuple(json.loads(text) if text else {} for text in column["participant_labels"]),
+        vectors=vectors,
+    )
+
+
+def _rectangle(column: Any) -> np.ndarray | None:
+    """float64 [N, width] of a column of lists; None where they are not equally long."""
+    lists = column.combine_chunks()
+    flat, width = lists.flatten().to_numpy(zero_copy_only=False), len(lists[0])
+    if lists.null_count or any(np.diff(lists.offsets.to_numpy()) != width) or width == 0:
+        return None
+    return flat.astype(np.float64).reshape(len(lists), width)
+
+
+def of_store(store: Store) -> Embeddings:
+    """Who and what the volumes of a store are, in its order and without vectors."""
+    rows = store.rows
+    return Embeddings(
+        name=str(store.path),
+        path=str(store.path),
+        metadata={},
+        acquisition=np.array([row.acquisition for row in rows]),
+        participant=np.array([row.participant for row in rows]),
+        eye_id=np.array([row.eye_id for row in rows]),
+        laterality=tuple(row.laterality for row in rows),
+        scanner=np.array([row.scanner for row in rows]),
+        split=tuple(row.split for row in rows),
+        participant_labels=tuple(row.participant_labels for row in rows),
+        vectors=np.zeros((len(rows), 0)),
+    )
+
+
+def align(encoders: list[Embeddings]) -> list[Embeddings]:
+    """The same acquisitions in the same order for every encoder (rows are sorted by id), or EvaluationError."""
+    if not encoders:
+        raise EvaluationError("expected at least one embeddings file, got none")
+    names = [e.name for e in encoders]
+    if len(set(names)) < len(names):
+        raise EvaluationError(f"expected differently named embeddings, got {', '.join(names)}; pass each encoder once")
+    first = encoders[0]
+    for other in encoders[1:]:
+        if not np.array_equal(first.acquisition, other.acquisition):
+            odd = sorted(set(first.acquisition.tolist()) ^ set(other.acquisition.tolist()))
+            raise EvaluationError(
+                f"{other.path}: expected the acquisitions of {first.path}, {len(odd)} are in only one of the two ({odd[0]} …); "
+                "embed both from the same store"
+            )
+        if not np.array_equal(first.participant, other.participant):
+            raise EvaluationError(
+                f"{other.path}: participants differ from {first.path} for the same acquisitions; embed both from the same store"
+            )
+    return encoders

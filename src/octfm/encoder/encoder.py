@@ -1,0 +1,277 @@
+"""A frozen encoder that knows its preprocessing: volumes in, vectors or token grids out."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from octfm.encoder import exported
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.io.location import Location, location
+from octfm.models.heads import merged
+from octfm.models.pooling import VectorPool, pooled, width_of
+from octfm.models.vit3d import VisionTransformer3D, take_patches
+from octfm.pretraining.augment import normalise
+from octfm.pretraining.inputs import build_objective, frozen_encoder, grid_of
+from octfm.pretraining.learner import config_of
+from octfm.pretraining.masks import TISSUE, select_tokens, token_map
+from octfm.pretraining.run_folder import load_newest
+from octfm.pretraining.settings import PretrainConfig, stored_config
+from octfm.run import checkpoint
+from octfm.run.bucket import local_run
+from octfm.run.runtime import Runtime, start
+from octfm.store.store import Arrays
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.volume import Volume
+
+SELECTION_SEED = 0
+"""Embedding repeats the training selection of tokens with this seed, so that the same volume gives the same vector."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """The frozen encoder of a run (objective.frozen) with the Preprocessing that its weights expect (F15)."""
+
+    network: VisionTransformer3D
+    config: PretrainConfig
+    preprocessing: Preprocessing
+    runtime: Runtime
+    source: str
+    fingerprint: str
+    """Of the Preprocessing that the weights were trained on, with the version of its algorithm."""
+    own_zscore: bool = False
+    """Volumes are standardised one by one, as the prototype did, instead of by the Preprocessing's fixed mean and standard deviation."""
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.config.model.width
+
+    @property
+    def vector_width(self) -> int:
+        """Numbers in the vector of a volume."""
+        return width_of(self.config.objective.pool, self.width)
+
+    def pooling(self, pool: VectorPool | None) -> "Encoder":
+        """The same encoder, giving vectors pooled like this; None: as its run says (objective.pool)."""
+        objective = self.config.objective if pool is None else self.config.objective.model_copy(update={"pool": pool})
+        return replace(self, config=self.config.model_copy(update={"objective": objective}))
+
+    @property
+    def key(self) -> str:
+        """Identifies its tokens: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
+        digest = hashlib.sha256(
+            f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}|{self.own_zscore}".encode()
+        )
+        for name, tensor in self.network.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+    @property
+    def vector_key(self) -> str:
+        """Identifies its vectors: `key`, and how tokens are pooled where that is not their mean."""
+        pool = self.config.objective.pool
+        return self.key if pool == "mean" else f"{self.key}-{pool}"
+
+    def embed(self, volume: Volume) -> np.ndarray:
+        """float32 [vector_width]: the pooled tissue tokens of one acquisition (objective.pool), in any native geometry."""
+        return self.embed_arrays(self.prepare(volume))[0]
+
+    def embed_tokens(self, volume: Volume) -> np.ndarray:
+        """float32 [d, h, w, width]: every token of the full grid, padding included."""
+        return self.encode_grid(self.prepare(volume).voxels)[0]
+
+    @torch.inference_mode()
+    def embed_arrays(self, arrays: Arrays) -> np.ndarray:
+        """float32 [B, vector_width] of prepared volumes: the token budget of training, tissue first, its tissue tokens pooled."""
+        chosen, tissue = self.select(arrays)
+        tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
+        return pooled(tokens_BMD, self.runtime.tensor(tissue), self.config.objective.pool).cpu().numpy()
+
+    def vector_of(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """float32 [vector_width] of one volume's tokens [M, width], of which those in bool [M] count."""
+        return pooled(torch.from_numpy(tokens[None]), torch.from_numpy(counts[None]), self.config.objective.pool)[
+            0
+        ].numpy()
+
+    @torch.inference_mode()
+    def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [B, M, width] of the same tokens, and bool [B, M]: which of them `embed_arrays` pools."""
+        chosen, tissue = self.select(arrays)
+        return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
+
+    def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [B, M] flat grid indices of the token budget, and bool [B, M]: which are tissue (all, where none was found)."""
+        maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
+        kept, _, _ = self.config.masks.counts(maps.shape[1:])
+        chosen = np.stack(
+            [
+                select_tokens(m, kept, np.random.default_rng(SELECTION_SEED), arrays.acquisition[place : place + 1])
+                for place, m in enumerate(maps)
+            ]
+        )
+        tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
+        return chosen, tissue | ~tissue.any(1, keepdims=True)
+
+    @torch.inference_mode()
+    def some_tokens(self, voxels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """float32 [B, M, width] of the tokens at these flat grid indices [B, M]; the encoder sees no other."""
+        return self._encode(voxels, self.runtime.tensor(chosen)).cpu().numpy()
+
+    @torch.inference_mode()
+    def encode_grid(self, voxels: np.ndarray) -> np.ndarray:
+        """float32 [B, d, h, w, width] of prepared voxels uint8 [B, D, H, W]: the full grid."""
+        grid = self.network.grid
+        everything = torch.arange(grid.size, device=self.runtime.device).expand(len(voxels), -1)
+        return self._encode(voxels, everything).unflatten(1, grid.shape).cpu().numpy()
+
+    def _encode(self, voxels: np.ndarray, index: Tensor) -> Tensor:
+        patches = take_patches(self.runtime.tensor(voxels).unsqueeze(1), index, self.config.model.patch_size)
+        if self.own_zscore:
+            whole = self.runtime.tensor(voxels).flatten(1).float()
+            patches = (patches.float() - whole.mean(1)[:, None, None]) / whole.std(1).clamp_min(1e-6)[:, None, None]
+        else:
+            patches = normalise(patches, self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
+        with self.runtime.autocast():
+            return self.network(patches, index).float()
+
+    def prepare(self, volume: Volume) -> Arrays:
+        """One acquisition in any native geometry as a batch of one prepared volume."""
+        prepared = self.preprocess(volume)
+        return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+
+    def preprocess(self, volume: Volume) -> Prepared:
+        """One acquisition as the weights expect it, with the way back to its native frame."""
+        if self.preprocessing.fingerprint() != self.fingerprint:
+            raise EvaluationError(
+                f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)"
+            )
+        return self.preprocessing(volume)
+
+
+def load_encoder(
+    run: str | Location, *, random_init: bool = False, device: str | None = None, runtime: Runtime | None = None
+) -> Encoder:
+    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an `octfm export` folder, on a disk or in a bucket, in float32.
+
+    `random_init`: before its first update. `runtime`: where to, in its precision, instead of one device in float32. A fine-tuned encoder
+    comes with its low-rank updates merged into its weights.
+    """
+    runtime = runtime or start("fp32", device)
+    path, content = _open(run)
+    if "encoder_config" in content:
+        return _tuned_encoder(path, content, random_init, runtime)
+    settings = stored_config(content["settings"]) if "network" in content else config_of(content)
+    preprocessing = Preprocessing.recorded(content["preprocessing"])
+    if "network" in content and not random_init:
+        network = empty_network(settings, preprocessing)
+        fill(network, content["network"], path)
+    else:
+        model = build_objective(settings, preprocessing)
+        if not random_init:
+            model.load_state_dict(content["model"])
+        network = frozen_encoder(settings, model)
+    return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], runtime)
+
+
+def assemble(
+    network: VisionTransformer3D,
+    config: PretrainConfig,
+    preprocessing: Preprocessing,
+    source: str,
+    fingerprint: str,
+    runtime: Runtime,
+) -> Encoder:
+    """An Encoder there, not to be trained."""
+    return Encoder(network.to(runtime.device).eval(), config, preprocessing, runtime, source, fingerprint)
+
+
+def empty_network(config: PretrainConfig, preprocessing: Preprocessing) -> VisionTransformer3D:
+    """The encoder without memory for its weights, which `fill` gives it."""
+    with torch.device("meta"):
+        return VisionTransformer3D(config.model, grid_of(preprocessing, config.model.patch_size))
+
+
+def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -> None:
+    """Load weights. Raises CheckpointError naming what does not fit."""
+    try:
+        module.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{where}: weights and settings are not of one model ({what}); fetch or export it again"
+        ) from None
+
+
+def content_of(run: str | Location) -> dict[str, Any]:
+    """What a run, a checkpoint file or an exported folder holds, verified."""
+    return _open(run)[1]
+
+
+def preprocessing_of(run: str | Location) -> dict[str, Any]:
+    """The settings of the Preprocessing that a run, a checkpoint or an exported folder expects."""
+    return Preprocessing.recorded(content_of(run)["preprocessing"]).model_dump(mode="json")
+
+
+def participants_of(run: str | Location) -> dict[str, Any]:
+    """`key` and `hashes` of whom a model was trained on. Raises EvaluationError where the key is not with them."""
+    participants = content_of(run)["participants"]
+    if participants["key"] is None:
+        raise EvaluationError(
+            f"{run}: exported without the key of its participants' hashes, so nobody can tell whom it has seen; "
+            f"put the key back as {exported.KEY} beside its {exported.CONFIG}, or evaluate with --allow-seen"
+        )
+    return participants
+
+
+def seen_by(run: str | Location) -> Callable[[str], bool]:
+    """A predicate: was this participant in the training data of the run's newest checkpoint?"""
+    participants = participants_of(run)
+    known = set(participants["hashes"])
+    return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known
+
+
+def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
+    where = location(run)
+    if exported.is_export(where):
+        return where, exported.read_export(where)
+    return load_newest(local_run(where))
+
+
+def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:
+    """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
+    config, preprocessing = (
+        stored_config(content["encoder_config"]),
+        Preprocessing.recorded(content["preprocessing"]),
+    )
+    tuning = content["config"]
+    if random_init:
+        network = frozen_encoder(config, build_objective(config, preprocessing))
+        return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], runtime)
+    best = content["state"]["best"]
+    if best is None:
+        raise CheckpointError(f"{path}: fine-tuning has not been validated once; continue it first")
+    if not tuning["lr_encoder"]:
+        base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
+        if base.fingerprint != content["fingerprint"]:
+            raise EvaluationError(
+                f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained on (F15)"
+            )
+        return replace(base, source=f"{path} on {base.source}")
+    own = {
+        name.removeprefix("encoder."): tensor for name, tensor in best["model"].items() if name.startswith("encoder.")
+    }
+    network = empty_network(config, preprocessing)
+    fill(network, merged(own), path)
+    return assemble(
+        network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], runtime
+    )
+
+
+def _source(path: Location, random_init: bool) -> str:
+    return f"{path} at random initialisation" if random_init else str(path)

@@ -1,0 +1,160 @@
+"""A run, or a fine-tuned model, as a folder that others load without octfm's training side; see exported.py for its layout."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octfm import __version__
+from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
+from octfm.encoder import exported
+from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
+from octfm.encoder.tuned import TunedModel, load_tuned
+from octfm.errors import EvaluationError
+from octfm.io.location import Location, local_path, write_whole
+from octfm.models.heads import MeanPool
+from octfm.models.vit3d import count_parameters
+
+
+def export(
+    run: str | Location,
+    out: str | Path,
+    *,
+    onnx: bool = False,
+    card: str | None = None,
+    keep_key: str | Path | None = None,
+    keep_names: bool = False,
+    echo: Callable[[str], None] = print,
+) -> Path:
+    """Write a new folder `out` that `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained` load offline; it appears whole or not.
+
+    run: a pretraining run, a checkpoint, or a run of `octfm finetune`, which is exported with its head.
+    onnx: also octfm.onnx, compared with torch. card: Markdown for README.md.
+    keep_key: the file that gets the key of the participants' hashes, instead of the export.
+    keep_names: also write names of classes and of their column that octfm does not know, and that may therefore name somebody.
+    Raises EvaluationError where `out` or `keep_key` exists, where a class has such a name, or where what was written is not what was read.
+    """
+    out = local_path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
+    if keep_key is not None and Path(keep_key).exists():
+        raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
+    content = content_of(run)
+    tuned = load_tuned(run, "cpu") if "encoder_config" in content or content.get("head") else None
+    encoder = tuned.encoder if tuned is not None else load_encoder(run, device="cpu")
+    if tuned is not None and not keep_names:
+        _expect_known_names(tuned)
+    participants = participants_of(run)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_files(
+            partial,
+            settings_of(encoder, tuned, content.get("step")),
+            tensors_of(encoder, tuned),
+            participants["hashes"],
+        )
+        write_whole(partial / exported.CARD, (card or _plain_card(out.name, tuned)).encode())
+        if onnx:
+            from octfm.encoder.onnx_graph import write_onnx
+
+            worst = write_onnx(encoder, tuned.head if tuned else None, partial / exported.ONNX)
+            echo(f"{exported.ONNX}: onnxruntime and torch differ by at most {worst:.1e}")
+        if (read := load_encoder(partial, device="cpu")).key != encoder.key:
+            raise EvaluationError(
+                f"{out}: {read.source} is not {encoder.source}, byte for byte; nothing was exported, report it"
+            )
+        if participants["key"]:
+            write_whole(
+                Path(keep_key) if keep_key is not None else partial / exported.KEY, f"{participants['key']}\n".encode()
+            )
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def _expect_known_names(tuned: TunedModel) -> None:
+    answer = tuned.answer
+    unknown = [name for name in answer.classes if not (is_plain_word(name) or is_known_scanner(name))]
+    unknown += [] if all(map(is_known_name, answer.target.split(":"))) else [answer.target]
+    if unknown:
+        raise EvaluationError(
+            f"config.json would publish the names {', '.join(map(repr, unknown))}, which octfm does not know and which may name somebody; "
+            "rename the classes of the label table and fine-tune again, or pass --keep-names if strangers may read them"
+        )
+
+
+def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | None = None) -> dict[str, Any]:
+    """The content of config.json: nothing in it names a place or a person."""
+    run = encoder.config.model_dump(mode="json")
+    settings = {name: run[name] for name in exported.SETTINGS}
+    settings["model"] = settings["model"] | {"init": None}
+    content = {
+        "format": exported.FORMAT,
+        "version": exported.VERSION,
+        "octfm": __version__,
+        "step": step,
+        "parameters": count_parameters(encoder.network),
+        "embedding_width": encoder.vector_width,
+        "token_grid": list(encoder.network.grid.shape),
+        "settings": settings,
+        "preprocessing": encoder.preprocessing.model_dump(mode="json"),
+        "fingerprint": encoder.fingerprint,
+    }
+    if tuned is not None:
+        pool = "mean" if isinstance(tuned.head.pool, MeanPool) else "attention"
+        content["answer"] = tuned.answer.to_dict()
+        content["head_settings"] = {"pool": pool, "tokens_per_volume": tuned.tokens_per_volume}
+    return content
+
+
+def tensors_of(encoder: Encoder, tuned: TunedModel | None = None) -> dict[str, Tensor]:
+    """Names as in OctEncoder."""
+    tensors = {f"network.{name}": tensor for name, tensor in encoder.network.state_dict().items()}
+    if tuned is not None:
+        tensors |= {f"head.{name}": tensor for name, tensor in tuned.head.state_dict().items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], hashes: list[str]) -> None:
+    """Everything that loading needs; config.json last."""
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"format": "pt", "sha256": exported.checksum(tensors)}
+    write_whole(folder / exported.WEIGHTS, save(tensors, facts))
+    write_whole(folder / exported.SEEN, json.dumps({"hash": "HMAC-SHA256", "hashes": hashes}, indent=0).encode())
+    write_whole(folder / exported.CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
+
+
+def usage(name: str, tuned: bool = False) -> str:
+    """How to load an export of this name, for its model card."""
+    verb, call = ("load_tuned", "predict") if tuned else ("load_encoder", "embed")
+    said = (
+        "probability of every class, or the number" if tuned else "float32 [embedding_width], its tissue tokens pooled"
+    )
+    return f"""```python
+import octfm
+
+model = octfm.{verb}("{name}")                      # this folder
+model.{call}(octfm.read_volume("scan.dcm"))         # {said}
+
+module = octfm.OctEncoder.from_pretrained("{name}")    # a torch module; also a name on the Hugging Face hub
+features = module(voxels)                           # prepared voxels [B, 1, D, H, W] to [B, width, d, h, w]
+```"""
+
+
+def _plain_card(name: str, tuned: TunedModel | None) -> str:
+    """The little that is known without the files of a run."""
+    what = f"fine-tuned for {tuned.answer.target}" if tuned is not None else "pretrained without labels"
+    return (
+        "---\nlibrary_name: octfm\ntags:\n- medical\n- oct\n- retina\n- pytorch_model_hub_mixin\n---\n\n"
+        f"# {name}\n\nA 3-D encoder of retinal OCT volumes, {what} with octfm {__version__}. Not a medical device.\n\n"
+        f"{usage(name, tuned is not None)}\n"
+    )

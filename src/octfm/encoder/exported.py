@@ -1,0 +1,140 @@
+"""A folder that `octfm export` wrote, in the layout of the Hugging Face hub, read back from a disk or a bucket.
+
+model.safetensors        float32 tensors: network.* (octfm.models.vit3d), head.* where the model was fine-tuned; a checksum over all
+config.json              sizes, token budget and Preprocessing; what the head answers
+seen_participants.json   keyed hashes of whom it was trained on
+participants.key         the key of those hashes; may be kept elsewhere, and laid here again for an evaluation
+README.md                the model card
+octfm.onnx               where it was asked for
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.io.location import BucketPath, Location
+
+CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
+    "config.json", "model.safetensors", "seen_participants.json", "participants.key", "README.md", "octfm.onnx",
+)  # fmt: skip
+FORMAT, VERSION = "octfm-export", 1
+SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
+"""Of a run's settings, what its encoder is made by; the others name places, and are nobody's business."""
+
+
+def is_export(where: Location) -> bool:
+    """Whether this is a folder (or prefix) that `octfm export` wrote."""
+    try:
+        return json.loads((where / CONFIG).read_bytes()).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def refuse_inside_export(out: Location) -> None:
+    """Raises EvaluationError where `out` lies in (or is) an export: embeddings hold ids, pictures show voxels, and exports are published."""
+    folder = out if isinstance(out, BucketPath) else Path(os.path.abspath(out))  # noqa: PTH100
+    for parent in (folder, *(folder.parents if isinstance(folder, Path) else ())):
+        if is_export(parent):
+            raise EvaluationError(
+                f"{out}: lies in {parent}, an export that may be published; embeddings and pictures of people have no place there, "
+                "choose another --out"
+            )
+
+
+def read_export(where: Location) -> dict[str, Any]:
+    """config.json, with `network` and `head` (tensors by name) and `participants`. Raises CheckpointError for what is not whole."""
+    settings = read_settings(where)
+    tensors = _read_tensors(where)
+    parts: dict[str, dict[str, Tensor]] = {"network": {}, "head": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        if part not in parts:
+            raise CheckpointError(
+                f"{where / WEIGHTS}: unknown tensor {name}; expected network.* and head.*; export again"
+            )
+        parts[part][rest] = tensor
+    return {**settings, **parts, "participants": read_seen(where)}
+
+
+def read_settings(where: Location) -> dict[str, Any]:
+    """config.json of an export."""
+    settings = _read_json(where / CONFIG)
+    if settings.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{where / CONFIG}: expected format {FORMAT}, got {settings.get('format')!r}; was it made by octfm export?"
+        )
+    if settings.get("version", 0) > VERSION:
+        raise CheckpointError(
+            f"{where / CONFIG}: export version {settings['version']}, this octfm reads up to {VERSION}; upgrade octfm"
+        )
+    if absent := {"settings", "preprocessing", "fingerprint"} - settings.keys():
+        raise CheckpointError(f"{where / CONFIG}: incomplete, it lacks {', '.join(sorted(absent))}; export again")
+    return settings
+
+
+def read_seen(where: Location) -> dict[str, Any]:
+    """Keyed hashes of whom the model was trained on, and their key: None where it is kept elsewhere."""
+    try:
+        seen = _read_json(where / SEEN)
+    except CheckpointError:
+        if not _is_there(where / SEEN):
+            raise CheckpointError(
+                f"{where / SEEN}: missing, so nobody can tell whom this model has seen; fetch it with the rest of the export"
+            ) from None
+        raise
+    try:
+        key = (where / KEY).read_bytes().decode().strip()
+    except FileNotFoundError:
+        key = None
+    return {"key": key, "hashes": seen["hashes"]}
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read_tensors(where: Location) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    file = where / WEIGHTS
+    try:
+        data = file.read_bytes()
+        tensors = load(data)
+        length = int.from_bytes(data[:8], "little")
+        stated = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("sha256")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file; fetch the whole export again") from None
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file}: damaged ({' '.join(str(error).split())[:120]}); fetch it again") from None
+    if stated != (found := checksum(tensors)):
+        raise CheckpointError(
+            f"{file}: damaged, or written by something else: its checksum is {found[:12]}, expected {str(stated)[:12]}; fetch it again"
+        )
+    return tensors
+
+
+def _read_json(file: Location) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file; expected a folder that octfm export wrote") from None
+    except ValueError:
+        raise CheckpointError(f"{file}: not valid JSON; fetch it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}; fetch it again")
+    return content
+
+
+def _is_there(file: Location) -> bool:
+    return file.is_file() if isinstance(file, Path) else file.exists()

@@ -1,0 +1,110 @@
+"""An encoder of your own beside ours, on the same prepared volumes: a function that returns a function.
+
+    def my_encoder():                               # called once; loads the weights
+        network = ...
+        def embed(voxels):                          # uint8 [B, D, H, W] = (B-scan, axial, lateral), as the store holds them
+            return network(...)                     # numbers [B, width]
+        return embed
+
+`octfm trust RUN --external my_file.py:my_encoder`, or `package.module:my_encoder`. docs/external_encoder.py is one for 2-D networks.
+"""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+
+from octfm.addresses import refuse_credentials
+from octfm.encoder.embeddings import Embeddings
+from octfm.errors import EvaluationError
+from octfm.io.location import local_path
+from octfm.store.store import Store
+
+Embed = Callable[[np.ndarray], np.ndarray]
+BATCH = 8
+
+
+def load_external(spec: str) -> tuple[str, Embed]:
+    """(name, function) of `FILE.py:FUNCTION` or `module:FUNCTION`; the code of that file runs. EvaluationError says what is not there."""
+    refuse_credentials(spec)
+    where, colon, function = spec.rpartition(":")
+    if not colon or not where or not function.isidentifier():
+        raise EvaluationError(f"--external: expected FILE.py:FUNCTION or module:FUNCTION, got {spec!r}")
+    module = _from_file(local_path(where), spec) if where.endswith(".py") else _by_name(where, spec)
+    make = getattr(module, function, None)
+    if not callable(make):
+        there = (
+            ", ".join(
+                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+            )
+            or "none"
+        )
+        raise EvaluationError(f"--external {spec}: {where} has no function {function}; functions there: {there}")
+    try:
+        embed: Any = make()
+    except Exception as error:  # the user's own code: whatever it raises is the answer
+        raise EvaluationError(f"--external {spec}: {function}() failed: {type(error).__name__}: {error}") from error
+    if not callable(embed):
+        raise EvaluationError(
+            f"--external {spec}: {function}() must return a function of voxels [B, D, H, W], got {type(embed).__name__}"
+        )
+    return function, cast(Embed, embed)
+
+
+def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str, Embed] | None = None) -> Embeddings:
+    """One vector for every row of `data`, in its order, from volumes of `store`. Raises EvaluationError on a wrong shape or NaN.
+
+    `loaded`: what `load_external(spec)` gave, where that was asked already.
+    """
+    name, embed = loaded or load_external(spec)
+    place = {row.acquisition: row.index for row in store.rows}
+    rows = np.array([place[acquisition] for acquisition in data.acquisition.tolist()])
+    found: list[np.ndarray] = []
+    for first in range(0, len(rows), BATCH):
+        voxels = store.read(rows[first : first + BATCH]).voxels
+        try:
+            vectors = np.asarray(embed(voxels), dtype=np.float64)
+        except Exception as error:  # as above
+            raise EvaluationError(
+                f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"
+            ) from error
+        width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
+        if vectors.shape != (len(voxels), width) or not width:
+            raise EvaluationError(
+                f"--external {spec}: expected [{len(voxels)}, {width or 'width'}] for {len(voxels)} volumes, got {vectors.shape}"
+            )
+        if not np.isfinite(vectors).all():
+            raise EvaluationError(
+                f"--external {spec}: returned NaN or infinity for some of the volumes {first} to {first + len(voxels) - 1}"
+            )
+        found.append(vectors)
+    metadata = {"encoder": f"external: {re.sub(r'.*/', '', spec)}"}
+    return replace(data, name=name, path=spec, metadata=metadata, vectors=np.concatenate(found))
+
+
+def _from_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        raise EvaluationError(f"--external {spec}: no such file {path}")
+    described = importlib.util.spec_from_file_location(path.stem, path)
+    assert described is not None and described.loader is not None
+    module = importlib.util.module_from_spec(described)
+    try:
+        described.loader.exec_module(module)
+    except Exception as error:  # as above
+        raise EvaluationError(f"--external {spec}: {path} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _by_name(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # as above
+        raise EvaluationError(
+            f"--external {spec}: cannot import {name} ({type(error).__name__}: {error}); install it, or give FILE.py:FUNCTION"
+        ) from error

@@ -1,0 +1,119 @@
+"""An exported encoder as a plain torch module that the Hugging Face hub knows how to load, save and push."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, arange, nn
+
+from octfm.encoder import exported
+from octfm.encoder.encoder import Encoder, assemble
+from octfm.encoder.export import write_files
+from octfm.encoder.tuned import Answer
+from octfm.errors import ConfigError
+from octfm.io.location import write_whole
+from octfm.models.heads import TaskHead
+from octfm.models.vit3d import VisionTransformer3D, take_patches
+from octfm.pretraining.augment import normalise
+from octfm.pretraining.inputs import grid_of
+from octfm.pretraining.settings import stored_config
+from octfm.run.runtime import start
+from octfm.volume.preprocessing import Preprocessing
+
+try:
+    from huggingface_hub import PyTorchModelHubMixin, snapshot_download
+except ImportError:
+    raise ConfigError("octfm.OctEncoder needs huggingface_hub; install it with: pip install 'octfm[hub]'") from None
+
+
+class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["medical", "oct", "retina"]):
+    """A backbone: prepared voxels in, one feature vector per patch out, on a grid; gradients flow.
+
+    `from_pretrained(folder or hub id)` reads what `octfm export` wrote, offline where it is a folder; `save_pretrained` writes the same
+    layout again, with the weights as they are by then. `encoder` is the same network with the methods of octfm.Encoder.
+    """
+
+    def __init__(self, **facts: Any):
+        """The keys of an export's config.json."""
+        super().__init__()
+        if absent := {"settings", "preprocessing", "fingerprint"} - facts.keys():
+            raise ConfigError(
+                f"OctEncoder: expected the keys of an export's config.json, got none called {', '.join(sorted(absent))}; "
+                "load one with OctEncoder.from_pretrained(folder)"
+            )
+        self.facts = facts
+        self.run = stored_config(facts["settings"])
+        self.preprocessing = Preprocessing.recorded(facts["preprocessing"])
+        self.network = VisionTransformer3D(self.run.model, grid_of(self.preprocessing, self.run.model.patch_size))
+        self.head = None
+        if "answer" in facts:
+            heads = next(h for h in (self.run.model.heads, 2, 1) if self.run.model.width % h == 0)
+            outputs = len(Answer.from_dict(facts["answer"]).classes) or 1
+            self.head = TaskHead(self.run.model.width, heads, outputs, facts["head_settings"]["pool"])
+        self.seen: dict[str, Any] = {"key": None, "hashes": []}
+
+    @property
+    def width(self) -> int:
+        """Channels of the features."""
+        return self.run.model.width
+
+    @property
+    def patch_size(self) -> tuple[int, int, int]:
+        """Voxels of one feature vector, (B-scan, axial, lateral): the factors that lead back to voxels."""
+        return self.run.model.patch_size
+
+    def forward(self, voxels: Tensor) -> Tensor:
+        """float32 [B, width, d, h, w] of prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255: the full token grid, channels first."""
+        voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
+        expected = (1, *self.preprocessing.image_size)
+        if tuple(voxels.shape[1:]) != expected:
+            raise ConfigError(
+                f"OctEncoder: expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; prepare them"
+            )
+        grid = self.network.grid
+        index = arange(grid.size, device=voxels.device).expand(voxels.shape[0], -1)
+        patches = take_patches(voxels, index, self.run.model.patch_size)
+        patches = normalise(patches, self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
+        return self.network(patches, index).unflatten(1, grid.shape).movedim(-1, 1)
+
+    @property
+    def encoder(self) -> Encoder:
+        """This network as an octfm.Encoder: `embed`, `embed_tokens` of native volumes. Puts the network into evaluation mode."""
+        device = str(next(self.network.parameters()).device)
+        return assemble(
+            self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], start("fp32", device)
+        )
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        map_location: str = "cpu",
+        **facts: Any,
+    ) -> "OctEncoder":
+        folder = Path(model_id)
+        if not folder.is_dir():
+            wanted = [exported.CONFIG, exported.WEIGHTS, exported.SEEN, exported.KEY]
+            folder = Path(
+                snapshot_download(
+                    model_id, revision=revision, cache_dir=cache_dir, force_download=force_download, local_files_only=local_files_only,
+                    token=token, allow_patterns=wanted,
+                )
+            )  # fmt: skip
+        content = exported.read_export(folder)
+        model = cls(**facts)
+        parts = {f"{part}.{name}": tensor for part in ("network", "head") for name, tensor in content[part].items()}
+        model.load_state_dict(parts)
+        model.seen = content["participants"]
+        return model.to(map_location).eval()
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()}
+        write_files(Path(save_directory), self.facts, tensors, self.seen["hashes"])
+        if self.seen["key"]:
+            write_whole(Path(save_directory) / exported.KEY, f"{self.seen['key']}\n".encode())

@@ -1,0 +1,154 @@
+"""An encoder, and the head of a fine-tuned one, as an ONNX graph that is believed only after onnxruntime has agreed with torch.
+
+    voxels  uint8   [batch, D, H, W]     a volume as `Encoder.prepare` gives it
+    index   int64   [batch, tokens]      which tokens, by flat grid index; `Encoder.select` gives those of the token budget
+    counts  float32 [batch, tokens]      1 for tokens that are pooled (tissue), 0 for the others
+    ->
+    tokens  float32 [batch, tokens, width]
+    vector  float32 [batch, numbers]     the tokens that count, pooled (objective.pool): what `Encoder.embed` returns
+    answers float32 [batch, outputs]     what the head says, before `Answer.value`; fine-tuned models only
+
+Batch and number of tokens are free. Patches are cut and normalised inside the graph.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from octfm.encoder.encoder import Encoder
+from octfm.errors import EvaluationError
+from octfm.models.heads import TaskHead
+from octfm.models.pooling import VectorPool, pooled
+from octfm.models.vit3d import take_patches
+from octfm.pretraining.augment import normalise
+
+TOLERANCE = 1e-4
+"""Largest difference of any output, over the largest magnitude in it where that is above 1."""
+INPUTS = ("voxels", "index", "counts")
+
+
+class Graph(nn.Module):
+    """What is exported."""
+
+    pool: VectorPool
+
+    def __init__(self, encoder: Encoder, head: TaskHead | None):
+        super().__init__()
+        self.network, self.head = encoder.network, head
+        self.patch_size, self.pool = encoder.config.model.patch_size, encoder.config.objective.pool
+        self.mean, self.std = encoder.preprocessing.intensity_mean, encoder.preprocessing.intensity_std
+
+    def forward(self, voxels: Tensor, index: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        patches = normalise(take_patches(voxels.unsqueeze(1), index, self.patch_size), self.mean, self.std)
+        tokens = self.network(patches, index)
+        vector = pooled(tokens, counts, self.pool)
+        return (tokens, vector) if self.head is None else (tokens, vector, self.head(tokens, counts > 0))
+
+
+def write_onnx(encoder: Encoder, head: TaskHead | None, file: Path) -> float:
+    """Write and check the graph; the largest difference found. Raises EvaluationError, leaving no file, where onnxruntime disagrees."""
+    _require()
+    if encoder.runtime.device.type != "cpu":
+        raise EvaluationError("an ONNX graph is exported from a CPU; use --device cpu")
+    graph = Graph(encoder, head).eval()
+    names = ["tokens", "vector"] + (["answers"] if head is not None else [])
+    batch, tokens = torch.export.Dim("batch", min=1), torch.export.Dim("tokens", min=1)
+    shapes = {"voxels": {0: batch}, "index": {0: batch, 1: tokens}, "counts": {0: batch, 1: tokens}}
+    try:
+        with torch.no_grad(), _silent():
+            program = torch.onnx.export(
+                graph, example(encoder, 2, min(encoder.network.grid.size, 64), 0), dynamo=True, input_names=list(INPUTS),
+                output_names=names, dynamic_shapes=shapes, external_data=False, verbose=False,
+            )  # fmt: skip
+            assert program is not None
+            program.save(str(file))
+        _forget_source(file)
+        return check(graph, encoder, file)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+
+
+def _forget_source(file: Path) -> None:
+    """Take out what torch notes of every node: stack traces, with the folders of the machine that exported."""
+    import onnx
+
+    def forget(message: Any) -> None:
+        for field, value in message.ListFields():
+            if field.name in ("doc_string", "metadata_props"):
+                message.ClearField(field.name)
+            elif field.message_type is not None:
+                for inner in value if hasattr(value, "append") else [value]:
+                    forget(inner)
+
+    model = onnx.load(str(file))
+    forget(model)
+    onnx.save(model, str(file))
+
+
+def check(graph: Graph, encoder: Encoder, file: Path) -> float:
+    """The largest difference between onnxruntime and torch over several sizes. Raises EvaluationError above TOLERANCE."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    grid, worst = encoder.network.grid.size, 0.0
+    kept, _, _ = encoder.config.masks.counts(encoder.network.grid.shape)
+    for batch, tokens, seed in ((1, kept, 1), (3, min(17, grid), 2)):
+        inputs = example(encoder, batch, tokens, seed)
+        found = session.run(None, {name: value.numpy() for name, value in zip(INPUTS, inputs, strict=True)})
+        with torch.inference_mode():
+            expected = graph(*inputs)
+        for name, ours, theirs in zip(names, expected, found, strict=True):
+            difference = float(np.abs(ours.numpy() - theirs).max()) / max(1.0, float(ours.abs().max()))
+            if not difference <= TOLERANCE:
+                raise EvaluationError(
+                    f"{file.name}: onnxruntime and torch differ by {difference:.2g} in {name} with {batch} volumes of {tokens} tokens, "
+                    f"expected at most {TOLERANCE:g}; nothing was exported. Leave --onnx out, and report it with your torch and onnx"
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def example(encoder: Encoder, batch: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bands over noise, a random choice of tokens, half of which count."""
+    rng = np.random.default_rng(seed)
+    shape = encoder.preprocessing.image_size
+    rows = np.linspace(0, 6 * np.pi, shape[1])[:, None]
+    voxels = np.clip(110 + 90 * np.sin(rows) + rng.normal(0, 20, (batch, *shape)), 0, 255).astype(np.uint8)
+    index = np.stack([np.sort(rng.permutation(encoder.network.grid.size)[:tokens]) for _ in range(batch)])
+    counts = (rng.random(index.shape) < 0.5).astype(np.float32)
+    counts[:, 0] = 1
+    return torch.from_numpy(voxels), torch.from_numpy(index), torch.from_numpy(counts)
+
+
+def _require() -> None:
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript
+    except ImportError as error:
+        raise EvaluationError(f"--onnx needs {error.name}; install it with: pip install 'octfm[onnx]'") from None
+    assert onnx and onnxruntime and onnxscript
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The exporter talks about operators of other libraries and deprecated calls of its own."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,135 @@
+"""Encoders of the prototype (FACTS 1, F19) as frozen encoders, for comparison: weights only, no code of the file is ever run.
+
+Layout that is read (names after an optional prefix `module.`, then `encoder.`, `context_encoder.` or `student.`):
+
+    patch_embed[.proj].weight      [D, 1, 4, 16, 16]   Conv3d with stride = kernel; .bias [D]
+    pos_embed                      [1, N, D] or [N, D] learned positions in the order (B-scan, axial, lateral)
+    blocks.<i>.norm1 | norm2       LayerNorm
+    blocks.<i>.attn.qkv, .proj     Linear, or .in_proj_weight, .in_proj_bias, .out_proj as nn.MultiheadAttention has them
+    blocks.<i>.mlp.fc1, .fc2       Linear; also .mlp.0 and .mlp.2
+    norm                           LayerNorm
+
+Pre-norm blocks with an exact GELU, as in ViT. The file may hold the tensors themselves or under `encoder`, `model`, `state_dict` or
+`student`. The target encoder is not offered: the prototype never moved it (F11 a).
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octfm.config import load
+from octfm.encoder.encoder import Encoder
+from octfm.errors import CheckpointError
+from octfm.models.vit3d import VisionTransformer3D, ViTConfig
+from octfm.pretraining.inputs import grid_of
+from octfm.pretraining.masks import token_grid
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run.runtime import start
+from octfm.run.weights_file import read_weights
+from octfm.volume.preprocessing import Preprocessing
+
+PREPROCESSING = {"image_size": [64, 384, 384], "target_spacing": [0.05, 0.02, 0.02]}
+"""What the prototype was trained on, as far as its settings tell (FACTS 1)."""
+CONTAINERS = ("encoder", "model", "state_dict", "student")
+PREFIX = re.compile(r"^(module\.|_orig_mod\.)*(model\.)?((context_)?encoder\.|student\.)?(module\.)?")
+TEACHER = re.compile(r"^(module\.)?(target_encoder|teacher|ema|predictor|mask_token)\b")
+RENAMED = (
+    (re.compile(r"^patch_embed\.(proj\.)?"), "patch_embed."),
+    (re.compile(r"^pos_embed$|^position_embedding$"), "position"),
+    (re.compile(r"\.attn\.in_proj_"), ".attn.qkv."),
+    (re.compile(r"\.attn\.(proj|out_proj)\."), ".attn.out."),
+    (re.compile(r"\.mlp\.(fc1|net\.0)\."), ".mlp.0."),
+    (re.compile(r"\.mlp\.(fc2|net\.2)\."), ".mlp.2."),
+)
+
+
+def load_prototype_encoder(
+    path: str | Path, preprocessing: Preprocessing | None = None, *, heads: int | None = None, device: str | None = None
+) -> Encoder:
+    """The context encoder of a prototype's `.pt`, in float32, with its own z-score of every volume (F15).
+
+    `preprocessing` defaults to what the prototype's settings say. `heads` is not stored in weights: 64-wide heads unless given. Raises
+    CheckpointError naming the first tensor that is missing, unknown or of another shape.
+    """
+    path = Path(path)
+    preprocessing = preprocessing or load(Preprocessing, dict(PREPROCESSING))
+    state = _translated(path, read_weights(path, CONTAINERS, "a .pt of the prototype"))
+    kernel = state["patch_embed.weight"]
+    if kernel.ndim != 5 or kernel.shape[1] != 1:
+        raise CheckpointError(
+            f"{path}: patch_embed.weight: expected [D, 1, d, h, w] of a Conv3d on one channel, got {list(kernel.shape)}"
+        )
+    width, patch = int(kernel.shape[0]), (int(kernel.shape[2]), int(kernel.shape[3]), int(kernel.shape[4]))
+    depth = 1 + max((int(name.split(".")[1]) for name in state if name.startswith("blocks.")), default=-1)
+    hidden = state.get("blocks.0.mlp.0.weight")
+    try:
+        grid = token_grid(preprocessing.image_size, patch)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    model = ViTConfig(
+        patch_size=patch, width=width, depth=max(1, depth), heads=heads or max(1, width // 64), positions="learned",
+        mlp_ratio=hidden.shape[0] / width if hidden is not None else 4.0,
+    )  # fmt: skip
+    # A convolution whose stride is its kernel is a linear map of the patch, voxels in the same order.
+    state["patch_embed.weight"] = kernel.reshape(width, -1)
+    if "position" in state:
+        state["position"] = state["position"].reshape(1, *state["position"].shape[-2:])
+    with torch.device("meta"):
+        network = VisionTransformer3D(model, grid_of(preprocessing, model.patch_size))
+    _require_fit(path, network, state, grid)
+    network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    config = load(
+        PretrainConfig,
+        {"model": model.model_dump(), "masks": {"budget": None, "context_ratio": 0.4}, "precision": "fp32"},
+    )
+    runtime = start("fp32", device)
+    network = network.to(runtime.device).eval().requires_grad_(False)
+    return Encoder(network, config, preprocessing, runtime, str(path), preprocessing.fingerprint(), own_zscore=True)
+
+
+def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our names of the encoder's tensors; those of teacher and predictor are left behind."""
+    state = {}
+    for name, tensor in tensors.items():
+        if TEACHER.match(name):
+            continue
+        short = PREFIX.sub("", name, count=1)
+        for pattern, ours in RENAMED:
+            short = pattern.sub(ours, short)
+        state[short] = tensor
+    if "patch_embed.weight" not in state:
+        raise CheckpointError(
+            f"{path}: no patch_embed.weight among {len(tensors)} tensors ({', '.join(list(tensors)[:3])} …); see the layout in "
+            "octfm/encoder/prototype.py"
+        )
+    return state
+
+
+def _require_fit(
+    path: Path, network: VisionTransformer3D, state: dict[str, Tensor], grid: tuple[int, int, int]
+) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    got = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if missing := [name for name in expected if name not in got]:
+        raise CheckpointError(
+            f"{path}: {missing[0]} is missing (and {len(missing) - 1} more); see the layout in octfm/encoder/prototype.py"
+        )
+    if unknown := [name for name in got if name not in expected]:
+        raise CheckpointError(
+            f"{path}: {unknown[0]} is not of this layout (and {len(unknown) - 1} more); see octfm/encoder/prototype.py"
+        )
+    for name, shape in expected.items():
+        if got[name] != shape:
+            hint = (
+                "another image_size or patch size than it was trained on"
+                if name == "position"
+                else "another architecture"
+            )
+            tokens = (
+                f"; volumes of this Preprocessing have {grid[0]} x {grid[1]} x {grid[2]} tokens"
+                if name == "position"
+                else ""
+            )
+            raise CheckpointError(f"{path}: {name}: expected {list(shape)}, got {list(got[name])}{tokens}: {hint}")

@@ -1,0 +1,128 @@
+"""Which reader a file needs. Content decides: magic bytes, then structure; a name only where a format has neither.
+
+Every reader of a format other than DICOM has `open_bscans(uri) -> Bscans`; what follows from that is the same for all of them.
+"""
+
+import io
+import zlib
+from collections.abc import Collection
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from octfm.errors import ReadError
+from octfm.formats import Header, bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.io.archive import file_size, is_folder, open_file
+from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
+
+if TYPE_CHECKING:
+    from octfm.formats.dicom.parts import Part
+
+_HEAD = 4096
+
+_MAGIC: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"HSF-OCT", "heyex_vol"),
+    (0, b"ep-v", "heyex_vol"),  # written by eyepy
+    (0, b"CMDb", "heidelberg_e2e"),
+    (0, b"E2EMultipleVolumeFile", "heidelberg_e2e"),
+    (0, b"FOCT", "topcon"),
+    (0, b"\x93NUMPY", "arrays"),
+    (0, b"II*\0", "images"),
+    (0, b"MM\0*", "images"),
+    (0, b"II+\0", "images"),
+    (0, b"MM\0+", "images"),
+    (0, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "images"),
+    (0, b"BM", "images"),
+    (0, b"\xff\xd8\xff", "images"),
+)
+"""Offset, bytes there, module that reads it."""
+
+
+def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
+    reader, layouts = find_reader(uri), RASTER_ONLY if raster_only else LAYOUTS
+    if reader.__name__.endswith(".dicom"):
+        return reader.read_dicom(uri, layouts)
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts)
+
+
+def read_header(uri: str, layouts: Collection[Layout]) -> Header:
+    reader = find_reader(uri)
+    if reader.__name__.endswith(".dicom"):
+        return reader.read_header(uri, layouts)
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_header(reader.open_bscans(uri), layouts)
+
+
+def examine(uri: str, layouts: Collection[Layout]) -> "Header | Part":
+    reader = find_reader(uri)
+    return reader.examine(uri, layouts) if reader.__name__.endswith(".dicom") else read_header(uri, layouts)
+
+
+def volumes_in(uri: str) -> list[str]:
+    """uris of the volumes that a file holds, itself where it is one. Raises ReadError."""
+    reader = find_reader(uri)
+    if reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]:
+        return [uri]
+    with bscans.damage_has_a_code(uri):
+        return heidelberg_e2e.volumes(uri)
+
+
+def read_surfaces(uri: str) -> Surfaces | None:
+    reader = find_reader(uri)
+    if reader.__name__.endswith(".dicom"):
+        from octfm.formats.dicom.surfaces import read_height_map
+
+        try:
+            return read_height_map(uri).surfaces
+        except ReadError as error:
+            if error.code == "not_layer_heights":
+                return None  # a DICOM volume holds none; its height map is a file of its own
+            raise
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_surfaces(reader.open_bscans(uri))
+
+
+def find_reader(uri: str) -> ModuleType:
+    """The module that reads it; DICOM where nothing else fits, whose reader says what is wrong. Raises ReadError."""
+    container, series = heidelberg_e2e.split_series(uri)
+    name = "image_folder" if not series and is_folder(uri) else _by_content(container)
+    return import_module(f"octfm.formats.{name}")
+
+
+def _by_content(uri: str) -> str:
+    try:
+        with open_file(uri) as file:
+            head = file.read(_HEAD)
+    except OSError as error:
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
+        ) from error
+    if head[128:132] == b"DICM":
+        return "dicom"  # first: its preamble may be the header of a TIFF file
+    for offset, magic, name in _MAGIC:
+        if head[offset : offset + len(magic)] == magic:
+            return name
+    if is_nifti(_unzipped(head) if head[:2] == b"\x1f\x8b" else head):
+        return "nifti"
+    if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:
+        return "arrays"
+    if heyex_xml.fits(head):
+        return "heyex_xml"
+    if bioptigen.fits(head):
+        return "bioptigen"
+    # What is left has no magic bytes: a name, and a size or another file that fits.
+    if zeiss_img.fits(uri, file_size(uri)):
+        return "zeiss_img"
+    return "optovue" if optovue.fits(uri) else "dicom"
+
+
+def is_nifti(head: bytes) -> bool:
+    return head[344:348] in (b"n+1\0", b"ni1\0") or head[4:12] in (b"n+2\0\r\n\x1a\n", b"ni2\0\r\n\x1a\n")
+
+
+def _unzipped(head: bytes) -> bytes:
+    try:
+        return zlib.decompressobj(31).decompress(io.BytesIO(head).read(), _HEAD)
+    except zlib.error:
+        return b""

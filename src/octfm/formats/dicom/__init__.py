@@ -1,0 +1,1 @@
+"""Ophthalmic Tomography in DICOM: files, functional groups, geometry, pixels."""

@@ -1,0 +1,340 @@
+"""One DICOM file: its header up to the pixels, and where the pixels are; everything is checked before a single one is decoded.
+
+Standard: DICOM PS3.5 (encoding), PS3.10 (files).
+"""
+
+import io
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from octfm.errors import ReadError
+from octfm.formats.dicom.codecs import DAMAGE, find_decoders
+from octfm.formats.dicom.gray import read_gray
+from octfm.formats.dicom.groups import Group, is_behind_header, read_groups
+from octfm.formats.dicom.pixels import (
+    MAX_BYTES,
+    Pixels,
+    check_encapsulated,
+    check_native,
+    find_fragments,
+    find_frames,
+)
+from octfm.io.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
+from octfm.volume.volume import Shape3
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
+    from pydicom.dataset import FileMetaDataset
+
+_IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
+_NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
+
+_PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
+# Only these are ever parsed: names, birth dates and free text stay in the file.
+ELEMENTS = (
+    "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
+    "Laterality", "ImageLaterality",
+    "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
+    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID", "InstanceNumber",
+    "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth",
+    "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
+    "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
+)  # fmt: skip
+
+_OF_A_PERSON = ("PN", "DA")
+"""Value representations that none of ELEMENTS has: one flipped bit makes the tag of a birth date that of the id."""
+
+Header = Any
+"""What has `.get(keyword)`: a pydicom Dataset, or a dict where several files make one volume."""
+
+
+class FileHeader:
+    """Elements of a file by keyword: functional groups as plain dicts, all others as pydicom converts them."""
+
+    def __init__(self, dataset: "Dataset", groups: Group, file_meta: "FileMetaDataset"):
+        self._dataset, self._groups, self.file_meta = dataset, groups, file_meta
+        self.implicit = bool(dataset.original_encoding[0])
+
+    def get(self, keyword: str) -> Any:
+        if keyword in self._groups:
+            return self._groups[keyword]
+        from pydicom.tag import Tag
+
+        element = self._dataset.get(Tag(keyword))
+        return None if element is None or element.VR in _OF_A_PERSON else element.value
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    uri: str
+    dataset: "FileHeader"
+    """Up to the pixels."""
+    stream: BinaryIO
+    size: int
+    pixel_offset: int
+
+
+@contextmanager
+def parsed(uri: str, whole: bool = False) -> Iterator[OpenFile]:
+    """The file, open, its header read. What damaged input makes fail inside the block becomes ReadError `unreadable`, too."""
+    with guarded(uri, whole) as file:
+        dataset, stream, size = _parse(file, uri)
+        yield OpenFile(uri, dataset, stream, size, stream.tell())
+
+
+@contextmanager
+def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
+    """The file, open for a parser, whose errors are those of `refusing_damage`."""
+    with refusing_damage(uri), open_file(uri, whole=whole) as file:
+        yield file
+
+
+@contextmanager
+def refusing_damage(uri: str) -> Iterator[None]:
+    """What damaged input makes pydicom raise, when it parses or when a value is first looked at, becomes ReadError `unreadable`."""
+    damaged = _damage()
+    try:
+        with _quiet_pydicom():
+            yield
+    except OSError as error:
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
+        ) from error
+    except damaged as error:
+        # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
+        raise ReadError(
+            "unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again"
+        ) from None
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    from pydicom.errors import BytesLengthException, InvalidDicomError
+
+    return (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error)
+
+
+@contextmanager
+def _quiet_pydicom() -> Iterator[None]:
+    """pydicom's warnings and log lines quote values of the file; what matters in them is checked here and has a code."""
+    from pydicom import config
+
+    before = config.settings.reading_validation_mode
+    config.settings.reading_validation_mode = config.IGNORE
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        config.settings.reading_validation_mode = before
+
+
+def _parse(file: BinaryIO, uri: str) -> tuple["FileHeader", BinaryIO, int]:
+    from pydicom.filereader import read_partial
+
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    head = file.read(4096)
+    if not head:
+        raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
+    _refuse_other_formats(head, uri)
+    file.seek(0)
+    if _DEFLATED.encode() in head:
+        body = _inflate(file, head, uri)
+        size = body.getbuffer().nbytes
+        return FileHeader(*_header_of(body, size), _deflated_meta()), body, size
+    dataset = read_partial(file, force=True, stop_when=is_behind_header, specific_tags=_tags())
+    implicit, little_endian = dataset.original_encoding
+    groups = read_groups(file, size, bool(implicit), little_endian is False)
+    return FileHeader(dataset, groups, dataset.file_meta), file, size
+
+
+def _refuse_other_formats(head: bytes, uri: str) -> None:
+    """Content decides: the DICM magic, or without preamble a first element of group 2 or 8 as every DICOM dataset has."""
+    if head[128:132] == b"DICM":
+        return
+    first = head[:4]
+    explicit = len(head) >= 8 and head[4:6].isalpha() and head[4:6].isupper()
+    group = int.from_bytes(first[:2], "little") if first[:1] != b"\0" else int.from_bytes(first[:2], "big")
+    element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
+    short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
+    if group not in (2, 8) or element > 0x0100 or not (explicit or short):
+        kind = (
+            "a ZIP archive inside another or without the ending .zip; unpack it"
+            if head[:2] == b"PK"
+            else "no format that octfm reads"
+        )
+        raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
+
+
+def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
+    """Everything after the meta group of a deflated file, bounded: what its own header does not explain is a decompression bomb."""
+    if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
+        raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
+    file.seek(144 + int.from_bytes(head[140:144], "little"))
+    # Not a bytearray: that would be copied as a whole to become a stream.
+    inflater, packed, body = zlib.decompressobj(-zlib.MAX_WBITS), file.read(), io.BytesIO()
+    size, most, asked = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed))), False
+    while packed and not inflater.eof:
+        body.write(inflater.decompress(packed, 2**24))
+        packed = inflater.unconsumed_tail
+        if body.tell() > most and not asked:
+            asked, most = True, max(most, _declared_bytes(body))
+        if body.tell() > most:
+            raise ReadError(
+                "decompression_bomb",
+                f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, more than their header explains",
+            )
+    if not inflater.eof:
+        raise ReadError(
+            "truncated_pixel_data", f"{uri}: the deflated stream has no end; the file is incomplete, fetch it again"
+        )
+    body.seek(0)
+    return body
+
+
+def _declared_bytes(body: io.BytesIO) -> int:
+    """Bytes up to the end of the pixel data, as the header at the beginning of `body` says, or 0: a blank scan deflates a thousandfold."""
+    end = body.tell()
+    try:
+        body.seek(0)
+        dataset, groups = _header_of(body, end)
+        shape, allocated, *_ = _pixel_format(FileHeader(dataset, groups, _deflated_meta()), "PixelData", "")
+        return min(MAX_BYTES, body.tell() + prod(shape) * allocated // 8 + 2**16)
+    except (ReadError, *_damage()):
+        return 0
+    finally:
+        body.seek(end)
+
+
+def _header_of(body: io.BytesIO, size: int) -> tuple["Dataset", Group]:
+    from pydicom.filereader import read_dataset
+
+    dataset = read_dataset(
+        body, is_implicit_VR=False, is_little_endian=True, stop_when=is_behind_header, specific_tags=_tags()
+    )
+    return dataset, read_groups(body, size, False, False)
+
+
+def _tags() -> list[Any]:
+    from pydicom.tag import Tag
+
+    return [Tag(keyword) for keyword in ELEMENTS]
+
+
+def _deflated_meta():
+    from pydicom.dataset import FileMetaDataset
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    return meta
+
+
+def locate_pixels(file: OpenFile) -> Pixels:
+    """Find the pixel data, and prove without decoding that all of it is there. Raises ReadError."""
+    dataset, stream, uri = file.dataset, file.stream, file.uri
+    transfer_syntax = text(dataset.file_meta, "TransferSyntaxUID")
+    big_endian = transfer_syntax == _BIG_ENDIAN
+    keyword, vr, offset, length = _pixel_element(stream, file.pixel_offset, dataset.implicit, big_endian)
+    if keyword is None:
+        raise ReadError(
+            "missing_pixel_data",
+            f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
+        )
+    shape, bits_allocated, bits_stored, inverted, signed = _pixel_format(dataset, keyword, uri)
+    if length == 0:
+        raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
+    native = not transfer_syntax or transfer_syntax in _NATIVE
+    if not native:
+        find_decoders(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
+    if native != (length != 0xFFFFFFFF):
+        declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
+        raise ReadError(
+            "decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again"
+        )
+    frames = None
+    if not native:
+        fragments, length = find_fragments(stream, offset, file.size, uri)
+        frames = find_frames(stream, fragments, transfer_syntax, shape[0], text(dataset, "Manufacturer"), uri)
+    gray = read_gray(dataset, uri) if signed else None
+    pixels = Pixels(
+        shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames, gray
+    )
+    if native:
+        check_native(pixels, file.size, uri)
+    else:
+        check_encapsulated(stream, pixels, uri)
+    return pixels
+
+
+def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bool) -> tuple[str | None, str, int, int]:
+    """Keyword (None: there is no pixel element), VR, offset of the value, its declared length."""
+    stream.seek(offset)
+    head = stream.read(12)
+    order = "big" if big_endian else "little"
+    tag = int.from_bytes(head[:2], order) << 16 | int.from_bytes(head[2:4], order)
+    keyword = _PIXEL_ELEMENTS.get(tag)
+    if keyword is None or len(head) < (8 if implicit else 12):
+        return None, "", offset, 0
+    if implicit:
+        return keyword, "OW", offset + 8, int.from_bytes(head[4:8], order)
+    return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
+
+
+def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, int, int, bool, bool]:
+    """Shape, bits allocated, bits stored, whether the lowest value is white, whether values are signed."""
+    shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
+    allocated = integer(dataset, "BitsAllocated", 0)
+    stored = integer(dataset, "BitsStored", allocated)
+    photometric = text(dataset, "PhotometricInterpretation")
+    samples, signed = integer(dataset, "SamplesPerPixel", 1), integer(dataset, "PixelRepresentation", 0)
+    grayscale = photometric in ("MONOCHROME1", "MONOCHROME2") and samples == 1 and signed in (0, 1)
+    if keyword != "PixelData" or not grayscale or allocated not in (8, 16) or not 1 <= stored <= allocated:
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, {'signed' if signed else 'unsigned'}, "
+            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit MONOCHROME1 or MONOCHROME2",
+        )
+    d, h, w = shape
+    if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
+        raise ReadError(
+            "absurd_size",
+            f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes",
+        )
+    return shape, allocated, stored, photometric == "MONOCHROME1", signed == 1
+
+
+def text(dataset: Header, keyword: str) -> str:
+    """Empty where the value is not what a person would write: a damaged length takes the elements behind it in, names and all."""
+    value = dataset.get(keyword)
+    # Not str of several values: that would be their repr, in which control characters are escaped.
+    several = value is not None and not isinstance(value, str) and hasattr(value, "__iter__")
+    found = " ".join(map(str, cast(Any, value))) if several else "" if value is None else str(value)
+    found = found.strip().strip("\0")
+    return found if found.isprintable() else ""
+
+
+def integer(dataset: Header, keyword: str, default: int) -> int:
+    value = dataset.get(keyword)
+    return default if value is None or value == "" else int(value)
+
+
+def referenced_uids(dataset: Header) -> tuple[str, ...]:
+    """SOP Instance UIDs of referenced images, wherever the writer put them: by series, by image, or as what a frame is derived from."""
+    items = [
+        i
+        for series in dataset.get("ReferencedSeriesSequence") or []
+        for i in series.get("ReferencedInstanceSequence") or []
+    ]
+    items += dataset.get("ReferencedImageSequence") or []
+    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
+        for group in dataset.get(name) or []:
+            for derivation in group.get("DerivationImageSequence") or []:
+                items += derivation.get("SourceImageSequence") or []
+    return tuple(dict.fromkeys(uid for item in items if (uid := text(item, "ReferencedSOPInstanceUID"))))

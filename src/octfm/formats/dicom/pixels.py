@@ -1,0 +1,256 @@
+"""Where the pixels of a DICOM file lie, whether they are all there, and their decoding.
+
+pydicom drops encapsulated pixel data without its end and only warns about surplus frames, so the fragments are walked here
+(DICOM PS3.5 A.4): two dozen bytes are read per fragment, nothing is decoded. Which fragments make a frame is told by their first bytes;
+offset tables, basic or extended, are not believed: writers leave them empty, or copy them from another compression.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.dicom.codecs import (
+    JPEG_2000,
+    RLE,
+    FrameFormat,
+    decode_frame,
+    disagreement,
+    find_decoders,
+    without_file_header,
+)
+from octfm.formats.dicom.gray import Gray, unsigned
+from octfm.volume.volume import Shape3
+
+MAX_BYTES = 2 * 2**30
+"""Largest decoded volume. 512 x 1024 x 1024 at 16 bit is 1 GiB."""
+
+_ITEM, _DELIMITER = 0xFFFEE000, 0xFFFEE0DD
+_HEAD = 4096
+"""Bytes of a compressed frame in which its size is looked for."""
+_PIECE = 2**24
+_JP2 = b"\0\0\0\x0cjP  "
+
+
+Frame = tuple[tuple[int, int], ...]
+"""(offset, length) of the fragments of one compressed frame."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Encoded pixels inside an open stream."""
+
+    shape: Shape3
+    bits_allocated: int
+    bits_stored: int
+    inverted: bool
+    """MONOCHROME1: the lowest value is white."""
+    transfer_syntax: str
+    big_endian: bool
+    vr: str
+    offset: int
+    """First byte of the value: of the first voxel, or of the offset table item when encapsulated."""
+    length: int
+    """Bytes of the value, without the sequence delimiter."""
+    frames: tuple[Frame, ...] | None
+    """Where each compressed frame lies, None when not encapsulated."""
+    gray: Gray | None = None
+    """Of signed values, which say nothing by themselves about black and white; None where they are unsigned."""
+
+    @property
+    def bytes_expected(self) -> int:
+        d, h, w = self.shape
+        return d * h * w * self.bits_allocated // 8
+
+    @property
+    def frame_format(self) -> FrameFormat:
+        return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.bits_stored, self.gray is not None)
+
+
+def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[tuple[tuple[int, int], ...], int]:
+    """((offset, length) of every fragment, bytes up to the delimiter). Raises ReadError: truncated_pixel_data, decode_failed."""
+    fragments: list[tuple[int, int]] = []
+    position = offset
+    while True:
+        stream.seek(position)
+        head = stream.read(8)
+        if len(head) < 8:
+            raise _truncated(
+                uri,
+                f"pixel data ends at byte {size:,} without its end marker, after {max(len(fragments) - 1, 0)} fragments",
+            )
+        tag = int.from_bytes(head[:2], "little") << 16 | int.from_bytes(head[2:4], "little")
+        length = int.from_bytes(head[4:], "little")
+        if tag == _DELIMITER:
+            break
+        if tag != _ITEM:
+            raise ReadError(
+                "decode_failed",
+                f"{uri}: byte {position:,} should start a fragment but does not; the pixel data are damaged, fetch it again",
+            )
+        if position + 8 + length > size:
+            raise _truncated(uri, f"fragment {len(fragments)} has {max(size - position - 8, 0):,} of {length:,} bytes")
+        fragments.append((position + 8, length))
+        position += 8 + length
+    return tuple(fragments[1:]), position - offset  # the first item is the offset table
+
+
+def check_native(pixels: Pixels, size: int, uri: str) -> None:
+    """Uncompressed: declared length, bytes in the file and rows x columns x frames must agree."""
+    available = size - pixels.offset
+    frame = pixels.bytes_expected // pixels.shape[0]
+    if available < pixels.length:
+        raise _truncated(uri, f"pixel data has {max(available, 0):,} of {pixels.length:,} bytes")
+    # An even length is required, and some writers pad to a machine word.
+    if not 0 <= pixels.length - pixels.bytes_expected <= 8:
+        raise ReadError(
+            "frame_count_mismatch",
+            f"{uri}: NumberOfFrames is {pixels.shape[0]}, but the pixel data hold {pixels.length / frame:.4g} B-scans of "
+            f"{pixels.shape[1]} x {pixels.shape[2]}; export it again",
+        )
+
+
+def find_frames(
+    stream: BinaryIO,
+    fragments: tuple[tuple[int, int], ...],
+    transfer_syntax: str,
+    count: int,
+    manufacturer: str,
+    uri: str,
+) -> tuple[Frame, ...]:
+    """Compressed: as many codestreams as frames, each with its beginning and its end, however many fragments it is cut into.
+
+    Raises ReadError: missing_pixel_data, scrambled_pixels, decode_failed, frame_count_mismatch, truncated_pixel_data.
+    """
+    if not fragments:
+        raise ReadError(
+            "missing_pixel_data", f"{uri}: the pixel data are an empty sequence; export it again with images"
+        )
+    heads = [_bytes_at(stream, at, 12) for at, _ in fragments]
+    if transfer_syntax == RLE:  # PS3.5 A.4.2: a frame is one fragment
+        begins = [True] * len(fragments)
+        if not 1 <= int.from_bytes(heads[0][:4], "little") <= 2:
+            raise ReadError(
+                "decode_failed",
+                f"{uri}: the first fragment has no RLE header; the pixel data are damaged, fetch it again",
+            )
+    else:
+        # No frame begins in the middle of entropy-coded data: it holds no FF D8, and FF 4F FF 51 once in 2^32.
+        begins = [head[:3] == b"\xff\xd8\xff" or head[:4] == b"\xff\x4f\xff\x51" or head[:8] == _JP2 for head in heads]
+        if not begins[0]:
+            if transfer_syntax in JPEG_2000 and "zeiss" in manufacturer.lower():
+                raise scrambled(uri)
+            raise ReadError(
+                "decode_failed",
+                f"{uri}: the first fragment does not start a codestream; the pixel data are damaged, fetch it again",
+            )
+    starts = [i for i, begin in enumerate(begins) if begin]
+    if len(starts) != count:
+        raise ReadError(
+            "frame_count_mismatch",
+            f"{uri}: NumberOfFrames is {count}, but the pixel data hold {len(starts)} compressed B-scans; export it again",
+        )
+    frames = tuple(fragments[i:j] for i, j in zip(starts, [*starts[1:], len(fragments)], strict=True))
+    if transfer_syntax != RLE:
+        for number, frame in enumerate(frames):
+            at, length = frame[-1]
+            tail = _bytes_at(stream, at + max(length - 16, 0), min(length, 16))
+            if not tail.rstrip(b"\0").endswith(b"\xff\xd9"):
+                raise _truncated(uri, f"B-scan {number} of {count} has no end of codestream")
+    return frames
+
+
+def check_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> None:
+    """Codestream and DICOM header must say the same of the first frame. Raises ReadError: decode_failed."""
+    assert pixels.frames  # find_frames has found as many as there must be
+    at, length = pixels.frames[0][0]
+    if problem := disagreement(without_file_header(_bytes_at(stream, at, min(length, _HEAD))), pixels.frame_format):
+        raise ReadError("decode_failed", f"{uri}: {problem}; export it again")
+
+
+def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
+    """Whether all voxels are equal. A few bytes tell for nearly every file; only suspicious ones are read or decoded."""
+    if pixels.gray is not None:  # rare, and whether it can be read at all may be for its values to say
+        return bool(np.ptp(decode(stream, pixels, uri)) == 0)
+    if pixels.frames is None:
+        middle = pixels.offset + pixels.bytes_expected // 2
+        probe = np.frombuffer(_bytes_at(stream, middle, min(4096, pixels.bytes_expected // 2)), np.uint8)
+        return not (probe.size and np.ptp(probe)) and bool(np.ptp(decode(stream, pixels, uri)) == 0)
+    if len({sum(length for _, length in frame) for frame in pixels.frames}) > 1:
+        return False
+    first = _content(stream, pixels.frames[0])
+    if any(_content(stream, frame) != first for frame in pixels.frames[1:]):
+        return False
+    return bool(np.ptp(decode(stream, pixels, uri)) == 0)
+
+
+def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
+    """Voxels [D, H, W], uint8 or uint16, white at full scale whatever BitsStored and PhotometricInterpretation say.
+
+    Raises ReadError: unsupported_transfer_syntax, unsupported_pixels, decode_failed. The transfer syntax in the header is believed or
+    refused, never changed.
+    """
+    stored = _decode_native(stream, pixels) if pixels.frames is None else _decode_encapsulated(stream, pixels, uri)
+    if pixels.gray is not None:
+        return unsigned(stored, pixels.bits_stored, pixels.gray, pixels.inverted, uri)
+    unused = pixels.bits_allocated - pixels.bits_stored
+    # In place: a second volume would not fit into a worker's memory.
+    if pixels.inverted:
+        np.invert(stored, out=stored)
+    # Bits above BitsStored may hold overlays: shifting left drops them and makes 2^bits_stored - 1 white.
+    return np.left_shift(stored, np.array(unused, stored.dtype), out=stored) if unused else stored
+
+
+def _decode_native(stream: BinaryIO, pixels: Pixels) -> np.ndarray:
+    stream.seek(pixels.offset)
+    content, at = np.empty(pixels.bytes_expected + pixels.bytes_expected % 2, np.uint8), 0
+    while at < len(content) and (count := stream.readinto(content[at : at + _PIECE].data)):  # type: ignore[attr-defined]
+        at += count
+    content = content[:at]
+    if pixels.bits_allocated == 16:
+        stored = content.view(np.uint16)
+        if pixels.big_endian == (sys.byteorder == "little"):
+            stored.byteswap(inplace=True)
+    elif pixels.big_endian and pixels.vr == "OW":  # 8-bit pixels in big-endian words: PS3.5 annex A.3
+        content.view(np.uint16).byteswap(inplace=True)
+        stored = content
+    else:
+        stored = content
+    return stored[: int(np.prod(pixels.shape))].reshape(pixels.shape)
+
+
+def _decode_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
+    name, decoders = find_decoders(pixels.transfer_syntax, uri)
+    voxels = np.empty(pixels.shape, f"u{pixels.bits_allocated // 8}")
+    for number, frame in enumerate(pixels.frames or ()):
+        image = decode_frame(_content(stream, frame), pixels.frame_format, decoders)
+        if isinstance(image, str):
+            raise ReadError(
+                "decode_failed",
+                f"{uri}: {name} B-scan {number} could not be decoded ({image}); fetch it again, or transcode it",
+            )
+        voxels[number] = image
+    return voxels
+
+
+def scrambled(uri: str) -> ReadError:
+    return ReadError(
+        "scrambled_pixels",
+        f"{uri}: Zeiss pixel data that start no codestream: scrambled for Zeiss' own software; export it from FORUM or CIRRUS as "
+        "unscrambled DICOM, or as .img",
+    )
+
+
+def _content(stream: BinaryIO, frame: Frame) -> bytes:
+    return without_file_header(b"".join(_bytes_at(stream, *fragment) for fragment in frame))
+
+
+def _bytes_at(stream: BinaryIO, offset: int, length: int) -> bytes:
+    stream.seek(offset)
+    return stream.read(length)
+
+
+def _truncated(uri: str, found: str) -> ReadError:
+    return ReadError("truncated_pixel_data", f"{uri}: {found}; the file is incomplete, fetch it again")

@@ -1,0 +1,192 @@
+"""Heidelberg .e2e: a patient's series as HEYEX keeps them. Each is a volume; of several, one is file.e2e!/series_1_2_3.
+
+Structure: uocte's and LibE2E's notes on the format, as eyepy and OCT-Converter read it. B-scan positions are degrees on the fundus, so that
+lateral millimetres depend on an eye length that the file does not hold: they have to be declared. Not verified on a real file.
+"""
+
+import io
+import re
+import struct
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.bscans import Bscans, check_size, uid_from, uid_of
+from octfm.formats.heyex_vol import display
+from octfm.io.archive import MEMBER, open_file
+from octfm.volume.volume import Layout, Lines
+
+_MULTIPLE = b"E2EMultipleVolumeFile"
+_DIRECTORY, _ENTRY, _CHUNK = struct.Struct("<12sI20x4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
+_PATIENT, _LATERALITY, _PREAMBLE, _BSCAN, _IMAGE = 9, 11, 3, 10004, 0x40000000
+_LAYOUTS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
+_SERIES = re.compile(r"series_(\d+)_(\d+)_(\d+)")
+_MOST_DIRECTORIES = 100_000
+
+
+@dataclass
+class _Series:
+    images: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Slice -> offset of its pixels, height, width."""
+    ends: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
+    stated_count: int = 0
+    pattern: int = 0
+    eyes: set[str] = field(default_factory=set)
+
+
+def split_series(uri: str) -> tuple[str, str]:
+    """The file, and which of its series; an empty one for a file that holds one."""
+    container, member, series = uri.rpartition(MEMBER)
+    return (container, series) if member and _SERIES.fullmatch(series) else (uri, "")
+
+
+def volumes(uri: str) -> list[str]:
+    """A uri for each series of B-scans; the file's own where there is one. Raises ReadError."""
+    with open_file(uri) as file:
+        found, _ = _index(file, uri)
+    return [uri] if len(found) < 2 else [f"{uri}{MEMBER}series_{'_'.join(map(str, key))}" for key in sorted(found)]
+
+
+def open_bscans(uri: str) -> Bscans:
+    container, wanted = split_series(uri)
+    with open_file(container) as file:
+        found, participants = _index(file, container)
+        whole = uid_of(file, file.seek(0, io.SEEK_END))
+    if not found:
+        raise ReadError("missing_pixel_data", f"{uri}: no series with B-scans; export it again with OCT images")
+    keys = [key for key in found if not wanted or "_".join(map(str, key)) == wanted.removeprefix("series_")]
+    if len(keys) != 1:
+        names = ", ".join(f"series_{'_'.join(map(str, key))}" for key in sorted(found))
+        raise ReadError(
+            "several_volumes", f"{uri}: which of its {len(found)} series? add {MEMBER} and one of {names[:200]}"
+        )
+    key, series = keys[0], found[keys[0]]
+    slices = sorted(series.images)
+    sizes = {series.images[i][1:] for i in slices}
+    if len(sizes) > 1:
+        raise ReadError("mixed_images", f"{uri}: B-scans of {len(sizes)} sizes in one series; export it again")
+    if 1 < series.stated_count != len(slices):
+        raise ReadError(
+            "frame_count_mismatch", f"{uri}: {len(slices)} of {series.stated_count} B-scans are there; export it again"
+        )
+    height, width = sizes.pop()
+    shape = (len(slices), height, width)
+    check_size(shape, uri, bytes_per_voxel=2)
+    ends = np.array([series.ends.get(i, (np.nan,) * 4) for i in slices])
+
+    def decode() -> np.ndarray:
+        table = display(reflectivity_of_codes())  # as in a .vol of the same scan
+        voxels = np.empty(shape, np.uint8)
+        with open_file(container, whole=True) as stream:
+            for row, i in enumerate(slices):
+                stream.seek(series.images[i][0])
+                voxels[row] = table[np.frombuffer(stream.read(2 * height * width), "<u2").reshape(height, width)]
+        return voxels
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid_from(bytes.fromhex(f"{(int(whole.split('.')[-1]) ^ _mix(key)):032x}")),
+        lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
+        lines_in_mm=False,
+        beside=container,
+        layout=_LAYOUTS.get(series.pattern),
+        laterality=series.eyes.pop() if len(series.eyes) == 1 else "",
+        scanner="heidelberg_spectralis",
+        participant=participants.get(key[0], ""),
+    )
+
+
+def reflectivity_of_codes() -> np.ndarray:
+    """[65536] float32: pixels are floats without sign, of 6 bits of exponent and 10 of mantissa.
+
+    The mantissa is in the usual order, most significant bit first, so that the code is a piece of the float32 that a .vol of the scan has
+    (whose 13 lowest bits are 0). eyepy and OCT-Converter reverse its bits, after which brighter codes may be darker.
+    """
+    code = np.arange(2**16)
+    value = (1 + (code & 0x3FF) / 1024) * 2.0 ** ((code >> 10) - 63)
+    value[0] = 0
+    return value.astype(np.float32)
+
+
+def _index(file: BinaryIO, uri: str) -> tuple[dict[tuple[int, int, int], _Series], dict[int, str]]:
+    """Series that hold B-scans, by patient, study and series; participants by patient."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    skip = 64 if file.read(len(_MULTIPLE)) == _MULTIPLE else 0
+    found: dict[tuple[int, int, int], _Series] = defaultdict(_Series)
+    participants: dict[int, str] = {}
+    for start in _chunk_places(file, skip, size, uri):
+        file.seek(start + skip)
+        head = file.read(_CHUNK.size)
+        if len(head) < _CHUNK.size:
+            raise _cut(uri, size, start + skip + _CHUNK.size)
+        fields = _CHUNK.unpack(head)
+        patient, study, number, part, kind_of_image, kind = *fields[6:11], fields[12]
+        _read_chunk(file, kind, kind_of_image, part, found[patient, study, number], size, uri)
+        if kind == _PATIENT:
+            participants[patient] = _text(file.read(127)[102:127])
+    return {key: series for key, series in found.items() if series.images}, participants
+
+
+def _read_chunk(file: BinaryIO, kind: int, ind: int, part: int, series: _Series, size: int, uri: str) -> None:
+    """`file` stands at the chunk's data."""
+    if kind == _IMAGE and ind == 1:
+        _, _, _, height, width = struct.unpack("<5I", file.read(20))
+        at = file.tell()
+        check_size((1, height, width), uri, bytes_per_voxel=2)
+        if at + 2 * height * width > size:
+            raise _cut(uri, size, at + 2 * height * width)
+        series.images[part // 2] = (at, height, width)
+    elif kind == _BSCAN:
+        content = file.read(76)
+        series.ends[part // 2] = struct.unpack_from("<4f", content, 12)
+        series.stated_count, _, series.pattern = struct.unpack_from("<3I", content, 64)
+    elif kind in (_LATERALITY, _PREAMBLE):
+        at = 14 if kind == _LATERALITY else 4
+        if (eye := file.read(at + 1)[at:]) in (b"R", b"L"):
+            series.eyes.add(eye.decode())
+
+
+def _chunk_places(file: BinaryIO, skip: int, size: int, uri: str) -> list[int]:
+    file.seek(36 + skip)
+    head = file.read(_DIRECTORY.size)
+    if len(head) < _DIRECTORY.size:
+        raise _cut(uri, size, 36 + skip + _DIRECTORY.size)
+    current = _DIRECTORY.unpack(head)[3]
+    places, seen = [], set()
+    while current:
+        if current in seen or len(seen) > _MOST_DIRECTORIES:
+            raise ReadError("damaged_file", f"{uri}: its directories run in a circle; export it again")
+        seen.add(current)
+        file.seek(current + skip)
+        head = file.read(_DIRECTORY.size)
+        if len(head) < _DIRECTORY.size:
+            raise _cut(uri, size, current + skip + _DIRECTORY.size)
+        _, _, count, _, previous, _ = _DIRECTORY.unpack(head)
+        content = file.read(min(count, size // _ENTRY.size + 1) * _ENTRY.size)
+        if len(content) < count * _ENTRY.size:
+            raise _cut(uri, size, current + skip + _DIRECTORY.size + count * _ENTRY.size)
+        entries = list(_ENTRY.iter_unpack(content))
+        # Entries that are not in use point in front of themselves.
+        places += [start for position, start, *_ in entries if start > position]
+        current = previous
+    return places
+
+
+def _mix(key: tuple[int, int, int]) -> int:
+    return key[0] << 64 | key[1] << 32 | key[2]
+
+
+def _text(field_bytes: bytes) -> str:
+    return field_bytes.split(b"\0")[0].decode("latin-1").strip()
+
+
+def _cut(uri: str, size: int, expected: int) -> ReadError:
+    return ReadError(
+        "truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes or more; the file is incomplete, fetch it again"
+    )

@@ -1,0 +1,140 @@
+"""Heidelberg .vol: one scan of a Spectralis with its fundus image and layers, as HEYEX exports it for research.
+
+Structure: Heidelberg Engineering, "Spectralis Special Function: Exporting Raw Data" (HSF-OCT-100 to 103). Little endian; a header of 2,048
+bytes, the fundus image, then per B-scan a header with layers and float32 reflectivity. eyepy writes the same with display values instead.
+"""
+
+import struct
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.io.archive import open_file
+from octfm.volume.volume import Layout, Lines, Surfaces
+
+_HEADER_BYTES = 2048
+_NO_VALUE = 1e30
+"""Reflectivity and layers are the largest float32 where there is none."""
+_PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
+_LAYERS = (
+    "ILM",
+    "BM",
+    "RNFL",
+    "GCL",
+    "IPL",
+    "INL",
+    "OPL",
+    "ONL",
+    "ELM",
+    "IOS",
+    "OPT",
+    "CHO",
+    "VIT",
+    "ANT",
+    "EZ",
+    "IZ",
+    "RPE",
+)
+
+
+def open_bscans(uri: str) -> Bscans:
+    with open_file(uri) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(_HEADER_BYTES)
+        if len(head) < _HEADER_BYTES:
+            raise _cut(uri, size, _HEADER_BYTES)
+        version = head[:12]
+        width, count, height = struct.unpack_from("<3I", head, 12)
+        dx, between, dy = struct.unpack_from("<3d", head, 24)
+        slo_width, slo_height = struct.unpack_from("<2I", head, 48)
+        pattern, stated_bytes = struct.unpack_from("<iI", head, 96)
+        shape = (count, height, width)
+        check_size(shape, uri, bytes_per_voxel=4)
+        first = _HEADER_BYTES + slo_width * slo_height
+        head_bytes = _bscan_header_bytes(file, first, stated_bytes, shape, size, uri)
+        step = head_bytes + 4 * width * height
+        if first + count * step > size:
+            raise _cut(uri, size, first + count * step)
+        ends, layer_counts = np.empty((count, 4)), []
+        for i in range(count):
+            file.seek(first + i * step)
+            bscan = file.read(60)
+            if not bscan.startswith((b"HSF-BS", b"ep-v")):
+                raise ReadError(
+                    "damaged_file",
+                    f"{uri}: B-scan {i + 1} of {count} does not start where the header says; export it again",
+                )
+            ends[i] = struct.unpack_from("<4d", bscan, 16)
+            layer_counts.append(struct.unpack_from("<2I", bscan, 48))
+        uid = uid_of(file, size)
+    layout = _PATTERNS.get(pattern)
+
+    def decode() -> np.ndarray:
+        voxels = np.empty(shape, np.uint8)
+        with open_file(uri, whole=True) as stream:
+            for i in range(count):
+                stream.seek(first + i * step + head_bytes)
+                raw = np.frombuffer(stream.read(4 * width * height), "<f4").reshape(height, width)
+                voxels[i] = display(raw) if version.startswith(b"HSF") else np.clip(np.rint(raw), 0, 255)
+        return voxels
+
+    def surfaces() -> Surfaces | None:
+        most = min(max(n for n, _ in layer_counts), len(_LAYERS))
+        heights = np.full((most, count, width), np.nan, np.float32)
+        with open_file(uri, whole=True) as stream:
+            for i, (layers, offset) in enumerate(layer_counts):
+                if offset + 4 * width * layers > head_bytes:
+                    raise ReadError(
+                        "damaged_file", f"{uri}: the layers of B-scan {i + 1} reach beyond its header; export it again"
+                    )
+                stream.seek(first + i * step + offset)
+                layers = min(layers, most)
+                heights[:layers, i] = np.frombuffer(stream.read(4 * width * layers), "<f4").reshape(layers, width)
+        heights[(heights > _NO_VALUE) | (heights < 0)] = np.nan
+        return Surfaces(_LAYERS[:most], heights, dy, uri) if most else None
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid,
+        in_plane_mm=(dy, dx),
+        between_mm=between if between > 0 else None,
+        # Of a circle, start and centre are stored.
+        lines=Lines(ends[:, :2], ends[:, 2:]) if layout != "circle" else None,
+        layout=layout,
+        laterality=_text(head[84:88]),
+        scanner="heidelberg_spectralis",
+        participant=_text(head[140:164]),
+        surfaces=surfaces,
+    )
+
+
+def display(reflectivity: np.ndarray) -> np.ndarray:
+    """uint8 as HEYEX shows it: the fourth root of the reflectivity, black where there is none."""
+    known = np.where(reflectivity < _NO_VALUE, reflectivity, 0)
+    return np.rint(255 * np.sqrt(np.sqrt(np.clip(known, 0, 1)))).astype(np.uint8)
+
+
+def _bscan_header_bytes(file, first: int, stated: int, shape: tuple[int, int, int], size: int, uri: str) -> int:
+    """File and B-scan header both state it. Where they differ (eyepy does that), the one that leads to the second B-scan is right."""
+    file.seek(first)
+    bscan = file.read(16)
+    if len(bscan) < 16:
+        raise _cut(uri, size, first + 16)
+    (own,) = struct.unpack_from("<I", bscan, 12)
+    count, height, width = shape
+    fitting = [n for n in dict.fromkeys((own, stated)) if n >= 256 and first + count * (n + 4 * width * height) <= size]
+    return fitting[0] if fitting else max(stated, 256)
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0")[0].decode("latin-1").strip()
+
+
+def _cut(uri: str, size: int, expected: int) -> ReadError:
+    return ReadError(
+        "truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes; the file is incomplete, fetch it again"
+    )

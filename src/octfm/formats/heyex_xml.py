@@ -1,0 +1,202 @@
+"""HEYEX XML: a folder of B-scan images with an XML file that says what they show, where they lie and where their layers are.
+
+The XML alone decides which image is which B-scan; how the images are called and sorted does not matter.
+"""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from html import unescape
+from pathlib import PurePath
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.bscans import Bscans, check_size, uid_from
+from octfm.formats.dicom.reader import scanner_slug
+from octfm.formats.images import digest_of, image_size, significant_bits, stack_gray
+from octfm.io.archive import list_folder, open_file
+from octfm.io.location import listed
+from octfm.volume.volume import Layout, Lines, Surfaces
+
+HEAD_BYTES = 4096
+"""In which the root element begins."""
+MAX_BYTES = 64 * 2**20
+"""Four times what the layers of 145 wide B-scans take."""
+_NO_VALUE = 1e30
+_LAYOUTS: dict[str, Layout] = {
+    "line": "line",
+    "single": "line",
+    "circle": "circle",
+    "star": "radial",
+    "radial": "radial",
+}
+
+
+def fits(head: bytes) -> bool:
+    """XML whose root is HEDX, in any of the encodings that HEYEX writes."""
+    text = head.replace(b"\0", b"")  # UTF-16 of ASCII
+    return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
+
+
+def exports_in(places: Iterable[str]) -> list[str]:
+    """Those of these files that are HEYEX XML. Raises OSError, ReadError."""
+    found = []
+    for place in places:
+        if PurePath(place).suffix.lower() == ".xml":
+            with open_file(place) as file:
+                found += [place] if fits(file.read(HEAD_BYTES)) else []
+    return found
+
+
+def open_bscans(uri: str) -> Bscans:
+    root = _root(uri)
+    series = _series(root, uri)
+    images = sorted((i for i in series.findall("Image") if _text(i, "ImageType/Type") == "OCT"), key=_number)
+    if not images:
+        raise ReadError("missing_pixel_data", f"{uri}: names no OCT image; export it again with B-scans")
+    contexts = [_context(image, uri) for image in images]
+    files = _files(uri, [_named(image) for image in images])
+    width, height = (int(_floats(contexts[0], name)[0]) for name in ("Width", "Height"))
+    shape = (len(images), height, width)
+    check_size(shape, uri)
+    for i, place in enumerate(files):
+        if (size := image_size(place)) != (height, width):
+            raise ReadError(
+                "mixed_images",
+                f"{uri}: B-scan {i + 1} is {width} x {height}, and its image {size[1]} x {size[0]}; export it again",
+            )
+    scales = np.array([_floats(context, "ScaleY", "ScaleX") for context in contexts])
+    ends = np.array(
+        [_floats(context, "Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y") for context in contexts]
+    )
+    dy, dx = np.median(scales, axis=0) if np.isfinite(scales).all() else (None, None)
+    kind = _text(series, "Type").lower()
+
+    def decode() -> np.ndarray:
+        return stack_gray(files, uri)
+
+    def surfaces() -> Surfaces | None:
+        return _surfaces(images, shape, dy, uri)
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid_from(digest_of([uri, *files])),
+        in_plane_mm=(float(dy), float(dx)) if dy and dx else None,
+        lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
+        layout=next((layout for word, layout in _LAYOUTS.items() if word in kind), None),
+        laterality=_text(images[0], "Laterality") or _text(series, "Laterality"),
+        scanner=scanner_slug(
+            _text(series, "GeneralEquipment/Manufacturer") or "Heidelberg Engineering",
+            _text(series, "GeneralEquipment/ManufacturerModelName") or "Spectralis",
+        ),
+        protocol=" ".join(filter(None, (_text(series, "ModalityProcedure"), kind))),
+        participant=_participant(root),
+        surfaces=surfaces,
+        bits=significant_bits(files[0]),
+    )
+
+
+def named_images(content: bytes) -> set[str]:
+    """Lower-case names of all images, B-scans and others, that a HEYEX XML speaks of. Without parsing: it may be damaged or hostile."""
+    text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
+    return {_last_part(unescape(url)).lower() for url in re.findall(r"<ExamURL>([^<]*)</ExamURL>", text)}
+
+
+def _root(uri: str) -> Element:
+    with open_file(uri, whole=True) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ReadError("absurd_size", f"{uri}: an XML of more than {MAX_BYTES:,} bytes, which no export has")
+    try:
+        return _parsed(content)
+    except (ElementTree.ParseError, ValueError) as error:
+        raise ReadError(
+            "damaged_file", f"{uri}: the XML cannot be parsed ({type(error).__name__}); fetch it again"
+        ) from None
+
+
+def _parsed(content: bytes) -> Element:
+    plain = content.replace(b"\0", b"")
+    if b"<!DOCTYPE" in plain or b"<!ENTITY" in plain:
+        raise ValueError("a document type or an entity, which HEYEX never writes")
+    return ElementTree.fromstring(content)
+
+
+def _series(root: Element, uri: str) -> Element:
+    found = [
+        series
+        for series in root.iter("Series")
+        if any(_text(i, "ImageType/Type") == "OCT" for i in series.findall("Image"))
+    ]
+    if len(found) > 1:
+        raise ReadError("mixed_images", f"{uri}: holds {len(found)} OCT series; export each into a folder of its own")
+    if not found:
+        raise ReadError("missing_pixel_data", f"{uri}: no series with an OCT image; export it again with B-scans")
+    return found[0]
+
+
+def _participant(root: Element) -> str:
+    """The id that the clinic gave, else HEYEX's own; never a name."""
+    patient = root.find(".//Patient")
+    return "" if patient is None else _text(patient, "PatientID") or _text(patient, "ID")
+
+
+def _context(image: Element, uri: str) -> Element:
+    found = image.find("OphthalmicAcquisitionContext")
+    if found is None:
+        raise ReadError("damaged_file", f"{uri}: image {_number(image):g} has no acquisition context; export it again")
+    return found
+
+
+def _number(image: Element) -> float:
+    return _floats(image, "ImageNumber")[0]
+
+
+def _named(image: Element) -> str:
+    return _last_part(_text(image, "ImageData/ExamURL"))
+
+
+def _last_part(url: str) -> str:
+    return url.replace("\\", "/").rsplit("/", 1)[-1].strip()
+
+
+def _files(uri: str, names: list[str]) -> list[str]:
+    """Where the images lie: beside the XML and nowhere else, whatever path it names."""
+    present = {PurePath(place).name.lower(): place for place in list_folder(str(listed(uri).parent))}
+    missing = [name or "(no name)" for name in names if name.lower() not in present]
+    if missing:
+        raise ReadError(
+            "incomplete_export",
+            f"{uri}: {len(missing)} of {len(names)} B-scans are not beside it, for example {missing[0]}",
+        )
+    if len(set(names)) < len(names):
+        raise ReadError("damaged_file", f"{uri}: names one image for two B-scans; export it again")
+    return [present[name.lower()] for name in names]
+
+
+def _surfaces(images: list[Element], shape: tuple[int, int, int], dy: float | None, uri: str) -> Surfaces | None:
+    names = list(dict.fromkeys(_text(line, "Name") for image in images for line in image.iter("SegLine")))
+    heights = np.full((len(names), shape[0], shape[2]), np.nan, np.float32)
+    for i, image in enumerate(images):
+        for line in image.iter("SegLine"):
+            values = np.array(_text(line, "Array").split(), float)
+            if len(values) != shape[2]:
+                raise ReadError(
+                    "damaged_file",
+                    f"{uri}: a layer of B-scan {i + 1} has {len(values)} of {shape[2]} values; export it again",
+                )
+            values[(values > _NO_VALUE) | (values < 0)] = np.nan
+            heights[names.index(_text(line, "Name")), i] = values
+    return Surfaces(tuple(names), heights, float(dy) if dy else None, uri) if names else None
+
+
+def _text(element: Element, path: str) -> str:
+    return (element.findtext(path) or "").strip()
+
+
+def _floats(element: Element, *paths: str) -> list[float]:
+    return [float(text) if (text := _text(element, path)) else np.nan for path in paths]

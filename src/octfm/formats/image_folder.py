@@ -1,0 +1,140 @@
+"""A folder whose images are one volume: by the numbers in their names, with millimetres beside it, or as a HEYEX XML in it says."""
+
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import PurePath
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats import heyex_xml
+from octfm.formats.bscans import Bscans, uid_from
+from octfm.formats.images import MAGIC, digest_of, image_size, several_pages, significant_bits, stack_gray
+from octfm.io.archive import file_size, list_folder, open_file, split_uri
+from octfm.io.location import Location
+
+MAX_BYTES = heyex_xml.MAX_BYTES
+SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
+
+
+def open_bscans(uri: str) -> Bscans:
+    inside = list_folder(uri)
+    exports = heyex_xml.exports_in(inside)
+    if len(exports) > 1:
+        names = ", ".join(PurePath(place).name for place in exports)
+        raise ReadError(
+            "several_volumes", f"{uri}: which of its {len(exports)} HEYEX exports? give one of {names[:200]}"
+        )
+    if exports:
+        return heyex_xml.open_bscans(exports[0])
+    images = [place for place in inside if PurePath(place).suffix.lower() in SUFFIXES and is_image(place)]
+    files, size, set_aside = sort_out(images, uri)
+
+    def decode() -> np.ndarray:
+        return stack_gray(files, uri)
+
+    return Bscans(
+        uri=uri,
+        shape=(len(files), *size),
+        decode=decode,
+        uid=uid_from(digest_of(files)),
+        bits=significant_bits(files[0]),
+        set_aside=set_aside,
+    )
+
+
+def is_image(place: str | Location) -> bool:
+    """One image, not a TIFF that is a volume by itself."""
+    try:
+        if split_uri(place) and file_size(place) > MAX_BYTES:
+            return False  # it would have to be inflated here; a B-scan is never so large
+        with open_file(place) as file:
+            return file.read(8).startswith(MAGIC) and not several_pages(file)
+    except (OSError, ReadError):
+        return False
+
+
+def sort_out(places: list[str], uri: str) -> tuple[list[str], tuple[int, int], tuple[tuple[str, str], ...]]:
+    """The B-scans among the images of a folder in order, their (H, W), and what is none of them, each with a sentence why.
+
+    B-scans are called alike but for their numbers, and have one size. What differs in both is no B-scan where there are three times as many
+    that do not, what differs in one, where there are eight times as many. Raises ReadError mixed_images, naming the culprit.
+    """
+    kinds = Counter(map(_kind, places))
+    main, _ = max(kinds.items(), key=lambda item: (item[1], "#" in item[0], item[0]), default=("", 0))
+    sizes = {place: image_size(place) for place in places if _kind(place) == main}
+    if len(sizes) < 2:
+        return numbered(places, uri), (0, 0), ()  # never returns
+    size, _ = Counter(sizes.values()).most_common(1)[0]
+    kept = [place for place, own in sizes.items() if own == size]
+    aside, in_one = [], 0
+    for place in places:
+        own = sizes[place] if place in sizes else _size_or_none(place)
+        if own == size and place in sizes:
+            continue
+        in_one += own == size or place in sizes
+        shown = "no image that can be read" if own is None else f"{own[1]} x {own[0]} pixels"
+        aside.append(
+            (place, f"{shown}, beside {len(kept)} of {size[1]} x {size[0]} called like {PurePath(kept[0]).name}")
+        )
+    if len(kept) < max(3 * len(aside), 8 * in_one):
+        culprit, why = aside[0]
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: {PurePath(culprit).name} may or may not be one of its B-scans: {why}; keep only those of one volume in a folder",
+        )
+    try:
+        return numbered(kept, uri), size, tuple(aside)
+    except ReadError as error:
+        culprit = next((place for place, _ in aside if place in sizes), None)
+        if culprit is None:
+            raise
+        h, w = sizes[culprit]
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: {PurePath(culprit).name} is {w} x {h}, the other {len(kept)} images {size[1]} x {size[0]}, and without it a number "
+            "is missing among the B-scans; fetch it again, or remove it and number the rest",
+        ) from error
+
+
+def _kind(place: str) -> str:
+    """A name without its numbers."""
+    path = PurePath(place)
+    return re.sub(r"\d+", "#", path.stem) + path.suffix.lower()
+
+
+def _size_or_none(place: str) -> tuple[int, int] | None:
+    try:
+        return image_size(place)
+    except ReadError:
+        return None
+
+
+def numbered(places: list[str], uri: str) -> list[str]:
+    """In the order of the one number in which their names differ: 2 before 10. Raises ReadError mixed_images."""
+    if not places:
+        raise ReadError(
+            "unreadable",
+            f"{uri}: a folder without images; give a file, or a folder whose images are the B-scans of a volume",
+        )
+    if len(places) < 2:
+        raise ReadError("single_image", f"{uri}: {len(places)} image; a volume needs several B-scans")
+    parts = [[*re.split(r"(\d+)", PurePath(place).stem), PurePath(place).suffix.lower()] for place in places]
+    differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts if len(part) > i}) > 1]
+    if len({len(part) for part in parts}) > 1 or len(differing) != 1 or differing[0] % 2 == 0:
+        example = " and ".join(PurePath(place).name for place in sorted(places)[:2])
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: {len(places)} images whose names differ in more than one number, for example {example}; keep one volume per folder",
+        )
+    numbers = {int(part[differing[0]]): place for part, place in zip(parts, places, strict=True)}
+    order = sorted(numbers)
+    steps = set(np.diff(order).tolist())
+    if len(numbers) < len(places) or len(steps) > 1:
+        gap = next((a for a, b in pairwise(order) if b - a != min(steps)), order[0])
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: the B-scan after number {gap} is missing, or is there twice; fetch the folder again",
+        )
+    return [numbers[number] for number in order]

@@ -1,0 +1,284 @@
+"""Images as files: PNG, TIFF, BMP and JPEG as one gray B-scan each, and a TIFF of several pages as a volume."""
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from html import unescape
+from pathlib import PurePath
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.io.archive import open_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAGIC = (b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"\xff\xd8\xff")
+MAX_PAGES = 10_000
+"""Ten times the B-scans of any instrument; a loop of pages has more."""
+_PNG_END = b"IEND\xaeB`\x82"
+_TO_MM = {
+    **{
+        "m": 1000.0,
+        "meter": 1000.0,
+        "metre": 1000.0,
+        "cm": 10.0,
+        "centimeter": 10.0,
+        "dm": 100.0,
+        "in": 25.4,
+        "inch": 25.4,
+    },
+    **{"mm": 1.0, "millimeter": 1.0, "millimetre": 1.0, "thou": 0.0254, "mil": 0.0254, "pt": 25.4 / 72, "å": 1e-7},
+    **{"um": 1e-3, "micron": 1e-3, "micrometer": 1e-3, "micrometre": 1e-3, "nm": 1e-6, "nanometer": 1e-6, "pm": 1e-9},
+}
+"""Millimetres of the units of length of OME 2016-06 and ImageJ, in lower case, the micro sign as u, without a plural s."""
+
+
+def open_bscans(uri: str) -> Bscans:
+    """A TIFF of several pages of one size. Any other image alone is no volume."""
+    with open_file(uri) as file:
+        size = file.seek(0, io.SEEK_END)
+        if several_pages(file, MAX_PAGES):
+            raise ReadError(
+                "absurd_size",
+                f"{uri}: more than {MAX_PAGES:,} pages, which no OCT volume has; it is damaged or no volume",
+            )
+        with _opened(file, uri) as image:
+            pages = getattr(image, "n_frames", 1)
+            if image.format != "TIFF" or pages == 1:
+                raise ReadError(
+                    "single_image",
+                    f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages",
+                )
+            width, height = image.size
+            shape = (pages, height, width)
+            check_size(shape, uri)
+            spacing, bits = _stated_mm(image), _stated_bits(image)
+            for page in range(pages):
+                image.seek(page)
+                _check_page(image, (width, height), size, f"{uri}: page {page + 1} of {pages}")
+        uid = uid_of(file, size)
+
+    def decode() -> np.ndarray:
+        with open_file(uri, whole=True) as stream, _opened(stream, uri) as image:
+            found = []
+            for page in range(pages):
+                image.seek(page)
+                found.append(_gray(image, f"{uri}: page {page + 1}"))
+        return np.stack(found)
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid,
+        in_plane_mm=spacing[1:] if spacing else None,
+        between_mm=spacing[0] if spacing else None,
+        bits=bits,
+    )
+
+
+def significant_bits(uri: str) -> int | None:
+    """Of the pixels of an image, from its header; None where they are wider than 8 bits and the file does not say how many are used."""
+    with open_file(uri) as file, _opened(file, uri) as image:
+        return _stated_bits(image)
+
+
+def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
+    """[D, H, W] of one image per B-scan. Raises ReadError, mixed_images where some are of 8 bit and others of 16."""
+    planes = {place: read_gray(place) for place in uris}
+    first = next(iter(planes))
+    if other := next((place for place, plane in planes.items() if plane.dtype != planes[first].dtype), None):
+        raise ReadError(
+            "mixed_images",
+            f"{uri}: {PurePath(first).name} has {8 * planes[first].itemsize}-bit pixels, {PurePath(other).name} "
+            f"{8 * planes[other].itemsize}-bit ones; save all B-scans of a volume alike",
+        )
+    return np.stack(list(planes.values()))
+
+
+def read_gray(uri: str) -> np.ndarray:
+    """[H, W] uint8 or uint16. Colour is accepted where it is gray in disguise. Raises ReadError."""
+    with open_file(uri, whole=True) as file, _opened(file, uri) as image:
+        return _gray(image, uri)
+
+
+def image_size(uri: str) -> tuple[int, int]:
+    """(H, W) without decoding, and proof that the file does not end early. Raises ReadError."""
+    with open_file(uri) as file:
+        size = file.seek(0, io.SEEK_END)
+        if size == 0:
+            raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
+        with _opened(file, uri) as image:
+            width, height = image.size
+            if image.format == "TIFF":
+                _check_page(image, image.size, size, uri)
+        file.seek(max(size - 64, 0))
+        tail = file.read()
+        file.seek(2)
+        declared = int.from_bytes(file.read(4), "little")
+        cut = (image.format == "PNG" and _PNG_END not in tail) or (image.format == "BMP" and declared > size)
+        if cut or (image.format == "JPEG" and b"\xff\xd9" not in tail):
+            raise ReadError("truncated_pixel_data", f"{uri}: the image ends early; fetch it again")
+    return height, width
+
+
+def several_pages(file: BinaryIO, most: int = 1) -> bool:
+    """Whether a TIFF has more pages than `most`: each one's directory ends with the place of the next (TIFF 6.0, section 2; BigTIFF)."""
+    file.seek(0)
+    head = file.read(16)
+    if head[:4] not in MAGIC[1:5]:
+        return False
+    order: Literal["little", "big"] = "little" if head[:2] == b"II" else "big"
+    count, entry, pointer = (8, 20, 8) if b"+" in head[:4] else (2, 12, 4)
+    place = int.from_bytes(head[8:16] if pointer == 8 else head[4:8], order)
+    for _ in range(most):
+        file.seek(place)
+        entries = int.from_bytes(file.read(count), order)
+        file.seek(entries * entry, io.SEEK_CUR)
+        if not (place := int.from_bytes(file.read(pointer), order)):
+            return False
+    return True
+
+
+def digest_of(uris: Iterable[str]) -> bytes:
+    """One digest for several files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for uri in uris:
+        with open_file(uri) as file:
+            digest.update(uid_of(file, file.seek(0, io.SEEK_END)).encode())
+    return digest.digest()
+
+
+def decode_gray(content: bytes, uri: str, formats: tuple[str, ...]) -> np.ndarray:
+    """[H, W] uint8 or uint16 of an image inside another file, in one of Pillow's `formats`. Raises ReadError."""
+    with _opened(io.BytesIO(content), uri, formats) as image:
+        return _gray(image, uri)
+
+
+@contextmanager
+def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "JPEG")) -> Iterator["Image"]:
+    from PIL import Image, UnidentifiedImageError
+
+    file.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=formats) as image:
+                yield image
+    except (Image.DecompressionBombError, UnidentifiedImageError) as error:
+        code = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed"
+        raise ReadError(
+            code, f"{uri}: no image that can be decoded ({type(error).__name__}); fetch or export it again"
+        ) from None
+    except (
+        OSError,
+        SyntaxError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # what Pillow makes of damaged bytes
+        raise ReadError(
+            "decode_failed", f"{uri}: the image cannot be decoded ({type(error).__name__}); fetch or export it again"
+        ) from None
+
+
+def _gray(image: "Image", uri: str) -> np.ndarray:
+    if image.width * image.height > 2**28:
+        raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels, which no B-scan has")
+    if image.mode in ("1", "P", "LA"):
+        image = image.convert("RGB" if image.mode == "P" else "L")
+    pixels = np.asarray(image)
+    if pixels.dtype.itemsize > 1 and getattr(image, "tag_v2", {}).get(262) == 0:  # Pillow inverts 8 bit only
+        raise ReadError("unsupported_pixels", f"{uri}: 16-bit pixels whose 0 is white; save it with 0 as black")
+    if pixels.ndim == 3 and pixels.shape[2] in (3, 4) and (pixels[..., :3] == pixels[..., :1]).all():
+        pixels = pixels[..., 0]
+    if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
+        pixels = pixels.astype(np.uint16)  # how Pillow opens some 16-bit images
+    if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, and layer lines not painted in",
+        )
+    return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
+
+
+def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
+    """`expected` (W, H); every strip or tile has to lie inside the file."""
+    if image.size != expected:
+        raise ReadError(
+            "mixed_images",
+            f"{where} is {image.width} x {image.height}, expected {expected[0]} x {expected[1]} as the first",
+        )
+    tags = getattr(image, "tag_v2", {})
+    starts, counts = (tags.get(strips, tags.get(tiles, ())) for strips, tiles in ((273, 324), (279, 325)))
+    starts, counts = ((value,) if isinstance(value, int) else value for value in (starts, counts))
+    if not starts or any(start + count > size for start, count in zip(starts, counts, strict=False)):
+        raise ReadError("truncated_pixel_data", f"{where} ends after the file does ({size:,} bytes); fetch it again")
+
+
+def _stated_mm(image: "Image") -> tuple[float, float, float] | None:
+    """(dz, dy, dx) where ImageJ or OME wrote them; the resolution tags alone mean print, not tissue."""
+    tags, text = getattr(image, "tag_v2", {}), _description(image)
+    if text.startswith("ImageJ=") and (unit := to_mm(_word(r"\bunit=(\S+)", text))):
+        dy, dx = (1 / float(tags[tag]) if tags.get(tag) else 0.0 for tag in (283, 282))
+        found = (float(_word(r"spacing=([\d.eE+-]+)", text) or 0) * unit, dy * unit, dx * unit)
+    elif "<OME" in text:
+        sizes = [_attribute(f"PhysicalSize{axis}", text) for axis in "ZYX"]
+        units = [_attribute(f"PhysicalSize{axis}Unit", text) or "um" for axis in "ZYX"]
+        z, y, x = (float(mm or 0) * to_mm(unit) for mm, unit in zip(sizes, units, strict=True))
+        found = (z, y, x)
+    else:
+        return None
+    return found if min(found) > 0 else None
+
+
+def to_mm(unit: str) -> float:
+    """Millimetres of a unit as ImageJ and OME write it; 0 where it is none of length. The micro sign is U+00B5 or the Greek U+03BC."""
+    word = re.sub(r"\\u00?b5|\\u03bc|[\u00b5\u03bc]", "u", unit.strip().lower())
+    return _TO_MM.get(word, _TO_MM.get(word.removesuffix("s"), 0.0))
+
+
+def _stated_bits(image: "Image") -> int | None:
+    """8 for pixels of 8 bit; of wider ones what TIFF or OME say are used, None where nothing does."""
+    if image.mode in ("1", "L", "P", "LA", "RGB", "RGBA"):
+        return 8
+    tags = getattr(image, "tag_v2", {})
+    stated = [_attribute("SignificantBits", _description(image)), *(tags.get(tag) for tag in (258,))]
+    whole = {(1 << bits) - 1: bits for bits in range(8, 16)}  # MaxSampleValue may also be the brightest value there is
+    stated += [whole.get(value) for tag in (281, 341) if (value := _first_int(tags.get(tag))) is not None]
+    return next((bits for value in stated if (bits := _first_int(value)) is not None and 8 <= bits < 16), None)
+
+
+def _first_int(value: object) -> int | None:
+    try:
+        return int(value[0] if isinstance(value, tuple) else value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+def _description(image: "Image") -> str:
+    """ImageDescription. OME writes UTF-8 into what TIFF calls ASCII and Pillow reads as Latin-1, which older files are."""
+    text = str(getattr(image, "tag_v2", {}).get(270, ""))
+    try:
+        return text.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return text
+
+
+def _attribute(name: str, text: str) -> str:
+    """Of the first <Pixels> of an OME-XML."""
+    pixels = _word(r"<(?:\w+:)?Pixels\b([^>]*)", text)
+    match = re.search(rf"""\b{name}\s*=\s*(["'])(.*?)\1""", pixels)
+    return unescape(match[2]).strip() if match else ""
+
+
+def _word(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""

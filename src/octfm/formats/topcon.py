@@ -1,0 +1,151 @@
+"""Topcon .fda and .fds: chunks with a name and a size; B-scans as JPEG 2000 (IMG_JPEG) or as 16-bit numbers (IMG_MOT_COMP_03, IMG_SCAN_03).
+
+Structure: the uocte project's notes on the Topcon file format, and OCT-Converter's. Not verified on a real file.
+"""
+
+import io
+import struct
+from typing import BinaryIO
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.formats.dicom.reader import scanner_slug
+from octfm.formats.images import decode_gray
+from octfm.io.archive import open_file
+from octfm.volume.volume import Layout
+
+_HEADER_BYTES = 15
+_LAYOUTS: dict[int, Layout] = {3: "radial", 4: "radial"}
+"""scan_mode: 2 is a raster, 3 radial, 4 a cross."""
+
+Chunks = dict[str, tuple[int, int]]
+"""Name -> (offset, size) of the first chunk of that name."""
+
+
+def open_bscans(uri: str) -> Bscans:
+    with open_file(uri) as file:
+        size = file.seek(0, io.SEEK_END)
+        chunks = _chunks(file, size, uri)
+        if "@IMG_JPEG" in chunks:
+            mode, shape, places = _compressed(file, chunks["@IMG_JPEG"], uri)
+        else:
+            mode, shape, places = _plain(file, chunks, uri)
+        spacing = _spacing(file, chunks, shape)
+        eye = _first(file, chunks, ("@CAPTURE_INFO_02", "@CAPTURE_INFO"), 1)
+        patient = _first(file, chunks, ("@PATIENT_INFO_02", "@PATIENT_INFO"), 32)
+        model = _first(file, chunks, ("@HW_INFO_03", "@HW_INFO_02", "@HW_INFO_01"), 16)
+        uid = uid_of(file, size)
+
+    def decode() -> np.ndarray:
+        with open_file(uri, whole=True) as stream:
+            if len(places) == 1:
+                stream.seek(places[0][0])
+                return np.frombuffer(stream.read(places[0][1]), "<u2").reshape(shape).astype(np.uint16)
+            found = []
+            for i, (offset, count) in enumerate(places):
+                stream.seek(offset)
+                found.append(
+                    decode_gray(stream.read(count), f"{uri}: B-scan {i + 1} of {shape[0]}", ("JPEG2000", "JPEG"))
+                )
+        return np.stack(found)
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid,
+        in_plane_mm=spacing[1:] if spacing else None,
+        between_mm=spacing[0] if spacing else None,
+        layout=_LAYOUTS.get(mode),
+        laterality={b"\0": "R", b"\1": "L"}.get(eye, ""),
+        scanner=scanner_slug("Topcon", _text(model)),
+        participant=_text(patient),
+    )
+
+
+def _chunks(file: BinaryIO, size: int, uri: str) -> Chunks:
+    found: Chunks = {}
+    at = _HEADER_BYTES
+    while True:
+        file.seek(at)
+        length = file.read(1)
+        if length == b"\0":
+            return found
+        head = file.read(length[0] + 4) if length else b""
+        if not length or len(head) < length[0] + 4:
+            raise ReadError(
+                "truncated_pixel_data",
+                f"{uri}: no chunk ends it ({size:,} bytes); the file is incomplete, fetch it again",
+            )
+        count = int.from_bytes(head[-4:], "little")
+        at += 1 + len(head)
+        if at + count > size:
+            raise ReadError(
+                "truncated_pixel_data", f"{uri}: a chunk reaches to byte {at + count:,} of {size:,}; fetch it again"
+            )
+        found.setdefault(head[:-4].decode("latin-1"), (at, count))
+        at += count
+
+
+def _compressed(file: BinaryIO, chunk: tuple[int, int], uri: str):
+    offset, length = chunk
+    file.seek(offset)
+    mode, _, _, width, height, count, _ = struct.unpack("<B6I", file.read(25))
+    shape = (count, height, width)
+    check_size(shape, uri)
+    places, at = [], offset + 25
+    for i in range(count):
+        file.seek(at)
+        (size,) = struct.unpack("<I", file.read(4))
+        if at + 4 + size > offset + length:
+            raise ReadError(
+                "truncated_pixel_data", f"{uri}: B-scan {i + 1} of {count} ends after its chunk does; fetch it again"
+            )
+        places.append((at + 4, size))
+        at += 4 + size
+    return mode, shape, places
+
+
+def _plain(file: BinaryIO, chunks: Chunks, uri: str):
+    name = next((name for name in ("@IMG_SCAN_03", "@IMG_MOT_COMP_03") if name in chunks), None)
+    if name is None:
+        raise ReadError("missing_pixel_data", f"{uri}: no B-scans among its chunks; export it again with images")
+    offset, length = chunks[name]
+    file.seek(offset)
+    mode, width, height, bits, count = struct.unpack("<B4I", file.read(17))
+    shape = (count, height, width)
+    check_size(shape, uri, bytes_per_voxel=2)
+    needed = 2 * width * height * count
+    if bits != 16 or 22 + needed > length:
+        raise ReadError(
+            "damaged_file",
+            f"{uri}: {name} of {length:,} bytes for {count} B-scans of {height} x {width}, {bits} bits; fetch it again",
+        )
+    return mode, shape, [(offset + 22, needed)]
+
+
+def _spacing(file: BinaryIO, chunks: Chunks, shape: tuple[int, int, int]) -> tuple[float, float, float] | None:
+    """From the size of the scanned field in mm and the axial resolution in micrometres."""
+    for name, skip in (("@PARAM_SCAN_04", 12), ("@PARAM_SCAN_02", 21)):
+        if name in chunks:
+            file.seek(chunks[name][0] + skip)
+            across, along, axial_um = struct.unpack("<3d", file.read(24))
+            spacing = (along / shape[0], axial_um / 1000, across / shape[2])
+            return spacing if all(np.isfinite(mm) and mm > 0 for mm in spacing) else None
+    return None
+
+
+def _first(file: BinaryIO, chunks: Chunks, names: tuple[str, ...], count: int) -> bytes:
+    for name in names:
+        if name in chunks:
+            file.seek(chunks[name][0])
+            return file.read(min(count, chunks[name][1]))
+    return b""
+
+
+def _text(field: bytes) -> str:
+    """Empty where it is no plain text: newer files encrypt what identifies."""
+    text = field.split(b"\0")[0]
+    return text.decode("ascii").strip() if text.isascii() and text.decode("ascii").isprintable() else ""

@@ -1,0 +1,62 @@
+"""Zeiss Cirrus .img: the bare voxels of a cube, without a header, upside down and mirrored.
+
+Rows of A-scans run from below and from the right, as four published readers agree (retimat, the JHU reader, oct-preprocess-cirrus, pyoct).
+The file's size tells the two standard cubes; names that the instrument gives tell others, and the eye. Not verified on a real file.
+"""
+
+import io
+import re
+from pathlib import PurePath
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.io.archive import open_file
+
+ROWS = 1024
+_CUBES = {512 * 128 * ROWS: (128, 512), 200 * 200 * ROWS: (200, 200)}
+"""Bytes -> (D, W)."""
+_NAME = re.compile(r"([A-Za-z ]*Cube) (\d+)x(\d+)_[\d-]+_[\d-]+_(OD|OS)_sn\d+_cube_(?:z|raw)\.img$", re.IGNORECASE)
+
+
+def fits(name: str, size: int) -> bool:
+    """Whether a file without magic bytes can be a cube: called .img, and of a size that one has."""
+    return PurePath(name).suffix.lower() == ".img" and (
+        size in _CUBES or (size > 0 and size % ROWS == 0 and _named(name) is not None)
+    )
+
+
+def open_bscans(uri: str) -> Bscans:
+    with open_file(uri) as file:
+        size = file.seek(0, io.SEEK_END)
+        named = _named(uri)
+        depth, width = (int(named[3]), int(named[2])) if named else _CUBES[size]
+        shape = (depth, ROWS, width)
+        check_size(shape, uri)
+        if size != depth * ROWS * width:
+            raise ReadError(
+                "truncated_pixel_data",
+                f"{uri}: {size:,} of {depth * ROWS * width:,} bytes for {width}x{depth}; fetch it again",
+            )
+        uid = uid_of(file, size)
+
+    def decode() -> np.ndarray:
+        with open_file(uri, whole=True) as stream:
+            stored = np.frombuffer(stream.read(), np.uint8).reshape(shape)
+        return np.ascontiguousarray(stored[:, ::-1, ::-1])
+
+    return Bscans(
+        uri=uri,
+        shape=shape,
+        decode=decode,
+        uid=uid,
+        laterality=named[4] if named else "",
+        scanner="zeiss_cirrus",
+        protocol=f"{named[1]} {named[2]}x{named[3]}".split("_")[-1] if named else "",
+        flags=("laterality_from_name",) if named else (),
+    )
+
+
+def _named(uri: str) -> re.Match[str] | None:
+    return _NAME.search(PurePath(uri).name)

@@ -1,0 +1,433 @@
+"""One uri for a file on disk and for a member of a ZIP archive read in place: /data/x.zip!/1001/scan.dcm.
+
+Nothing in an archive is believed: names that leave it, links, doubled names, overlapping members, members that inflate beyond any OCT
+volume, encryption and exotic compressions are refused with a reason code before a byte of them is decompressed.
+ZIP: PKWARE APPNOTE 6.3.10. Overlapping members: D. Fifield, "A better zip bomb", WOOT 2019.
+"""
+
+import io
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
+
+from octfm.catalog.acquisition import Reject
+from octfm.errors import ReadError
+from octfm.io.location import Location, is_remote, listed, open_binary
+
+MEMBER = "!/"
+"""Stands between the archive and the member."""
+MAX_MEMBER_BYTES = 2 * 2**30 + 64 * 2**20
+"""The largest volume that a reader accepts, and a generous header."""
+MAX_RATIO, RATIO_FROM_BYTES = 200, 256 * 2**20
+"""An OCT never shrinks 200 times; a blank one does, so that only what is larger than any real file is refused for it."""
+
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_CHUNK = 2**20
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Member:
+    name: str
+    """Inside the archive, with / between folders, never leaving it."""
+    stored_name: str
+    header_offset: int
+    compressed: int
+    size: int
+    crc: int
+    method: int
+
+
+@dataclass(frozen=True)
+class Archive:
+    path: str
+    members: dict[str, Member]
+    refused: tuple[Reject, ...]
+
+
+def open_archive(path: str | Location) -> Archive:
+    """What may be read from it and what may not. Raises ReadError: damaged_archive."""
+    path = str(path)
+    if is_remote(path):
+        from octfm.io.ranged import known
+
+        remote = known(path)
+        return _listed(path, remote.version, remote.size)
+    found = os.stat(path)  # noqa: PTH116  (called for every member that is read)
+    return _listed(path, found.st_mtime_ns, found.st_size)
+
+
+def split_uri(uri: str | Location) -> tuple[str, str] | None:
+    """(archive, member) of a uri inside an archive, None for any other."""
+    text = str(uri)
+    at = text.find(MEMBER)
+    if is_remote(text):
+        # Asking the bucket for every uri would cost more than reading: what looks like an archive is one.
+        at = text.lower().find(f".zip{MEMBER}")
+        return None if at < 0 else (text[: at + 4], text[at + 4 + len(MEMBER) :])
+    if at < 0 or os.path.exists(text):  # noqa: PTH110
+        return None
+    while at > 0:
+        if os.path.isfile(text[:at]):  # noqa: PTH113
+            return text[:at], text[at + len(MEMBER) :]
+        at = text.find(MEMBER, at + 1)
+    return None
+
+
+_FOLLOW_LINKS: ContextVar[bool] = ContextVar("follow_links", default=True)
+
+
+@contextmanager
+def links(*, follow: bool) -> Iterator[None]:
+    """Inside, with `follow` False, `open_file` and `list_folder` raise ReadError link_not_followed at a symbolic link."""
+    before = _FOLLOW_LINKS.set(follow)
+    try:
+        yield
+    finally:
+        _FOLLOW_LINKS.reset(before)
+
+
+def refuse_link(path: str) -> None:
+    """Raises ReadError where links are not followed and this is one."""
+    if not _FOLLOW_LINKS.get() and os.path.islink(path):  # noqa: PTH114
+        raise ReadError(
+            "link_not_followed", f"{path}: a link; put the file itself there, or scan without --no-follow-links"
+        )
+
+
+def read_start(uri: str | Location, count: int) -> bytes:
+    """The first `count` bytes of a file or of a member, of which no more is inflated. Raises OSError, ReadError."""
+    inside = split_uri(uri)
+    if inside is None:
+        with open_file(uri) as file:
+            return file.read(count)
+    with open_binary(inside[0], in_place=True) as file:
+        member = _member(*inside, str(uri))
+        file.seek(_data_offset(file, member, str(uri)))
+        if member.method == zipfile.ZIP_STORED:
+            return file.read(min(count, member.size))
+        return _inflated(file, member, str(uri), most=count)
+
+
+@contextmanager
+def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]:
+    """A seekable stream of a file or of a member. `whole`: everything will be read, so a member's checksum is verified first.
+
+    Raises OSError for a file, ReadError with a reason code for a member.
+    """
+    inside = split_uri(uri)
+    if inside is None:
+        if is_remote(uri):
+            with open_binary(uri, whole=whole) as file:
+                yield file
+            return
+        refuse_link(str(uri))
+        with _Frugal(io.FileIO(cast(str, uri))) as file:
+            yield cast(BinaryIO, file)
+        return
+    archive, name = inside
+    try:
+        with open_binary(archive, in_place=True) as file:
+            member = _member(archive, name, str(uri))
+            start = _data_offset(file, member, str(uri))
+            if member.method == zipfile.ZIP_STORED and not whole:
+                with _Frugal(_Window(file, start, member.size, name)) as window:
+                    yield cast(BinaryIO, window)
+                return
+            content = io.BytesIO(_content(file, start, member, str(uri)))
+    except OSError as error:
+        raise ReadError(
+            "unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions"
+        ) from error
+    yield content
+
+
+def is_folder(uri: str | Location) -> bool:
+    """Whether it is a folder, on disk or inside an archive."""
+    inside = split_uri(uri)
+    if inside is None and is_remote(uri):
+        from octfm.io.ranged import is_prefix
+
+        return is_prefix(str(uri))
+    if inside is None:
+        return os.path.isdir(str(uri))  # noqa: PTH112
+    members = open_archive(inside[0]).members
+    return inside[1] not in members and any(name.startswith(f"{inside[1]}/") for name in members)
+
+
+def list_folder(uri: str | Location) -> list[str]:
+    """uris of the files directly in a folder, on disk or inside an archive, sorted. Raises OSError, ReadError."""
+    inside = split_uri(uri)
+    if inside is None and is_remote(uri) and not str(uri).endswith(MEMBER[0]):
+        from octfm.io.ranged import directly_below
+
+        return directly_below(str(uri))
+    if inside is None and not str(uri).endswith(MEMBER[0]):
+        with os.scandir(str(uri)) as entries:
+            found = sorted(entry.path for entry in entries if entry.is_file())
+        for path in found:
+            refuse_link(path)
+        return found
+    archive, folder = inside or (str(uri)[: -len(MEMBER[0])], "")
+    names = (PurePosixPath(name) for name in open_archive(archive).members)
+    return [f"{archive}{MEMBER}{name}" for name in names if str(name.parent).removeprefix(".") == folder]
+
+
+def file_size(uri: str | Location) -> int:
+    """Bytes of a file or, unpacked, of a member, or of the files directly in a folder; 0 where there is none."""
+    inside = split_uri(uri)
+    try:
+        if is_folder(uri):
+            return sum(file_size(file) for file in list_folder(uri))
+        if inside is None and is_remote(uri):
+            from octfm.io.ranged import known
+
+            return known(str(uri)).size
+        return Path(str(uri)).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
+    except (OSError, ReadError, KeyError):
+        return 0
+
+
+def unpacked_paths(uri: str) -> tuple[str, ...]:
+    """Where tables may say that this file lies: at its own path, and for a member where unpacking beside the archive or into a folder of
+    its name would put it."""
+    inside = split_uri(uri)
+    if inside is None:
+        return (uri,)
+    archive, name = listed(inside[0]), inside[1]
+    return uri, str(archive.parent / name), str(archive.with_suffix("") / name)
+
+
+def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
+    """Write every member that is not refused below `folder`, and return member uri -> file. What is there already is kept.
+
+    A file appears complete and checked, or not at all. Members that cannot be read are left out: reading them in place gives the code.
+    """
+    written = {}
+    for name, member in archive.members.items():
+        target = folder / name
+        uri = f"{archive.path}{MEMBER}{name}"
+        if not (target.is_file() and target.stat().st_size == member.size):
+            try:
+                with open_file(uri, whole=True) as stream:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    partial = target.with_name(f".{zlib.crc32(name.encode()):08x}.partial")
+                    partial.write_bytes(stream.read())
+                    partial.replace(target)
+            except ReadError:
+                continue
+        written[uri] = target
+    return written
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _listed(path: str, version: int | str, size: int) -> Archive:
+    """Cached: reading the directory of a large archive for each of its members would take longer than reading the members."""
+    try:
+        with open_binary(path, in_place=True) as file, zipfile.ZipFile(file) as archive:
+            entries = [
+                entry
+                for entry in archive.infolist()
+                if entry.file_size or not entry.orig_filename.endswith(("/", "\\"))
+            ]
+    except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, struct.error, EOFError) as error:
+        what = " ".join(str(error).split())[:80]
+        raise ReadError(
+            "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); fetch it again"
+        ) from None
+    names = [_inner_name(entry.orig_filename) for entry in entries]
+    times = Counter(name for name in names if name)
+    folders = {str(parent) for name in times for parent in PurePosixPath(name).parents}
+    shared = _overlapping(entries)
+    members, refused = {}, []
+    for entry, name in zip(entries, names, strict=True):
+        if name is None:
+            problem = ("unsafe_member", "the name leaves the archive, or is none; unpack it by hand if you trust it")
+        elif times[name] > 1 or name in folders:
+            problem = (
+                "unsafe_member",
+                "the name is there twice, and which one is meant is a guess; make the archive again",
+            )
+        elif entry.external_attr >> 28 == 0xA:
+            problem = ("unsafe_member", "a link, not a file; make the archive again with the file itself")
+        elif entry.header_offset in shared:
+            problem = ("decompression_bomb", "shares its bytes with another member; make the archive again")
+        elif entry.flag_bits & 0x1:
+            problem = ("unsupported_member", "encrypted; unpack it with its password")
+        elif entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            problem = (
+                "unsupported_member",
+                f"compression method {entry.compress_type}, expected stored or deflated; unpack it",
+            )
+        else:
+            problem = _oversized(entry)
+        if problem is None and name is not None:
+            members[name] = Member(
+                name,
+                entry.orig_filename,
+                entry.header_offset,
+                entry.compress_size,
+                entry.file_size,
+                entry.CRC,
+                entry.compress_type,
+            )
+        elif problem is not None:
+            uri = f"{path}{MEMBER}{_shown(entry.orig_filename)}"
+            refused.append(Reject(uri, problem[0], f"{uri}: {problem[1]}", entry.file_size))
+    return Archive(path, dict(sorted(members.items())), tuple(refused))
+
+
+def _inner_name(stored: str) -> str | None:
+    """The name with / between folders and without empty ones; None where it would leave the archive or cannot be a file's name."""
+    text = stored.replace("\\", "/")
+    if _CONTROL.search(text) or text.startswith("/") or re.match(r"[A-Za-z]:", text):
+        return None
+    parts = PurePosixPath(text).parts
+    too_long = len(os.fsencode(text)) > 1024 or any(len(os.fsencode(part)) > 255 for part in parts)
+    return None if not parts or ".." in parts or too_long else "/".join(parts)
+
+
+def _shown(name: str) -> str:
+    """A hostile name as harmless text: no control characters, no longer than a line."""
+    return name.encode("unicode_escape").decode("ascii")[:200]
+
+
+def _overlapping(entries: list[zipfile.ZipInfo]) -> set[int]:
+    """Header offsets of members that share bytes of the archive."""
+    order = sorted(entries, key=lambda entry: entry.header_offset)
+    found, end, holder = set(), -1, -1
+    for entry in order:
+        if entry.header_offset < end:
+            found |= {holder, entry.header_offset}
+        own_end = entry.header_offset + _LOCAL_HEADER.size + entry.compress_size
+        if own_end > end:
+            end, holder = own_end, entry.header_offset
+    return found
+
+
+def _oversized(entry: zipfile.ZipInfo) -> tuple[str, str] | None:
+    ratio = entry.file_size / max(entry.compress_size, 1)
+    if entry.file_size > MAX_MEMBER_BYTES or (entry.file_size > RATIO_FROM_BYTES and ratio > MAX_RATIO):
+        grows = f"{entry.compress_size:,} bytes claim to hold {entry.file_size:,}"
+        return "decompression_bomb", f"{grows}, which no OCT volume does; unpack it by hand if you trust it"
+    return None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------------------
+
+
+def _member(archive: str, name: str, uri: str) -> Member:
+    listed = open_archive(archive)
+    if name in listed.members:
+        return listed.members[name]
+    for refused in listed.refused:
+        if refused.uri == uri:
+            raise ReadError(refused.code, refused.sentence)
+    raise ReadError("unreadable", f"{uri}: no such member in the archive; scan again")
+
+
+def _data_offset(file: BinaryIO, member: Member, uri: str) -> int:
+    """First byte of the member's data. The header in front of it must name the same member as the directory does."""
+    file.seek(member.header_offset)
+    head = file.read(_LOCAL_HEADER.size)
+    if len(head) < _LOCAL_HEADER.size or head[:4] != b"PK\x03\x04":
+        raise _damaged(uri, "its header is not where the directory says")
+    fields = _LOCAL_HEADER.unpack(head)
+    flags, name_length, extra_length = fields[2], fields[9], fields[10]
+    name = file.read(name_length)
+    if name.decode("utf-8" if flags & 0x800 else "cp437", "replace") != member.stored_name:
+        raise _damaged(uri, "its header has another name than the directory")
+    start = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    if start + member.compressed > file.seek(0, io.SEEK_END):
+        raise _damaged(uri, "the archive ends before it does")
+    if member.method == zipfile.ZIP_STORED and member.size != member.compressed:
+        raise _damaged(uri, f"stored as {member.compressed:,} bytes, and {member.size:,} are claimed")
+    return start
+
+
+def _content(file: BinaryIO, start: int, member: Member, uri: str) -> bytes:
+    """All bytes of the member, never more than the directory claims, with the right checksum."""
+    file.seek(start)
+    content = file.read(member.compressed) if member.method == zipfile.ZIP_STORED else _inflated(file, member, uri)
+    if len(content) != member.size or zlib.crc32(content) != member.crc:
+        raise _damaged(uri, "size or checksum differ from what the archive claims")
+    return content
+
+
+def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None) -> bytes:
+    """All bytes, or the first `most`."""
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    pieces, done, left = [], 0, member.compressed
+    try:
+        while left and (packed := file.read(min(left, _CHUNK))):
+            left -= len(packed)
+            # One byte more than there may be, so that a surplus shows.
+            limit = member.size if most is None else min(most, member.size)
+            pieces.append(inflater.decompress(packed, limit - done + 1))
+            done += len(pieces[-1])
+            if most is not None and done >= most:
+                return b"".join(pieces)[:most]
+            if done > member.size:
+                raise ReadError(
+                    "decompression_bomb", f"{uri}: inflates beyond the {member.size:,} bytes that the archive claims"
+                )
+    except zlib.error:
+        raise _damaged(uri, "the compressed data are corrupt") from None
+    return b"".join(pieces)
+
+
+def _damaged(uri: str, found: str) -> ReadError:
+    return ReadError("damaged_archive", f"{uri}: {found}; fetch the archive again")
+
+
+class _Frugal(io.BufferedReader):
+    """Asked for more than there is, it takes memory for what there is: damaged lengths claim gigabytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _CHUNK:
+            at = self.tell()
+            size = max(0, min(size, self.seek(0, io.SEEK_END) - at))
+            self.seek(at)
+        return super().read(size)
+
+
+class _Window(io.RawIOBase):
+    """Part of a file as a stream of its own: headers of stored members are read without touching their pixels."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int, name: str):
+        super().__init__()
+        self.name = name  # pydicom asks for it
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        self._file.seek(self._start + self._at)
+        content = self._file.read(max(0, min(len(buffer), self._size - self._at)))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

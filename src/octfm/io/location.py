@@ -1,0 +1,201 @@
+"""Where things are: a path on a disk, or an address in a bucket that can be used like one."""
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
+from octfm.errors import BucketError
+
+
+def is_remote(where: Any) -> bool:
+    """Whether this is an address in a bucket."""
+    return isinstance(where, BucketPath) or str(where).startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+
+
+def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
+    """What a user names: a Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes and for credentials."""
+    if isinstance(where, BucketPath):
+        return where
+    return listed(expect_place(str(where)))
+
+
+def local_path(where: "str | Path") -> Path:
+    """What a user names and only a disk can have. Raises ConfigError for an address, of which a folder called s3: would be made."""
+    return Path(expect_local(str(where)))
+
+
+def listed(uri: str) -> "Path | BucketPath":
+    """What a listing, a catalog or a path that was checked before names."""
+    return BucketPath.of(uri) if is_remote(uri) else Path(uri)
+
+
+@contextmanager
+def open_binary(where: "str | Path | BucketPath", *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
+    """A seekable stream of a file or an object. `whole`: everything will be read; `in_place`: an object is never copied to the disk."""
+    if is_remote(where):
+        from octfm.io.ranged import open_object
+
+        with open_object(str(where), whole=whole, in_place=in_place) as file:
+            yield file
+    else:
+        with Path(cast("str | Path", where)).open("rb") as file:
+            yield file
+
+
+def write_whole(where: "Path | BucketPath", data: bytes) -> None:
+    """The old content or the new, whatever happens in between; durable when this returns."""
+    if isinstance(where, BucketPath):
+        where.write_bytes(data)
+        return
+    with replacing(where) as partial:
+        partial.write_bytes(data)
+
+
+@contextmanager
+def replacing(where: Path) -> Iterator[Path]:
+    """A new file to write into, which takes the place of `where` at the end of the context: the old content or the new, and durable then."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    partial = where.with_name(f".{where.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(where)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    flush(where.parent)
+
+
+def flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk: a rename survives a power cut only when its folder was flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush a folder, and keep its names by other means.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, order=True)
+class BucketPath:
+    """The part of pathlib that makes sense for objects. Not os.PathLike: what insists on a disk fails at once, and not halfway."""
+
+    scheme: str
+    inside: PurePosixPath
+    """bucket/key"""
+    facts: Any = field(default=None, compare=False)
+    """octfm.io.bucket.Object, where a listing told: of the object, or of the archive that it is a member of."""
+
+    @staticmethod
+    def of(uri: str) -> "BucketPath":
+        scheme, _, rest = uri.partition("://")
+        if not is_bucket(rest.split("/")[0]):
+            refuse_credentials(uri)
+            raise BucketError(f"{scheme}://…: expected the name of a bucket, {scheme}://bucket/…")
+        if not rest.strip("/"):
+            raise BucketError(f"{uri}: expected the name of a bucket, {scheme}://bucket/…")
+        return BucketPath(scheme, PurePosixPath(rest))
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.inside}"
+
+    def __truediv__(self, name: "str | PurePosixPath") -> "BucketPath":
+        return BucketPath(self.scheme, self.inside / str(name).lstrip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.inside.name
+
+    @property
+    def stem(self) -> str:
+        return self.inside.stem
+
+    @property
+    def suffix(self) -> str:
+        return self.inside.suffix
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.inside.parts
+
+    @property
+    def parent(self) -> "BucketPath":
+        return BucketPath(self.scheme, self.inside.parent)
+
+    @property
+    def parents(self) -> tuple["BucketPath", ...]:
+        return tuple(BucketPath(self.scheme, parent) for parent in list(self.inside.parents)[:-1])
+
+    def with_name(self, name: str) -> "BucketPath":
+        return BucketPath(self.scheme, self.inside.with_name(name))
+
+    def with_suffix(self, suffix: str) -> "BucketPath":
+        return BucketPath(self.scheme, self.inside.with_suffix(suffix))
+
+    def is_relative_to(self, other: Any) -> bool:
+        return (
+            isinstance(other, BucketPath) and other.scheme == self.scheme and self.inside.is_relative_to(other.inside)
+        )
+
+    def relative_to(self, other: "BucketPath") -> PurePosixPath:
+        return self.inside.relative_to(other.inside)
+
+    def is_file(self) -> bool:
+        from octfm.io import bucket
+
+        try:
+            bucket.stat(str(self))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def exists(self) -> bool:
+        """An object, or a prefix of some."""
+        return self.is_file() or self.is_dir()
+
+    def is_dir(self) -> bool:
+        return next(self.iterdir(), None) is not None
+
+    def iterdir(self) -> Iterator["BucketPath"]:
+        """Objects anywhere below this prefix: a bucket has no folders."""
+        from octfm.io import bucket
+
+        return (BucketPath.of(uri) for uri in sorted(bucket.find(str(self))))
+
+    def mkdir(self, **_: Any) -> None:
+        """Nothing: a prefix exists with its first object."""
+
+    def read_bytes(self) -> bytes:
+        from octfm.io import bucket
+
+        return bucket.read(str(self))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, data: bytes) -> None:
+        from octfm.io import bucket
+
+        bucket.write(str(self), data)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self.write_bytes(text.encode(encoding))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        from octfm.io import bucket
+
+        if not missing_ok and not self.is_file():
+            raise FileNotFoundError(f"{self}: no such object")
+        bucket.delete(str(self))
+
+
+Location = Path | BucketPath

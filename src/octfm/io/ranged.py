@@ -1,0 +1,149 @@
+"""Objects of a bucket as seekable streams: headers are read by ranges, and what is read everywhere is fetched whole instead."""
+
+import io
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import BinaryIO, cast
+
+from octfm.io import bucket, bucket_cache
+from octfm.io.location import BucketPath
+
+HEAD = 128 * 2**10
+"""First bytes of an object, fetched together and kept: they hold the header of nearly every volume."""
+BLOCK = 16 * 2**10
+"""Read at a time further on."""
+MANY = 6
+"""After so many blocks the rest is wanted as well: compressed pixels have a length in front of every frame."""
+AT_ONCE = 32
+"""Heads under way together: a bucket answers slowly, and many questions at a time."""
+TRUST_S = 300.0
+"""How long an answer about size and version holds for a process that reads many members of one archive."""
+
+_KNOWN: dict[str, tuple[bucket.Object, float]] = {}
+
+
+def remember(uri: str, found: bucket.Object) -> None:
+    """What a listing said, so that nobody has to ask again."""
+    _KNOWN[uri] = (found, time.monotonic())
+
+
+def recall(path: object) -> None:
+    """In another process than the one that listed: what the listing said about this path."""
+    if isinstance(path, BucketPath) and path.facts is not None:
+        text = str(path)
+        archive = text.lower().find(".zip!/")
+        remember(text if archive < 0 else text[: archive + 4], path.facts)
+
+
+def is_prefix(uri: str) -> bool:
+    """Whether it is no object itself, and there are some below it."""
+    try:
+        known(uri)
+    except FileNotFoundError:
+        return bool(directly_below(uri))
+    return False
+
+
+def directly_below(uri: str) -> list[str]:
+    """The objects of a prefix, without those of prefixes further down."""
+    found = bucket.find(uri)
+    for below, facts in found.items():
+        remember(below, facts)
+    return sorted(below for below in found if "/" not in below[len(uri.rstrip("/")) + 1 :])
+
+
+def known(uri: str) -> bucket.Object:
+    """Size and version, from a listing or from the bucket. Raises FileNotFoundError."""
+    found, since = _KNOWN.get(uri, (None, 0.0))
+    if found is None or time.monotonic() - since > TRUST_S:
+        found = bucket.stat(uri)
+        remember(uri, found)
+    return found
+
+
+def fetch_heads(objects: Mapping[str, bucket.Object]) -> None:
+    """The first block of each object into the cache, many at a time: the readers, one after the other, then find it there."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(_head, objects, objects.values()))
+
+
+@contextmanager
+def open_object(uri: str, *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
+    """A seekable stream. `whole`: everything will be read; `in_place`: never fetch it whole (an archive may be larger than the disk)."""
+    found = known(uri)
+    if whole and not in_place:
+        with bucket_cache.local_copy(uri, found) as path, path.open("rb") as file:
+            yield file
+        return
+    with Ranged(uri, found, in_place) as raw, io.BufferedReader(raw) as file:
+        yield cast(BinaryIO, file)
+
+
+class Ranged(io.RawIOBase):
+    """An object read by blocks, the first of them from the cache."""
+
+    def __init__(self, uri: str, found: bucket.Object, in_place: bool):
+        super().__init__()
+        self.name = uri  # pydicom asks for it
+        self._uri, self._found, self._in_place = uri, found, in_place
+        self._at, self._head, self._blocks = 0, b"", {}
+        self._block = HEAD if in_place else BLOCK  # in an archive every block holds another header
+        self._whole: BinaryIO | None = None
+        self._open = ExitStack()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        end = min(self._at + len(buffer), self._found.size)
+        if end <= self._at:
+            return 0
+        data = self._read(self._at, end)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._open.close()
+        super().close()
+
+    def _read(self, start: int, end: int) -> bytes:
+        if self._whole is None and len(self._blocks) >= MANY and not self._in_place:
+            path = self._open.enter_context(bucket_cache.local_copy(self._uri, self._found))
+            self._whole = self._open.enter_context(path.open("rb"))
+        if self._whole is not None:
+            self._whole.seek(start)
+            return self._whole.read(end - start)
+        if start < HEAD:
+            self._head = self._head or _head(self._uri, self._found)
+            # A part of what was asked for is a valid answer to readinto.
+            return self._head[start:end]
+        if end - start > self._block:
+            return bucket.read(self._uri, start, end)
+        number = (start - HEAD) // self._block
+        first = HEAD + number * self._block
+        if number not in self._blocks:
+            if self._in_place and len(self._blocks) >= MANY:
+                self._blocks.pop(next(iter(self._blocks)))
+            self._blocks[number] = bucket.read(self._uri, first, min(first + self._block, self._found.size))
+        return self._blocks[number][start - first : end - first]
+
+
+def _head(uri: str, found: bucket.Object) -> bytes:
+    size = min(HEAD, found.size)
+    with bucket_cache.kept(
+        bucket_cache.key(f"{uri}#head", found), size, lambda file: bucket.download(uri, file, size)
+    ) as path:
+        return path.read_bytes()

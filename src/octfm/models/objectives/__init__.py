@@ -1,0 +1,1 @@
+"""What pretraining minimises: one file per objective."""

@@ -1,0 +1,352 @@
+"""A phantom cohort on disk in the layout of AI-READI, with its ground truth beside it."""
+
+import csv
+import json
+import math
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import OctfmError
+from octfm.io.isolation import Limits, Lost
+from octfm.io.location import local_path
+from octfm.io.spread import spread
+from octfm.phantom.cohort import Participant, draw_cohort, eye_of
+from octfm.phantom.defects import DEFECTS, Defect, spoil
+from octfm.phantom.dicom import to_bytes, to_dataset, uid
+from octfm.phantom.pathology import DIAGNOSES, LESIONS
+from octfm.phantom.render import GroundTruth, render
+from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
+from octfm.volume.volume import Laterality, Shape3, Volume
+
+PHANTOM_VERSION = "3"
+"""Raised by every change that alters bytes; results name it."""
+MAX_SIDE, MAX_VOXELS = 8192, 5 * 10**8
+"""Of one scan; a native volume of a Triton has 1.3e8."""
+
+SIDES: tuple[Laterality, ...] = ("R", "L")
+_MODALITIES = (
+    "cardiac_ecg",
+    "clinical_data",
+    "environment",
+    "retinal_flio",
+    "retinal_oct",
+    "retinal_octa",
+    "retinal_photography",
+)
+
+
+_LIMITS = Limits(seconds=24 * 3600, memory=2**62)
+"""None: what is rendered here is not a stranger's file."""
+
+_Rows = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
+"""Of one participant: rows of manifest.tsv, labels.tsv and defects.tsv."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    out: Path
+    person: Participant
+    seed: int
+    size: Shape3 | None
+    defects: dict[tuple[str, Laterality], Defect]
+    """By scanner and eye: what the spoilt second file of that acquisition suffers from."""
+    effect: bool
+
+
+def write_phantom(
+    out: str | Path,
+    participants: int,
+    seed: int,
+    *,
+    size: Shape3 | None = (32, 256, 192),
+    scanners: Sequence[str] = DEFAULT_SCANNERS,
+    diagnoses: Sequence[str] = DIAGNOSES,
+    second_scanner: float = 0.25,
+    fractions: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    defects: float = 0.0,
+    zipped: bool = False,
+    effect: bool = True,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write both eyes of every participant; a share of participants is scanned on a second instrument too.
+
+    `size` is (B-scans, rows, columns); None takes each instrument's own. `fractions` are the shares of recommended_split
+    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. Without `effect`, labels are drawn
+    exactly the same but every eye is rendered healthy: on such a null cohort nothing may predict them. `zipped` puts the files of each
+    scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI is also shipped. The same arguments give the
+    same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
+    The folder appears at once when it is complete; one that exists is refused.
+    """
+    out = local_path(out)
+    _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
+    people = draw_cohort(
+        participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses
+    )
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    manifest: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
+    planted: list[dict[str, Any]] = []
+    spoilt_files = _plan_defects(people, seed, defects)
+    jobs = [_Job(partial, person, seed, size, spoilt_files[person.index], effect) for person in people]
+    count = 0 if workers == 1 else workers  # one worker is this process
+    written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
+    for done, (rows, truths, spoilt) in enumerate(written, 1):
+        manifest += rows
+        labels += truths
+        planted += spoilt
+        if progress:
+            progress(done, len(people))
+    if zipped:
+        for folder in sorted((partial / "retinal_oct" / "structural_oct").iterdir()):
+            _zip(folder)
+    _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
+    _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
+    _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
+    _write_tsv(
+        partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "outcome", "participant_id")
+    )
+    settings = {"phantom_version": PHANTOM_VERSION, "participants": participants, "seed": seed, "size": size}
+    settings |= {
+        "scanners": list(scanners),
+        "second_scanner": second_scanner,
+        "fractions": fractions,
+        "defects": defects,
+    }
+    settings |= {"zipped": True} if zipped else {}
+    settings |= {"diagnoses": list(diagnoses), "effect": effect}
+    settings |= {"lesions": LESIONS, "volumes": len(labels), "synthetic": True}
+    (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
+    partial.rename(out)
+    return out
+
+
+def _check(
+    out: Path,
+    count: int,
+    seed: int,
+    size: Shape3 | None,
+    scanners: Sequence[str],
+    diagnoses: Sequence[str],
+    fractions: tuple[float, float, float],
+    defects: float,
+) -> None:
+    if out.exists():
+        raise OctfmError(
+            f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another"
+        )
+    if count < 1:
+        raise OctfmError(f"phantom cohort: expected at least 1 participant, got {count}")
+    if seed < 0:
+        raise OctfmError(f"phantom cohort: expected a seed of 0 or more, got {seed}")
+    if size is not None and (len(size) != 3 or size[0] < 4 or size[1] < 64 or size[2] < 32):
+        raise OctfmError(f"phantom cohort: expected a size of at least 4 B-scans x 64 rows x 32 columns, got {size}")
+    if size is not None and (max(size) > MAX_SIDE or math.prod(size) > MAX_VOXELS):
+        raise OctfmError(
+            f"phantom cohort: a scan of {' x '.join(f'{n:,}' for n in size)} has {math.prod(size) / 1e9:,.1f} GB; "
+            f"the most is {MAX_VOXELS / 1e9:g} GB, and {MAX_SIDE:,} along an axis"
+        )
+    unknown = [name for name in scanners if name not in SCANNERS]
+    if unknown or not scanners:
+        raise OctfmError(
+            f"phantom cohort: unknown scanner {', '.join(unknown) or '(none given)'}; known: {', '.join(SCANNERS)}"
+        )
+    unknown = [name for name in diagnoses if name not in DIAGNOSES]
+    if unknown or not diagnoses:
+        raise OctfmError(
+            f"phantom cohort: unknown diagnosis {', '.join(unknown) or '(none given)'}; known: {', '.join(DIAGNOSES)}"
+        )
+    if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
+    if not 0 <= defects <= 1:
+        raise OctfmError(f"phantom cohort: defects is a share of the good files, expected 0 to 1, got {defects}")
+
+
+def _not_written(job: _Job, lost: Lost) -> _Rows:
+    advice = "free memory, or use fewer --workers, and run the same command again"
+    raise OctfmError(f"{job.out}: the process that rendered participant {job.person.index} {lost.what}; {advice}")
+
+
+def _write_participant(job: _Job) -> _Rows:
+    manifest, labels, planted = [], [], []
+    for name in job.person.scanners:
+        scanner = SCANNERS[name]
+        for laterality in SIDES:
+            volume, truth = _acquire(job, scanner, laterality)
+            path = _path(volume, scanner)
+            _write(job.out / path.lstrip("/"), to_bytes(to_dataset(volume, scanner, job.person, PHANTOM_VERSION)))
+            _write_truth(job.out / "ground_truth" / f"{volume.acquisition}.npz", truth)
+            manifest.append(_manifest_row(volume, scanner, path))
+            labels.append(_label_row(volume, truth, job.person, path))
+            if defect := job.defects.get((name, laterality)):
+                rng = np.random.default_rng(
+                    [job.seed, 10, job.person.index, list(SCANNERS).index(name), SIDES.index(laterality)]
+                )
+                rows, spoilt = _plant(job, volume, scanner, defect, rng)
+                manifest += rows
+                planted.append(spoilt)
+    return manifest, labels, planted
+
+
+def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
+    """`again`: a second scan of the same eye, with other noise and motion."""
+    stream = [
+        job.seed,
+        11,
+        job.person.index,
+        list(SCANNERS).index(scanner.name),
+        0 if laterality == "R" else 1,
+        *([1] if again else []),
+    ]
+    eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
+    volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
+    identity = uid(
+        "instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape
+    )
+    return replace(volume, acquisition=identity), truth
+
+
+def _plan_defects(people: Sequence[Participant], seed: int, share: float) -> list[dict[tuple[str, Laterality], Defect]]:
+    """Per participant; kinds take turns, so that any cohort with enough spoilt files has them all."""
+    files = [(person.index, name, side) for person in people for name in person.scanners for side in SIDES]
+    plan: list[dict[tuple[str, Laterality], Defect]] = [{} for _ in people]
+    chosen = np.random.default_rng([seed, 12]).permutation(len(files))[: math.ceil(share * len(files))]
+    for turn, at in enumerate(chosen):
+        index, name, side = files[at]
+        plan[index][name, side] = DEFECTS[turn % len(DEFECTS)]
+    return plan
+
+
+def _plant(
+    job: _Job, volume: Volume, scanner: Scanner, defect: Defect, rng: np.random.Generator
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A spoilt second file of the same eye; returns its rows of the manifest (none for a stray copy) and of defects.tsv."""
+    assert volume.laterality is not None
+    spoilt = _acquire(job, scanner, volume.laterality, again=True)[0] if defect.rescanned else volume
+    spoilt = replace(spoilt, acquisition=volume.acquisition if defect.same_uid else uid("spoilt", volume.acquisition))
+    path = _path(spoilt, scanner)
+    if defect.same_uid:
+        # Sorts before the good file: only the manifest can tell which of the two is meant.
+        path = f"{path.rpartition('/')[0]}/0_copy_{path.rpartition('/')[2]}"
+    ds = to_dataset(spoilt, scanner, job.person, PHANTOM_VERSION, rle=False)
+    _write(job.out / path.lstrip("/"), spoil(ds, spoilt.voxels, defect.kind, rng))
+    listed = _manifest_row(spoilt, scanner, path)
+    if defect.kind == "wrong_laterality":
+        listed["laterality"] = SIDES[1 - SIDES.index(volume.laterality)]
+    row = {
+        "filepath": path,
+        "kind": defect.kind,
+        "code": defect.code,
+        "outcome": defect.outcome,
+        "participant_id": job.person.participant,
+    }
+    return [] if defect.same_uid else [listed], row
+
+
+def _path(volume: Volume, scanner: Scanner) -> str:
+    name = f"{volume.participant}_{scanner.protocol}_oct_{str(volume.laterality).lower()}_{volume.acquisition}.dcm"
+    return f"/retinal_oct/structural_oct/{scanner.name}/{volume.participant}/{name}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def _zip(folder: Path) -> None:
+    """Replace a folder by an archive of its files. Stored, so that bytes do not depend on a compression library, with a fixed date."""
+    with zipfile.ZipFile(folder.with_name(folder.name + ".zip"), "w", zipfile.ZIP_STORED) as archive:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            archive.writestr(zipfile.ZipInfo(str(path.relative_to(folder)), (1980, 1, 1, 0, 0, 0)), path.read_bytes())
+    shutil.rmtree(folder)
+
+
+def _write_truth(path: Path, truth: GroundTruth) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # 1/64 row is far below what anybody can measure, and compresses well.
+    surfaces = np.round(truth.surfaces * 64) / np.float32(64)
+    arrays = {
+        "surfaces": surfaces.astype(np.float32),
+        "surface_names": np.array(truth.surface_names),
+        "lesions": truth.lesions,
+        "spacing_mm": np.array(truth.spacing_mm),
+    }
+    # What np.savez_compressed does, at a level that does not cost more than the image, and with a fixed date.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            buffer = BytesIO()
+            np.lib.format.write_array(buffer, array, allow_pickle=False)
+            member = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
+            archive.writestr(member, buffer.getbuffer(), zipfile.ZIP_DEFLATED, compresslevel=1)
+
+
+def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> dict[str, Any]:
+    """The columns of AI-READI v3."""
+    dz, dy, dx = volume.spacing_mm
+    frames, rows, columns = volume.shape
+    return {
+        "person_id": volume.participant,
+        "manufacturer": scanner.manufacturer,
+        "manufacturers_model_name": scanner.model,
+        "anatomic_region": "Macula",
+        "imaging": "OCT",
+        "laterality": volume.laterality,
+        "height": rows,
+        "width": columns,
+        "number_of_frames": frames,
+        "pixel_spacing": f"[{dy:.6f}, {dx:.6f}]",
+        "slice_thickness": f"{dz:.6f}",
+        "sop_instance_uid": volume.acquisition,
+        "filepath": path,
+        "reference_instance_uid": uid("fundus", volume.acquisition),
+        "reference_filepath": "Not reported",
+    }
+
+
+def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: str) -> dict[str, Any]:
+    """Diagnosis and severity are the drawn ones of this eye, which a null cohort does not show; the thickness is what was rendered."""
+    side: Laterality = "R" if truth.laterality == "R" else "L"
+    return {
+        "participant_id": truth.participant,
+        "laterality": truth.laterality,
+        "scanner": truth.scanner,
+        "filepath": path,
+        "sop_instance_uid": volume.acquisition,
+        "diagnosis": person.eye_diagnosis[side],
+        "severity": f"{person.severity[side]:.4f}",
+        "participant_diagnosis": person.diagnosis,
+        "cst_um": f"{truth.cst_um:.2f}",
+        "age": f"{truth.age:.0f}",
+        "phantom_version": PHANTOM_VERSION,
+    }
+
+
+def _participant_row(person: Participant) -> dict[str, Any]:
+    date = f"{person.study_date[:4]}-{person.study_date[4:6]}-{person.study_date[6:]}"
+    row = {
+        "person_id": person.participant,
+        "clinical_site": person.clinical_site,
+        "study_group": person.study_group,
+        "age": person.age,
+        "study_visit_date": date,
+        "recommended_split": person.split,
+    }
+    return row | {name: str(name == "retinal_oct").upper() for name in _MODALITIES}
+
+
+def _write_tsv(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str] | None = None) -> None:
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, columns or list(rows[0]), delimiter="\t", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)

@@ -1,0 +1,241 @@
+"""What this machine does with a config: volumes per second, share of its matrix peak, data wait, memory, hours; what to change first."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from octfm.config import load
+from octfm.errors import ConfigError, TrainingError
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.masks import token_grid
+from octfm.pretraining.preflight import training_rows
+from octfm.pretraining.preflight.cost import GB, measure_speed, step_cost
+from octfm.pretraining.preflight.resources import duration
+from octfm.pretraining.settings import PretrainConfig, in_steps
+from octfm.pretraining.step import accumulate
+from octfm.run.runtime import Runtime, start
+from octfm.store.loader import Batch, Loader, accumulation
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Preprocessing
+
+CLEARLY = 1.1
+"""A trial is called faster than another from this ratio on."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to run the config, and what a step took."""
+
+    name: str
+    precision: str
+    micro_batch: int
+    step_s: float | None
+    """Seconds of one optimizer step; None if it did not fit."""
+    volumes_per_s: float
+    mfu: float
+    """Arithmetic of matrix products and attention per second, over what a matrix product of the run's width reaches here."""
+    estimated_gb: float
+    """Peak memory of a step, weights included (estimate, see `octfm doctor`)."""
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything that was measured."""
+
+    config: PretrainConfig
+    trials: list[Trial]
+    """The config as it is first."""
+    read_volumes_per_s: float | None
+    """What the store delivers with nobody else at work; None without a store."""
+
+    @property
+    def as_configured(self) -> Trial:
+        return self.trials[0]
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the run's time that the device would wait for the store."""
+        if self.read_volumes_per_s is None or not self.as_configured.volumes_per_s:
+            return None
+        return max(0.0, 1 - self.read_volumes_per_s / self.as_configured.volumes_per_s)
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds that the run would take on this one device, validation and checkpoints aside."""
+        if self.as_configured.step_s is None:
+            return None
+        reading = self.config.data.global_batch_size / self.read_volumes_per_s if self.read_volumes_per_s else 0.0
+        return self.config.steps * max(self.as_configured.step_s, reading)
+
+    def lines(self) -> list[str]:
+        """The table, the forecast and the advice, for a terminal."""
+        head = f"{'':<22}{'volumes/s':>10}{'a step':>10}{'MFU':>6}{'memory':>9}"
+        rows = [
+            f"{t.name:<22}{t.volumes_per_s:>10.3g}{duration(t.step_s):>10}{t.mfu:>6.0%}{t.estimated_gb:>6.1f} GB"
+            if t.step_s is not None
+            else f"{t.name:<22}{t.trouble}"
+            for t in self.trials
+        ]
+        said = [head, *rows]
+        if self.read_volumes_per_s is not None:
+            wait = (
+                f"; the device would wait {self.data_wait_share:.0%} of the time"
+                if self.data_wait_share is not None
+                else ""
+            )
+            said.append(f"the store delivers {self.read_volumes_per_s:.3g} volumes/s{wait}")
+        if self.run_s is not None:
+            seen = self.config.steps * self.config.data.global_batch_size
+            said.append(
+                f"{self.config.steps:,} steps ({seen:,} volumes) take about {duration(self.run_s)} on this device"
+            )
+        return [*said, f"change first: {self.advice()}"]
+
+    def advice(self) -> str:
+        """The one change that would gain most, in words."""
+        now, fitting = self.as_configured, [t for t in self.trials if t.step_s is not None]
+        if now.step_s is None:
+            if not fitting:
+                return "a smaller masks.budget or model.width: no variant fits this device"
+            return f"{_difference(max(fitting, key=lambda t: t.volumes_per_s), now)}; as configured it does not fit this device"
+        wait = self.data_wait_share or 0.0
+        best = max(fitting, key=lambda t: t.volumes_per_s)
+        gain = best.volumes_per_s / now.volumes_per_s
+        if wait > 1 - 1 / CLEARLY:
+            return f"the store: the device would wait for it {wait:.0%} of the time; prepare it with --compression none on a local disk"
+        if gain >= CLEARLY:
+            return f"{_difference(best, now)}: {gain:.2f} times the volumes per second"
+        if self.config.masks.budget is None:
+            return "masks.budget: the whole grid is encoded, most of it background (see the token budget that octfm doctor prints)"
+        return "nothing stands out: the step runs as well as this device lets it; more devices are the next gain (docs/guide/scale-out.md)"
+
+
+def bench(
+    config: PretrainConfig,
+    store: Store | None = None,
+    device: str | None = None,
+    steps: int = 3,
+    echo: Callable[[str], None] = print,
+) -> Bench:
+    """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the micro-batch.
+
+    With a store, its volumes are trained on and its reading is timed; without one, random voxels of the default Preprocessing are.
+    Each trial makes one step that is not counted and `steps` that are; the median counts. Nothing is written.
+    """
+    if steps < 1:
+        raise ConfigError(f"--steps: expected 1 or more, got {steps}")
+    preprocessing = store.preprocessing if store is not None else load(Preprocessing, {})
+    try:
+        token_grid(preprocessing.image_size, config.model.patch_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    rows = np.array([], np.int64)
+    if store is not None:
+        rows = training_rows(config, store)[0]
+        config = in_steps(config, len(rows))
+    trials = []
+    for name, variant in _variants(config):
+        echo(f"timing {name} ...")
+        trials.append(
+            _trial(
+                name,
+                variant,
+                preprocessing,
+                _batch(variant, preprocessing, store, rows),
+                start(variant.precision, device),
+                steps,
+            )
+        )
+    return Bench(config, trials, _reading(config, store, rows, steps) if store is not None else None)
+
+
+def _variants(config: PretrainConfig) -> list[tuple[str, PretrainConfig]]:
+    """The config as it is, and what differs from it in one setting."""
+    data = config.data
+    accumulation(data.global_batch_size, data.per_device_batch_size, 1)
+    other = "fp32" if config.precision == "bf16" else "bf16"
+    found = [
+        ("as configured", config),
+        (other, load(PretrainConfig, config.model_dump(mode="json"), [f"precision={other}"])),
+    ]
+    if data.global_batch_size % (2 * data.per_device_batch_size) == 0:
+        twice = 2 * data.per_device_batch_size
+        larger = load(PretrainConfig, config.model_dump(mode="json"), [f"data.per_device_batch_size={twice}"])
+        found.append((f"micro-batch {twice}", larger))
+    return found
+
+
+def _difference(trial: Trial, now: Trial) -> str:
+    if trial.precision != now.precision:
+        return f"precision={trial.precision}"
+    return f"data.per_device_batch_size={trial.micro_batch}"
+
+
+def _trial(
+    name: str, config: PretrainConfig, preprocessing: Preprocessing, batch: Batch, runtime: Runtime, steps: int
+) -> Trial:
+    data = config.data
+    micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
+    cost = step_cost(config, preprocessing, data.per_device_batch_size, micro_steps)
+    trial = Trial(name, config.precision, data.per_device_batch_size, None, 0.0, 0.0, cost.peak_bytes / GB)
+    if cost.peak_bytes / GB > runtime.free_memory_gb():
+        return replace(
+            trial,
+            trouble=f"does not fit: {cost.peak_bytes / GB:.1f} GB estimated, {runtime.free_memory_gb():.1f} GB free",
+        )
+    tokens = (
+        config.masks.counts(token_grid(preprocessing.image_size, config.model.patch_size))[0]
+        * data.per_device_batch_size
+    )
+    learner = Learner(config, preprocessing, runtime)
+    learner.set_rates(1e-6, 0.0, 0.999)
+    passes, updates = [], []
+    try:
+        for _ in range(steps + 1):
+            begun = time.perf_counter()
+            loss = accumulate(learner, batch, config.objective.context_loss, everything=False)[0].loss
+            float(loss)  # waits for the device
+            passed = time.perf_counter()
+            float(runtime.clip(learner.trained, config.clip_grad_norm))
+            learner.update(torch.ones((), dtype=torch.bool, device=runtime.device))
+            float(learner.trained[0].detach().flatten()[0])
+            passes.append(passed - begun)
+            updates.append(time.perf_counter() - passed)
+        if learner.micro_batch != data.per_device_batch_size:
+            return replace(trial, trouble=f"ran out of memory; {learner.micro_batch} volume(s) at a time fit")
+    except TrainingError as error:
+        return replace(trial, trouble=str(error))
+    finally:
+        del learner
+        runtime.release()
+    # One micro-batch was timed; a step has several, and one update.
+    step_s = micro_steps * statistics.median(passes[1:]) + statistics.median(updates[1:])
+    peak = measure_speed(runtime, config.model.width, tokens).flops_per_s
+    return replace(trial, step_s=step_s, volumes_per_s=data.global_batch_size / step_s, mfu=cost.flops / step_s / peak)
+
+
+def _batch(config: PretrainConfig, preprocessing: Preprocessing, store: Store | None, rows: np.ndarray) -> Batch:
+    """One micro-batch: of the store, or random voxels with a tissue band in the middle."""
+    size = config.data.per_device_batch_size
+    if store is not None:
+        with Loader(store, rows, size, config.seed, prefetch=0) as loader:
+            return loader.batches(0)
+    (d, h, w), index = preprocessing.image_size, np.arange(size)
+    surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (size, 4, d, w))
+    voxels = np.random.default_rng(0).integers(0, 256, (size, d, h, w), dtype=np.uint8)
+    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * size, 0.0)
+
+
+def _reading(config: PretrainConfig, store: Store, rows: np.ndarray, steps: int) -> float:
+    """Volumes per second of the store, read as training does, with nothing else to do."""
+    with Loader(store, rows, config.data.global_batch_size, config.seed, prefetch=0) as loader:
+        loader.batches(0)
+        begun = time.perf_counter()
+        for step in range(1, steps + 1):
+            loader.batches(step)
+        return steps * config.data.global_batch_size / (time.perf_counter() - begun)

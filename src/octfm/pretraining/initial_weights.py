@@ -1,0 +1,123 @@
+"""Weights to begin with: a local V-JEPA 2 checkpoint (facebookresearch/vjepa2), whose encoder has learned from natural video.
+
+Layout that is read: a `.pt` with `target_encoder` (or `encoder`, or the tensors themselves), names after an optional prefix `module.` and
+`backbone.`:
+
+    patch_embed.proj.weight        [D, C, t, p, p]   Conv3d with stride = kernel; .bias [D]
+    blocks.<i>.norm1 | norm2       LayerNorm
+    blocks.<i>.attn.qkv, .proj     Linear
+    blocks.<i>.mlp.fc1, .fc2       Linear
+    norm                           LayerNorm
+
+No code of the file is ever run. What cannot be carried over: wavelengths of the rotary positions (ours are in mm), the epsilon of layer
+norms (1e-6 there, 1e-5 here), the colour normalisation of natural video.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octfm.errors import CheckpointError
+from octfm.models.vit3d import ViTConfig
+from octfm.pretraining.inputs import Objective
+from octfm.run.weights_file import read_weights
+
+CONTAINERS = ("target_encoder", "encoder")
+PREFIX = re.compile(r"^(module\.)?(backbone\.)?")
+RENAMED = {
+    ".attn.proj.": ".attn.out.",
+    ".mlp.fc1.": ".mlp.0.",
+    ".mlp.fc2.": ".mlp.2.",
+    "patch_embed.proj.": "patch_embed.",
+}
+
+
+@torch.no_grad()
+def begin_with(path: str | Path, model: Objective, config: ViTConfig) -> None:
+    """Give the encoders of an objective the weights of a checkpoint, in place; the predictor stays as it is.
+
+    Raises CheckpointError naming the first tensor that is missing or of another shape.
+    """
+    path = Path(path)
+    if config.positions != "rotary":
+        raise CheckpointError(
+            f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary"
+        )
+    found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init")
+    state = translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
+    model.encoder.load_state_dict(state)
+    if model.target_encoder is not None:
+        model.target_encoder.load_state_dict(state)
+
+
+def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dict[str, Tensor]:
+    """V-JEPA 2's tensors under our names, in our shapes."""
+    width = config.width
+    expected = {
+        "patch_embed.proj.weight": None,
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+    }
+    sizes = f"found {_size(tensors)}, the config asks for model.width={config.width} and model.depth={config.depth}"
+    hidden = int(config.mlp_ratio * config.width)
+    parts = {
+        "norm1": (width,), "norm2": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width),
+        "mlp.fc1": (hidden, width), "mlp.fc2": (width, hidden),
+    }  # fmt: skip
+    for i in range(config.depth):
+        for part, shape in parts.items():
+            expected |= {f"blocks.{i}.{part}.weight": shape, f"blocks.{i}.{part}.bias": shape[:1]}
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{source}: {name} is missing; {sizes}")
+        if shape is not None and tuple(tensors[name].shape) != shape:
+            raise CheckpointError(f"{source}: {name}: expected {list(shape)}, got {list(tensors[name].shape)}; {sizes}")
+    if extra := {name for name in tensors if name.startswith("blocks.") and name not in expected}:
+        raise CheckpointError(f"{source}: {min(extra)} has no place; {sizes}")
+
+    state = {}
+    for name in expected:
+        tensor = tensors[name].float()
+        if name == "patch_embed.proj.weight":
+            tensor = _patch_kernel(tensor, config, source)
+        elif ".attn.qkv." in name:
+            tensor = _pair_channels(tensor, config)
+        for theirs, ours in RENAMED.items():
+            name = name.replace(theirs, ours)
+        state[name] = tensor
+    return state
+
+
+def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tensor:
+    """[D, P]: colours summed, as for a grey picture, and resampled to our patch so that an even patch gets the answer that it got."""
+    if kernel_DCTHW.ndim != 5 or len(kernel_DCTHW) != config.width:
+        raise CheckpointError(
+            f"{source}: patch_embed.proj.weight: expected [{config.width}, C, t, h, w], got {list(kernel_DCTHW.shape)}"
+        )
+    grey_D1THW = kernel_DCTHW.sum(1, keepdim=True)
+    resampled = F.interpolate(grey_D1THW, size=config.patch_size, mode="trilinear")
+    before, after = (k.flatten(1).shape[1] for k in (grey_D1THW, resampled))
+    return resampled.flatten(1) * (before / after)
+
+
+def _pair_channels(rows: Tensor, config: ViTConfig) -> Tensor:
+    """Query and key channels moved so that V-JEPA 2's pairs (2j, 2j + 1) of each axis become ours (j, j + K / 2) of the same axis."""
+    width = config.width // config.heads
+    pairs = width // 2
+    third = pairs // 3
+    # There: depth, height and width take a third of the pairs each, what is left is not turned. Here the first axis has what is left.
+    order = [*range(third), *range(3 * third, pairs), *range(third, 3 * third)]
+    channels = torch.tensor([2 * pair for pair in order] + [2 * pair + 1 for pair in order])
+    parts = rows.unflatten(0, (3, config.heads, width)).clone()
+    parts[:2] = parts[:2, :, channels]
+    return parts.flatten(0, 2)
+
+
+def _size(tensors: dict[str, Tensor]) -> str:
+    depth = 1 + max((int(name.split(".")[1]) for name in tensors if re.match(r"blocks\.\d+\.", name)), default=-1)
+    width = len(tensors["norm.weight"]) if "norm.weight" in tensors else "unknown"
+    return f"width {width} and depth {depth}"

@@ -1,0 +1,208 @@
+"""What learns: networks, optimizer, the next step and the run's state; everything a checkpoint saves and a rollback restores."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octfm import __version__
+from octfm.errors import CheckpointError
+from octfm.models.objectives.jepa import JEPA
+from octfm.pretraining.initial_weights import begin_with
+from octfm.pretraining.inputs import Objective, build_objective, optimizer_groups
+from octfm.pretraining.run_state import RunState
+from octfm.pretraining.settings import PretrainConfig, stored_config
+from octfm.run import checkpoint, shards
+from octfm.run.runtime import Runtime
+from octfm.volume.preprocessing import Preprocessing
+
+ENGINE = ("fused", "foreach", "capturable")
+"""Settings of an optimizer that belong to the device it runs on, not to the run."""
+
+
+class Learner:
+    """Begins at the weights that the seed gives."""
+
+    def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, *, fresh: bool = True):
+        """`fresh` is false where a checkpoint is about to be restored, so that `model.init` need not be there any more."""
+        self.config, self.preprocessing, self.runtime = config, preprocessing, runtime
+        self.lr, self.weight_decay, self.ema = (runtime.scalar() for _ in range(3))
+        self.begin(fresh)
+
+    def begin(self, fresh: bool = True) -> None:
+        """Initial weights, no optimizer state, step 0."""
+        self.model = build_objective(self.config, self.preprocessing)
+        if fresh and self.config.model.init is not None:
+            begin_with(self.config.model.init, self.model, self.config.model)
+        self.runtime.place(self.model)
+        if isinstance(self.model, JEPA) and self.model.whitening is not None:
+            self.model.whitening.over_ranks = self.runtime.sum_
+        self.decayed, self.free = optimizer_groups(self.model)
+        self.optimizer = self.runtime.adamw(
+            [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
+        )
+        self.step, self.state = 0, RunState()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return self.decayed + self.free
+
+    @property
+    def micro_batch(self) -> int:
+        """Volumes that this process gives to a forward pass: what memory has allowed, on this number of ranks or another, in a size that
+        divides its share."""
+        data, devices = self.config.data, self.runtime.devices
+        if not self.state.micro_batch:
+            return data.per_device_batch_size * devices
+        most = min(self.state.micro_batch, data.per_device_batch_size)
+        share = data.global_batch_size // self.runtime.replicas
+        return devices * max(size for size in range(1, most + 1) if share % size == 0)
+
+    def set_rates(self, lr: float, weight_decay: float, ema: float) -> None:
+        """What the next update uses: set anew for every one, so that no scheduler can forget it (F2)."""
+        for tensor, value in ((self.lr, lr), (self.weight_decay, weight_decay), (self.ema, ema)):
+            self.runtime.set(tensor, value)
+        for group in self.optimizer.param_groups:
+            # Decay is applied by `update`: the optimizer would take it as a constant.
+            group.update(lr=self.lr, weight_decay=0.0)
+
+    @torch.no_grad()
+    def update(self, made: Tensor) -> None:
+        """One step of AdamW (arXiv:1711.05101) and of the average. With `made` (a bool on the device) false the same kernels run and
+        change nothing."""
+        if self.model.gathers and not made:
+            self.model.discard_step()
+        rate = self.optimizer.param_groups[0]["lr"]
+        keep = torch.where(made, 1 - rate * self.weight_decay, torch.ones_like(self.lr))
+        torch._foreach_mul_([self.runtime.local(p.detach()) for p in self.decayed], keep)
+        self.optimizer.found_inf = (~made).float()  # pyright: ignore[reportAttributeAccessIssue]  (what GradScaler sets)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.update_target(torch.where(made, self.ema, torch.ones_like(self.ema)))
+
+    def whole(self) -> Objective:
+        """The networks with all of their weights here, to be used outside the step; a copy where they are sharded. All ranks ask."""
+        if not self.runtime.sharded:
+            return self.model
+        with torch.random.fork_rng():
+            copy = build_objective(self.config, self.preprocessing).to(self.runtime.device)
+        copy.load_state_dict({name: self.runtime.whole(tensor) for name, tensor in self.model.state_dict().items()})
+        return copy
+
+    def content(self, record: dict[str, Any], fingerprint: str, participants: dict[str, Any]) -> dict[str, Any]:
+        """Everything that resuming, embedding and an honest evaluation need; `record` is the run's run.json."""
+        optimizer = self.optimizer.state_dict()
+        for group, decay in zip(optimizer["param_groups"], (float(self.weight_decay), 0.0), strict=True):
+            group.update(lr=float(group["lr"]), weight_decay=decay)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer,
+            "state": self.state.to_dict(),
+            "config": self.config.model_dump(mode="json"),
+            "preprocessing": self.preprocessing.model_dump(mode="json"),
+            "fingerprint": fingerprint,
+            "participants": participants,
+            "git": record["git"],
+            "environment": record["environment"],
+            "octfm": __version__,
+        }
+
+    def restore(self, content: dict[str, Any] | None, source: Path) -> None:
+        """Go back or on to a checkpoint, in place, on all ranks; `content` is what rank 0 has read of it."""
+        if self.runtime.sharded:
+            content = shards.load_rest(source) if source.is_dir() else checkpoint.load(source)
+
+        def load_tensors() -> tuple[int, dict[str, Any]]:
+            assert content is not None
+            try:
+                if self.runtime.sharded:
+                    self._check_shapes(content["model"] or shards.shapes(source))
+                else:
+                    self.model.load_state_dict(content["model"])
+                    own = [{name: group[name] for name in ENGINE} for group in self.optimizer.param_groups]
+                    self.optimizer.load_state_dict(content["optimizer"])
+                    for group, kernels in zip(self.optimizer.param_groups, own, strict=True):
+                        group.update(kernels)
+            except (RuntimeError, ValueError) as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                raise CheckpointError(
+                    f"{source}: its weights do not fit the networks of this config ({lines[min(1, len(lines) - 1)][:200]}); "
+                    "settings that change shapes cannot be overridden: restore them, or choose another --out"
+                ) from None
+            return content["step"], content.get("state", {})
+
+        self.step, state = self.runtime.first(load_tensors)
+        self.state = RunState.from_dict(state)
+        if self.runtime.sharded:
+            self._restore_shares(content or {}, source)
+        elif self.runtime.first(lambda: bool(self.optimizer.state)):
+            self._make_moments()
+            self.runtime.share(self.tensors().values())
+        else:
+            self.runtime.share(self.model.state_dict().values())
+        self._require_moments(source)
+
+    def _require_moments(self, source: Path) -> None:
+        """The optimizer knows as many updates as the run has made: without its moments the next ones would tear the weights away."""
+        made, lost = len(self.state.losses), 0
+        matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2]
+        for p in matrices if made else ():
+            state = self.optimizer.state.get(p, {})
+            share = self.runtime.local(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
+            # Shares of a small matrix may be empty on some ranks.
+            empty = share is not None and not share.numel()
+            lost += share is None or float(state["step"]) < made or not (empty or bool(share.any()))
+        if lost:
+            raise CheckpointError(
+                f"{source}: the optimizer's state is lost for {lost} of {len(matrices)} weight matrices of the encoder, after {self.step} "
+                "updates: going on would damage what was learned; move this checkpoint away, so that the run continues from the one "
+                "before, or start another run with these weights (model.init)"
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by name, the live ones."""
+        moments = {
+            f"optimizer.{i}.{name}": t
+            for i, p in enumerate(self.trained)
+            for name, t in self.optimizer.state[p].items()
+        }
+        return {f"model.{name}": t for name, t in self.model.state_dict().items()} | moments
+
+    def _make_moments(self) -> None:
+        """What AdamW makes at its first step, to be filled from a checkpoint."""
+        for p in self.trained:
+            if not self.optimizer.state[p]:
+                zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=self.runtime.device),
+                    **zeros,
+                }
+
+    def _check_shapes(self, saved: dict[str, Any]) -> None:
+        own = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        for name, shape in own.items():
+            found = saved.get(name)
+            found = tuple(found.shape) if isinstance(found, Tensor) else found
+            if found != shape:
+                raise ValueError(f"{name}: expected {list(shape)}, found {list(found) if found else 'nothing'}")
+
+    def _restore_shares(self, content: dict[str, Any], source: Path) -> None:
+        if shards.has_moments(content, source):
+            self._make_moments()
+        else:
+            self.optimizer.state.clear()
+        if source.is_dir():
+            shards.load_into(source, self.tensors(), self.runtime)
+            return
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                self.runtime.fill(tensor, content["model"][name])
+            for i, p in enumerate(self.trained):
+                for name, tensor in self.optimizer.state[p].items():
+                    self.runtime.fill(tensor, content["optimizer"]["state"][i][name])
+
+
+def config_of(content: dict[str, Any]) -> PretrainConfig:
+    """The config stored in a checkpoint."""
+    return stored_config(content["config"])

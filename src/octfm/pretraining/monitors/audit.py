@@ -1,0 +1,159 @@
+"""Follows some rows of every weight matrix through an update: from the gradient of the passes to the optimizer's moments to the weights.
+
+Each link is compared with what it should be, so that a sign, a rate or a share of the network that is lost on the way shows within one
+look, where the loss would need thousands of steps to tell. Weight decay is no part of it: it also moves what nothing teaches.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.masks import token_grid
+
+ROWS = 16
+"""Rows of each matrix that are followed: a copy of all weights would not be free."""
+FROZEN = 0.4
+"""Share of a matrix without gradient, or without movement, from which it counts as frozen; in sound runs there is none."""
+TINY = 1e-6
+"""An update smaller than this share of the weights cannot be told from rounding in float32."""
+SUMS = (
+    "against", "final", "along", "made", "wanted", "astray", "taken", "moments", "no_gradient", "still", "size", "weights",
+)  # fmt: skip
+"""What is summed over the followed rows of a matrix and over ranks."""
+
+
+@torch.no_grad()
+def gradients(learner: Learner) -> list[Tensor]:
+    """Copies of the followed rows of every gradient as it stands now; zeros where there is none."""
+    return [_gradient(learner, p).clone() for p in _matrices(learner).values()]
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """Copies from before an update."""
+
+    passes: list[Tensor]
+    """Gradients as the backward passes of this rank left them."""
+    final: list[Tensor]
+    """Gradients that the optimizer is given."""
+    weights: list[Tensor]
+    mean: list[Tensor]
+    """First moments."""
+
+    @classmethod
+    @torch.no_grad()
+    def begin(cls, learner: Learner, passes: list[Tensor]) -> "Audit":
+        matrices = _matrices(learner).values()
+        return cls(
+            passes,
+            [_gradient(learner, p).clone() for p in matrices],
+            [_rows(learner, p).clone() for p in matrices],
+            [_moment(learner, p, "exp_avg").clone() for p in matrices],
+        )
+
+    @torch.no_grad()
+    def end(self, learner: Learner) -> dict[str, Tensor]:
+        """Sums [matrices, len(SUMS)] over ranks, and how many updates the optimizer has counted."""
+        group = learner.optimizer.param_groups[0]
+        (beta1, beta2), eps, rate = group["betas"], group["eps"], learner.lr
+        keep = 1 - group["lr"] * learner.weight_decay
+        decayed = {id(p) for p in learner.decayed}
+        sums, counted = [], []
+        parts = zip(_matrices(learner).values(), self.passes, self.final, self.weights, self.mean, strict=True)
+        for p, passes, final, weights, mean in parts:
+            state = learner.optimizer.state.get(p, {})
+            now, first, second = _rows(learner, p), _moment(learner, p, "exp_avg"), _moment(learner, p, "exp_avg_sq")
+            (before,) = torch._foreach_mul([weights], keep if id(p) in decayed else torch.ones_like(learner.lr))
+            count = state.get("step", torch.zeros(()))
+            counted.append(count.detach().to(learner.lr).reshape(()))
+            made = now - before
+            bias1, bias2 = (1 - beta ** counted[-1].clamp_min(1) for beta in (beta1, beta2))
+            wanted = -(rate / bias1) * first / (second.sqrt() / bias2.sqrt() + eps)
+            expected = beta1 * mean + (1 - beta1) * final
+            sums.append(
+                torch.stack([x.double() for x in (
+                    (passes * final).sum(), final.square().sum(),
+                    (made * wanted).sum(), made.square().sum(), wanted.square().sum(),
+                    (first - expected).square().sum(), ((first - beta1 * mean) * final).sum() / (1 - beta1), expected.square().sum(),
+                    (final == 0).sum(), ((made == 0) | (now == weights)).sum(), torch.full((), now.numel(), device=now.device),
+                    weights.square().sum(),
+                )])
+            )  # fmt: skip
+        whole = torch.stack(sums)
+        learner.runtime.sum_(whole)
+        return {"audit": whole, "counted": torch.stack(counted).max()}
+
+
+def summary(names: list[str], audit: Tensor) -> dict[str, Any]:
+    """What the sums of an update say, for a row of metrics.jsonl.
+
+    `gradient_agrees`: projection of the gradient of the passes on the one that the optimizer got, over the latter, of the worst matrix:
+    1, or more if it was clipped. `gradient_taken`: the same of what the optimizer added to its moments. `update_agrees`, `update_size`:
+    cosine and size of the movement over what rate and moments ask for; absent where it is all rounding. `moments_astray`: error of the
+    first moment over what the gradient makes of it. `weights_stuck`: share of the weights that did not move, or by their decay only.
+    `untaught`: matrices of which a good part gets no gradient. `frozen`: those of the encoder of which a good part gets none, or does not
+    move.
+    """
+    s = dict(zip(SUMS, audit.double().cpu().unbind(1), strict=True))
+    least = 1e-60
+    # Averaging over ranks leaves 1, clipping makes it more; where a matrix has no gradient there is nothing to compare.
+    agrees = (s["against"] / s["final"].clamp_min(least))[s["final"] > 0]
+    row: dict[str, Any] = {
+        "gradient_taken": float(s["taken"].sum() / s["final"].sum()) if s["final"].any() else 1.0,
+        "gradient_agrees": float(agrees.min()) if len(agrees) else 1.0,
+        "moments_astray": float((s["astray"].sum() / s["moments"].sum().clamp_min(least)).sqrt()),
+        "weights_stuck": float(s["still"].sum() / s["size"].sum()),
+    }
+    moves = s["wanted"] > TINY**2 * s["weights"]
+    if moves.any():
+        along, made, wanted = (s[name][moves].sum() for name in ("along", "made", "wanted"))
+        row["update_agrees"] = float(along / (made * wanted).clamp_min(least).sqrt())
+        row["update_size"] = float((made / wanted).sqrt())
+    frozen = s["no_gradient"] > FROZEN * s["size"]
+    row["untaught"] = int(frozen.sum())
+    # Of an update near rounding, parts vanish in any matrix.
+    frozen |= (s["still"] > FROZEN * s["size"]) & (s["wanted"] > (10 * TINY) ** 2 * s["weights"])
+    # The optimizer was never given it.
+    frozen |= (s["final"] > 0) & ((s["astray"] - s["moments"]).abs() < 0.1 * s["moments"]) & (s["wanted"] == 0)
+    found = zip(names, frozen.tolist(), strict=True)
+    row["frozen"] = [
+        name.removeprefix("encoder.") for name, is_frozen in found if is_frozen and name.startswith("encoder.")
+    ]
+    return row
+
+
+def names(learner: Learner) -> list[str]:
+    """Of the matrices that are followed, in the order of the sums."""
+    return list(_matrices(learner))
+
+
+def _matrices(learner: Learner) -> dict[str, Tensor]:
+    """Weight matrices of all that learns, with those that ought to and are left out of the optimizer; no tables of positions, most rows
+    of which no batch needs; and nothing that compares tokens where the encoder sees a single one, for that is taught nothing."""
+    grid = token_grid(learner.preprocessing.image_size, learner.config.model.patch_size)
+    alone = learner.config.masks.counts(grid)[1] == 1
+    return {
+        name: p
+        for name, p in learner.model.named_parameters()
+        if p.ndim == 2
+        and not name.startswith("target_encoder.")
+        and "position" not in name
+        and not (alone and name.endswith("attn.qkv.weight"))
+    }
+
+
+def _rows(learner: Learner, tensor: Tensor) -> Tensor:
+    whole = learner.runtime.local(tensor.detach())
+    return whole[:: max(1, len(whole) // ROWS)][:ROWS]
+
+
+def _gradient(learner: Learner, p: Tensor) -> Tensor:
+    return _rows(learner, p.grad if p.grad is not None else torch.zeros_like(p))
+
+
+def _moment(learner: Learner, p: Tensor, name: str) -> Tensor:
+    moment = learner.optimizer.state.get(p, {}).get(name)
+    return _rows(learner, moment if moment is not None else torch.zeros_like(p))

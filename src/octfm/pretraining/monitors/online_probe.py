@@ -1,0 +1,233 @@
+"""A frozen probe while the run goes on: which checkpoint to take is decided by what features are worth, never by the SSL loss (F12).
+
+Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labelled subset: fitted on training participants, judged on
+validation participants. Test participants are never touched. Nothing here feeds back into training.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from octfm.catalog.labels import as_number, read_labels
+from octfm.config import Config, LocalPlace
+from octfm.errors import ConfigError
+from octfm.models.pooling import VectorPool, pooled, width_of
+from octfm.models.vit3d import VisionTransformer3D, take_patches
+from octfm.pretraining.augment import normalise
+from octfm.pretraining.masks import TISSUE, select_tokens, token_map
+from octfm.run.runtime import Runtime
+from octfm.store.store import Store
+
+SELECTION_SEED = 0
+PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
+NEIGHBOURS = 10
+MIN_VOLUMES = 4
+"""Labelled volumes on either side below which nothing can be said."""
+
+
+class OnlineProbeConfig(Config):
+    """Off unless a target is named."""
+
+    target: str | None = None
+    """Column to predict, for example study_group, diagnosis or cst_um."""
+    labels: LocalPlace | None = None
+    """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
+    every_steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    """null: whenever a checkpoint is written, so that every probed state can be taken."""
+    volumes: int = Field(default=512, ge=8, le=1_000_000)
+    """At most so many volumes on either side, the same ones every time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cases:
+    """The fixed subset: rows of the store and their labels."""
+
+    target: str
+    train: np.ndarray
+    held_out: np.ndarray
+    train_label: np.ndarray
+    """int64 class numbers, or float64 values."""
+    held_out_label: np.ndarray
+    classes: tuple[str, ...]
+    """Empty for a number."""
+
+    @property
+    def metric(self) -> str:
+        return "balanced_accuracy" if self.classes else "r2"
+
+    @property
+    def chance(self) -> float:
+        return 1 / len(self.classes) if self.classes else 0.0
+
+
+def find_cases(
+    config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray
+) -> Cases | None:
+    """Labelled volumes among the rows that are trained on and validated on; None when no target is named.
+
+    Raises ConfigError when there are too few, and for any row of another split: a test participant must never choose a checkpoint.
+    """
+    if config.target is None:
+        return None
+    sides = []
+    for rows, split in ((train_rows, "train"), (validation_rows, "val")):
+        _require_split(store, rows, split)
+        labels = _labels(config, store, rows)
+        keep = np.array([i for i, label in enumerate(labels) if label is not None], np.int64)
+        if len(keep) > config.volumes:
+            keep = keep[np.linspace(0, len(keep) - 1, config.volumes).astype(int)]
+        sides.append((rows[keep], [labels[i] for i in keep]))
+    (train, train_text), (held_out, held_out_text) = sides
+    if min(len(train), len(held_out)) < MIN_VOLUMES:
+        known = sorted({key for row in store.rows for key in row.participant_labels})
+        raise ConfigError(
+            f"probe.target {config.target}: {len(train)} training and {len(held_out)} validation volumes have that label, expected "
+            f"{MIN_VOLUMES} or more; set probe.labels, or one of the store's own: {', '.join(known) or 'it has none'}"
+        )
+    numbers = [as_number(text) for text in train_text + held_out_text]
+    if None not in numbers and len(set(numbers)) > 10:
+        values = np.array(numbers, np.float64)
+        return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], ())
+    classes = tuple(sorted({str(text) for text in train_text}))
+    if len(classes) < 2:
+        raise ConfigError(
+            f"probe.target {config.target}: every training volume has the label {train_text[0]}; name a target that differs"
+        )
+    known_class = np.array([text in classes for text in held_out_text])
+    number = {name: k for k, name in enumerate(classes)}
+    return Cases(
+        config.target, train, held_out[known_class], np.array([number[str(t)] for t in train_text]),
+        np.array([number[str(t)] for t in held_out_text if t in classes]), classes,
+    )  # fmt: skip
+
+
+def online_probe(
+    cases: Cases, vectors_of: Callable[[np.ndarray], np.ndarray], runtime: Runtime
+) -> dict[str, float | str]:
+    """One row for metrics.jsonl: the score of a linear probe and of a nearest-neighbour vote on validation participants.
+
+    `vectors_of(rows)` gives the vectors of rows of the store. Scores are balanced accuracy for classes and R² for numbers. The ranks
+    share the volumes; rank 0 judges.
+    """
+    vectors = [
+        runtime.gather(torch.from_numpy(vectors_of(runtime.part(rows)))) for rows in (cases.train, cases.held_out)
+    ]
+    return runtime.first(lambda: _judge(cases, *(v.numpy() for v in vectors)))
+
+
+def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, float | str]:
+    mean, scale = train.mean(0), train.std(0)
+    scale[scale <= 1e-6 * np.abs(mean) + 1e-12] = np.inf
+    x, x_new = (train - mean) / scale, (held_out - mean) / scale
+    return {
+        "target": cases.target,
+        "metric": cases.metric,
+        "score": _score(cases, _ridge(cases, x, x_new)),
+        "knn": _score(cases, _neighbours(cases, x, x_new)),
+        "chance": cases.chance,
+        "train_volumes": len(cases.train),
+        "validation_volumes": len(cases.held_out),
+    }
+
+
+@torch.inference_mode()
+def tissue_vectors(
+    network: VisionTransformer3D,
+    budget_of,
+    patch_size: tuple[int, int, int],
+    pool: VectorPool,
+    store: Store,
+    runtime: Runtime,
+    batch: int,
+    rows: np.ndarray,
+) -> np.ndarray:
+    """float64 [n, vector width]: pooled tissue tokens of the training selection, as `octfm embed` does it, in the run's precision.
+
+    `budget_of(grid)` gives the tokens kept per volume.
+    """
+    pre, vectors = store.preprocessing, []
+    for first in range(0, len(rows), batch):
+        arrays = store.read(rows[first : first + batch])
+        maps = token_map(arrays.band, arrays.valid, pre.image_size, patch_size)
+        chosen = np.stack(
+            [
+                select_tokens(m, budget_of(m.shape), np.random.default_rng(SELECTION_SEED), (name,))
+                for m, name in zip(maps, arrays.acquisition, strict=True)
+            ]
+        )
+        tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
+        tissue |= ~tissue.any(1, keepdims=True)
+        kept = runtime.tensor(chosen)
+        patches = normalise(
+            take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch_size),
+            pre.intensity_mean,
+            pre.intensity_std,
+        )
+        with runtime.autocast():
+            tokens_BKD = network(patches, kept)
+        vectors.append(pooled(tokens_BKD.float(), runtime.tensor(tissue), pool).cpu().double().numpy())
+    return np.concatenate(vectors) if vectors else np.zeros((0, width_of(pool, network.config.width)))
+
+
+def _require_split(store: Store, rows: np.ndarray, split: str) -> None:
+    wrong = [row for row in rows if store.rows[row].split != split]
+    if wrong:
+        row = store.rows[wrong[0]]
+        raise ConfigError(
+            f"the online probe was given {row.acquisition} of split {row.split}, expected {split}: it would leak; report this as a bug"
+        )
+
+
+def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[str | None]:
+    chosen = [store.rows[row] for row in rows]
+    if config.labels is None:
+        return [row.participant_labels.get(config.target or "") or None for row in chosen]
+    return read_labels(config.labels).join(
+        str(config.target), [(row.acquisition, row.participant, row.laterality) for row in chosen]
+    )
+
+
+def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
+    """Predictions [n, K] (K = 1 for a number) at the penalty with the least leave-one-out error (in closed form, from one SVD)."""
+    if cases.classes:
+        y = np.eye(len(cases.classes))[cases.train_label]
+        weight = 1 / np.bincount(cases.train_label, minlength=len(cases.classes))[cases.train_label]
+    else:
+        y, weight = cases.train_label[:, None], np.ones(len(x))
+    # Classes weigh the same however rare, as in octfm probe.
+    weight = weight / weight.mean()
+    root = np.sqrt(weight)[:, None]
+    centre_x, centre_y = np.average(x, 0, weight), np.average(y, 0, weight)
+    u, s, vt = np.linalg.svd(root * (x - centre_x), full_matrices=False)
+    uy = u.T @ (root * (y - centre_y))
+    best, answer = np.inf, np.zeros((len(x_new), y.shape[1]))
+    for penalty in PENALTIES:
+        shrink = s**2 / (s**2 + penalty)
+        residual = root * (y - centre_y) - u @ (shrink[:, None] * uy)
+        leverage = (u**2 * shrink).sum(1) + 1 / len(x)
+        error = float(((residual / np.maximum(1e-6, 1 - leverage)[:, None]) ** 2).sum())
+        if error < best:
+            best = error
+            answer = (x_new - centre_x) @ (vt.T @ ((s / (s**2 + penalty))[:, None] * uy)) + centre_y
+    return answer
+
+
+def _neighbours(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
+    """Mean label [n, K] of the NEIGHBOURS nearest training volumes by cosine."""
+    unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
+    nearest = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")[:, : min(NEIGHBOURS, len(x))]
+    y = np.eye(len(cases.classes))[cases.train_label] if cases.classes else cases.train_label[:, None]
+    votes = y[nearest].mean(1)
+    return votes / y.mean(0) if cases.classes else votes
+
+
+def _score(cases: Cases, predicted: np.ndarray) -> float:
+    truth = cases.held_out_label
+    if cases.classes:
+        right = predicted.argmax(1) == truth
+        return float(np.mean([right[truth == k].mean() for k in np.unique(truth)]))
+    spread = ((truth - truth.mean()) ** 2).sum()
+    return float(1 - ((truth - predicted[:, 0]) ** 2).sum() / max(spread, 1e-12))

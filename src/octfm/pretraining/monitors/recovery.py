@@ -1,0 +1,120 @@
+"""What is done about a finding: skip the update, exclude a volume, go back to a healthy checkpoint, or stop with a diagnosis."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from octfm.errors import TrainingError
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.monitors import Finding
+from octfm.pretraining.resume import healthy_before
+from octfm.pretraining.run_folder import RunFolder
+from octfm.pretraining.run_state import Rollback, RunState
+
+Action = Literal["skip", "exclude", "watch", "roll back", "stop"]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What to do, and the state of the run after it."""
+
+    action: Action
+    state: RunState
+    sentence: str
+
+
+def respond(
+    config: HealthConfig, finding: Finding, step: int, state: RunState, names: Sequence[str], volumes: int
+) -> Response:
+    """Skip, then, after `max_skips` within `skip_window` steps, roll back; volumes that fail by themselves twice are excluded.
+
+    `names` are the keyed hashes of the finding's volumes, `volumes` is how many the run trains on. Wrong code and lost features
+    are named when they are first seen and acted upon when seen again within two looks: neither is a matter of one batch.
+    """
+    state = state.forget_before(step, config)
+    if finding.kind == "advice":
+        return Response("watch", state, "training goes on")
+    if finding.kind == "code":
+        state = replace(state, faults=(*state.faults, step))
+        if len(state.faults) < 2 or config.on_fault == "warn":
+            return Response("watch", state, "watching whether it stays")
+        return Response(
+            "stop", state, "no batch is to blame and no checkpoint mends it: the code or its settings are wrong"
+        )
+    if finding.kind == "features":
+        if state.faults:
+            return Response("watch", state, "while something else is wrong that no checkpoint mends")
+        state = replace(state, doubts=(*state.doubts, step))
+        if len(state.doubts) < 2:
+            return Response("watch", state, "watching whether it stays")
+        return Response("roll back", state, "going back to the last healthy checkpoint")
+    if not finding.damaging:
+        again = [name for name in names if name in state.suspects and name not in state.excluded]
+        suspects = tuple(dict.fromkeys((*state.suspects, *names)))
+        state = replace(state, suspects=suspects, excluded=(*state.excluded, *again))
+        if len(state.excluded) > max(1, config.max_excluded * volumes):
+            return Response(
+                "stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on: prepare them again"
+            )
+        if again:
+            return Response("exclude", state, "no weight was changed; these volumes are not trained on any more")
+        return Response("skip", state, "no weight was changed")
+    state = replace(state, skips=(*state.skips, step))
+    if len(state.skips) < config.max_skips:
+        return Response(
+            "skip", state, f"no weight was changed ({len(state.skips)} of {config.max_skips} before going back)"
+        )
+    return Response("roll back", state, f"{len(state.skips)} updates in {config.skip_window} steps were in doubt")
+
+
+def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int, what: str) -> str:
+    """Put the learner back to its last healthy checkpoint, past the batches since; what it went back to, in words.
+
+    Healthy means: written while no update was in doubt, and `margin` steps before the first sign of trouble if there is such a
+    one. Before the first checkpoint that is the beginning. Raises TrainingError when going back there has not helped before.
+    """
+    state = learner.state
+    first_sign = min((*state.skips, *state.doubts), default=step)
+    content: dict[str, Any] | None = None
+
+    def choose() -> Path | None:
+        nonlocal content
+        found = healthy_before(run, first_sign - config.margin) or healthy_before(run, first_sign)
+        if found is not None:
+            path, content = found
+            return path
+        if run.last_checkpoint() is None or first_sign <= learner.config.ckpt_every_steps:
+            return None
+        raise TrainingError(
+            f"step {step}: {what}; there is no healthy checkpoint from before step {first_sign} to go back to"
+        )
+
+    path = learner.runtime.first(choose)
+    if path is not None:
+        learner.restore(content, path)
+    else:
+        learner.begin()
+    where = path.name if path is not None else "the initial weights"
+    tries = [r for r in state.rollbacks if r.to == learner.step]
+    if len(tries) >= config.max_rollbacks:
+        reasons = ", ".join(f"{r.what} at step {r.at}" for r in (*tries, Rollback(step, learner.step, what)))
+        raise TrainingError(
+            f"step {step}: {what} again: {len(tries)} times training went on from step {learner.step} with other batches and came "
+            f"to the same end ({reasons}); lower schedule.base_lr, or look at the volumes in metrics.jsonl. Last healthy: {where}"
+        )
+    learner.state = replace(
+        state,
+        offset=state.offset + step + 1 - learner.step,
+        lr_scale=state.lr_scale * config.lr_factor,
+        skips=(),
+        doubts=(),
+        faults=(),
+        rollbacks=(*state.rollbacks, Rollback(step, learner.step, what)),
+        losses=learner.state.losses,
+        ranks=learner.state.ranks,
+        grad_norms=learner.state.grad_norms,
+    )
+    scaled = f" at {learner.state.lr_scale:.2g} of the learning rate" if config.lr_factor < 1 else ""
+    return f"went back to {where} ({learner.step} updates); batches up to step {step} are not repeated{scaled}"

@@ -1,0 +1,32 @@
+"""What the networks are shown: B-scans of a few volumes with the tokens they see and the tokens they must predict, as one picture."""
+
+import numpy as np
+
+from octfm.pretraining.inputs import MASKS, generators
+from octfm.pretraining.masks import sample_masks, token_map
+from octfm.pretraining.settings import PretrainConfig
+from octfm.store.store import Store
+
+CONTEXT, TARGET = np.array([86, 180, 233]), np.array([230, 159, 0])
+"""Okabe & Ito's sky blue and orange."""
+OPACITY = 0.35
+
+
+def sample_picture(config: PretrainConfig, store: Store, rows: np.ndarray, step: int) -> np.ndarray:
+    """uint8 [H, n * W, 3]: the middle B-scan of each volume; blue = context, orange = target, grey = not used; masks as of `step`."""
+    arrays = store.read(rows)
+    pd, ph, pw = config.model.patch_size
+    tokens = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, config.model.patch_size)
+    positions = step * config.data.global_batch_size + np.arange(len(rows))
+    masks = sample_masks(config.masks, tokens, generators(config.seed, MASKS, positions))
+    middle = arrays.voxels.shape[1] // 2
+    tiles = []
+    for volume, context, target in zip(arrays.voxels, masks.context, masks.target, strict=True):
+        pixels = np.repeat(volume[middle][..., None].astype(np.float32), 3, axis=-1)
+        for index, colour in ((context, CONTEXT), (target, TARGET)):
+            used = np.zeros(tokens.shape[1:], bool)
+            used.ravel()[index] = True
+            area = np.kron(used[middle // pd], np.ones((ph, pw), bool))
+            pixels[area] = (1 - OPACITY) * pixels[area] + OPACITY * colour
+        tiles.append(pixels)
+    return np.concatenate(tiles, axis=1).clip(0, 255).astype(np.uint8)

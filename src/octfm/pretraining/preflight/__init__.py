@@ -1,0 +1,144 @@
+"""Everything that can be known to be wrong before step 0: each check says what was measured and what to do."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from octfm.errors import ConfigError, StoreError, one_line
+from octfm.io.location import Location
+from octfm.pretraining.preflight import cohort, curves, data, objective, resources, tokens, tpu
+from octfm.pretraining.preflight.check import Check, fail
+from octfm.pretraining.preflight.tracker import probed, tracker
+from octfm.pretraining.schedule import Schedule
+from octfm.pretraining.settings import PretrainConfig, in_steps
+from octfm.run.runtime import Runtime, start
+from octfm.store.exclusion import without_excluded
+from octfm.store.loader import select
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Preprocessing
+
+__all__ = ["Check", "checks", "examine", "examine_tpu", "require", "training_rows"]
+
+
+def checks(
+    config: PretrainConfig,
+    store: Store,
+    runtime: Runtime,
+    train_rows: np.ndarray,
+    validation_rows: np.ndarray,
+    out: Location,
+    *,
+    resumed: bool = False,
+) -> list[Check]:
+    """All checks, in seconds. Wrong settings are found first, so that a later check never fails for an earlier reason.
+
+    A resumed run has its objective and forecast behind it, so those that take more than a moment are left out.
+    """
+    first = [data.patches_tile(config, store), data.arithmetic(config, store, runtime.replicas, len(train_rows))]
+    if any(check.status == "FAIL" for check in first):
+        return first
+    schedule = Schedule(config.schedule, config.steps)
+    whole = data.prepared(store)
+    if whole.status == "FAIL":
+        return [*first, whole]  # what looks at volumes cannot read them
+    sample = data.read_sample(config, store, train_rows)
+    found = [
+        *first,
+        data.ranks(config, store, train_rows, runtime.world),
+        data.order(config, store, train_rows),
+        *curves.learning_rate(schedule),
+        curves.weight_decay(schedule),
+        *([curves.teacher(schedule)] if config.objective.name != "mae" else []),
+        data.splits(store, train_rows, validation_rows),
+        whole,
+        *resources.destinations(config, out),
+        resources.disk(config, store, out, len(train_rows)),
+        resources.parameters(config, store),
+        tracker(config, resumed=resumed),
+        *probed(config, store, train_rows, validation_rows),
+        *tokens.budget(config, sample),
+        *tokens.starved(config, store, sample),
+        *tokens.masking(config, sample),
+    ]
+    if resumed or any(check.status == "FAIL" for check in found):
+        return found
+    found += cohort.checks(store, train_rows)
+    found += objective.integrity(config, store, train_rows)
+    found.append(objective.views(config, store, train_rows))
+    found.append(objective.masks_change(config, store, train_rows))
+    found += objective.validation_masks(config, store, validation_rows)
+    if not any(check.status == "FAIL" for check in found):
+        found.append(objective.overfit(config, store, train_rows))
+    found.append(resources.memory(config, store, runtime))
+    found.append(resources.forecast(config, store, runtime, sample))
+    return found
+
+
+def examine(
+    config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
+) -> list[Check]:
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks.
+
+    With `ranks` of more than one, what each of so many would meet on a device of its own that is like this one.
+    """
+    if config.data.store is None:
+        raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
+    store = without_excluded(Store.open(config.data.store), config.data.exclude)
+    try:
+        train_rows, validation_rows = training_rows(config, store)
+    except StoreError as error:
+        measured, _, advice = str(error).partition("; ")
+        return [fail("splits", measured, f"{advice} (F16)")]
+    config = in_steps(config, len(train_rows))
+    runtime = replace(
+        start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp"
+    )
+    found = checks(config, store, runtime, train_rows, validation_rows, out)
+    if plot is not None and all(
+        check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")
+    ):
+        from octfm.pretraining.preflight.plot import draw_plot
+
+        draw_plot(plot, config, store, train_rows)
+    return found
+
+
+def examine_tpu(config: PretrainConfig, name: str, echo: Callable[[str], None]) -> list[Check]:
+    """Whether the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`; of the store only the size of its
+    volumes matters, the default one where none is named."""
+    preprocessing = Preprocessing() if config.data.store is None else Store.open(config.data.store).preprocessing  # pyright: ignore[reportCallIssue]
+    return tpu.examine(config, preprocessing, name, echo)
+
+
+def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
+    """Store rows to train on and to validate on; the latter may be none."""
+    data = config.data
+    train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts)
+    seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
+    held_out = any(row.split == "val" and row.scanner in seen and row.layout in data.layouts for row in store.rows)
+    validation = np.array([], np.int64)
+    if held_out:
+        validation = select(
+            store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners, data.layouts
+        )
+    return train, validation
+
+
+def require(found: list[Check], echo: Callable[[str], None]) -> None:
+    """Say what is not right, and stop before step 0 when anything failed."""
+    for check in found:
+        if check.status != "PASS":
+            echo(one_line(f"preflight {check.status}: {check.name}: {check.measured}; {check.advice}"))
+    failed = [check for check in found if check.status == "FAIL"]
+    if failed:
+        first = failed[0]
+        more = f" (and {len(failed) - 1} more; octfm doctor lists them)" if len(failed) > 1 else ""
+        raise ConfigError(
+            f"preflight stopped the run before step 0: {first.name}: {first.measured}; {first.advice}{more}"
+        )
+    echo(f"preflight: {len(found)} checks, {sum(c.status == 'PASS' for c in found)} passed")
+    for check in found:
+        if check.name in ("parameters", "memory", "forecast"):
+            echo(f"preflight: {check.name}: {check.measured}")

@@ -1,0 +1,256 @@
+"""What one optimizer step takes: the run's own networks are stepped on tensors without storage, and every allocation is counted."""
+
+import functools
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octfm.models.objectives.objective import TokenIndex
+from octfm.models.vit3d import count_parameters, take_patches
+from octfm.pretraining import augment
+from octfm.pretraining.inputs import build_objective, teacher_parameters
+from octfm.pretraining.masks import token_grid
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run.runtime import Runtime
+from octfm.volume.preprocessing import Preprocessing
+
+GB = 1e9
+ALLOCATOR = 1.15
+"""What allocators keep beyond live tensors. Measured on CPU (glibc): 1.05 to 1.3, shrinking as tensors grow; without its heap, 1.02."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one optimizer step with its micro-batches."""
+
+    weights_bytes: int
+    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them: there whatever the batch is."""
+    peak_bytes: int
+    """At the highest moment of a step or of the start, weights_bytes included; on the rank that needs most."""
+    flops: float
+    """Of matrix products and attention, over all micro-batches."""
+    moved_bytes: float
+    """Written by all kernels, over all micro-batches."""
+    kernels: int
+    """Launched, over all micro-batches."""
+
+
+def step_cost(
+    config: PretrainConfig,
+    preprocessing: Preprocessing,
+    micro_batch: int,
+    micro_steps: int,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> Cost:
+    """Forward, backward and the logged extras of one rank's micro-batch, on fake tensors: a second for ViT-S, no memory, no arithmetic.
+
+    `sharded`: every rank holds a share of weights, gradients and moments (fsdp). Live tensors are counted to a percent; what the
+    allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is within 20 % of what a real
+    run's process grows by (`tests/test_preflight_resources.py`).
+    """
+    return _step_cost(
+        config.model_dump_json(),
+        preprocessing.model_dump_json(),
+        micro_batch,
+        micro_steps,
+        ranks,
+        sharded and ranks > 1,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _step_cost(
+    config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int, ranks: int, sharded: bool
+) -> Cost:
+    config, preprocessing = (
+        PretrainConfig.model_validate_json(config_json),
+        Preprocessing.model_validate_json(preprocessing_json),
+    )
+    # Imported here: it takes a second, and resumed runs and embedding never need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = build_objective(config, preprocessing)
+    torch.set_rng_state(state)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    teacher = teacher_parameters(model)
+    shares = ranks if sharded else 1
+    grid = token_grid(preprocessing.image_size, config.model.patch_size)
+    kept, num_context, num_target = config.masks.heaviest.counts(grid)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        if sharded:
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.register_post_accumulate_grad_hook(_give_away)
+        # Views of weights are no memory of their own. For one process they are counted all the same: its estimate agrees with its runs so,
+        # which says that something of that size is missing there (docs/LOG.md).
+        # torch counts the fused kernels of accelerators, not the CPU's.
+        fused = {
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+                q, k, v
+            ),
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+                lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+            ),
+        }
+        ledger, counter = (
+            _Ledger(model.parameters() if sharded else ()),
+            FlopCounterMode(display=False, custom_mapping=fused),
+        )
+        with ledger, counter:
+            inputs = _inputs(config, preprocessing, micro_batch, kept, num_context, num_target)
+            with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
+                output = model(*inputs, config.objective.context_loss)
+            output.loss.backward()
+    goal = config.model.width * config.objective.target_levels
+    if config.objective.name != "vjepa2":
+        goal = prod(config.model.patch_size) if config.objective.name == "mae" else config.model.width
+    # A logged step keeps goals and tissue features of every micro-batch until its end; the ledger has seen those of one.
+    logged = 4 * micro_batch * ((num_context + num_target) * goal + kept * config.model.width)
+    kept_bytes = (micro_steps - 1) * logged
+    weights = 4 * (3 * trained + count_parameters(model)) // shares
+    # With accumulation gradients are there, whole, from the second forward pass on. Without shards the ledger holds them, too, as soon as
+    # they exist.
+    forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
+    gathered = _gathered(model) if sharded else 0
+    activations = 4 * (2 * trained + count_parameters(model)) // shares + int(
+        ALLOCATOR * (forward + kept_bytes + gathered)
+    )
+    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects those of all ranks.
+    copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
+    telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
+    held_out = config.validation_volumes * 4 * (num_context + num_target) * goal
+    validating = weights + 2 * held_out + gathered
+    # Every rank makes the same whole networks before it keeps its share of them.
+    starting = 4 * count_parameters(model) if sharded else 0
+    return Cost(
+        weights_bytes=weights,
+        peak_bytes=max(activations, telling, validating, starting),
+        flops=float(counter.get_total_flops()) * micro_steps,
+        moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained / shares,
+        kernels=ledger.kernels * micro_steps,
+    )
+
+
+def _give_away(parameter: torch.Tensor) -> None:
+    """A gradient that goes to the ranks that hold its shares, or is added to that of the passes before, as soon as it is known."""
+    parameter.grad = None
+
+
+def _gathered(model: torch.nn.Module) -> int:
+    """Bytes that one rank holds whole for a while (fsdp): what is outside blocks, and of two blocks at a time weights and gradients, each
+    with the buffer that it travels in."""
+    blocks = [
+        count_parameters(block) for part in model.modules() if isinstance(part, torch.nn.ModuleList) for block in part
+    ]
+    return 4 * (2 * (count_parameters(model) - sum(blocks)) + 4 * max(blocks, default=0))
+
+
+def _inputs(
+    config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int
+):
+    """What `make_inputs` allocates on the device for one micro-batch, call by call."""
+    places = (torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target))
+    index = TokenIndex(*places, tissue=torch.ones(batch, kept, dtype=torch.bool))
+    voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
+    drawn = augment.draw(config.augment, [np.random.default_rng(0)] * batch)
+    _, height, width = preprocessing.image_size
+    moves = drawn.on_device(_fake, height, width, preprocessing.target_spacing)
+    voxels = augment.move(voxels, moves)
+    raw = take_patches(voxels, index.kept, config.model.patch_size)
+    mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
+    target_patches = augment.normalise(raw, mean, std)
+    return augment.recoloured(raw, index.kept, moves, mean, std), target_patches, index
+
+
+def _fake(array: np.ndarray) -> torch.Tensor:
+    return torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype)
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts live bytes: a storage is entered when an operator returns it first, and struck out when its last tensor dies."""
+
+    def __init__(self, elsewhere: Iterable[torch.Tensor] = ()):
+        """`elsewhere`: tensors that are counted by others."""
+        super().__init__()
+        self.live = self.peak = self.total = self.kernels = 0
+        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in elsewhere}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        new = False
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            new = True
+            size = storage.nbytes()
+            self._known.add(key)
+            self.live += size
+            self.total += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, key, size)
+        self.kernels += new
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What this device does, measured in a tenth of a second."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    kernels_per_s: float
+
+    def seconds(self, cost: Cost) -> float:
+        """Forecast of one step: products, then memory traffic (each written byte was also read twice), then launches."""
+        return (
+            cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
+        )
+
+
+@torch.no_grad()
+def measure_speed(runtime: Runtime, width: int, tokens: int) -> Speed:
+    """Rates of this device for products of the run's own shape and precision."""
+    dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
+    rows = max(256, min(4096, tokens))
+    a = torch.randn(rows, width, device=runtime.device, dtype=dtype)
+    b = torch.randn(width, 4 * width, device=runtime.device, dtype=dtype)
+    block = torch.zeros(4_000_000, device=runtime.device)
+    one = torch.zeros(1, device=runtime.device)
+    return Speed(
+        flops_per_s=2 * prod((rows, width, 4 * width)) * _rate(lambda: a @ b),
+        bytes_per_s=3 * block.nbytes * _rate(lambda: block + block),
+        kernels_per_s=20 * _rate(lambda: [one + one for _ in range(20)][-1]),
+    )
+
+
+def _rate(work) -> float:
+    """Calls per second, the best of three short windows: another process may have had the device in one."""
+    work().flatten()[0].item()
+    best = 0.0
+    for _ in range(3):
+        start, calls, batch = time.perf_counter(), 0, 1
+        while (elapsed := time.perf_counter() - start) < 0.01:
+            for _ in range(batch):
+                result = work()
+            result.flatten()[0].item()  # waits for the device
+            calls, batch = calls + batch, 2 * batch
+        best = max(best, calls / elapsed)
+    return best

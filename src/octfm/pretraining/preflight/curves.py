@@ -1,0 +1,93 @@
+"""Learning rate, weight decay and EMA momentum, evaluated at every step of the run (F1, F2, F11)."""
+
+from math import ceil
+
+import numpy as np
+
+from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.schedule import Schedule
+
+LONG_RUN = 3000
+"""Steps from which on a teacher that hardly moves is a fault and no longer a question of taste."""
+
+
+def learning_rate(schedule: Schedule) -> list[Check]:
+    """One warm-up, one decay (or a declared constant), no restart, never 0 (F1, F2)."""
+    curve = np.array([schedule.lr(step) for step in range(schedule.steps)])
+    peak = schedule.config.base_lr
+    measured = f"{curve[0]:.2e} at step 0, peak {curve.max():.2e} at step {curve.argmax()}, {curve[-1]:.2e} at the end"
+    found = []
+    if not (curve > 0).all():
+        found.append(
+            fail(
+                "learning rate",
+                f"0 at step {int(np.argmin(curve > 0))}",
+                "a step with learning rate 0 trains nothing (F2)",
+            )
+        )
+    rises = np.flatnonzero(np.diff(curve) > 1e-12 * peak) + 1
+    late = rises[rises > schedule.warmup_steps]
+    if late.size:
+        again = f"rises again at step {late[0]}, after the warm-up of {schedule.warmup_steps} steps"
+        found.append(fail("learning rate", again, "a restart diverges (F1)"))
+    warming = np.diff(curve[: schedule.warmup_steps]) < -1e-12 * peak
+    if warming.any():
+        again = f"falls at step {int(warming.argmax()) + 1}, within the warm-up of {schedule.warmup_steps} steps"
+        found.append(fail("learning rate", again, "one warm-up has no second beginning (F1)"))
+    declared = schedule.config.lr_shape == "constant" or schedule.config.min_lr_ratio > 1 - 1e-6
+    if schedule.steps > schedule.warmup_steps + 1 and not declared and curve[-1] >= curve.max():
+        found.append(
+            fail(
+                "learning rate",
+                f"{measured}: it never decays",
+                "set schedule.lr_shape=constant if that is what you want (F1)",
+            )
+        )
+    return found or [passed("learning rate", f"one warm-up, then {schedule.config.lr_shape}: {measured}")]
+
+
+def weight_decay(schedule: Schedule) -> Check:
+    """Never negative, and it goes one way."""
+    curve = np.array([schedule.weight_decay(step) for step in range(schedule.steps)])
+    measured = f"{curve[0]:g} at step 0, {curve[-1]:g} at the end"
+    if not np.isfinite(curve).all() or curve.min() < 0:
+        bad = int(np.argmin(np.isfinite(curve) & (curve >= 0)))
+        return fail(
+            "weight decay", f"{curve[bad]:g} at step {bad}", "it must be 0 or more: below 0 weights grow without end"
+        )
+    change = np.diff(curve)
+    if (change > 0).any() and (change < 0).any():
+        return fail(
+            "weight decay", f"{measured}, and it rises and falls in between", "let it be constant or go one way"
+        )
+    return passed("weight decay", measured)
+
+
+def teacher(schedule: Schedule) -> Check:
+    """Momentum stays in 0 … 1 and never falls; at most 5 % of the initial teacher is left after a quarter of the run (F11)."""
+    curve = np.array([schedule.ema(step) for step in range(schedule.steps)])
+    outside = (curve < 0) | (curve > 1)
+    if outside.any():
+        bad = int(outside.argmax())
+        return fail(
+            "teacher momentum",
+            f"{curve[bad]:.4f} at step {bad}",
+            "an average needs a momentum from 0 to 1; see schedule.ema_base",
+        )
+    if (falls := np.diff(curve) < -1e-12).any():
+        return fail(
+            "teacher momentum",
+            f"falls at step {int(falls.argmax()) + 1}",
+            "raise schedule.ema_end above schedule.ema_base",
+        )
+    quarter = ceil(schedule.steps / 4)
+    left = float(np.prod(curve[:quarter]))
+    measured = f"{left:.1%} of the initial teacher is left after {quarter} steps (momentum from {schedule.ema_base:.5f} to {curve[-1]:.5f})"
+    if left <= 0.05 + 1e-9:
+        return passed("teacher momentum", measured)
+    advice = "lower schedule.ema_base, or set it to null to derive it from the run length (F11)"
+    return (
+        fail("teacher momentum", measured, advice)
+        if schedule.steps >= LONG_RUN
+        else warn("teacher momentum", measured, advice)
+    )

@@ -1,0 +1,174 @@
+"""The data of a run: batch arithmetic, ranks, splits, store, and a sample of it to look at."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from octfm.errors import ConfigError, StoreError
+from octfm.pretraining.masks import PADDING, Shape3, TooFewTokens, token_grid, token_map
+from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run.memory import host_bytes_available
+from octfm.store.loader import Loader, accumulation
+from octfm.store.store import Store
+
+SAMPLE = 32
+"""Volumes that are read to count tokens."""
+AT_ONCE = 4
+"""Of them in memory at a time: a volume may be 9 MB."""
+MOST_STEPS = 4096
+"""Of which the order of volumes is looked at."""
+CHECKSUMS = 8
+"""Volumes whose checksum is compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Some training volumes, spread over the store."""
+
+    rows: np.ndarray
+    """int64 [n] rows of the store."""
+    tokens: np.ndarray
+    """uint8 [n, d, h, w]: padding, background or tissue."""
+    band_rows: float
+    """Mean depth of the tissue band in voxels."""
+    volumes_per_s: float
+    """How fast they were read, in one process."""
+
+
+def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sample:
+    """Up to SAMPLE of `rows`; never fewer than one."""
+    chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]
+    size, patch = store.preprocessing.image_size, config.model.patch_size
+    tokens, depth, elapsed = [], [], 0.0
+    store.read(chosen[:1])  # opening it is not reading
+    for first in range(0, len(chosen), AT_ONCE):
+        start = time.perf_counter()
+        arrays = store.read(chosen[first : first + AT_ONCE])
+        elapsed += time.perf_counter() - start
+        tokens.append(token_map(arrays.band, arrays.valid, size, patch))
+        depth.append((arrays.band[:, 1] - arrays.band[:, 0]).clip(0))
+    few = np.count_nonzero(np.concatenate(tokens) != PADDING, axis=(1, 2, 3)) < 2
+    if few.any():
+        raise TooFewTokens("one or none").naming([store.rows[chosen[few.argmax()]].acquisition])
+    return Sample(
+        chosen, np.concatenate(tokens), float(np.mean(np.concatenate(depth))), len(chosen) / max(elapsed, 1e-9)
+    )
+
+
+def patches_tile(config: PretrainConfig, store: Store) -> Check:
+    """Volumes divide into whole patches."""
+    size, patch = store.preprocessing.image_size, config.model.patch_size
+    try:
+        grid: Shape3 = token_grid(size, patch)
+    except ValueError as error:
+        return fail(
+            "token grid", str(error).partition(";")[0], "choose a model.patch_size that divides the store's volumes"
+        )
+    return passed("token grid", "{} x {} x {} tokens".format(*grid))
+
+
+def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int) -> Check:
+    """Global batch = per-device batch x devices x accumulation (F7)."""
+    data = config.data
+    try:
+        parts = accumulation(data.global_batch_size, data.per_device_batch_size, replicas)
+    except ConfigError as error:
+        measured, _, remedy = str(error).partition("; ")
+        return fail("batch arithmetic", measured, remedy or "give positive numbers")
+    product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
+    measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
+    scanners = set(data.scanners or [row.scanner for row in store.rows]) - set(data.leave_out_scanners)
+    if left_out := sum(
+        row.split == "train" and row.scanner in scanners and row.layout not in data.layouts for row in store.rows
+    ):
+        measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] takes them)"
+    if volumes == 0:
+        advice = "check data.scanners, data.max_samples and the splits"
+        return fail("batch arithmetic", "no training volume is left after selection", advice)
+    depth, height, width = store.preprocessing.image_size
+    volume_bytes = depth * height * width + 2 * depth * width * (4 + 2)  # voxels, band, valid
+    # Besides those read ahead, the batch of this step, and that of the step before until this one is there.
+    ahead, free = (data.prefetch + 2) * data.global_batch_size // replicas * volume_bytes, host_bytes_available()
+    if ahead > free:
+        read = f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of the host's memory, {free / 1e9:,.1f} GB are free"
+        return fail("batch arithmetic", read, "lower data.prefetch, or data.global_batch_size (F7)")
+    return passed("batch arithmetic", f"{measured}, {config.steps * data.global_batch_size / volumes:.1f} epochs")
+
+
+def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: int) -> Check:
+    """In every step the ranks take disjoint places of the global batch that together are all of it (F10)."""
+    batch = config.data.global_batch_size
+    worlds = [world] if world > 1 else [n for n in (2, 4) if batch % n == 0]
+    for count in worlds:
+        for step in (0, 1, config.steps - 1):
+            shares = []
+            for rank in range(count):
+                with Loader(
+                    store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners
+                ) as loader:
+                    shares.append(loader.positions(step))
+            together = np.sort(np.concatenate(shares))
+            if not np.array_equal(together, step * batch + np.arange(batch)):
+                repeated = len(together) - len(np.unique(together))
+                measured = f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice"
+                return fail(
+                    "ranks",
+                    measured,
+                    "every rank must take its own places of the global batch; report this as a bug (F10)",
+                )
+    if not worlds:
+        return passed("ranks", "one rank; a global batch of this size cannot be shared by 2 or 4")
+    return passed("ranks", f"disjoint shares of the global batch with {' or '.join(map(str, worlds))} ranks")
+
+
+def order(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
+    """Every epoch has every volume once."""
+    name, batch, volumes = "data order", config.data.global_batch_size, len(train_rows)
+    with Loader(store, train_rows, batch, config.seed, balance=config.data.balance_scanners) as loader:
+        steps = min(config.steps, 2 * -(-volumes // batch) + 1, MOST_STEPS)
+        rows = loader.indices(np.arange(steps * batch))
+    if volumes < batch:
+        measured = f"{volumes} volumes to train on and {batch} in a batch: every batch has some of them more than once"
+        return warn(name, measured, "lower data.global_batch_size, or prepare more volumes")
+    if config.data.balance_scanners:
+        return passed(name, f"scanners take turns over {volumes} volumes")
+    # Epochs apart: the last batch of one may happen to have the volumes of the first batch of the next.
+    for first in range(0, len(rows), volumes):
+        epoch = rows[first : first + volumes]
+        if again := len(epoch) - len(np.unique(epoch)):
+            measured = (
+                f"{again} of {len(epoch)} places in an epoch of {volumes} volumes have a volume that was there already"
+            )
+            return fail(name, measured, "every epoch must have every volume once; report this as a bug")
+    return passed(name, f"every volume once in an epoch of {volumes / batch:.3g} steps")
+
+
+def prepared(store: Store) -> Check:
+    """Volumes as this version prepares them, and bytes as they were written, on a sample."""
+    if store.fingerprint != store.preprocessing.fingerprint():
+        return fail(
+            "store", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)"
+        )
+    try:
+        count = store.verify(sample=min(CHECKSUMS, len(store)))
+    except StoreError as error:
+        measured, _, advice = str(error).partition("; ")
+        return fail("store", measured, advice)
+    return passed("store", f"{len(store)} volumes, {count} checksums verified")
+
+
+def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
+    """No participant in two splits (F16), and somebody to validate on (F12)."""
+    train, validation = ({store.rows[row].participant for row in rows} for rows in (train_rows, validation_rows))
+    if shared := train & validation:
+        return fail(
+            "splits", f"{len(shared)} participants are in training and validation", "split by participant (F16)"
+        )
+    measured = f"{len(train)} participants to train on, {len(validation)} to validate on"
+    if not validation:
+        return warn(
+            "splits", measured, "without validation participants there is no validation loss; scan with a val split"
+        )
+    return passed("splits", measured)

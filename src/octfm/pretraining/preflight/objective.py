@@ -1,0 +1,228 @@
+"""Does the objective teach? On a tiny copy of the run's networks: no answer leaks, the teacher moves, hidden content is predicted (F11)."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octfm.models.objectives.objective import TokenIndex
+from octfm.models.vit3d import take_patches
+from octfm.pretraining import augment
+from octfm.pretraining.inputs import Objective, build_objective, generators, make_inputs, optimizer_groups
+from octfm.pretraining.masks import sample_masks, token_map
+from octfm.pretraining.monitors.feed import masks_repeat
+from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.preflight.tokens import PREFLIGHT_STREAM
+from octfm.pretraining.schedule import Schedule
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run.runtime import Runtime
+from octfm.store.loader import Batch
+from octfm.store.store import Store
+
+VOLUMES, TOKENS = 4, 48
+OVERFIT_STEPS, OVERFIT_LR = 200, 6e-3
+CONTENT_RISE, CLEAR_RISE = 0.05, 0.3
+"""How much worse another volume's targets must fit at the end at least, and what is enough to stop before it."""
+
+HOST = Runtime(torch.device("cpu"))
+
+
+def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> list[Check]:
+    """The gradient and teacher checks, in a fraction of a second."""
+    tiny = _tiny(config)
+    model = build_objective(tiny, store.preprocessing)
+    patches, index, leak_of = _one_volume(tiny, store, int(train_rows[0]))
+    weight = max(config.objective.context_loss, 0.0)
+    model(patches, patches, index, weight).loss.backward()
+    leak = leak_of()
+    found = []
+    if leak:
+        measured = f"gradient of the loss w.r.t. target voxels is {leak:.1e}"
+        found.append(fail("context is blind to targets", measured, "the encoder sees the answers (F11)"))
+    else:
+        found.append(passed("context is blind to targets", "gradient of the loss w.r.t. target voxels is exactly 0"))
+    if model.target_encoder is None:
+        return found
+    if taught := sum(float(p.grad.abs().sum()) for p in model.target_encoder.parameters() if p.grad is not None):
+        found.append(
+            fail("teacher gets no gradient", f"gradient {taught:.1e}", "the target encoder must only be averaged (F11)")
+        )
+    else:
+        found.append(passed("teacher gets no gradient", "none"))
+    # One real update: what the optimizer changes in the encoder must arrive in the teacher.
+    before = [p.clone() for p in model.target_encoder.parameters()]
+    torch.optim.AdamW(_trained(model), lr=1e-2).step()
+    model.update_target(Schedule(config.schedule, config.steps).ema(0))
+    if any(not torch.equal(a, b) for a, b in zip(before, model.target_encoder.parameters(), strict=True)):
+        found.append(passed("teacher moves", "it follows the first update"))
+    else:
+        found.append(
+            fail(
+                "teacher moves",
+                "the target encoder is unchanged after an update",
+                "its average is not being taken (F11)",
+            )
+        )
+    return found
+
+
+def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
+    """What the context sees and what the teacher sees are the same places: recolouring may differ between them, geometry never (F11 c)."""
+    # Noise may reorder grey values and moves none.
+    still = config.model_copy(update={"augment": config.augment.model_copy(update={"noise": 0.0, "speckle": 0.0})})
+    inputs = make_inputs(still, store.preprocessing, HOST, _batch(store, train_rows[:1]))
+    a, b = inputs.patches.flatten(), inputs.target_patches.flatten()
+    # Gain and gamma keep the order of grey values; another place of a volume does not.
+    order = torch.argsort(b)
+    falls = float((a[order].diff() < -1e-4).float().mean())
+    if falls > 0.01:
+        measured = f"{falls:.0%} of grey values are ordered differently in the two views"
+        return fail(
+            "views agree", measured, "context and target must be moved together; see pretraining/augment.py (F11)"
+        )
+    return passed("views agree", "context and teacher see the same voxels, recoloured at most")
+
+
+def masks_change(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
+    """A volume has other masks whenever it comes, so that each of its places is hidden now and then."""
+    if masks_repeat(config, store, _batch(store, train_rows[:1]), len(train_rows)):
+        return fail(
+            "masks change",
+            "the masks of a volume are the same at every step or in every epoch",
+            "the same places would be hidden for ever and the others never learned; report this as a bug",
+        )
+    return passed("masks change", "a volume has other masks whenever it comes")
+
+
+def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.ndarray) -> list[Check]:
+    """Held-out volumes have real targets, so that a validation loss means something (F12)."""
+    if not len(validation_rows):
+        return []
+    inputs = make_inputs(config, store.preprocessing, HOST, _batch(store, validation_rows[:1]), augmented=False)
+    target, context = (len(np.unique(x[0])) for x in (inputs.masks.target, inputs.masks.context))
+    distinct = len(np.unique(inputs.masks.kept[0]))
+    if target < 0.5 * config.masks.mask_ratio * distinct or not context:
+        measured = f"{target} of {distinct} tokens of a held-out volume are targets, {context} are context"
+        return [
+            fail(
+                "validation masks",
+                measured,
+                "a loss without targets is always 0, and the first epoch would look best (F12)",
+            )
+        ]
+    return [passed("validation masks", f"{target} targets and {context} context tokens in a held-out volume")]
+
+
+def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
+    """Up to 200 steps on four volumes at a constant learning rate; then another volume's targets must fit worse than a volume's own.
+
+    A model whose answers do not depend on what it sees (a constant, a position's mean) fits both exactly alike, and so does one whose
+    teacher says the same of every volume. Nothing but content can raise the loss, so the first clear rise ends the check. The teacher
+    stands still meanwhile: on four volumes a moving one may collapse in a few steps, which says nothing about the run.
+    """
+    name = "objective learns"
+    rows = train_rows[np.linspace(0, len(train_rows) - 1, min(VOLUMES, len(train_rows))).astype(int)]
+    if len(rows) < 2:
+        return warn(
+            name, "one training volume: whether answers depend on content cannot be told", "train on more volumes"
+        )
+    tiny = _tiny(config)
+    model = build_objective(tiny, store.preprocessing)
+    patches, index = _shared_masks(tiny, store, rows)
+    weight = config.objective.context_loss
+    optimizer = torch.optim.AdamW(_trained(model), lr=OVERFIT_LR, weight_decay=0.0, fused=True)
+    with torch.no_grad():
+        first = float(model(patches, patches, index, weight).loss)
+    own, rise, steps = first, 0.0, 0
+    while steps < OVERFIT_STEPS and not rise > CLEAR_RISE:
+        for _ in range(OVERFIT_STEPS // 8):
+            optimizer.zero_grad(set_to_none=True)
+            model(patches, patches, index, weight).loss.backward()
+            optimizer.step()
+        steps += OVERFIT_STEPS // 8
+        own, other = _losses_with_shuffled_targets(model, patches, index, weight)
+        rise = other / max(own, 1e-12) - 1
+    if not np.isfinite(rise):
+        return fail(
+            name,
+            f"the loss of a tiny copy is {own} after {steps} steps",
+            "the objective is not differentiable as it stands",
+        )
+    measured = f"{steps} steps on {len(rows)} volumes: loss {first:.3f} to {own:.3f}; targets of another volume raise it by {rise:.0%}"
+    if rise < CONTENT_RISE:
+        return fail(
+            name, measured, "its answers do not depend on what it sees; check the teacher, masks and targets (F11)"
+        )
+    return passed(name, measured)
+
+
+def _tiny(config: PretrainConfig) -> PretrainConfig:
+    """The same kind of networks, masks and objective at a size that trains in a second."""
+    width, depth = 48, min(2, config.model.depth)
+    budget = min(TOKENS, config.masks.budget or TOKENS)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"width": width, "heads": 2, "depth": depth}),
+            "predictor": config.predictor.model_copy(update={"width": 32, "heads": 1, "depth": 1}),
+            "objective": config.objective.model_copy(
+                update={"target_levels": min(depth, config.objective.target_levels)}
+            ),
+            "masks": config.masks.model_copy(update={"budget": budget}),
+        }
+    )
+
+
+def _trained(model: Objective) -> list[Tensor]:
+    decayed, free = optimizer_groups(model)
+    return decayed + free
+
+
+def _batch(store: Store, rows: np.ndarray) -> Batch:
+    arrays = store.read(rows)
+    scanner, acquisition = zip(*((store.rows[row].scanner, store.rows[row].acquisition) for row in rows), strict=True)
+    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, acquisition=acquisition)
+
+
+def _index(masks) -> TokenIndex:
+    return TokenIndex(
+        *(
+            torch.from_numpy(x)
+            for x in (masks.kept, masks.where(masks.context), masks.where(masks.target), masks.tissue)
+        )
+    )
+
+
+def _one_volume(config: PretrainConfig, store: Store, row: int):
+    """Normalised patches of one volume that lead back to its voxels, and a reader of the gradient at the voxels of targets."""
+    arrays = store.read([row])
+    pre, patch = store.preprocessing, config.model.patch_size
+    maps = token_map(arrays.band, arrays.valid, pre.image_size, patch)
+    masks = sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
+    index = _index(masks)
+    voxels = torch.from_numpy(arrays.voxels).unsqueeze(1).float().requires_grad_()
+    patches = (take_patches(voxels, index.kept, patch) / 255 - pre.intensity_mean) / pre.intensity_std
+
+    def leak() -> float:
+        assert voxels.grad is not None
+        return float(take_patches(voxels.grad, torch.from_numpy(masks.target), patch).abs().max())
+
+    return patches, index, leak
+
+
+def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> tuple[Tensor, TokenIndex]:
+    """Patches [n, K, P] of several volumes at the same tokens, those of the first volume's masks."""
+    batch, pre, patch = _batch(store, rows), store.preprocessing, config.model.patch_size
+    maps = token_map(batch.band, batch.valid, pre.image_size, patch)
+    masks = sample_masks(config.masks, maps[:1], generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
+    index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(_index(masks)).values()))
+    raw = take_patches(torch.from_numpy(batch.voxels).unsqueeze(1), index.kept, patch)
+    return augment.normalise(raw, pre.intensity_mean, pre.intensity_std), index
+
+
+@torch.no_grad()
+def _losses_with_shuffled_targets(
+    model: Objective, patches: Tensor, index: TokenIndex, weight: float
+) -> tuple[float, float]:
+    """Masked loss with each volume's own targets, and with those of the next volume."""
+    own = model(patches, patches, index, weight)
+    other = model(patches, patches.roll(1, 0), index, weight)
+    return float(own.masked_loss_B.mean()), float(other.masked_loss_B.mean())

@@ -1,0 +1,197 @@
+"""What the token budget is spent on (F14), and that masks are what they must be: disjoint, evenly spread, on tissue."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octfm.pretraining import masks as sampler
+from octfm.pretraining.inputs import generators
+from octfm.pretraining.masks import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped
+from octfm.pretraining.preflight.block_law import expected_targets
+from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.preflight.data import Sample
+from octfm.pretraining.settings import PretrainConfig
+from octfm.store.store import Store
+
+DRAWS = 200
+PREFLIGHT_STREAM = 9
+"""Its masks are not those of the run."""
+AXES = ("D", "H", "W")
+TOLERANCE = {"D": 0.10, "H": 0.20, "W": 0.20}
+"""Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be equally likely."""
+STARVED = 0.02
+"""Mean share of tissue without room in the budget that a scanner or a diagnosis may lose."""
+UNIONS = 5
+"""Unions of blocks, drawn from their law, for every draw of masks."""
+SIGNIFICANT = 4.0
+"""A departure counts from so many standard errors on: 200 draws are no proof by themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """How often a kept token is a target, slice by slice of each axis."""
+
+    observed: dict[str, np.ndarray]
+    expected: dict[str, np.ndarray]
+    """By the law of the sampler; NaN for a slice without kept tokens."""
+    standard_error: dict[str, np.ndarray]
+    shapes: frozenset[tuple[int, int, int]]
+    """(kept, context, target) tokens that were drawn: more than one is a compile in every step."""
+    overlap: int
+    """Tokens that were context and target at once."""
+    padded: int
+    """Kept tokens without image."""
+    dead: float
+    """Share of targets that are background."""
+
+    def worst(self, axis: str) -> tuple[int, float]:
+        """(slice, relative departure) of the largest departure that is beyond chance; (-1, 0) when there is none."""
+        difference = self.observed[axis] - self.expected[axis]
+        counts = np.abs(difference) > SIGNIFICANT * self.standard_error[axis]
+        gap = np.where(counts, difference / np.maximum(self.expected[axis], 1e-3), 0.0)
+        where = int(np.abs(gap).argmax())
+        return (where, float(gap[where])) if gap[where] else (-1, 0.0)
+
+
+def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
+    """Tissue, background and padding tokens, and how the budget fits them (F14)."""
+    grid = sample.tokens.shape[1:]
+    tissue, background, padding = (
+        (sample.tokens == value).reshape(len(sample.tokens), -1).sum(1) for value in (TISSUE, BACKGROUND, PADDING)
+    )
+    kept, num_context, num_target = config.masks.counts(grid)
+    image = tissue + background
+    share = f"tissue {tissue.mean():.0f}, background {background.mean():.0f}, padding {padding.mean():.0f}"
+    each = config.data.per_device_batch_size
+    measured = f"{np.prod(grid)} tokens: {share}; {kept} kept, {num_context} context, {num_target} target; x {each} volumes per device"
+    found = [passed("token budget", measured)]
+    if (empty := float(padding.mean()) / np.prod(grid)) > 0.4:
+        found.append(
+            warn(
+                "padding", f"{empty:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)"
+            )
+        )
+    if (deep := sample.band_rows / config.model.patch_size[1]) < 2:
+        found.append(
+            warn(
+                "axial detail",
+                f"the tissue band is {deep:.1f} tokens deep",
+                "use a finer axial target_spacing or patch (F14)",
+            )
+        )
+    if (short := float(np.mean(image < kept))) > 0.1:
+        measured = f"{short:.0%} of volumes have fewer image tokens than the budget"
+        found.append(warn("tokens repeated", measured, f"lower masks.budget to {int(image.min())}"))
+    return found
+
+
+def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
+    """Tissue that the budget has no room for, by scanner and diagnosis: a swollen retina has more of it, and must not be starved."""
+    kept, _, _ = config.masks.counts(sample.tokens.shape[1:])
+    if kept == sample.tokens[0].size:
+        return []
+    dropped, rows = tissue_dropped(sample.tokens, kept), [store.rows[row] for row in sample.rows]
+    groups = [*dropped_by([row.scanner for row in rows], dropped).items()]
+    groups += dropped_by([row.diagnosis for row in rows], dropped).items()
+    name, worst = max(groups, key=lambda group: group[1].mean)
+    measured = f"{dropped.mean():.1%} of the tissue has no room in the budget"
+    if dropped.any():
+        measured += f", most in {name}: {worst.mean:.1%} ({worst.volumes} volumes, up to {worst.most:.1%})"
+    if worst.mean > STARVED or np.mean(dropped > 0) > 0.1:
+        most = int((sample.tokens == TISSUE).reshape(len(rows), -1).sum(1).max())
+        return [warn("tissue dropped", measured, f"raise masks.budget to {most}, the most that a volume has")]
+    return [passed("tissue dropped", measured)]
+
+
+def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
+    """200 draws: context and target disjoint, no padding, few dead targets, every place as likely a target as it should be."""
+    coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
+    found = []
+    if coverage.overlap or coverage.padded:
+        measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"
+        found.append(
+            fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)")
+        )
+    elif coverage.shapes != {counts}:
+        drawn = ", ".join(" + ".join(map(str, shape)) for shape in sorted(coverage.shapes)[:3])
+        measured = f"kept, context and target should be {' + '.join(map(str, counts))} tokens, and are {drawn}"
+        found.append(
+            fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)")
+        )
+    else:
+        told = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept, and disjoint, in each of {DRAWS} draws"
+        found.append(passed("masks", told))
+    dead = f"{coverage.dead:.0%} of targets are background"
+    if coverage.dead > 0.3:
+        found.append(warn("dead targets", dead, "lower masks.budget so that tissue fills it"))
+    else:
+        found.append(passed("dead targets", dead))
+    uneven = []
+    for axis in AXES:
+        where, gap = coverage.worst(axis)
+        if abs(gap) > TOLERANCE[axis]:
+            uneven.append(f"slice {where} of {axis} is a target {gap:+.0%} as often as expected")
+    if uneven:
+        found.append(
+            fail("mask coverage", "; ".join(uneven), "some places would hardly be trained on; report this as a bug")
+        )
+    else:
+        widest = max(abs(coverage.worst(axis)[1]) for axis in AXES)
+        found.append(
+            passed("mask coverage", f"even over B-scans, rows and A-scans (largest sure departure {widest:.0%})")
+        )
+    return found
+
+
+def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS) -> Coverage:
+    """Masks for token maps [n, d, h, w], each drawn equally often, against what the sampler should do.
+
+    Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often; along the axis that
+    it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore a target with probability T / K,
+    whatever its slice. Along H in the B-scan plane blocks follow tissue: there the law of a block is enumerated (block_law.py).
+    """
+    volumes, grid = len(tokens), tokens.shape[1:]
+    hits = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
+    kept_count = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
+    overlap = padded = targets = 0
+    dead, shapes = [], set()
+    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, np.arange(draws))):
+        volume = tokens[draw % volumes]
+        drawn = sampler.sample_masks(config.masks, volume[None], [rng])
+        shapes.add((drawn.kept.shape[1], drawn.context.shape[1], drawn.target.shape[1]))
+        kept, target = np.unique(drawn.kept), np.unique(drawn.target)
+        targets += target.size
+        overlap += np.intersect1d(drawn.context, target).size
+        padded += int((volume.ravel()[kept] == PADDING).sum())
+        dead.append(drawn.dead.mean())
+        for axis, places_kept, places_target in zip(
+            AXES, np.unravel_index(kept, grid), np.unravel_index(target, grid), strict=True
+        ):
+            n = hits[axis].shape[1]
+            hits[axis][draw] = np.bincount(places_target, minlength=n)
+            kept_count[axis][draw] = np.bincount(places_kept, minlength=n)
+    observed, expected, error = {}, {}, {}
+    for axis in AXES:
+        total = kept_count[axis].sum(0)
+        observed[axis] = hits[axis].sum(0) / np.maximum(1, total)
+        expected[axis] = np.where(total > 0, targets / total.sum(), np.nan)
+        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens. A slice with a handful of kept tokens in
+        # all draws may have all of them as targets: never fewer errors than independent tokens would make.
+        residual = hits[axis] - observed[axis] * kept_count[axis]
+        alone = np.sqrt(expected[axis] * (1 - expected[axis]) / np.maximum(1, total))
+        error[axis] = np.maximum(np.sqrt((residual**2).sum(0)) / np.maximum(1, total), alone)
+    if config.masks.plane == "bscan":
+        expected["H"], error_of_expected = _expected_rows(config, tokens, draws)
+        error["H"] = np.hypot(error["H"], error_of_expected)
+    return Coverage(observed, expected, error, frozenset(shapes), overlap, padded, float(np.mean(dead)))
+
+
+def _expected_rows(config: PretrainConfig, tokens: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Share of kept tokens that should be targets in each row, and its standard error: UNIONS for every draw of masks."""
+    found = []
+    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, draws + np.arange(draws))):
+        found += [expected_targets(config.masks, tokens[draw % len(tokens)], rng) for _ in range(UNIONS)]
+    targets, kept = (np.stack(x).sum(2) for x in zip(*found, strict=True))
+    share = targets.sum(0) / np.maximum(1, kept.sum(0))
+    error = np.sqrt(((targets - share * kept) ** 2).sum(0)) / np.maximum(1, kept.sum(0))
+    return np.where(kept.sum(0) > 0, share, np.nan), error

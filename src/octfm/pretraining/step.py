@@ -1,0 +1,267 @@
+"""One step's forward and backward passes: the global batch in micro-batches, gradients accumulated, losses kept per volume."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+import torch
+
+from octfm.errors import TrainingError
+from octfm.models.objectives.objective import ObjectiveOutput, TokenIndex
+from octfm.models.vit3d import take_tokens
+from octfm.pretraining.inputs import Inputs, make_inputs
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.masks import TokenMasks
+from octfm.pretraining.monitors.audit import gradients
+from octfm.pretraining.monitors.limits import Limits
+from octfm.run.memory import ran_out_of_memory
+from octfm.store.loader import Batch, microbatches
+
+COMPANY_TOKENS = 64
+"""Tokens of a volume, at even distances, that are looked at with and without company."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroStep:
+    """What one micro-batch leaves behind on the device: losses always, goals and features only in steps that are looked at."""
+
+    loss: torch.Tensor
+    masked_loss_B: torch.Tensor
+    context_loss_B: torch.Tensor
+    masks: TokenMasks
+    scanner: tuple[str, ...]
+    masked_goal_BTD: torch.Tensor | None
+    context_goal_BCD: torch.Tensor | None
+    features_BMD: torch.Tensor | None
+    """Which of their tokens are tissue is in `masks`."""
+    features_at_BM: torch.Tensor | None
+    """Places of the features within the kept tokens; None: all of them."""
+    leak: torch.Tensor | None
+    """Gradient of the loss w.r.t. target voxels on the context path; None if it was not looked at."""
+    company: torch.Tensor | None
+    """Relative change of a volume's loss with the company it has; None if it was not looked at."""
+    ascent: torch.Tensor | None = None
+    """Minus the least derivative of what is minimised by a volume's masked loss, which is above 0 if training goes uphill; None if it was
+    not looked at."""
+    gradients: list[torch.Tensor] | None = None
+    """Followed rows of the gradients after the last micro-batch of this rank (see audit.py); None if they were not looked at."""
+
+
+def _keep(
+    inputs: Inputs,
+    output: ObjectiveOutput,
+    part: Batch,
+    *,
+    everything: bool,
+    leak: torch.Tensor | None,
+    company: torch.Tensor | None,
+) -> MicroStep:
+    return MicroStep(
+        output.loss.detach(),
+        output.masked_loss_B.detach(),
+        output.context_loss_B.detach(),
+        inputs.masks,
+        part.scanner,
+        output.masked_goal_BTD if everything else None,
+        output.context_goal_BCD if everything else None,
+        output.features_BMD if everything else None,
+        output.features_at_BM if everything else None,
+        leak,
+        company,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A step's loss, its gradient norm before clipping (F3), and whether to believe it: the same numbers on the device of every rank."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    made: torch.Tensor
+    """bool: the update is made."""
+
+
+@torch.no_grad()
+def judge(learner: Learner, done: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
+    """Decide on the device, before anybody has looked: every loss and the gradient norm are numbers, and within their limits."""
+    runtime = learner.runtime
+    masked, context = (
+        torch.cat([getattr(d, name) for d in done]).float() for name in ("masked_loss_B", "context_loss_B")
+    )
+    sums = torch.stack((masked.sum(), (~torch.isfinite(masked + context)).float().sum()))
+    runtime.sum_(sums)
+    loss, grad_norm = sums[0] / learner.config.data.global_batch_size, grad_norm.float()
+    limit = runtime.numbers(most.loss, most.lasting_loss, most.grad_norm)
+    beyond = (loss > limit[0]) | (loss > limit[1]) | (grad_norm > limit[2])
+    return Outcome(loss, grad_norm, (sums[1] == 0) & torch.isfinite(grad_norm) & ~beyond)
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What all ranks know of a step: the volumes of the global batch, in its order. What is decided from it is decided by all alike."""
+
+    masked_loss_B: torch.Tensor
+    context_loss_B: torch.Tensor
+    loss: float
+    """Mean masked loss."""
+    grad_norm: float
+    made: bool
+    """The update was made."""
+    leak: float | None
+    """The largest of any rank."""
+    company: float | None
+    ascent: float | None
+    asked: str | None
+    """A signal that some rank was sent."""
+    fed: np.ndarray
+    """[ranks, n]: what each rank says of its data."""
+
+
+def tell(
+    learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: str | None = None, fed: Sequence[float] = ()
+) -> Told:
+    """Tell the other ranks how this step went here, and hear the same of them: the first moment at which a host reads of a step.
+
+    The smallest micro-batch becomes everyone's (F7). `fed` is what this rank has to say of its data (feed.py).
+    """
+    runtime = learner.runtime
+    losses = [
+        torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in ("masked_loss_B", "context_loss_B")
+    ]
+    looked = [[x for x in (getattr(d, name) for d in done) if x is not None] for name in ("leak", "company", "ascent")]
+    extremes = [max((float(x) for x in runtime.read(*seen)), default=-inf) for seen in looked]
+    number = float(signal.Signals[asked]) if asked else 0.0
+    own = np.concatenate(
+        [torch.cat(losses).double().cpu().numpy(), [*fed, *extremes, float(learner.micro_batch), number]]
+    )
+    rows = runtime.exchange(own)
+    share = len(losses[0])
+    masked, context = (
+        torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1)
+    )
+    # NaN counts as nothing seen, as it does in max().
+    leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-5, -4))
+    ascent = float(max((x for x in rows[:, -3] if x > -inf), default=-inf))
+    micro_batch, number = int(rows[:, -2].min()), int(rows[:, -1].max())
+    if micro_batch != learner.micro_batch:
+        learner.state = replace(learner.state, micro_batch=micro_batch)
+    found = signal.Signals(number).name if number else None
+    loss, grad_norm, made = (x.item() for x in runtime.read(outcome.loss, outcome.grad_norm, outcome.made))
+    return Told(
+        masked,
+        context,
+        loss,
+        grad_norm,
+        bool(made),
+        leak if leak >= 0 else None,
+        company if company >= 0 else None,
+        ascent if ascent > -inf else None,
+        found,
+        rows[:, 2 * share : rows.shape[1] - 5],
+    )
+
+
+class OutOfMemory(TrainingError):
+    """Memory ran out in a step that this process cannot compute again; another start can, with `micro_batch` volumes at a time."""
+
+    def __init__(self, message: str, micro_batch: int):
+        super().__init__(message)
+        self.micro_batch = micro_batch
+
+
+def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everything: bool) -> list[MicroStep]:
+    """Gradients of the mean loss of this rank's share of the batch, computed in micro-batches.
+
+    When memory runs out the step begins again with micro-batches of half the size, so more of them: the same global batch, images
+    and maths (F7). The learner's state keeps the size. With shards that is for the next start of the job to do: OutOfMemory. With
+    `everything`, the first micro-batch is examined for leaks.
+    """
+    (weight,) = learner.runtime.numbers(context_weight)
+    while True:
+        learner.optimizer.zero_grad(set_to_none=True)
+        learner.model.discard_step()
+        try:
+            return _passes(learner, batch, weight, everything)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        # Outside the handler, where the failed pass's tensors are not held any more.
+        learner.optimizer.zero_grad(set_to_none=True)
+        learner.runtime.release()
+        devices = learner.runtime.devices
+        size, share = learner.micro_batch // devices, len(batch) // devices
+        smaller = max((n for n in range(1, size // 2 + 1) if share % n == 0), default=0)
+        if not smaller:
+            raise TrainingError(
+                f"step {learner.step}: memory ran out with one volume at a time ({reason}); lower masks.budget or model.width, or use a "
+                "device with more memory"
+            )
+        if not learner.runtime.repeats:
+            raise OutOfMemory(
+                f"step {learner.step}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time ({reason}); with "
+                f"{learner.config.runtime.parallel} a step cannot be computed again: run the same command again (torchrun --max-restarts "
+                f"does), and it goes on from the last checkpoint with {smaller} at a time, the same global batch and images (F7)",
+                smaller,
+            )
+        learner.state = replace(learner.state, micro_batch=smaller)
+
+
+def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everything: bool) -> list[MicroStep]:
+    micro_steps = len(batch) // learner.micro_batch
+    done = []
+    for number, part in enumerate(microbatches(batch, learner.micro_batch), start=1):
+        learner.runtime.last_pass(learner.model, number == micro_steps)
+        inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
+        learner.runtime.follow(learner.trained, inputs.patches, inputs.target_patches)
+        examined = everything and not done
+        inputs.patches.requires_grad_(examined)
+        with learner.runtime.autocast():
+            output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
+        looked = examined and not learner.runtime.steady
+        if looked:
+            output.masked_loss_B.retain_grad()
+        (output.loss / micro_steps).backward()
+        slope = output.masked_loss_B.grad if looked else None
+        # In a compiled step it would be a share of every one: the preflight has looked at it.
+        company = _company(learner, inputs, context_weight) if looked else None
+        leak, ascent = _leak(inputs) if examined else None, -slope.min() if slope is not None else None
+        kept = _keep(inputs, output, part, everything=everything, leak=leak, company=company)
+        done.append(replace(kept, ascent=ascent))
+    if everything and not learner.runtime.steady:
+        done[-1] = replace(done[-1], gradients=gradients(learner))
+    return done
+
+
+def _leak(inputs: Inputs) -> torch.Tensor:
+    """Largest gradient of the loss w.r.t. a voxel that is a target."""
+    gradient = inputs.patches.grad
+    if gradient is None:
+        return torch.zeros(())
+    return take_tokens(gradient, inputs.index.target).abs().max()
+
+
+@torch.no_grad()
+def _company(learner: Learner, inputs: Inputs, context_weight: torch.Tensor) -> torch.Tensor:
+    """By what share the loss of a volume changes when it is not alone: beside another one, or where there is none, its own negative.
+
+    In float32 whatever the run's precision, in which a leak of a percent would hide behind rounding.
+    """
+    # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
+    pair, target_pair = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in (inputs.patches, inputs.target_patches))
+    kept, context, target, tissue = (
+        x[:1] for x in (inputs.index.kept, inputs.index.context, inputs.index.target, inputs.tissue)
+    )
+    # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
+    every = -(-kept.shape[1] // COMPANY_TOKENS)
+    few_seen, few_hidden = ((x[x % every == 0] // every).unsqueeze(0) for x in (context, target))
+    if few_seen.numel() and few_hidden.numel():
+        context, target = few_seen, few_hidden
+        kept, tissue, pair, target_pair = (x[:, ::every] for x in (kept, tissue, pair, target_pair))
+    first = TokenIndex(kept, context, target, tissue)
+    index = TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue)))
+    together = learner.model(pair, target_pair, index, context_weight).masked_loss_B[0]
+    alone = learner.model(pair[:1], target_pair[:1], first, context_weight).masked_loss_B[0]
+    return (alone - together).abs() / together.abs().clamp_min(1e-12)

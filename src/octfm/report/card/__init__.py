@@ -1,0 +1,1 @@
+"""Model card and paper draft, from what a run recorded."""

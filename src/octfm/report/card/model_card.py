@@ -1,0 +1,385 @@
+"""The model card of a run: Markdown with the front matter of the Hugging Face hub; what nobody stated is said to be unstated.
+
+Its parts follow Mitchell et al. 2019, "Model Cards for Model Reporting" (doi 10.1145/3287560.3287596)."""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from octfm.io.location import Location, location, write_whole
+from octfm.report import words
+from octfm.report.card.paper import bibtex, setting
+from octfm.report.participants import by_split, characteristics, flow, tested
+from octfm.report.shareable import NAME, shareable
+from octfm.report.sources import Sources, gather, series
+
+NOT_STATED = "not stated"
+HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
+                "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
+"""Identifiers that the hub knows by themselves; any other licence is `other` with its name."""
+TASKS = {"binary": "image-classification", "multiclass": "image-classification", "ordinal": "image-classification"}
+MARK = {"all": "", "lost": "− ", "part": "of these: "}
+USAGE = """```python
+import octfm
+
+encoder = octfm.load_encoder("{run}")                      # weights, and the preprocessing they expect
+vector = encoder.embed(octfm.read_volume("scan.dcm"))      # float32: {pooled}
+tokens = encoder.embed_tokens(octfm.read_volume("scan.dcm"))  # float32 [d, h, w, {width}]
+```"""
+
+
+@dataclass(frozen=True)
+class Statements:
+    """What no file of a run can know, and whoever publishes the weights has to say."""
+
+    licence: str | None = None
+    """Of the weights, as a licence identifier (apache-2.0, cc-by-nc-4.0) or in words."""
+    data_agreement: str | None = None
+    """The terms under which the pretraining data may be used, and whether they allow weights to be passed on."""
+    dataset: str | None = None
+    """Name of the data set."""
+    contact: str | None = None
+
+
+def model_card(
+    run: str | Path,
+    *,
+    catalog: str | Location | None = None,
+    store: str | Location | None = None,
+    statements: Statements = Statements(),
+    usage: str | None = None,
+    name: str | None = None,
+) -> str:
+    """The text of a model card (README.md on the hub) for a run folder; `catalog` and `store` add whom the data came from.
+
+    `usage` replaces the example of how to load the weights; `name` is what the model is called. Counts of fewer than five people are
+    not given, and no path, date, participant or acquisition is named (octfm.report.shareable). Raises EvaluationError where `run` is no
+    run folder.
+    """
+    found = gather(Path(run), location(catalog) if catalog else None, location(store) if store else None)
+    sources, name = shareable(found), name or NAME
+    width, pool = setting(sources, "model", "width"), setting(sources, "objective", "pool")
+    parts = [
+        _front_matter(sources, statements, name),
+        f"# {_line(name)}: a 3-D encoder for retinal OCT",
+        _key(sources),
+        _model(sources, name),
+        "## How to use it\n\n"
+        + (
+            usage
+            or USAGE.format(
+                run="folder or hub id" if name == NAME else _line(name),
+                width=width,
+                pooled=words.POOLS.get(pool, words.POOLS["mean"]),
+            )
+        ),
+        _intended(),
+        _terms(sources, statements),
+        _data(sources, statements),
+        _training(sources),
+        _evaluation(sources.probe),
+        _limits(sources),
+        "## Citation\n\n```bibtex\n" + bibtex(sources, name) + "```",
+        f"## Contact\n\n{_line(statements.contact) if statements.contact else 'Not stated.'}",
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def write_model_card(run: str | Path, out: Path | None = None, **options: Any) -> Path:
+    """Write `model_card(run, **options)` to `out`, or RUN/model_card.md; whole or not at all."""
+    out = Path(out) if out is not None else Path(run) / "model_card.md"
+    write_whole(out, model_card(run, **options).encode())
+    return out
+
+
+def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
+    facts: dict[str, Any] = {}
+    licence = (statements.licence or NOT_STATED).strip()
+    if licence.lower() in HUB_LICENCES:
+        facts["license"] = licence.lower()
+    else:
+        facts |= {
+            "license": "other",
+            "license_name": re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-") or "not-stated",
+        }
+    facts |= {
+        "library_name": "octfm",
+        "pipeline_tag": "image-feature-extraction",
+        "tags": [
+            "oct",
+            "optical-coherence-tomography",
+            "retina",
+            "ophthalmology",
+            "medical",
+            "3d",
+            "self-supervised",
+            "v-jepa",
+            "pytorch",
+        ],
+    }
+    if statements.dataset:
+        facts["datasets"] = [re.sub(r"\s+", "-", statements.dataset.strip())]
+    if index := _index(sources.probe, name):
+        facts["model-index"] = index
+    return "---\n" + yaml.safe_dump(facts, sort_keys=False, allow_unicode=True, width=1000) + "---"
+
+
+def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The measured numbers of the encoder as the hub's `model-index`."""
+    if probe is None:
+        return []
+    first = probe["results"][0]["encoder"] if probe["results"] else ""
+    results = []
+    for target in dict.fromkeys(r["target"] for r in probe["results"] if not r.get("leakage")):
+        rows = [
+            r for r in probe["results"] if r["target"] == target and r["encoder"] == first and r["estimate"] is not None
+        ]
+        metrics = []
+        for r in rows:
+            label = str(words.METRICS.get(r["metric"], r["metric"]))
+            if r["low"] is not None:
+                label += f", 95 % interval {r['low']:.3f} to {r['high']:.3f}"
+            metrics.append({"type": r["metric"], "value": round(float(r["estimate"]), 4), "name": label})
+        if metrics:
+            task = {"type": TASKS.get(rows[0].get("kind", ""), "other"), "name": f"frozen linear probe: {target}"}
+            people = f"{rows[0]['n_test_participants']} test participants"
+            results.append({"task": task, "dataset": {"type": "private", "name": people}, "metrics": metrics})
+    return [{"name": name, "results": results}] if results else []
+
+
+def _key(sources: Sources) -> str:
+    tone, text = words.key_result(sources.probe)
+    verdict = {
+        "better": "Better than its baseline.",
+        "worse": "Worse than its baseline.",
+        "inconclusive": "Inconclusive.",
+    }.get(tone, "")
+    synthetic = (
+        " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**"
+        if sources.is_phantom
+        else ""
+    )
+    return f"> **{verdict}** {_text(text)}{synthetic}" if verdict else f"> {_text(text)}{synthetic}"
+
+
+def _model(sources: Sources, name: str) -> str:
+    parameters = sources.record.get("parameters") or {}
+    objective = setting(sources, "objective", "name")
+    get = partial(setting, sources)
+    rows = [
+        ("Architecture", f"3-D Vision Transformer, width {get('model', 'width')}, {get('model', 'depth')} blocks, "
+                         f"{get('model', 'heads')} heads, patches of {_by(get('model', 'patch_size'))} voxels"),
+        ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks" if parameters else NOT_STATED),
+        ("Objective", {"vjepa2": "V-JEPA 2 with context loss, on tissue tokens", "data2vec": "data2vec, on tissue tokens",
+                       "mae": "masked autoencoding of tissue tokens"}.get(objective, objective)),
+        ("Code", words.subtitle(sources, name)),
+    ]  # fmt: skip
+    if sources.store is not None:
+        pre = sources.store.preprocessing
+        mm = " × ".join(f"{n * s:.3g}" for n, s in zip(pre.image_size, pre.target_spacing, strict=True))
+        rows.append(
+            (
+                "Input",
+                f"{_by(pre.image_size)} voxels (B-scan, axial, lateral) over {mm} mm; left eyes are mirrored to right",
+            )
+        )
+        rows.append(("Preprocessing fingerprint", f"`{sources.store.fingerprint}`"))
+    return "## Model\n\n" + _table(("", ""), rows)
+
+
+def _intended() -> str:
+    return """## Intended use
+
+For research: frozen features of macular OCT volumes for probes, retrieval, segmentation or fine-tuning, on scanners and participants
+that are described below, evaluated again on your own data with participant-level splits.
+
+## Not for
+
+- Diagnosis, screening, triage or any decision about a patient. This is research software, not a medical device, and no
+  regulator has seen it.
+- Participants, scanners or protocols other than those described below, without a new evaluation: features may carry the scanner more than
+  the eye.
+- Identifying people. Retinal images are biometric data."""
+
+
+def _terms(sources: Sources, statements: Statements) -> str:
+    licence = f"The weights are licensed under {_line(statements.licence)}." if statements.licence else (
+        "**The licence of the weights is not stated.** Without one nobody may use them; whoever publishes this card has to state it "
+        "(`octfm card RUN --licence ...`)."
+    )  # fmt: skip
+    if statements.data_agreement:
+        agreement = f"Data agreement: {_line(statements.data_agreement)}"
+    elif sources.is_phantom:
+        agreement = "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in them."
+    else:
+        agreement = (
+            "**The data agreement is not stated.** Weights are derived from the data they saw, and some agreements (AI-READI's among "
+            "them) limit what may be done with the data; check that they allow these weights to be passed on "
+            "(`octfm card RUN --data-agreement ...`)."
+        )
+    return f"## Licence and data agreement\n\n{licence} The octfm code is Apache-2.0.\n\n{agreement}"
+
+
+def _data(sources: Sources, statements: Statements) -> str:
+    named = f"Data set: {_line(statements.dataset)}.\n\n" if statements.dataset else ""
+    steps = flow(sources)
+    if sources.catalog is None and sources.store is None:
+        return f"## Data\n\n{named}Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
+    text = f"## Data\n\n{named}### From files to participants\n\n"
+    text += _table(
+        ("", "Volumes or files", "Participants", ""),
+        [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in steps],
+    )
+    table = characteristics(sources)
+    if table:
+        text += "\n\n### Who they are\n\n" + _table(("", *by_split(sources)), [(name, *cells) for name, cells in table])
+        text += "\n\nSmall groups (fewer than five people) are withheld. What has no row was not in the data's tables and is unknown."
+    return text
+
+
+def _training(sources: Sources) -> str:
+    steps, _ = series(sources.train, "masked_over_baseline")
+    get = partial(setting, sources)
+    lines = [f"{get('steps')} steps of {get('data', 'global_batch_size')} volumes, "
+             f"AdamW, peak learning rate {get('schedule', 'base_lr')}, {sources.record.get('precision', NOT_STATED)}."]  # fmt: skip
+    if len(steps):
+        lines.append(words.five_lines(sources)[2][1])
+    if advice := words.checkpoint_advice([*sources.online, *sources.validation]):
+        lines.append(advice)
+    environment = sources.record.get("environment") or {}
+    if environment:
+        lines.append(
+            "Ran on " + ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision") + "."
+        )
+    if hours := _hours(sources):
+        lines.append(f"{hours} between the first and the last logged step.")
+    lines.append("Health: " + words.five_lines(sources)[4][1])
+    return "## Training\n\n" + " ".join(_text(line) for line in lines)
+
+
+def _evaluation(probe: dict[str, Any] | None) -> str:
+    if probe is None:
+        return "## Evaluation\n\nNo probe has been run on this encoder: nothing is known about what its features are worth."
+    encoders = list(dict.fromkeys(r["encoder"] for r in probe["results"]))
+    text = "## Evaluation\n\nLinear models on frozen features; estimate and 95 % interval over participants. " + _text(
+        probe.get("interval_meaning", "")
+    )
+    rows = []
+    for target, metric in dict.fromkeys(
+        (r["target"], r["metric"]) for r in probe["results"] if r["metric"] in words.HEADLINE
+    ):
+        cells = {r["encoder"]: r for r in probe["results"] if (r["target"], r["metric"]) == (target, metric)}
+        any_row = next(iter(cells.values()))
+        what = f"{target} (leakage: less is better)" if any_row["leakage"] else target
+        scores = [words.interval(cells[e]) if e in cells else "" for e in encoders]
+        rows.append(
+            (what, words.METRICS[metric], *scores, f"{any_row['chance']:.2f}", str(any_row["n_test_participants"]))
+        )
+    text += "\n\n" + _table(("Target", "Metric", *encoders, "Chance", "Participants"), rows)
+    compared = [c for c in probe["comparisons"] if c["metric"] in words.HEADLINE and not c.get("leakage")]
+    if compared:
+        rows = [
+            (c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c), _verdict(c))
+            for c in compared
+        ]
+        text += "\n\nPaired differences on the same participants:\n\n"
+        text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
+        text += "\n\n“Better” and “worse” are only said where the interval of the difference excludes 0."
+    for skipped in probe.get("skipped", []):
+        text += f"\n\n{_line(skipped['target'])} was not probed. {_text(skipped['sentence'])}"
+    return text
+
+
+def _verdict(c: dict[str, Any]) -> str:
+    after = c.get("p_holm") is not None and c["p_holm"] > 0.05 and c["verdict"] != "inconclusive"
+    return c["verdict"] + (" (not after Holm's correction)" if after else "")
+
+
+def _limits(sources: Sources) -> str:
+    """What is known to be missing or weak, told from the run's own numbers."""
+    found = []
+    if sources.is_phantom:
+        found.append("Trained and tested on synthetic phantoms only. Nothing is known about real eyes.")
+    else:
+        found.append("Tested on participants of the same data set only; there is no external validation in this card.")
+    scanners = sorted({a.scanner for own in by_split(sources).values() for a in own})
+    if scanners:
+        found.append(f"Scanners seen: {', '.join(scanners)}. How features behave on any other was not measured here.")
+    if sources.store is not None and sources.store.rows:
+        unsure = sum(not row.confident for row in sources.store.rows)
+        if unsure:
+            found.append(
+                f"In {unsure} of {len(sources.store.rows)} volumes the tissue band was not found with confidence; they keep every row."
+            )
+    if sources.probe is None:
+        found.append("No probe was run.")
+    else:
+        results = sources.probe["results"]
+        leak = next(
+            (r for r in results if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None
+        )
+        if leak is not None:
+            found.append(
+                f"Frozen features tell {leak['target']} apart with AUROC {words.interval(leak)}: a shortcut for any model built on them."
+            )
+        few = sorted({r["target"] for r in results if r["low"] is None})
+        if few:
+            found.append(f"Too few participants for an interval: {', '.join(few)}.")
+        seen = max((r["seen_test_participants"] for r in results), default=0)
+        if seen:
+            found.append(f"{seen} test participants had been seen in pretraining; the numbers are too good.")
+        undecided = sorted(
+            {
+                c["target"]
+                for c in sources.probe["comparisons"]
+                if c["verdict"] == "inconclusive" and not c.get("leakage")
+            }
+        )
+        if undecided:
+            found.append(f"Some comparisons with the baselines are inconclusive: {', '.join(undecided)}.")
+        if not any("age" in t["column"] or "site" in t["column"] for t in tested(sources.probe)):
+            found.append(
+                "Differences between subgroups (age, sex, ethnicity, site) are not in this card; octfm's trust report measures them."
+            )
+    troubled = [
+        f"{row['what']} ({row['verdict']}: {row['sentence']})"
+        for row in words.latest_health(sources.health)
+        if row["verdict"] != "ok"
+    ]
+    if troubled:
+        found.append("Health checks that were not fine at the last look: " + "; ".join(troubled) + ".")
+    return "## Limits\n\n" + "\n".join(f"- {_text(line)}" for line in found)
+
+
+def _hours(sources: Sources) -> str:
+    _, times = series(sources.train, "time")
+    if len(times) < 2:
+        return ""
+    hours = (times.max() - times.min()) / 3600
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(_line(c) for c in head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(_line(str(c)) for c in row) + " |" for row in rows])
+
+
+def _line(text: str) -> str:
+    """One line that cannot end a cell of a table nor open an HTML element, whatever a header said."""
+    return _text(" ".join(text.split())).replace("|", "\\|")
+
+
+def _text(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _by(sizes: Any) -> str:
+    return " × ".join(map(str, sizes)) if isinstance(sizes, (list, tuple)) else str(sizes)
+
+
+def _n(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"

@@ -1,0 +1,1 @@
+"""The trust report as a page."""

@@ -1,0 +1,355 @@
+"""trust.html: what an encoder is worth, on whom, on which scanner and how surely, as one self-contained page that names nobody."""
+
+from pathlib import Path
+from typing import Any
+
+from octfm.report.figures import Chart
+from octfm.report.images import Picture, prepared_picture
+from octfm.report.page import render, write_page
+from octfm.report.trust import figures as figures
+from octfm.report.trust import words as words
+from octfm.report.words import interval
+from octfm.store.store import Store
+
+PAIRS = 6
+"""Bland-Altman plots shown; trust.json has the numbers of all pairs."""
+
+
+def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *, images: bool = True) -> Path:
+    """Render what `octfm.trust.report.trust` returned. Volumes are read from `store`; without images none is shown.
+
+    Neither participants nor acquisitions are named: a volume is its row in the store.
+    """
+    found = words.findings(result)
+    facts = {
+        "reference": result["reference"],
+        "cohort": result["cohort"],
+        "findings": [
+            {
+                "question": f.question,
+                "tone": f.tone,
+                "word": words.WORDS[f.tone],
+                "sentence": f.sentence,
+                "section": f.section,
+            }
+            for f in found
+        ],
+        "encoders": result["encoders"],
+        "baseline_table": _table(result),
+        "baseline_comparisons": [_compared(c) for c in result["comparisons"] if c["planned"]],
+        "baseline_charts": _baseline_charts(result),
+        "from_scratch_note": result["from_scratch_note"],
+        "left_out": _left_out(result),
+        "domains": _domains(result),
+        "same_eye": _same_eye(result),
+        "subgroups": _subgroups(result),
+        "calibration": _calibration(result),
+        "leakage": _leakage(result),
+        "neighbours": _neighbours(result, store if images else None),
+        "failures": _failures(result, store if images else None),
+        "copies": _copies(result, store),
+        "skipped": result["skipped"],
+        "images": images,
+        "resamples": result["settings"]["resamples"],
+        "interval_meaning": result["interval_meaning"],
+        "commands": result["commands"],
+    }
+    return write_page(render("trust.html.jinja", facts), Path(out))
+
+
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """The findings for a terminal."""
+    return [f"[{words.WORDS[f.tone]}] {f.question} {f.sentence}" for f in words.findings(result)]
+
+
+def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One table per target: encoders by metrics."""
+    tables = []
+    for target in dict.fromkeys(r["target"] for r in result["results"]):
+        own = [r for r in result["results"] if r["target"] == target]
+        metrics = list(dict.fromkeys(r["metric"] for r in own))
+        cell = {(r["encoder"], r["metric"]): r for r in own}
+        tables.append(
+            {
+                "target": target,
+                "metrics": [words.NAMES[m] for m in metrics],
+                "rows": [
+                    {
+                        "name": e,
+                        "what": own_row["what"],
+                        "cells": [interval(cell[e, m], digits=words.digits_of(m)) for m in metrics],
+                    }
+                    for e, own_row in {r["encoder"]: r for r in own}.items()
+                ],
+                "people": own[0]["n_test_participants"],
+                "unit": own[0]["unit"],
+                "counts": own[0]["test_participants_per_class"] or {},
+                "notes": sorted({r["note"] for r in own if r["note"]}),
+                "left_out": own[0]["left_out_classes"],
+            }
+        )
+    return tables
+
+
+def _compared(c: dict[str, Any]) -> dict[str, Any]:
+    """A comparison as cells; a claim is shown only where it stands after Holm."""
+    metric = words.NAMES.get(c["metric"], c["metric"])
+    gap = interval(c, digits=words.digits_of(c["metric"])) if c["difference"] is not None else "–"
+    p, adjusted = ("–" if c.get(k) is None else "<0.001" if c[k] < 0.001 else f"{c[k]:.3f}" for k in ("p", "p_holm"))
+    return {
+        **c,
+        "metric": metric,
+        "gap": gap,
+        "p": p,
+        "holm": adjusted,
+        "lost": c["verdict"] != c["claim"] and c.get("planned"),
+    }
+
+
+def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
+    charts = []
+    for target in dict.fromkeys(r["target"] for r in result["results"]):
+        metric = next((c["metric"] for c in result["comparisons"] if c["target"] == target and c["planned"]), None)
+        rows = [r for r in result["results"] if r["target"] == target and r["metric"] == (metric or "auroc")]
+        if not rows:
+            continue
+        caption = "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the paired table does."
+        axis, title = words.NAMES[rows[0]["metric"]], f"{target.replace('_', ' ')}: every encoder"
+        charts.append(
+            figures.bars(title, caption, [figures.Bar(r["encoder"], r) for r in rows], axis, rows[0]["chance"])
+        )
+    return [c for c in charts if c is not None]
+
+
+def _left_out(result: dict[str, Any]) -> dict[str, Any]:
+    part = result["left_out_scanner"]
+    reference, charts = result["reference"], []
+    own = [r for r in part["results"] if r["encoder"] == reference]
+    for target in dict.fromkeys(r["target"] for r in own):
+        rows = [r for r in own if r["target"] == target]
+        caption = "The same tested participants of each scanner, with four training sets of the probe. Hollow: too few for an interval."
+        shown = [
+            figures.Bar(
+                r["scanner"] or "mean over scanners",
+                r,
+                list(part["regimes"]).index(r["regime"]),
+                part["regimes"][r["regime"]],
+            )
+            for r in rows
+        ]
+        axis = words.NAMES[rows[0]["metric"]]
+        charts.append(figures.bars(f"{target.replace('_', ' ')} by scanner", caption, shown, axis, None))
+    means = [
+        {
+            "target": r["target"],
+            "encoder": r["encoder"],
+            "metric": words.NAMES[r["metric"]],
+            "regime": part["regimes"][r["regime"]],
+            "cell": interval(r),
+        }
+        for r in part["results"]
+        if r["scanner"] is None
+    ]
+    table: dict[tuple[str, str, str], dict[str, str]] = {}
+    for m in means:
+        table.setdefault((m["target"], m["metric"], m["encoder"]), {})[m["regime"]] = m["cell"]
+    pretrained = {r["scanner"]: r["in_pretraining"] for r in own if r["scanner"] is not None}
+    return {
+        "sentence": part["sentence"],
+        "charts": [c for c in charts if c is not None],
+        "regimes": list(part["regimes"].values()),
+        "means": [{"target": t, "metric": m, "encoder": e, "cells": cells} for (t, m, e), cells in table.items()],
+        "comparisons": [_compared(c) for c in part["comparisons"] if c["encoder"] == reference],
+        "skipped": part["skipped"],
+        "never_pretrained": [s for s, seen in pretrained.items() if seen is False],
+    }
+
+
+def _domains(result: dict[str, Any]) -> dict[str, Any]:
+    part = result["domains"]
+    origin = [
+        {
+            "name": name,
+            "scanners": ", ".join(s.replace("_", " ") for s in facts["scanners"]),
+            "named": facts["named"],
+            "participants": facts["participants"],
+            "steps": facts["steps"],
+            "batch": facts["global_batch_size"],
+            "seed": facts["seed"],
+        }
+        for name, facts in result["pretraining"].items()
+    ]
+    settings = [facts["settings"] for facts in result["pretraining"].values()]
+    differ = sorted({key for other in settings[1:] for key in other if other[key] != settings[0].get(key)})
+    return {
+        "sentence": part["sentence"],
+        "origin": origin,
+        "differ": differ,
+        "comparisons": [_compared(c) for c in part["comparisons"]],
+    }
+
+
+def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
+    part = result["same_eye"]
+    drawn = sorted(
+        (p for p in part["pairs"] if p["bland_altman"]),
+        key=lambda p: (p["quantity"] != "predicted value", -p["n_eyes"]),
+    )[:PAIRS]
+    caption = "One point per eye. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations); shaded: their 95\u00a0% intervals."
+    plots = [
+        figures.bland_altman(
+            p, f"{p['target'].replace('_', ' ')}: {p['a'].replace('_', ' ')} − {p['b'].replace('_', ' ')}", caption
+        )
+        for p in drawn
+    ]
+    pairs = [
+        {
+            **p,
+            "icc": " ".join(f"{i['form']} {interval(i)}" for i in p["icc"]) or p["note"],
+            "bias": interval(p["bland_altman"]["bias"]) if p["bland_altman"] else "",
+            "limits": "{:.2f} to {:.2f}".format(*(p["bland_altman"][k]["estimate"] for k in ("lower", "upper")))
+            if p["bland_altman"]
+            else "",
+        }
+        for p in part["pairs"]
+    ]
+    retrieval = [
+        {
+            **r,
+            "first": interval(r["first"]),
+            "rank": interval(r["reciprocal_rank"]),
+            "fellow": interval(r["same_participant_first"]),
+        }
+        for r in part["retrieval"]
+    ]
+    return {
+        "sentence": part["sentence"],
+        "forms": part["forms"],
+        "agreement": [{**r, "cell": interval(r)} for r in part["agreement"]],
+        "pairs": pairs,
+        "plots": plots,
+        "retrieval": retrieval,
+        "comparisons": [_compared(c) for c in part["comparisons"]],
+        "skipped": part["skipped"],
+    }
+
+
+def _subgroups(result: dict[str, Any]) -> dict[str, Any]:
+    part, charts = result["subgroups"], []
+    for target in dict.fromkeys(r["target"] for r in part["results"]):
+        rows = [r for r in part["results"] if r["target"] == target]
+        axis = words.NAMES[rows[0]["metric"]]
+        caption = (
+            "Every group by itself. Hollow: fewer than 10 participants per class, so no interval and no comparison."
+        )
+        shown = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
+        charts.append(figures.bars(f"{target.replace('_', ' ')} by group", caption, shown, axis, None))
+    return {
+        "sentence": part["sentence"],
+        "charts": [c for c in charts if c is not None],
+        "comparisons": [_compared(c) for c in part["comparisons"] if c["planned"]],
+        "silent": sum(not c["planned"] for c in part["comparisons"]),
+    }
+
+
+def _calibration(result: dict[str, Any]) -> dict[str, Any]:
+    part = result["calibration"]
+    rows, charts = [], []
+    for r in part["results"]:
+        line = r["line"] or {}
+        rows.append(
+            {
+                "target": r["target"], "encoder": r["encoder"], "verdict": r["verdict"], "note": r["note"], "ece": interval(r["ece"]),
+                "brier": interval(r["brier"]), "chance": f"{r['brier']['chance']:.2f}",
+                "honest": f"{r['honest_ece']['mean']:.2f}, up to {r['honest_ece']['high']:.2f}",
+                "slope": interval(line["slope"]) if line else "–", "intercept": interval(line["intercept"]) if line else "–",
+            }
+        )  # fmt: skip
+        caption = f"{r['n_participants']} participants; a larger mark holds more cases; bars are Wilson's 95\u00a0% intervals."
+        charts.append(figures.reliability(r, f"{r['target'].replace('_', ' ')}: {r['encoder']}", caption))
+    return {"sentence": part["sentence"], "rows": rows, "charts": charts, "skipped": part["skipped"]}
+
+
+def _leakage(result: dict[str, Any]) -> dict[str, Any]:
+    part = result["leakage"]
+    names = list(dict.fromkeys(r["encoder"] for r in part["results"]))
+    cell = {(r["encoder"], r["metric"]): r for r in part["results"]}
+    rows = [{"name": n, **{m: interval(cell[n, m]) for m in ("auroc", "balanced_accuracy")}} for n in names]
+    chance = part["results"][0]["chance"] if part["results"] else None
+    return {
+        "sentence": part["sentence"],
+        "rows": rows,
+        "chance": chance,
+        "comparisons": [_compared(c) for c in part["comparisons"] if c["planned"]],
+    }
+
+
+def _neighbours(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
+    part = result["neighbours"]
+    rows: dict[str, dict[str, str]] = {}
+    columns: dict[str, str] = {}
+    for r in part["results"]:
+        columns[r["target"]] = f"{r['target'].replace('_', ' ')} (chance {r['chance']:.2f})"
+        rows.setdefault(r["encoder"], {})[r["target"]] = interval(r)
+    examples = []
+    for e in part["examples"] if store is not None else []:
+        shown = []
+        for place, (name, label) in enumerate(zip([e["query"], *e["nearest"]], e["labels"], strict=True)):
+            picture, facts = _volume(store, name)
+            shown.append(
+                {
+                    "picture": picture,
+                    "word": "tested scan" if place == 0 else f"neighbour {place}",
+                    "label": label,
+                    **facts,
+                }
+            )
+        examples.append(shown)
+    return {
+        "sentence": part["sentence"],
+        "columns": columns,
+        "rows": [{"name": name, "cells": [cells.get(c, "") for c in columns]} for name, cells in rows.items()],
+        "comparisons": [_compared(c) for c in part["comparisons"] if c["planned"]],
+        "examples": examples,
+    }
+
+
+def _failures(result: dict[str, Any], store: Store | None) -> list[dict[str, Any]]:
+    by_target: dict[str, list[dict[str, Any]]] = {}
+    for f in result["failures"]:
+        picture, facts = _volume(store, f["acquisition"]) if store is not None else (None, {})
+        by_target.setdefault(f["target"], []).append({**f, "picture": picture, **facts})
+    return [{"target": t, "cases": cases} for t, cases in by_target.items()]
+
+
+def _copies(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
+    part = result["copies"]
+    place = {row.acquisition: row.index for row in store.rows} if store is not None else {}
+    pairs = [
+        {
+            "rows": " and ".join(str(place.get(name, "?")) for name in p["acquisitions"]),
+            "splits": " and ".join(s or "none" for s in p["splits"]),
+            "people": "one participant" if p["same_participant"] else "two participants",
+            "by": p.get("by") or f"speckle, correlation {p['correlation']:.2f}",
+        }
+        for p in [*part["exact"], *part["near"]]
+    ]
+    return {**part, "pairs": pairs}
+
+
+def _volume(store: Store | None, acquisition: str) -> tuple[Picture, dict[str, Any]]:
+    """A picture of a prepared volume, and what may be said of it on a page that is passed around."""
+    assert store is not None
+    row = next(r for r in store.rows if r.acquisition == acquisition)
+    arrays = store.read([row.index])
+    eye = {"R": "right eye", "L": "left eye, mirrored"}.get(row.laterality or "", "eye unknown")
+    scanner = row.scanner.replace("_", " ")
+    spacing = store.preprocessing.target_spacing
+    picture = prepared_picture(arrays.voxels[0], spacing, f"row {row.index}, {scanner}")
+    doubts = [*row.flags, *([] if row.confident else ["tissue band not found with confidence"])]
+    return picture, {
+        "row": row.index,
+        "scanner": scanner,
+        "eye": eye,
+        "doubts": ", ".join(d.replace("_", " ") for d in doubts),
+    }

@@ -1,0 +1,378 @@
+"""A run in a bucket: it works in a local folder like any run, and what it writes there follows into the bucket in the background.
+
+Layout: the files of a run folder, and checkpoints.json, the pointer. A checkpoint is uploaded, compared and then named in the pointer
+with the SHA-256 of its files; only what the pointer names counts. On another machine the folder is made again from the bucket.
+No upload ever stops training: it is sent again with the next checkpoint, and `failures` tells.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from octfm.errors import BucketError, CheckpointError
+from octfm.io import bucket, bucket_cache
+from octfm.io.lease import Lease
+from octfm.io.location import BucketPath, location, write_whole
+from octfm.run import checkpoint_files
+from octfm.run.checkpoint_files import is_name, step_of
+
+POINTER, MARK, VERSIONS = "checkpoints.json", ".bucket.json", ".versions.json"
+FORMAT, VERSION = "octfm-bucket-run", 1
+FETCHED = 2
+"""Checkpoints that another machine fetches: the newest, and one to go back to."""
+WAITING = 2
+"""Checkpoints that wait to be sent, at most; older ones are left out when the bucket is away for long."""
+PATIENCE_S = 600.0
+"""How long a run that is done or stopped tries to get its last checkpoint into the bucket."""
+
+Surplus = Callable[[Sequence[Path]], list[Path]]
+
+
+class BucketRun:
+    """The copy of one run folder in a bucket, from `begin` to `end`."""
+
+    def __init__(self, where: BucketPath):
+        self.where, self.path = where, mirror_of(where)
+        self._sent: dict[str, list[dict[str, Any]]] = {}
+        self._files: dict[str, tuple[int, int]] = {}
+        self._waiting: dict[str, Path] = {}
+        self._tokens: list[str] = []
+        self._failures: list[tuple[int, str]] = []
+        self._lock, self._wake, self._idle = threading.Lock(), threading.Event(), threading.Event()
+        self._idle.set()
+        self._surplus: Surplus = lambda found: []
+        self._sending: str | None = None
+        self._closing = self._gave_up = False
+        self.before = bucket.tally()
+        """What this process had asked of buckets before the run began."""
+        self._stale_pointer = False
+
+    def begin(self) -> None:
+        """Take the lease and bring the local folder to what the bucket says. Raises BucketError."""
+        self._lease = Lease(self.where / "run.lease", "training into this run").__enter__()
+        try:
+            self._pull()
+            self._thread = threading.Thread(target=self._work, daemon=True, name="octfm-upload")
+            self._thread.start()
+        except BaseException:
+            self._lease.__exit__()
+            raise
+
+    def end(self) -> None:
+        """Send what is left, for a while, and give the lease back."""
+        if not hasattr(self, "_thread"):
+            return
+        if not self._gave_up:
+            self.flush()
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+        with suppress(BucketError):
+            self._send_files()
+        self._lease.__exit__()
+
+    def keep(self, surplus: Surplus) -> None:
+        """`surplus` says which of the checkpoints in the bucket may be deleted. Those in the folder are the run's own by now."""
+        self._surplus = surplus
+        last = max(map(step_of, self._sent), default=-1)
+        for path in checkpoint_files.steps(self.path / "checkpoints"):
+            if step_of(path) > last:
+                self.offer(path)  # written, and not sent before the process ended
+
+    def require(self) -> None:
+        """Raises BucketError once another process trains into this run."""
+        self._lease.require()
+
+    def offer(self, path: Path) -> None:
+        """A checkpoint is whole on the local disk: it will be sent. Returns at once."""
+        outbox = self.path / ".outbox" / f"{path.name}.{secrets.token_hex(4)}"
+        outbox.mkdir(parents=True)
+        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+            target = outbox / ("whole" if path.is_file() else str(file.relative_to(path)))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # The local retention may delete the file before it is sent; a link keeps its bytes.
+            try:
+                os.link(file, target)
+            except OSError:
+                shutil.copyfile(file, target)
+        with self._lock:
+            self._waiting[path.name] = outbox
+            for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
+                shutil.rmtree(self._waiting.pop(name), ignore_errors=True)
+                self._failures.append(
+                    (step_of(name), f"checkpoint {name} was never sent to {self.where}: newer ones are waiting already")
+                )
+            self._idle.clear()
+        self._wake.set()
+
+    def forget_after(self, step: int) -> None:
+        """Checkpoints of an abandoned course of training count no longer."""
+        with self._lock:
+            for name in [name for name in self._waiting if step_of(name) > step]:
+                self._waiting.pop(name)
+            for name in [name for name in self._sent if step_of(name) > step]:
+                del self._sent[name]
+                self._stale_pointer = True
+            self._idle.clear()
+        self._wake.set()
+
+    def flush(self) -> bool:
+        """Wait until all checkpoints are in the bucket; False where they are not after PATIENCE_S."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._idle.wait(0.2):
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                self._gave_up = True
+                return False
+            if self._failures:
+                self._wake.set()
+        return True
+
+    def failures(self) -> list[tuple[int, str]]:
+        """(step, sentence) of what went wrong since the last call."""
+        with self._lock:
+            found, self._failures = self._failures, []
+        return found
+
+    def waiting(self) -> list[str]:
+        """Checkpoints that are not in the bucket yet."""
+        with self._lock:
+            return sorted(self._waiting)
+
+    # ---- in the thread ---------------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._closing:
+            self._wake.wait(1.0 if self._waiting or self._stale_pointer else None)
+            self._wake.clear()
+            with self._lock:
+                name = self._sending = min(self._waiting, default=None)
+                outbox = self._waiting.get(name or "")
+                nothing = name is None and not self._stale_pointer
+            if nothing:
+                self._idle.set()
+                continue
+            try:
+                self._lease.require()
+                self._send(name, outbox)
+            except (BucketError, OSError) as error:
+                sentence = f"the checkpoint is on the local disk and not yet in {self.where}: {error}; training goes on, it is sent again"
+                with self._lock:
+                    self._failures.append((step_of(name) if name else 0, sentence))
+                self._wake.clear()
+                self._wake.wait(bucket.PATIENCE.longest_s)
+            self._wake.set()
+
+    def _send(self, name: str | None, outbox: Path | None) -> None:
+        """Files, the checkpoint, the pointer, and only then are old checkpoints deleted."""
+        self._send_files()
+        if name is not None and outbox is not None:
+            entries = []
+            for file in sorted(p for p in outbox.rglob("*") if p.is_file()):
+                inside = "" if file.name == "whole" and file.parent == outbox else f"/{file.relative_to(outbox)}"
+                key = f"checkpoints/{name}{inside}"
+                bucket.upload(file, str(self.where / key))
+                entries.append({"key": key, "bytes": file.stat().st_size, "sha256": _sha256(file)})
+            with self._lock:
+                if self._waiting.get(name) == outbox:  # not abandoned in the meantime
+                    self._sent[name] = entries
+        with self._lock:
+            gone = {path.name for path in self._surplus([Path(known) for known in sorted(self._sent)])}
+            listed = {known: entries for known, entries in self._sent.items() if known not in gone}
+        self._point_at(listed)
+        for known in gone:
+            with self._lock:
+                entries = self._sent.pop(known, [])
+            for entry in entries:
+                bucket.delete(str(self.where / entry["key"]))
+        with self._lock:
+            self._stale_pointer = self._sent.keys() != listed.keys()
+            if outbox is not None:
+                shutil.rmtree(outbox, ignore_errors=True)
+            if name is not None and self._waiting.get(name) == outbox:
+                del self._waiting[name]
+            if not self._waiting and not self._stale_pointer:
+                self._idle.set()
+
+    def _send_files(self) -> None:
+        """Everything but checkpoints that changed since it was sent: metrics, settings, the record, trackers' files."""
+        for file in sorted(self.path.rglob("*")):
+            inside = file.relative_to(self.path)
+            if file.is_file() and not _stays_here(inside):
+                found = file.stat()
+                state = (found.st_mtime_ns, found.st_size)
+                if self._files.get(str(inside)) != state:
+                    bucket.upload(file, str(self.where / str(inside)))
+                    self._files[str(inside)] = state
+
+    def _point_at(self, listed: dict[str, list[dict[str, Any]]]) -> None:
+        token = secrets.token_hex(8)
+        pointer = {
+            "format": FORMAT,
+            "version": VERSION,
+            "token": token,
+            "requests": asdict(bucket.tally() - self.before),
+        }
+        # Whichever of the two the bucket has when the process ends here: it was our word.
+        _mark(self.path, [*self._tokens[-1:], token])
+        self._tokens.append(token)
+        bucket.write(str(self.where / POINTER), json.dumps(pointer | {"checkpoints": listed}, indent=1).encode())
+
+    # ---- at the beginning --------------------------------------------------------------------------------------------------------------
+
+    def _pull(self) -> None:
+        """The bucket is right, unless the local folder wrote its last word: then the folder may be ahead, and stays."""
+        pointer = read_pointer(self.where)
+        try:
+            ours = json.loads((self.path / MARK).read_text())["tokens"]
+        except (OSError, ValueError, KeyError):
+            ours = []
+        if pointer is not None:
+            self._sent, self._tokens = dict(pointer["checkpoints"]), [pointer["token"]]
+            if pointer["token"] not in ours:
+                _fetch(self.where, pointer, self.path)
+        elif ours:
+            shutil.rmtree(self.path)  # its copy in the bucket was deleted: this is another run
+        else:
+            self._refuse_foreign()
+        shutil.rmtree(self.path / ".outbox", ignore_errors=True)
+
+    def _refuse_foreign(self) -> None:
+        """Without a pointer nothing of a run counts yet; whatever else lies at the address is not ours to mix with."""
+        root = f"{self.where}/"
+        found = {uri.removeprefix(root) for uri in bucket.find(str(self.where))} - {"run.lease"}
+        found = {name for name in found if not name.startswith(".octfm-probe-")}
+        if found and not found & {"config.yaml", "run.json", "metrics.jsonl"}:
+            raise CheckpointError(
+                f"{self.where}: there are objects here ({min(found)}, ...) and no run; choose another --out"
+            )
+
+
+def mirror_of(where: BucketPath) -> Path:
+    """The local folder of a run in a bucket."""
+    digest = hashlib.sha256(str(where).encode()).hexdigest()[:16]
+    return bucket_cache.folder() / "runs" / digest / where.name
+
+
+def local_run(run: str | Path | BucketPath) -> Path:
+    """A folder to read a run from: itself, or its copy fetched from the bucket, with its newest checkpoints and all other files as they
+    are there now. Raises CheckpointError."""
+    where = location(run)
+    if isinstance(where, Path):
+        return where
+    pointer = read_pointer(where)
+    if pointer is None:
+        raise CheckpointError(f"{where}: no run here ({POINTER} is missing), or none that has saved a checkpoint yet")
+    copy = mirror_of(where / "copies" / pointer["token"]).parent / where.name
+    if (copy / MARK).is_file():
+        _fetch_files(where, copy)
+    else:
+        _fetch(where, pointer, copy)
+    return copy
+
+
+def read_pointer(where: BucketPath) -> dict[str, Any] | None:
+    try:
+        pointer = json.loads((where / POINTER).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        pointer = None
+    if not isinstance(pointer, dict):
+        raise CheckpointError(f"{where / POINTER}: damaged; restore it from a copy")
+    if pointer.get("format") != FORMAT or pointer.get("version") != VERSION:
+        raise CheckpointError(f"{where / POINTER}: expected {FORMAT} version {VERSION}; use the octfm that wrote it")
+    listed = pointer.get("checkpoints")
+    if not isinstance(pointer.get("token"), str) or not isinstance(listed, dict) or not all(map(is_name, listed)):
+        raise CheckpointError(f"{where / POINTER}: damaged; restore it from a copy")
+    return pointer
+
+
+def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
+    """The run as the pointer tells it, beside `folder` and then in its place."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "checkpoints").mkdir(parents=True)
+    _fetch_files(where, partial)
+    whole = 0
+    for name in sorted(pointer["checkpoints"], reverse=True):
+        if whole == FETCHED:
+            break
+        whole += _fetch_checkpoint(where, pointer["checkpoints"][name], partial)
+    if pointer["checkpoints"] and not whole:
+        raise CheckpointError(
+            f"{where}: none of {len(pointer['checkpoints'])} checkpoints is as {POINTER} says; restore one from a copy"
+        )
+    _mark(partial, [pointer["token"]])
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _fetch_files(where: BucketPath, folder: Path) -> None:
+    """Everything but checkpoints that is not here yet or has changed since."""
+    try:
+        known = json.loads((folder / VERSIONS).read_text())
+    except (OSError, ValueError):
+        known = {}
+    for uri, found in bucket.find(str(where)).items():
+        inside = Path(uri.removeprefix(f"{where}/"))
+        version = bucket_cache.key(uri, found)
+        if _stays_here(inside) or inside.name in (POINTER, "run.lease") or known.get(str(inside)) == version:
+            continue
+        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        partial = (folder / inside).with_name(f".{inside.name}.{os.getpid()}.partial")
+        bucket.download(uri, partial, found.size)
+        partial.replace(folder / inside)
+        known[str(inside)] = version
+    write_whole(folder / VERSIONS, json.dumps(known).encode())
+
+
+def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: Path) -> bool:
+    """False where it is not what was uploaded; nothing of it is left then."""
+    files = []
+    for entry in entries:
+        file = folder / entry["key"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.append(file)
+        try:
+            bucket.download(str(where / entry["key"]), file, bucket.stat(str(where / entry["key"])).size)
+        except FileNotFoundError:
+            break
+        if _sha256(file) != entry["sha256"]:
+            break
+    else:
+        return True
+    for file in files:
+        file.unlink(missing_ok=True)
+    for shards in {file.parent for file in files} - {folder / "checkpoints"}:
+        shutil.rmtree(shards)
+    return False
+
+
+def _mark(folder: Path, tokens: list[str]) -> None:
+    """Which pointers of the bucket this folder is as new as, or newer."""
+    write_whole(folder / MARK, json.dumps({"tokens": tokens}).encode())
+
+
+def _stays_here(inside: Path) -> bool:
+    """Checkpoints go by the pointer; locks, half-written files and our own notes go nowhere."""
+    of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
+    return (
+        of_checkpoint
+        or inside.parts[0] == ".outbox"
+        or inside.name in (MARK, VERSIONS, "run.lock")
+        or inside.suffix == ".partial"
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

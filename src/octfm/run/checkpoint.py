@@ -1,0 +1,197 @@
+"""Checkpoints: one file each, written beside and renamed, with a checksum over all that is in it: whole, or known to be damaged."""
+
+import hashlib
+import hmac
+import json
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from octfm.errors import CheckpointError
+from octfm.io.location import flush
+from octfm.run import shards
+from octfm.run.checkpoint_files import name_of, step_of, steps
+
+FORMAT, VERSION = shards.FORMAT, shards.VERSION
+"""Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
+CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
+ADDED = {1: set(), 2: {"state", "checksum"}}
+
+
+DAMAGE = (
+    shards.DamagedShards,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    struct.error,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What torch and pickle make of bytes that are no checkpoint."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not what was written: cut off, changed, or no checkpoint at all. The one before it may be whole."""
+
+
+def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
+    """Write `step-XXXXXXXX.pt` after `step` updates. OSError when the disk will not take it; nothing is left behind then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name_of(step)
+    partial = path.with_suffix(".partial")
+    whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
+    whole["checksum"] = checksum(whole)
+    try:
+        with partial.open("wb") as file:
+            sink = _Sink(file)
+            try:
+                torch.save(whole, sink)  # pyright: ignore[reportArgumentType]  (it needs write and flush only)
+            except RuntimeError as error:
+                # torch reports a failed write as a broken archive; the operating system's reason is the useful one.
+                raise sink.error or error from None
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)
+    flush(folder)
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Everything `write` was given, verified. Tensors and plain values only: no code in a checkpoint is ever run."""
+    try:
+        content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
+    except DAMAGE as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        raise DamagedCheckpoint(
+            f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore it from a copy"
+        ) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
+    version = content.get("version", 0)
+    if version > VERSION:
+        raise CheckpointError(f"{path}: checkpoint version {version}, this octfm reads up to {VERSION}; upgrade octfm")
+    if missing := (CONTENT | ADDED.get(version, set())) - content.keys():
+        raise DamagedCheckpoint(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
+    if version > 1 and not path.is_dir() and content["checksum"] != (found := checksum(content)):
+        raise DamagedCheckpoint(
+            f"{path}: damaged, its checksum is {found[:12]} and should be {content['checksum'][:12]}; "
+            "delete it to continue from the one before it, or restore it from a copy"
+        )
+    return content
+
+
+def header(path: Path) -> dict[str, Any] | None:
+    """Whose a checkpoint is: its content, neither verified nor read into memory; None where it is too damaged to tell."""
+    try:
+        content = (
+            shards.load_rest(path)
+            if path.is_dir()
+            else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        )
+    except (*DAMAGE, OSError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """SHA-256 over names, types, shapes and bytes of everything but the checksum itself; torch verifies none of these."""
+    digest = hashlib.sha256()
+    _feed(digest, {name: value for name, value in content.items() if name != "checksum"})
+    return digest.hexdigest()
+
+
+def snapshot(value: Any) -> Any:
+    """A copy on the host that later updates do not touch."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: snapshot(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(item) for item in value)
+    return value
+
+
+def newest(run: Path) -> Path:
+    """The last checkpoint of a run folder; a checkpoint file is its own answer."""
+    if run.is_file() or run.suffix == shards.SUFFIX:
+        return run
+    found = everywhere(run)
+    if not found:
+        raise CheckpointError(
+            f"{run}: no checkpoint found in {run / 'checkpoints'}; expected a run folder or a .pt file"
+        )
+    return found[-1]
+
+
+def everywhere(run: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first, in its folder and in its second destination; at equal steps the run folder's counts."""
+    second = second_destination(run)
+    found = {
+        path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)
+    }
+    return sorted(found.values(), key=lambda path: (step_of(path), path.name))
+
+
+def second_destination(run: Path) -> Path | None:
+    """Where checkpoints of this run went when its own disk was full, as run.json says."""
+    try:
+        name = json.loads((run / "run.json").read_text()).get("second_destination")
+    except (OSError, ValueError):
+        return None
+    return Path(name) if name else None
+
+
+def participant_hashes(participants: list[str], key: str) -> list[str]:
+    """Keyed hashes (HMAC-SHA256) of participant ids: membership can be tested, ids cannot be read off."""
+    return sorted(keyed_hash(p, key) for p in set(participants))
+
+
+def keyed_hash(name: str, key: str) -> str:
+    return hmac.new(key.encode(), name.encode(), hashlib.sha256).hexdigest()
+
+
+class _Sink:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.error = file, None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            digest.update(repr(name).encode())
+            _feed(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"[{len(value)}]".encode())
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,165 @@
+"""Writing checkpoints while training goes on: a copy on the host, then a thread; what may be deleted; what happens when a disk is full."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octfm.io.location import write_whole
+from octfm.run import checkpoint
+from octfm.run.bucket import BucketRun
+from octfm.run.checkpoint_files import delete, left_over
+
+BEST = "best.json"
+Write = Callable[[Path, int, dict[str, Any]], Path]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last `last`, the first in every interval, and the best one."""
+
+    last: int
+    intervals: tuple[float, ...] = ()
+    """In steps; of each interval after the first, the earliest checkpoint is kept for good."""
+
+    def surplus(self, found: Sequence[Path], best: int | None) -> list[Path]:
+        """What may be deleted of these, oldest first."""
+        kept = set(found[-self.last :])
+        for interval in self.intervals:
+            first: dict[int, Path] = {}
+            for path in found:
+                first.setdefault(int(checkpoint.step_of(path) // interval), path)
+            kept |= {path for number, path in first.items() if number > 0}
+        return [path for path in found if path not in kept and checkpoint.step_of(path) != best]
+
+
+def keep_best(folder: Path, step: int) -> None:
+    """Name the checkpoint after `step` updates the best so far: it is never deleted, until another one is named."""
+    write_whole(folder / BEST, json.dumps({"step": step}).encode())
+
+
+def best_step(folder: Path) -> int | None:
+    """The step that `keep_best` named last."""
+    try:
+        return int(json.loads((folder / BEST).read_text())["step"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A checkpoint that was not written where it should have been."""
+
+    step: int
+    sentence: str
+    lost: bool
+    """It was not written anywhere."""
+
+
+class CheckpointWriter:
+    """Writes into the first of `places` that takes a checkpoint, in a thread, one at a time.
+
+    A failure never stops training: it is told by `failures`, and the checkpoints written before are left as they are.
+    """
+
+    def __init__(
+        self, places: Sequence[Path], retention: Retention, write: Write | None = None, *, tidies: bool = True
+    ):
+        """`write` replaces checkpoint.write; `tidies` is false where another process deletes what is not kept."""
+        self.places, self.retention, self._write_into, self._tidies = tuple(places), retention, write, tidies
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
+        self._in_flight: Future | None = None
+        self._failures: list[Failure] = []
+        self.remote: BucketRun | None = None
+        """Where each checkpoint goes after it was written, for a run in a bucket."""
+        for place in self.places if tidies else ():
+            for partial in left_over(place):
+                delete(partial)
+
+    def save(self, step: int, content: dict[str, Any]) -> None:
+        """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being written."""
+        self.wait()
+        if self.remote is not None:
+            self.remote.require()
+        copy = checkpoint.snapshot(content)
+        self._in_flight = self._thread.submit(self._write, step, copy)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._in_flight is not None:
+            self._in_flight.result()  # raises only for a mistake of ours: what the disk refuses is a Failure
+            self._in_flight = None
+
+    def failures(self) -> list[Failure]:
+        """What went wrong since the last call."""
+        found, self._failures = self._failures, []
+        if self.remote is not None:
+            found += [Failure(step, sentence, lost=False) for step, sentence in self.remote.failures()]
+        return found
+
+    def follow(self, remote: BucketRun) -> None:
+        """Send every checkpoint into a bucket as well, which keeps the same ones."""
+        self.remote = remote
+        remote.keep(lambda found: self.retention.surplus(found, best_step(self.places[0])))
+
+    def finish(self) -> None:
+        """Until the last checkpoint is where it should be; what is not becomes a failure."""
+        self.wait()
+        if self.remote is not None and not self.remote.flush():
+            for name in self.remote.waiting():
+                sentence = f"checkpoint {name} is in {self.remote.path / 'checkpoints'} and not in {self.remote.where}"
+                self._failures.append(Failure(checkpoint.step_of(Path(name)), sentence, lost=True))
+
+    def forget_after(self, step: int) -> None:
+        """Delete the checkpoints of an abandoned course of training."""
+        self.wait()
+        for place in self.places if self._tidies else ():
+            for path in checkpoint.steps(place):
+                if checkpoint.step_of(path) > step:
+                    delete(path)
+        if self.remote is not None:
+            self.remote.forget_after(step)
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._thread.shutdown(wait=True)
+
+    def _write(self, step: int, content: dict[str, Any]) -> None:
+        for place in self.places:
+            try:
+                written = (self._write_into or checkpoint.write)(place, step, content)
+                if self.remote is not None:
+                    self.remote.offer(written)
+            except OSError as error:
+                self._failures.append(self._explain(step, place, error))
+            else:
+                if self._tidies:
+                    self._tidy(place)
+                return
+
+    def _tidy(self, place: Path) -> None:
+        try:
+            for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
+                delete(path)
+        except OSError as error:
+            self._failures.append(
+                Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False)
+            )
+
+    def _explain(self, step: int, place: Path, error: OSError) -> Failure:
+        last = place == self.places[-1]
+        before = [path for folder in self.places for path in checkpoint.steps(folder)]
+        intact = (
+            f"the one before it, {max(before, key=checkpoint.step_of)}, is intact"
+            if before
+            else "there is none before it"
+        )
+        remedy = (
+            "training goes on; free some space, or name another disk in ckpt_second_dir"
+            if last
+            else f"trying {self.places[-1]}"
+        )
+        reason = f"checkpoint after step {step} was not written to {place}: {error.strerror or error}"
+        return Failure(step, f"{reason}; {intact}; {remedy}", last)

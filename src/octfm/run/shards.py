@@ -1,0 +1,215 @@
+"""Checkpoints of models that no rank holds: a folder of shards (PyTorch DCP), whole or known to be damaged like the single files.
+
+`step-XXXXXXXX.dcp/` holds one file of tensors per rank, DCP's index of them, everything else in rest.pt, and manifest.json with the
+SHA-256 of each. It is written under another name and renamed when it is whole. Any number of ranks reads it, one alone as well.
+"""
+
+import hashlib
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octfm.errors import CheckpointError
+from octfm.io.location import flush
+from octfm.run.checkpoint_files import SHARDS as SUFFIX
+from octfm.run.checkpoint_files import name_of
+from octfm.run.runtime import Runtime
+
+REST, MANIFEST = "rest.pt", "manifest.json"
+INDEX = ".metadata"
+FORMAT, VERSION = "octfm-checkpoint", 2
+"""As of checkpoint.py, whose content this is."""
+
+
+class DamagedShards(Exception):
+    """Something in the folder is not what was written; `checkpoint.load` says so."""
+
+
+def writer(runtime: Runtime) -> Callable[[Path, int, dict[str, Any]], Path]:
+    """What writes checkpoints of this runtime, called by all ranks at once, from a thread."""
+
+    def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
+        return _write(folder, step, content, runtime)
+
+    return write
+
+
+def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -> Path:
+    """OSError on every rank when any of them cannot write."""
+    import torch.distributed.checkpoint as dcp
+
+    path = folder / name_of(step, SUFFIX)
+    partial = path.with_suffix(f"{SUFFIX}.partial")
+    group = runtime.background
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def finish() -> None:
+        tensorless = {"model": {}, "optimizer": {**content["optimizer"], "state": {}}}
+        rest = {"format": FORMAT, "version": VERSION, "step": step, **content, **tensorless, "checksum": ""}
+        torch.save(rest, partial / REST)
+        names = sorted(p.name for p in partial.iterdir())
+        (partial / MANIFEST).write_text(json.dumps({name: _sha256(partial / name) for name in names}))
+        for name in (REST, INDEX, MANIFEST):
+            flush(partial / name)
+        shutil.rmtree(path, ignore_errors=True)  # of an abandoned course of training
+        partial.replace(path)
+        flush(folder)
+
+    _first(prepare, runtime)
+    try:
+        dcp.save(
+            _flat(content),
+            storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
+            process_group=group,
+        )
+    except dcp.CheckpointException as error:
+        reasons = "; ".join(f"rank {rank}: {' '.join(str(e[0]).split())[:120]}" for rank, e in error.failures.items())
+        raise OSError(None, reasons) from None
+    _first(finish, runtime)
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The same content that a checkpoint of one file has, whole tensors on the host. DamagedShards if it is not what was written."""
+    verify(path)
+    content = load_rest(path)
+    found = _read(path, {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _index(path).items()}, None)
+    for name, tensor in found.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            content["model"][rest] = tensor
+        else:
+            number, _, moment = rest.partition(".")
+            content["optimizer"]["state"].setdefault(int(number), {})[moment] = tensor
+    content["optimizer"]["state"] = dict(sorted(content["optimizer"]["state"].items()))
+    return content
+
+
+def verify(path: Path) -> None:
+    """Every file is there and is what was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        for name, wanted in manifest.items():
+            if (found := _sha256(path / name)) != wanted:
+                raise DamagedShards(f"{name}: its checksum is {found[:12]} and should be {wanted[:12]}")
+    except (OSError, ValueError) as error:
+        raise DamagedShards(f"{type(error).__name__}: {error}") from None
+
+
+def load_rest(path: Path) -> dict[str, Any]:
+    """Everything but the tensors."""
+    return torch.load(path / REST, map_location="cpu", weights_only=True)
+
+
+def load_into(path: Path, tensors: dict[str, Tensor], runtime: Runtime) -> None:
+    """Fill live, possibly sharded tensors by name, each rank reading what it holds; of a folder that was verified."""
+    if missing := tensors.keys() - _index(path).keys():
+        raise CheckpointError(f"{path}: lacks {sorted(missing)[0]}; choose another --out")
+    _read(path, dict(tensors), runtime)
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of the networks' tensors."""
+    return {
+        name.removeprefix("model."): tuple(shape)
+        for name, (shape, _) in _index(path).items()
+        if name.startswith("model.")
+    }
+
+
+def has_moments(content: dict[str, Any], path: Path) -> bool:
+    """Whether the optimizer had made a step."""
+    if path.is_dir():
+        return any(name.startswith("optimizer.") for name in _index(path))
+    return bool(content["optimizer"]["state"])
+
+
+def _flat(content: dict[str, Any]) -> dict[str, Tensor]:
+    moments = {
+        f"optimizer.{i}.{name}": t for i, state in content["optimizer"]["state"].items() for name, t in state.items()
+    }
+    return {f"model.{name}": t for name, t in content["model"].items()} | moments
+
+
+def _index(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    found = _reader(path).read_metadata().state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _read(path: Path, tensors: dict[str, Tensor], runtime: Runtime | None) -> dict[str, Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    group = runtime.background if runtime is not None else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # one process reads alone, as is meant
+        dcp.load(tensors, storage_reader=_reader(path), process_group=group, no_dist=runtime is None)
+    return tensors
+
+
+def _reader(path: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Reader(FileSystemReader):
+        """DCP's index is a pickle: of it only DCP's own plain classes are accepted, so that no code in a checkpoint is ever run."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with (path / INDEX).open("rb") as file:
+                metadata = _PlainUnpickler(file).load()
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(path)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    NAMES = (
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("collections", "OrderedDict"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain = (
+            module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name
+        )
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if plain or dtype or (module, name) in self.NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index of tensors")
+
+
+def _first(work: Callable[[], None], runtime: Runtime) -> None:
+    """On rank 0, in the writers' own group; its OSError is everyone's."""
+    told: str | None = None
+    if runtime.leads:
+        try:
+            work()
+        except OSError as error:
+            told = f"{error.strerror or error}"
+    told = runtime.told_by_first(told)
+    if told is not None:
+        raise OSError(None, told)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,162 @@
+"""TensorBoard and Weights & Biases: one run per job, rank 0 only, and no step told twice, however often the job is resumed (F10)."""
+
+import importlib.util
+import json
+import os
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from octfm.errors import ConfigError
+from octfm.io.location import write_whole
+from octfm.run.tracking import Listener, TrackingConfig
+
+STATE = "trackers.json"
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def open_trackers(
+    config: TrackingConfig, run: Path, settings: dict[str, Any], first_step: int, rank: int = 0
+) -> list[Listener]:
+    """The trackers that were asked for; none on other ranks than 0. ConfigError where a package is missing."""
+    if rank != 0:
+        return []
+    for name in missing(config):
+        raise ConfigError(
+            f"tracking.{name}: the package {PACKAGES[name]} is not installed; pip install octfm[{name}], or turn it off"
+        )
+    found: list[Listener] = []
+    if config.tensorboard:
+        found.append(TensorBoard(run, first_step))
+    if config.wandb:
+        found.append(WeightsAndBiases(config, run, settings))
+    return found
+
+
+def missing(config: TrackingConfig) -> list[str]:
+    """Trackers that were asked for and are not installed."""
+    asked = [name for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if wanted]
+    return [name for name in asked if importlib.util.find_spec(PACKAGES[name]) is None]
+
+
+def reachable(url: str | None = None, timeout_s: float = 3.0) -> str | None:
+    """None when the Weights & Biases server takes a connection, else why not."""
+    parts = urlsplit(url or os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    host, port = parts.hostname or "api.wandb.ai", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError as error:
+        return f"{host}:{port}: {error.strerror or error}"
+    return None
+
+
+def mode(config: TrackingConfig) -> str | None:
+    """online, offline or None: what was asked for, as WANDB_MODE changes it."""
+    return "offline" if config.wandb and os.environ.get("WANDB_MODE") == "offline" else config.wandb
+
+
+def unusable() -> str | None:
+    """None when Weights & Biases can be used online, else why not: no key is known, or its server does not answer."""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if why := reachable(url):
+        return f"Weights & Biases cannot be reached ({why})"
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return None
+    places = (
+        [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    )
+    for place in places:
+        with suppress(OSError):
+            if (urlsplit(url).hostname or "").encode() in place.read_bytes():
+                return None
+    return "Weights & Biases answers, but no key is set"
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard; of a resumed run, what was logged after the checkpoint is struck out and logged anew."""
+
+    def __init__(self, run: Path, first_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step, flush_secs=10)
+
+    def row(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        for name, value in scalars(kind, values).items():
+            self._writer.add_scalar(name, value, step)
+        if kind == "train":
+            self._writer.flush()
+
+    def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run per run folder. W&B cannot take a step back, so a resumed run tells only steps that it has not told before."""
+
+    def __init__(self, config: TrackingConfig, run: Path, settings: dict[str, Any]):
+        import wandb
+
+        self._file = run / STATE
+        known = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        self._id: str = known.get("wandb_id") or secrets.token_hex(8)
+        self._told: int = known.get("told", -1)
+        self._first_unheard = self._told + 1
+        self._note(self._told)
+        self._wandb = wandb
+        # Without a key W&B would ask for one at a terminal that nobody watches.
+        how = "offline" if mode(config) == "online" and unusable() else mode(config)
+        try:
+            self._run = wandb.init(
+                project=config.project, id=self._id, name=run.resolve().name, dir=str(run), mode=how, resume="allow", config=settings,
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, init_timeout=60),
+            )  # fmt: skip
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); see tracking.project and `wandb login`, or set "
+                "tracking.wandb=offline"
+            ) from None
+
+    def row(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self._log(step, scalars(kind, values))
+
+    def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
+        self._log(step, {name: self._wandb.Image(pixels)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        if not values or step < self._first_unheard:
+            return
+        if step > self._told:
+            self._told = step
+            # Before it is told: a kill in between loses one row of W&B and repeats none.
+            self._note(step)
+        self._run.log(values, step=step)
+
+    def _note(self, told: int) -> None:
+        write_whole(self._file, json.dumps({"wandb_id": self._id, "told": told}).encode())
+
+
+def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
+    """`train/loss`, `train/by_scanner/topcon_triton`, ...: the numbers of a row; health verdicts as 0 ok, 1 watch, 2 bad."""
+    if kind == "health":
+        return {f"health/{values['what'].replace(' ', '_')}": float(("ok", "watch", "bad").index(values["verdict"]))}
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if name == "time":
+            continue
+        if isinstance(value, dict):
+            flat |= scalars(f"{kind}/{name}", value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            flat[f"{kind}/{name}"] = float(value)
+    return flat

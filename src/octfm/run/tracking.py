@@ -1,0 +1,176 @@
+"""metrics.jsonl, always: one line per event, flushed at once, and cut back to the checkpoint on resume so that no step is told twice."""
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from octfm.config import Config, Seconds
+from octfm.io.location import write_whole
+
+
+class TrackingConfig(Config):
+    """Who is told besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = False
+    """Event files in RUN/tensorboard (needs octfm[tensorboard])."""
+    wandb: Literal["online", "offline"] | None = None
+    """Weights & Biases: one run per job, also after resuming (needs octfm[wandb])."""
+    project: str = "octfm"
+    """Of Weights & Biases."""
+    step_deadline_s: Seconds = 120.0
+    """When no step finishes for so long, say what is being waited for (F8)."""
+
+
+class Listener(Protocol):
+    """Somebody who wants to know what goes into metrics.jsonl: a tracker, a progress bar."""
+
+    def row(self, kind: str, step: int, values: dict[str, Any]) -> None: ...
+    def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
+        """uint8 [H, W, 3]"""
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Appends rows to a run's metrics.jsonl and passes them on."""
+
+    def __init__(self, path: Path, first_step: int = 0, rollbacks: int = 0, listeners: Sequence[Listener] = ()):
+        """Rows of `first_step` and later are told anew, except for the first `rollbacks` rollbacks, which stay on record."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._unwritten = path, b""
+        self.listeners = list(listeners)
+        self._lock = (
+            threading.RLock()
+        )  # rows come from the loop, and from the thread that speaks up when it stands still
+        broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
+        self._file = path.open("ab", buffering=0)
+        self.broken = broken
+        """A sentence about lines that are no rows and were set aside; None where there were none."""
+        self._name(broken, first_step)
+
+    def rewind(self, first_step: int, rollbacks: int) -> None:
+        """Training goes on from an earlier step: what was told since is moved to abandoned-N.jsonl. Trackers keep what they were told."""
+        with self._lock:
+            self._file.close()
+            rows = [(text, row) for _, text, row in _lines(self._path) if row is not None]
+            abandoned = b"".join(text + b"\n" for text, row in rows if not _stays(row, first_step, rollbacks))
+            write_whole(self._path.with_name(f"abandoned-{rollbacks}.jsonl"), abandoned)
+            broken = _keep_before(self._path, first_step, rollbacks)
+            self._file = self._path.open("ab", buffering=0)
+            self._name(broken, first_step)
+
+    def _name(self, broken: str | None, step: int) -> None:
+        if broken is not None:
+            facts = {"what": "metrics", "verdict": "watch", "action": "set aside", "sentence": broken, "volumes": []}
+            self.write("incident", step, **facts)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append a row. Rows that a full disk does not take are kept until it does: metrics are no reason to stop training."""
+        row = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
+        with self._lock:
+            self._unwritten += json.dumps(row).encode() + b"\n"
+            with suppress(OSError):
+                while self._unwritten:
+                    self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._tell(step, lambda listener: listener.row(kind, step, values))
+
+    def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
+        """For those who show pictures; metrics.jsonl holds numbers only."""
+        self._tell(step, lambda listener: listener.picture(name, step, pixels))
+
+    def close(self) -> None:
+        self._tell(0, lambda listener: listener.close())
+        self._file.close()
+
+    def _tell(self, step: int, tell) -> None:
+        for listener in list(self.listeners):
+            try:
+                tell(listener)
+            except Exception as error:
+                # Foreign code, often with a network behind it: it may fail in any way, and none is worth a month of training. It is
+                # dropped, and metrics.jsonl says so.
+                self.listeners.remove(listener)
+                what = type(listener).__name__
+                reason = " ".join(str(error).split())[:200]
+                self.write(
+                    "tracker",
+                    step,
+                    verdict="watch",
+                    sentence=f"{what} failed and is told nothing more: {reason}; metrics.jsonl goes on",
+                )
+
+
+class Unheard(Metrics):
+    """What other ranks than the first tell: nothing, so that a job is told once (F10)."""
+
+    def __init__(self) -> None:
+        self.listeners, self.broken = [], None
+
+    def rewind(self, first_step: int, rollbacks: int) -> None: ...
+    def write(self, kind: str, step: int, **values: Any) -> None: ...
+    def picture(self, name: str, step: int, pixels: np.ndarray) -> None: ...
+    def close(self) -> None: ...
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a metrics.jsonl. Lines that are no rows are left out: the next start of the run sets them aside and names them."""
+    for _, _, row in _lines(path):
+        if row is not None:
+            yield row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Number and bytes of each line, and the row that it is, or None. A last line that was cut off by a kill is left out."""
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
+        row = _row(text)
+        if text.strip() and (row is not None or number < len(texts)):
+            yield number, text, row
+
+
+def _row(text: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)
+    return row if whole else None
+
+
+def _stays(row: dict[str, Any], first_step: int, rollbacks: int) -> bool:
+    number = row.get("rollback", rollbacks + 1)
+    return row["step"] < first_step or (isinstance(number, int) and number <= rollbacks)
+
+
+def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
+    """Cut what is told anew, and only that: a line that is no row goes to metrics.broken.txt. A sentence about those lines, if any."""
+    lines = list(_lines(path))
+    broken = [(number, text) for number, text, row in lines if row is None]
+    aside = path.with_suffix(".broken.txt")
+    if broken:
+        before = aside.read_bytes() if aside.exists() else b""
+        # First, so that a kill in between loses nothing; the next start may find the same lines again.
+        known = set(before.split(b"\n"))
+        write_whole(aside, before + b"".join(text + b"\n" for _, text in broken if text not in known))
+    kept = [text + b"\n" for _, text, row in lines if row is not None and _stays(row, first_step, rollbacks)]
+    write_whole(path, b"".join(kept))
+    if not broken:
+        return None
+    places = ", ".join(str(number) for number, _ in broken[:5]) + (" …" if len(broken) > 5 else "")
+    return (
+        f"{path}: {len(broken)} damaged {'line was' if len(broken) == 1 else 'lines were'} moved to {aside.name} (line {places}); "
+        "all other rows are kept"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: they are written as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

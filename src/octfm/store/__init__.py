@@ -1,0 +1,1 @@
+"""Prepared volumes: written once, read by every training step."""

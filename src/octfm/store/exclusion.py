@@ -1,0 +1,79 @@
+"""A list of volumes to leave out: an acquisition, a uri or a participant per line; `#` begins a comment."""
+
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+import numpy as np
+
+from octfm.catalog.acquisition import Acquisition
+from octfm.errors import ConfigError
+from octfm.store.store import Store
+
+Echo = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def named_lines(file: str | Path) -> dict[str, int]:
+    """What the lines name, with their numbers. Raises ConfigError where the file cannot be read or names nothing."""
+    try:
+        lines = Path(file).read_text("utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ConfigError(
+            f"exclude {file}: {why}; expected a text file with an acquisition, uri or participant per line"
+        ) from None
+    found: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        # A uri may hold a `#`; a comment behind a name has white space before it.
+        name = "" if line.lstrip().startswith("#") else line.replace("\t#", " #").split(" #")[0].strip()
+        if name:
+            found.setdefault(name, number)
+    if not found:
+        raise ConfigError(f"exclude {file}: it names nothing; write an acquisition, uri or participant per line")
+    return found
+
+
+def excluded(
+    file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = to_stderr
+) -> np.ndarray:
+    """bool [n]: which of `volumes`, each given by its names, a line of the file names. Lines that name none are named themselves, unless
+    they are among `known`, names of volumes that are left out already. Raises ConfigError where nothing would be left."""
+    lines, volumes = named_lines(file), list(volumes)
+    out = np.array([any(name in lines for name in names) for names in volumes], bool)
+    there = {name for names in volumes for name in names}
+    for name, number in lines.items():
+        if name not in there and name not in set(known):
+            near = get_close_matches(name, there, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            echo(f"exclude {file}, line {number}: {of} has no acquisition, uri or participant {name}{hint}")
+    if len(out) and out.all():
+        raise ConfigError(f"exclude {file}: it names all {len(out)} volumes of {of}, so none is left")
+    return out
+
+
+def without_excluded(store: Store, file: str | Path | None, echo: Echo = to_stderr) -> Store:
+    """The store as if the volumes that `file` names had never been prepared."""
+    if file is None:
+        return store
+    set_aside = {name for u in store.unprepared() for name in (u.acquisition, u.uri)}
+    out = excluded(
+        file, ((row.acquisition, row.uri, row.participant) for row in store.rows), str(store.path), set_aside, echo
+    )
+    echo(f"exclude {file}: {out.sum():,} of {len(out):,} volumes of {store.path} are left out")
+    return store.part(np.flatnonzero(~out)) if out.any() else store
+
+
+def without_excluded_files(
+    acquisitions: tuple[Acquisition, ...], file: str | Path | None, of: str, echo: Echo = to_stderr
+) -> tuple[Acquisition, ...]:
+    """The acquisitions of a catalog that `file` does not name."""
+    if file is None:
+        return acquisitions
+    out = excluded(file, ((a.sop_instance_uid, a.uri, a.participant) for a in acquisitions), of, echo=echo)
+    echo(f"exclude {file}: {out.sum():,} of {len(out):,} acquisitions of {of} are left out")
+    return tuple(a for a, left_out in zip(acquisitions, out, strict=True) if not left_out)

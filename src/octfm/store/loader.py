@@ -1,0 +1,303 @@
+"""batches(step): the global batch is a pure function of (seed, step); every rank takes its positions of it, read ahead in a thread."""
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field
+
+from octfm.config import Config, LocalPlace, Place
+from octfm.errors import ConfigError, StoreError
+from octfm.store.batch_memory import BatchMemory
+from octfm.store.order import Order
+from octfm.store.store import Store
+from octfm.volume.volume import RASTER_ONLY, Admissible
+
+AtMost = Annotated[int, Field(ge=1, le=10**12)]
+
+
+class DataConfig(Config):
+    store: Place | None = None
+    """Folder of a prepared store."""
+    exclude: LocalPlace | None = None
+    """File with an acquisition, uri or participant per line: their volumes are left out."""
+    scanners: tuple[str, ...] = ()
+    """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""
+    leave_out_scanners: tuple[str, ...] = ()
+    """Scanners never trained on, to be tested on afterwards: leave one scanner out."""
+    layouts: tuple[Admissible, ...] = RASTER_ONLY
+    """How the scans lay on the fundus: [raster, radial] also trains on the rasters that were made of stars, where the store has any."""
+    balance_scanners: bool = False
+    """Every scanner as often as any other, whatever its share of the volumes."""
+    max_samples: AtMost | tuple[AtMost | None, ...] | None = None
+    """At most this many volumes, the same ones every time; a list has one limit for each of `scanners`; null for all."""
+    global_batch_size: int = Field(default=32, ge=1, le=1_000_000)
+    """Volumes per optimizer step, over all ranks and accumulation."""
+    per_device_batch_size: int = Field(default=1, ge=1, le=1_000_000)
+    """Volumes per forward pass on one device. Accumulation follows: global / (per device × world), and must divide."""
+    prefetch: int = Field(default=2, ge=0, le=1000)
+    """Steps read ahead."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One rank's share of one global batch. Its memory is used again for a later batch once no array, slice or tensor of it is left."""
+
+    voxels: np.ndarray
+    """uint8 [B, D, H, W]"""
+    band: np.ndarray
+    """float32 [B, 2, D, W]"""
+    valid: np.ndarray
+    """int16 [B, 2, D, W]"""
+    index: np.ndarray
+    """int64 [B], rows of the store."""
+    position: np.ndarray
+    """int64 [B], places in the sequence of all volumes of the run: step × global_batch_size + place in the global batch."""
+    scanner: tuple[str, ...]
+    wait_s: float
+    """How long the caller waited for it."""
+    laterality: tuple[str | None, ...] = ()
+    """R, L or None where it is unknown; empty: all are known."""
+    acquisition: tuple[str, ...] = ()
+    """Of each volume, for errors; empty: not known."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Loader:
+    """Draws from `rows` of `store` in the order of octfm.store.order: every row once per epoch, or all scanners equally often (`balance`).
+
+    World size, prefetch and threads change when a volume is read and by whom, never which.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rows: Sequence[int] | np.ndarray,
+        global_batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        prefetch: int = 2,
+        balance: bool = False,
+    ):
+        self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
+        self.global_batch_size, self.seed, self.rank, self.world, self.prefetch = (
+            global_batch_size,
+            seed,
+            rank,
+            world,
+            prefetch,
+        )
+        if not len(self.rows):
+            raise ConfigError(
+                f"{store.path}: no rows to draw batches from; see data.scanners, data.max_samples and the split"
+            )
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank must be in 0 … {world - 1} (world {world}), got {rank}")
+        if prefetch < 0:
+            raise ConfigError(f"data.prefetch: expected 0 or more steps, got {prefetch}")
+        accumulation(global_batch_size, 1, world)
+        # One thread: the store reads a batch in parallel by itself, and steps are wanted in order.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
+        # While the caller works on one batch and holds the one before, `prefetch` are ready and one is being read.
+        self._memory = BatchMemory(store.image_size, spare=prefetch + 3)
+        self._ahead: dict[int, Future[Batch]] = {}
+        self._closed = False
+        self._excluded: frozenset[int] = frozenset()
+        self._order = Order(_by_scanner(store, self.rows) if balance else [self.rows], seed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.rows) / self.global_batch_size
+
+    def exclude(self, rows: Iterable[int]) -> None:
+        """From the next `batches` on, each of these rows is replaced by the one after it in its epoch's order; all else stays."""
+        self._excluded = frozenset(int(row) for row in rows)
+        for rows in self._order.groups:
+            if self._excluded.issuperset(rows.tolist()):
+                of = f" of {self.store.rows[rows[0]].scanner}" if len(self._order.groups) > 1 else ""
+                raise ConfigError(f"{self.store.path}: every volume{of} is excluded, none is left to train on")
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+
+    def positions(self, step: int) -> np.ndarray:
+        """int64 [global_batch_size / world]: this rank's positions of the run's sequence of volumes."""
+        share = self.global_batch_size // self.world
+        return step * self.global_batch_size + self.rank * share + np.arange(share, dtype=np.int64)
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """int64 [B]: the rows of the store at these positions."""
+        return self._order.rows_at(positions, self._excluded)
+
+    def batches(self, step: int) -> Batch:
+        """This rank's share of the global batch of `step`; reading of the following steps goes on in the background.
+
+        Raises StoreError naming the step, caused by whatever went wrong while reading it.
+        """
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, got {step}")
+        if self._closed:
+            raise RuntimeError("the loader is closed")
+        start = time.perf_counter()
+        wanted = range(step, step + self.prefetch + 1)
+        # After a jump (resume, rollback) what was read ahead for other steps is of no use.
+        for other in [s for s in self._ahead if s not in wanted]:
+            self._ahead.pop(other).cancel()
+        for s in wanted:
+            if s not in self._ahead:
+                self._ahead[s] = self._reader.submit(self._load, s)
+        future = self._ahead.pop(step)
+        error = future.exception()
+        if error is not None:
+            raise StoreError(f"reading the batch of step {step} failed: {error}") from error
+        return replace(future.result(), wait_s=time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Joins the thread; safe to call twice."""
+        self._closed = True
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def _load(self, step: int) -> Batch:
+        positions = self.positions(step)
+        index = self.indices(positions)
+        arrays = self.store.read(index, out=self._memory.lend(len(index)))
+        rows = [self.store.rows[i] for i in index]
+        return Batch(
+            arrays.voxels,
+            arrays.band,
+            arrays.valid,
+            index,
+            positions,
+            tuple(row.scanner for row in rows),
+            wait_s=0.0,
+            laterality=tuple(row.laterality for row in rows),
+            acquisition=tuple(row.acquisition for row in rows),
+        )
+
+
+def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
+    scanner = np.array([store.rows[row].scanner for row in rows])
+    return [rows[scanner == name] for name in np.unique(scanner)]
+
+
+def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
+    """The batch in parts of `size`, in order. wait_s stays with the first, so that its sum is the batch's."""
+    if size < 1 or len(batch) % size:
+        raise ConfigError(f"data.per_device_batch_size {size} does not divide the {len(batch)} volumes of a rank")
+    for start in range(0, len(batch), size):
+        part = slice(start, start + size)
+        yield Batch(
+            batch.voxels[part],
+            batch.band[part],
+            batch.valid[part],
+            batch.index[part],
+            batch.position[part],
+            batch.scanner[part],
+            wait_s=0.0 if start else batch.wait_s,
+            laterality=batch.laterality[part],
+            acquisition=batch.acquisition[part],
+        )
+
+
+def accumulation(global_batch_size: int, per_device_batch_size: int, world: int) -> int:
+    """Forward passes per optimizer step: global / (per device × world). ConfigError with the nearest values that work."""
+    for name, value in (
+        ("data.global_batch_size", global_batch_size),
+        ("data.per_device_batch_size", per_device_batch_size),
+        ("world", world),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name}: expected at least 1, got {value}")
+    once = per_device_batch_size * world
+    passes, rest = divmod(global_batch_size, once)
+    if not rest:
+        return passes
+    choices = " or ".join(str(k * once) for k in (passes, passes + 1) if k)
+    remedy = f"data.global_batch_size={choices}"
+    if global_batch_size % world == 0:
+        share = global_batch_size // world
+        divisors = [k for k in range(1, share + 1) if share % k == 0]
+        below = [k for k in divisors if k < per_device_batch_size][-1:]
+        above = [k for k in divisors if k > per_device_batch_size][:1]
+        remedy += f", or data.per_device_batch_size={' or '.join(map(str, below + above))}"
+    raise ConfigError(
+        f"data.global_batch_size {global_batch_size} is not a multiple of per_device_batch_size {per_device_batch_size} × {world} "
+        f"{'ranks' if world > 1 else 'rank'} = {once}; nearest that work: {remedy}"
+    )
+
+
+def select(
+    store: Store,
+    split: str | None,
+    scanners: Sequence[str] = (),
+    max_samples: int | Sequence[int | None] | None = None,
+    leave_out: Sequence[str] = (),
+    layouts: Sequence[Admissible] = RASTER_ONLY,
+) -> np.ndarray:
+    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all) but those in `leave_out`, scanned in one of these
+    layouts, at most `max_samples` of them, or of each scanner where that is a list.
+
+    The sample is ordered by a hash of the acquisition, so it mixes scanners and participants, and grows by inclusion.
+    Raises StoreError if any participant of the store is in two splits (F16), ConfigError if nothing matches.
+    """
+    assert_disjoint_splits(store)
+    present = sorted({row.scanner for row in store.rows})
+    for key, names in (("data.scanners", scanners), ("data.leave_out_scanners", leave_out)):
+        if unknown := [name for name in names if name not in present]:
+            raise ConfigError(
+                f"{key}: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}"
+            )
+    if both := sorted(set(scanners) & set(leave_out)):
+        raise ConfigError(
+            f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out"
+        )
+    limits = [max_samples] if isinstance(max_samples, int | None) else list(max_samples)
+    if not isinstance(max_samples, int | None) and len(limits) != len(scanners):
+        raise ConfigError(
+            f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, got {len(limits)}; null stands for all"
+        )
+    splits = sorted({str(row.split) for row in store.rows})
+    if wrong := [limit for limit in limits if limit is not None and limit < 1]:
+        raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
+    wanted = set(scanners or present) - set(leave_out)
+    rows = [row for row in store.rows if split in (None, row.split) and row.scanner in wanted and row.layout in layouts]
+    if not rows:
+        among = f" of {', '.join(sorted(wanted))}" if scanners or leave_out else ""
+        among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
+        raise ConfigError(
+            f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
+        )
+    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
+    if isinstance(max_samples, int | None):
+        rows = rows[:max_samples]
+    else:
+        rows = [
+            row
+            for name, limit in zip(scanners, limits, strict=True)
+            for row in [r for r in rows if r.scanner == name][:limit]
+        ]
+    return np.array(sorted(row.index for row in rows), dtype=np.int64)
+
+
+def assert_disjoint_splits(store: Store) -> None:
+    split_of: dict[str, str | None] = {}
+    for row in store.rows:
+        if split_of.setdefault(row.participant, row.split) != row.split:
+            raise StoreError(
+                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in {row.split}, so results would "
+                "leak; run `octfm scan` on all the data and `octfm prepare` again: the rows take the catalog's splits, voxels stay"
+            )

@@ -1,0 +1,1 @@
+"""What an encoder is used for: fine-tuning, segmentation, maps."""

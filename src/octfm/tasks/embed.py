@@ -1,0 +1,224 @@
+"""One vector per acquisition of a store, written as parquet with the key of what made it; aligned by id, never by order."""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from octfm.encoder.encoder import Encoder, load_encoder
+from octfm.encoder.exported import is_export, refuse_inside_export
+from octfm.encoder.trained_head import load_head
+from octfm.errors import EvaluationError
+from octfm.evaluation.budget import budget_facts, dropped_of
+from octfm.io.location import Location, location, write_whole
+from octfm.models.pooling import VectorPool
+from octfm.store.exclusion import without_excluded
+from octfm.store.store import Arrays, Store
+from octfm.tasks.maps import save_pictures
+from octfm.tasks.segment import Segmenter, load_segmenter
+from octfm.volume.preprocessing import Preprocessing
+
+L = TypeVar("L", bound=Location)
+BATCH = 16
+HISTOGRAM_BINS = 64
+WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
+"""Who and what a vector is of."""
+NAMES = ("pretrained", "random_init", "histogram")
+"""Encoders that stand side by side in every result, the one of interest first."""
+
+
+def embed_all(
+    run: str | Location,
+    store: str | Path,
+    out: Path | None = None,
+    *,
+    baselines: bool = True,
+    head: str | Path | None = None,
+    segmenter: str | Path | None = None,
+    pool: VectorPool | None = None,
+    exclude: str | Path | None = None,
+    echo: Callable[[str], None] = print,
+) -> list[Path]:
+    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
+
+    Into `out`, or RUN/embeddings, never into an export, which may be published; beside it, in `figures`, what the encoder is shown and
+    what it sees (for the report); with `head`, a run of octfm finetune on this encoder, also what its answers depend on, and with
+    `segmenter`, a run of octfm segment, what it finds.
+    `pool`: instead of the run's own objective.pool. `exclude`: a file that names volumes to leave out.
+    """
+    home = location(run)
+    if out is None and is_export(home):
+        raise EvaluationError(
+            f"{run}: an export, which may be published; name another folder for embeddings and pictures of people with --out"
+        )
+    if out is not None:
+        refuse_inside_export(out)
+    encoder, opened = load_encoder(run).pooling(pool), without_excluded(Store.open(store), exclude)
+    if len(opened) == 0:
+        raise EvaluationError(
+            f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
+        )
+    if out is None and not isinstance(home, Path):
+        raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
+    folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
+    trained = load_head(head, encoder) if head is not None else None
+    finder = _segmenter(segmenter, opened)  # what is refused is refused before anything is computed
+    written = [embed_store(encoder, opened, folder, "pretrained", echo)]
+    if baselines:
+        written.append(
+            embed_store(load_encoder(run, random_init=True).pooling(pool), opened, folder, "random_init", echo)
+        )
+        written.append(histogram_baseline(opened, folder))
+    save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
+    return written
+
+
+def _segmenter(run: str | Path | None, store: Store) -> Segmenter | None:
+    if run is None:
+        return None
+    found = load_segmenter(run)
+    if found.encoder.fingerprint != store.fingerprint:
+        raise EvaluationError(
+            f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)"
+        )
+    return found
+
+
+def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
+    """The embeddings of a run, in RUN/embeddings or in `folder` (also in a bucket), the encoder of interest first."""
+    where = location(folder) if folder is not None else location(run) / "embeddings"
+    found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
+    if not found:
+        raise EvaluationError(f"{where}: no embeddings; make them with `octfm embed {run} --store prepared`")
+    return found
+
+
+def embed_store(
+    encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print
+) -> Path:
+    """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
+    if store.fingerprint != encoder.fingerprint:
+        raise EvaluationError(
+            f"{store.path}: prepared with other settings than {encoder.source} was trained on; "
+            "prepare the volumes with the checkpoint's own Preprocessing (octfm prepare --like RUN) (F15)"
+        )
+    target = Path(out) / f"{name}.parquet"
+    key = f"{encoder.vector_key}-{_voxels_of(store)}"
+    facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
+    facts |= {"pool": encoder.config.objective.pool}
+    vectors, budget = _known(target, key)
+    if vectors is None:
+        dropped: list[np.ndarray] = []
+
+        def describe(arrays: Arrays) -> np.ndarray:
+            dropped.append(dropped_of(encoder, arrays))
+            return encoder.embed_arrays(arrays)
+
+        vectors = _over(store, describe, encoder.vector_width)
+        budget = budget_facts(encoder, store, np.concatenate([*dropped, np.zeros(0)]), vectors)
+        if name == NAMES[0] and budget:
+            echo(budget["sentence"])
+    else:
+        # Written again all the same: splits and labels may have changed since.
+        echo(f"{target}: vectors of these weights and volumes are already there")
+    return write_vectors(target, _words(store), vectors, facts | {"budget": budget}, store.preprocessing)
+
+
+def histogram_baseline(store: Store, out: str | Path) -> Path:
+    """The plain descriptor that every result is compared with: a 64-bin intensity histogram of the voxels that hold image."""
+
+    vectors = _over(store, histogram, HISTOGRAM_BINS)
+    return write_vectors(
+        Path(out) / "histogram.parquet", _words(store), vectors, histogram_facts(store.fingerprint), store.preprocessing
+    )
+
+
+def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
+    """Write <out>/<name>.parquet with an encoder of your own: a function of uint8 voxels [B, D, H, W] that returns vectors [B, width]."""
+    first = np.asarray(embed(store.read([0]).voxels), np.float32)
+    if first.ndim != 2 or len(first) != 1:
+        raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
+    vectors = _over(store, lambda arrays: embed(arrays.voxels), first.shape[1])
+    if not np.isfinite(vectors).all():
+        raise EvaluationError(f"{name}: returned NaN or infinity for some volume")
+    facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
+    return write_vectors(Path(out) / f"{name}.parquet", _words(store), vectors, facts, store.preprocessing)
+
+
+def histogram(arrays: Arrays) -> np.ndarray:
+    """float32 [B, 64]: how the voxels that hold image are distributed over grey values."""
+    rows = np.arange(arrays.voxels.shape[2])[:, None]
+    described = []
+    for voxels, valid in zip(arrays.voxels, arrays.valid, strict=True):
+        image = (rows >= valid[0][:, None, :]) & (rows < valid[1][:, None, :])
+        counts = np.bincount(voxels[image] // (256 // HISTOGRAM_BINS), minlength=HISTOGRAM_BINS)
+        described.append(counts / max(1, counts.sum()))
+    return np.array(described, np.float32)
+
+
+def histogram_facts(fingerprint: str) -> dict[str, str]:
+    """What an embeddings file says about them."""
+    key = f"histogram-{HISTOGRAM_BINS}-{fingerprint}"
+    return {"key": key, "encoder": "intensity histogram", "name": "histogram", "precision": "fp32"}
+
+
+def _voxels_of(store: Store) -> str:
+    """Identifies the volumes of a store and their order."""
+    return hashlib.sha256("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows).encode()).hexdigest()[
+        :16
+    ]
+
+
+def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
+    """The vectors of an embeddings file made under this key, and what it says about its budget; None where there is no such file,
+    or one whose budget was still compared without telling apart what moves all vectors alike."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return None, {}
+    try:
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+    except pa.ArrowInvalid:
+        return None, {}
+    facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    if facts.get("key") != key or "budget" not in facts:
+        return None, {}
+    if facts["budget"] and "own" not in facts["budget"].get("full_grid", {}):
+        return None, {}
+    return np.array(table["vector"].to_pylist(), np.float32), facts["budget"]
+
+
+def _over(store: Store, describe: Callable, width: int) -> np.ndarray:
+    vectors = np.empty((len(store), width), np.float32)
+    for first in range(0, len(store), BATCH):
+        rows = np.arange(first, min(first + BATCH, len(store)))
+        vectors[rows] = describe(store.read(rows))
+    return vectors
+
+
+def _words(store: Store) -> list[dict[str, Any]]:
+    return [{name: getattr(row, name) for name in (*WORDS, "participant_labels")} for row in store.rows]
+
+
+def write_vectors(
+    path: L, rows: Sequence[Mapping[str, Any]], vectors: np.ndarray, facts: dict[str, Any], preprocessing: Preprocessing
+) -> L:
+    """One embeddings file, as `read_embeddings` reads it: who and what each row is, and its vector, float32 [N, width]."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in WORDS}
+    columns["participant_labels"] = [json.dumps(row["participant_labels"]) for row in rows]
+    columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]).cast(
+        pa.list_(pa.float32())
+    )
+    facts = facts | {"preprocessing": preprocessing.model_dump(mode="json"), "width": int(vectors.shape[1])}
+    content = io.BytesIO()
+    pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), content)
+    write_whole(path, content.getvalue())
+    return path

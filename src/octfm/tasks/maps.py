@@ -1,0 +1,300 @@
+"""What an encoder makes of single volumes: its masks, principal components of tokens, occlusion, attention, features for similarities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from octfm.encoder.encoder import Encoder
+from octfm.encoder.trained_head import TrainedHead
+from octfm.pretraining.masks import PADDING, TISSUE, sample_masks, token_map
+from octfm.store.store import Arrays, Store
+from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, save_scenes
+from octfm.tasks.segment import Segmenter
+
+PER_SCANNER = 2
+FEATURE_BYTES, DIRECTIONS = 300_000, (16, 64)
+"""Of a volume's token features that are kept for similarities: as many directions, within limits, as fit."""
+ROUNDING = 1e-4
+"""Two vectors closer than this share of their length are equal for our purposes: their distance is no yardstick."""
+BLOCKS = 32
+"""About so many blocks are hidden in turn for an occlusion map."""
+UNSEEN = "Tissue without a colour was beyond the encoder's budget of tokens."
+CONTEXT, TARGET, GREEN, YELLOW = (86, 180, 233), (230, 159, 0), (0, 158, 115), (240, 228, 66)
+"""Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Directions in which tissue tokens of some volumes differ most, shared by all that are shown together."""
+
+    mean: np.ndarray
+    """[width]"""
+    axes: np.ndarray
+    """[K, width], orthonormal, the first explains most."""
+    explained: float
+    """Share of the variance of tissue tokens that the K directions keep."""
+    low: np.ndarray
+    high: np.ndarray
+    """[3] percentiles that become 0 and 255 in a picture of the first three components."""
+    step: float
+    """Of int8 scores: one for all directions, so that angles stay."""
+    spread: float
+    """Median distance between the vectors of two volumes; NaN for one volume, and where volumes differ by rounding only."""
+
+
+def save_pictures(
+    encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None, segmenter: Segmenter | None = None
+) -> Path:
+    """<out>/scenes.npz: a few volumes of each scanner with everything that the encoder (a head, a segmenter) makes of them."""
+    chosen = some_of_each_scanner(store)
+    arrays = store.read(chosen)
+    tokens = encode(encoder, arrays)
+    maps = token_maps(encoder, arrays)
+    basis = fit_basis(encoder, tokens, maps)
+    about = about_features(basis, tokens, maps)
+    scenes, occluded = [], set()
+    for i, index in enumerate(chosen):
+        row = store.rows[index]
+        one = Arrays(arrays.voxels[i : i + 1], arrays.band[i : i + 1], arrays.valid[i : i + 1])
+        overlays = [band(one.band[0], encoder.preprocessing.margin_mm), *masks_of(encoder, maps[i], i)]
+        overlays += token_overlays(encoder, one, tokens[i], maps[i], basis, head, occlude=row.scanner not in occluded)
+        occluded.add(row.scanner)
+        if segmenter is not None:
+            overlays += found_overlays(*segmenter.in_prepared(one))
+        scenes.append(
+            Scene(
+                title=f"{row.scanner.replace('_', ' ')}, volume {sum(s.scanner == row.scanner for s in scenes) + 1}",
+                voxels=one.voxels[0],
+                spacing_mm=store.preprocessing.target_spacing,
+                laterality=row.laterality,  # type: ignore[arg-type]
+                mirrored=row.laterality == "L",
+                superior_first=True,
+                scanner=row.scanner,
+                overlays=tuple(overlays),
+                placement=Placement.whole(one.voxels[0].shape),
+                features=reduced(tokens[i], basis),
+                about_features=about,
+            )
+        )
+    return save_scenes(scenes, out / "scenes.npz")
+
+
+def token_overlays(
+    encoder: Encoder,
+    arrays: Arrays,
+    tokens: np.ndarray,
+    maps: np.ndarray,
+    basis: Basis,
+    head: TrainedHead | None,
+    *,
+    occlude: bool = True,
+) -> list[Overlay]:
+    """PCA, occlusion and, with a head that has attention, where it looks; of one volume."""
+    overlays = [colours(tokens, maps, basis)]
+    if head is not None and (weights := attention(encoder, arrays, head)) is not None:
+        about = f"Where the pooling probe for {head.target} looks; 1 is as much as an even look at all its tokens. Not why it answers."
+        overlays.append(Overlay("attention", "Attention of the probe", "scalar", weights, about=about, unit="× even"))
+    if occlude:
+        overlays.append(occlusion(encoder, arrays, basis, head))
+    return overlays
+
+
+def encode(encoder: Encoder, arrays: Arrays) -> np.ndarray:
+    """float32 [B, d, h, w, width], volume by volume."""
+    return np.stack([encoder.encode_grid(voxels[None])[0] for voxels in arrays.voxels])
+
+
+def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions: int | None = None) -> Basis:
+    """Principal components of the tissue tokens of volumes [B, d, h, w, width] with token maps [B, d, h, w]; how far vectors are apart."""
+    directions = directions or int(np.clip(FEATURE_BYTES // maps[0].size, *DIRECTIONS))
+    tissue = maps == TISSUE if (maps == TISSUE).any() else maps != PADDING
+    # A basis over all tokens would spend its directions on telling tissue from background.
+    own = tokens[tissue].astype(np.float64)
+    mean = own.mean(0)
+    # Not over N - 1: one token has a mean and no spread, and only ratios of these values are used.
+    values, vectors = np.linalg.eigh(np.cov(own - mean, rowvar=False, bias=True))
+    order = values.argsort()[::-1][:directions]
+    axes = vectors[:, order].T
+    scores = (own - mean) @ axes.T
+    low, high = np.percentile(scores[:, :3], (1, 99), axis=0)
+    volumes = [encoder.vector_of(t[m], np.ones(m.sum(), bool)) for t, m in zip(tokens, tissue, strict=True) if m.any()]
+    apart = [float(np.linalg.norm(a - b)) for i, a in enumerate(volumes) for b in volumes[:i]]
+    return Basis(
+        mean=mean.astype(np.float32),
+        axes=axes.astype(np.float32),
+        explained=float(values[order].sum() / max(values.sum(), 1e-12)),
+        low=low,
+        high=high,
+        step=float(np.percentile(np.abs(scores), 99.9)) / 127 or 1.0,
+        spread=_yardstick(float(np.median(apart)) if apart else 0.0, volumes) or float("nan"),
+    )
+
+
+def _yardstick(distance: float, vectors: Sequence[np.ndarray]) -> float:
+    """The distance, or 0 where it is no more than rounding: near-identical volumes must not make everything look large."""
+    return distance if distance > ROUNDING * max((float(np.linalg.norm(v)) for v in vectors), default=0.0) else 0.0
+
+
+def reduced(tokens: np.ndarray, basis: Basis) -> np.ndarray:
+    """int8 [..., K]: tokens less the mean tissue token, in the directions of the basis."""
+    return np.clip(np.round((tokens - basis.mean) @ basis.axes.T / basis.step), -127, 127).astype(np.int8)
+
+
+def similarity_error(tokens: np.ndarray, basis: Basis, pairs: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """(mean, 95th percentile) of how far cosines of reduced tokens are from those of the tokens [N, width] themselves."""
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, len(tokens), pairs) for _ in range(2))
+    small = reduced(tokens, basis).astype(np.float32)
+    error = np.abs(_cosine(small[a], small[b]) - _cosine(tokens[a] - basis.mean, tokens[b] - basis.mean))
+    return float(error.mean()), float(np.percentile(error, 95))
+
+
+def colours(tokens: np.ndarray, maps: np.ndarray, basis: Basis) -> Overlay:
+    """The first three components of tissue tokens as red, green and blue."""
+    scores = (tokens - basis.mean) @ basis.axes[:3].T
+    rgb = np.clip((scores - basis.low) / np.maximum(basis.high - basis.low, 1e-6), 0, 1)
+    values = np.zeros((*maps.shape, 4), np.uint8)
+    values[..., : rgb.shape[-1]] = np.round(255 * rgb)
+    values[..., 3] = np.where(maps == TISSUE if (maps == TISSUE).any() else maps != PADDING, 255, 0)
+    about = "The three directions in which tissue tokens differ most, as red, green and blue; equal colours are equal features in all volumes."
+    return Overlay("pca", "PCA of tokens", "colours", values, about=about)
+
+
+def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray | None:
+    """float32 [d, h, w]: attention of the pooling, 1 where it is even, NaN on tokens that it does not see. None where it has none."""
+    chosen, _ = encoder.select(arrays)
+    tokens, counts = encoder.tissue_tokens(arrays)
+    weights = head.attention(tokens, counts)
+    if weights is None:
+        return None
+    values = np.full(encoder.network.grid.size, np.nan, np.float32)
+    values[chosen[0][counts[0]]] = weights[0][counts[0]] * counts[0].sum()
+    return values.reshape(encoder.network.grid.shape)
+
+
+def occlusion(
+    encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead | None = None, blocks: int = BLOCKS
+) -> Overlay:
+    """What changes when the encoder never sees a block of tissue tokens: the head's answer, or without one the volume's vector.
+
+    Hidden tokens are left out, not blackened: the encoder takes any subset of tokens, and a black box would be an image it never saw.
+    """
+    chosen, counts = (part[0] for part in encoder.select(arrays))
+    place = np.stack(np.unravel_index(chosen, encoder.network.grid.shape), axis=1)
+    sizes = block_sizes(place[counts], blocks)
+    block = np.where(counts, np.ravel_multi_index((place // sizes).T, tuple((place // sizes).max(0) + 1)), -1)
+
+    def seen(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return encoder.some_tokens(arrays.voxels, chosen[kept][None]), counts[kept][None]
+
+    everything = seen(np.ones(len(chosen), bool))
+    values = np.full(encoder.network.grid.size, np.nan, np.float32)
+    whole = encoder.vector_of(everything[0][0], everything[1][0])
+    answer = None if head is None else head.answer(*everything)[0]
+    size = basis.spread
+    if not np.isfinite(size):
+        average = encoder.vector_of(basis.mean[None], np.ones(1, bool))
+        size = _yardstick(float(np.linalg.norm(whole - average)), [whole]) or 1.0
+    for name in np.unique(block[block >= 0]):
+        hidden = block == name
+        if not counts[~hidden].any():
+            continue  # nothing would be left to look at
+        rest = seen(~hidden)
+        if head is None:
+            change = float(np.linalg.norm(encoder.vector_of(rest[0][0], rest[1][0]) - whole)) / size
+        else:
+            assert answer is not None
+            change = head.lost(answer, head.answer(*rest)[0])
+        values[chosen[hidden]] = change
+    if head is None:
+        share = (
+            "the median distance between two volumes"
+            if np.isfinite(basis.spread)
+            else "its distance from the mean token"
+        )
+        about = f"How far the vector of the volume moves when the encoder never sees a block, as a share of {share}."
+        name, unit = "Occlusion: the volume's vector", "of that distance"
+    else:
+        about = f"What the answer for {head.target} loses when the encoder never sees a block ({head.loss_unit}); below 0 it gains."
+        name, unit = f"Occlusion: {head.target}", head.loss_unit
+    return Overlay(
+        "occlusion", name, "scalar", values.reshape(encoder.network.grid.shape), about=f"{about} {UNSEEN}", unit=unit
+    )
+
+
+def block_sizes(place: np.ndarray, blocks: int) -> np.ndarray:
+    """Tokens per axis of blocks so that about `blocks` of them cover these tokens [M, 3]; grown along the axis with most blocks."""
+    sizes = np.ones(3, int)
+    while len(np.unique(place // sizes, axis=0)) > blocks:
+        sizes[int(((place.max(0) + sizes) // sizes).argmax())] += 1
+    return sizes
+
+
+def band(surfaces: np.ndarray, margin_mm: float) -> Overlay:
+    """`surfaces` float [2, D, W] in rows of the scene."""
+    about = f"What counts as tissue: from {1000 * margin_mm:g} µm above the inner limiting membrane to as much below Bruch's membrane."
+    return Overlay("band", "Tissue band", "lines", drawn(surfaces), (("upper", YELLOW), ("lower", YELLOW)), about)
+
+
+def some_of_each_scanner(store: Store) -> np.ndarray:
+    """Store rows: the first volumes of each scanner, different participants; eyes of both sides where there are."""
+    chosen: dict[str, dict[str, int]] = {}
+    for wanted in ("R", "L", None):
+        for i, row in enumerate(store.rows):
+            own = chosen.setdefault(row.scanner, {})
+            sides = {store.rows[j].laterality for j in own.values()}
+            if len(own) < PER_SCANNER and (wanted is None or (row.laterality == wanted and wanted not in sides)):
+                own.setdefault(row.participant, i)
+    return np.array([i for own in chosen.values() for i in own.values()])
+
+
+def masks_of(encoder: Encoder, maps: np.ndarray, seed: int) -> list[Overlay]:
+    """Tissue tokens and one draw of masks."""
+    masks = sample_masks(encoder.config.masks, maps[None], [np.random.default_rng(seed)])
+    drawn = np.full(maps.size, NONE, np.uint8)
+    for place, name in enumerate((masks.context, masks.target)):
+        drawn[name[0]] = place
+    tissue = np.where(maps == TISSUE, 0, NONE).astype(np.uint8)
+    return [
+        Overlay(
+            "tokens",
+            "Tissue tokens",
+            "classes",
+            tissue,
+            (("tissue", GREEN),),
+            "Tokens that carry the features of the volume.",
+        ),
+        Overlay(
+            "mask",
+            "One training mask",
+            "classes",
+            drawn.reshape(maps.shape),
+            (("context", CONTEXT), ("target", TARGET)),
+            "In training the encoder sees the context and must predict the target; other tokens are not used.",
+        ),
+    ]
+
+
+def token_maps(encoder: Encoder, arrays: Arrays) -> np.ndarray:
+    return token_map(arrays.band, arrays.valid, encoder.preprocessing.image_size, encoder.config.model.patch_size)
+
+
+def drawn(surfaces: np.ndarray) -> np.ndarray:
+    """Padded A-scans have no band: both surfaces are stored at the same row there."""
+    return np.where(surfaces[1] > surfaces[0], surfaces, np.nan).astype(np.float32)
+
+
+def about_features(basis: Basis, tokens: np.ndarray, maps: np.ndarray) -> str:
+    tissue = tokens[maps == TISSUE] if (maps == TISSUE).any() else tokens[maps != PADDING]
+    mean, high = similarity_error(tissue, basis)
+    return (
+        f"Cosine of token features, less the mean tissue token, in {len(basis.axes)} of {len(basis.mean)} directions that keep "
+        f"{basis.explained:.1%} of their variance. Against all directions, similarities are off by {mean:.3f} on average, {high:.3f} at "
+        "the 95th percentile."
+    )
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a * b).sum(-1) / np.maximum(np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1), 1e-9)

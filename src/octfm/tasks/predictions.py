@@ -1,0 +1,96 @@
+"""What a fine-tuned model said about every tested acquisition: a table that the leaderboard reads back by acquisition id."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octfm.encoder.embeddings import Embeddings
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import Cases
+from octfm.evaluation.scoring import Predictions
+from octfm.io.location import replacing
+from octfm.store.store import Store
+from octfm.tasks.finetune_settings import FinetuneConfig
+
+if TYPE_CHECKING:
+    from octfm.tasks.finetune import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """predictions.parquet, read back."""
+
+    path: str
+    facts: dict[str, Any]
+    """target, classes, recipe, seed, best_epoch, log_prior."""
+    of_acquisition: dict[str, tuple[np.ndarray, float | None]]
+    """Value [K] and grade."""
+
+    def for_cases(self, cases: Cases, data: Embeddings, tested: np.ndarray) -> Predictions:
+        """The predictions of these tested positions; EvaluationError where the run was made for other people or classes."""
+        if (self.facts["target"], tuple(self.facts["classes"])) != (cases.target.name, cases.classes or ()):
+            raise EvaluationError(
+                f"{self.path}: made for {self.facts['target']} with classes {', '.join(self.facts['classes']) or 'none'}, expected "
+                f"{cases.target.name} with {', '.join(cases.classes or ()) or 'none'}; the order of fine-tuning and --order here must agree"
+            )
+        names = data.acquisition[cases.rows[tested]].tolist()
+        if absent := [name for name in names if name not in self.of_acquisition]:
+            raise EvaluationError(
+                f"{self.path}: says nothing about {len(absent)} test acquisitions ({absent[0]} …); fine-tune on this data"
+            )
+        value = np.stack([self.of_acquisition[name][0] for name in names])
+        grades = [self.of_acquisition[name][1] for name in names]
+        prior = np.tile(self.facts["log_prior"], (len(names), 1)) if cases.classes else None
+        return Predictions(tested, value, prior, None if None in grades else np.array(grades, float))
+
+
+def write_predictions(
+    path: Path, store: Store, task: "Task", predictions: Predictions, config: FinetuneConfig, best_epoch: int
+) -> None:
+    """One row per tested acquisition: ids, label, value, and winning class where there are classes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    cases = task.cases
+    rows = [store.rows[i] for i in cases.rows[predictions.rows]]
+    columns: dict[str, Any] = {
+        name: [getattr(row, name) for row in rows] for name in ("acquisition", "participant", "eye_id", "scanner")
+    }
+    label = cases.label[predictions.rows]
+    columns["label"] = [cases.classes[int(k)] for k in label] if cases.classes else label.astype(str).tolist()
+    if cases.classes:
+        columns["predicted"] = [cases.classes[k] for k in predictions.value.argmax(1)]
+    columns["value"] = pa.array(predictions.value.tolist(), pa.list_(pa.float64()))
+    columns["grade"] = pa.array(
+        [None] * len(rows) if predictions.grade is None else predictions.grade.tolist(), pa.float64()
+    )
+    facts = {
+        "target": cases.target.name,
+        "classes": list(cases.classes or ()),
+        "recipe": config.recipe(),
+        "seed": config.seed,
+        "best_epoch": best_epoch,
+        "log_prior": task.log_prior.tolist() if cases.classes else [],
+    }
+    # Opened here: pyarrow would take a path with a colon for an address.
+    with replacing(path) as partial, partial.open("wb") as file:
+        pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), file)
+
+
+def read_predictions(path: Path) -> Said:
+    """Read what `write_predictions` wrote."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        facts = json.loads((table.schema.metadata or {})[b"octfm"])
+    except (pa.ArrowException, KeyError, ValueError, FileNotFoundError) as error:
+        raise EvaluationError(
+            f"{path}: not the predictions of octfm finetune ({' '.join(str(error).split())[:120]})"
+        ) from None
+    rows = table.to_pylist()
+    return Said(str(path), facts, {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows})

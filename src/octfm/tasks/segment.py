@@ -1,0 +1,277 @@
+"""Layer surfaces and lesion masks from tokens: trained on labelled volumes, answered in the native frame of any volume."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octfm import __version__
+from octfm.config import load
+from octfm.encoder.encoder import Encoder, load_encoder
+from octfm.errors import ConfigError, EvaluationError
+from octfm.formats import within
+from octfm.formats.arrays import named_arrays
+from octfm.io.isolation import Limits
+from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
+from octfm.models.vit3d import take_patches
+from octfm.pretraining.augment import normalise
+from octfm.run import checkpoint
+from octfm.run.runtime import Runtime, start
+from octfm.store.exclusion import without_excluded
+from octfm.store.store import Arrays, Store, StoreRow
+from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.surface import best_path
+from octfm.volume.transform import Transform
+from octfm.volume.volume import Volume
+
+Tokens = Literal["encoder", "voxels"]
+"""What the decoder reads: the encoder's tokens, or the bare voxels of each patch (the intensity baseline)."""
+Echo = Callable[[str], None]
+STEEPEST = 2.0
+"""Rise over run of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
+PATH_PENALTY = 0.2
+"""Log-likelihood that a path pays for every row it moves between neighbouring A-scans."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Truth of one prepared volume."""
+
+    rows: np.ndarray
+    """float32 [S, D, W] in prepared rows; NaN where unknown or outside the scan."""
+    mask: np.ndarray | None
+    """bool [D, H, W]"""
+
+
+@dataclass(frozen=True, eq=False)
+class Segmentation:
+    """What was found in one volume, in its native frame."""
+
+    surfaces: dict[str, np.ndarray]
+    """float [D, W]: native row of each surface; NaN on A-scans outside the prepared field."""
+    masks: dict[str, np.ndarray]
+    """bool [D, H, W]"""
+    spacing_mm: tuple[float, float, float]
+
+    def heights_um(self, name: str) -> np.ndarray:
+        """float [D, W]: depth of a surface below the upper edge of the image, in µm per A-scan."""
+        return (self.surfaces[name] + 0.5) * self.spacing_mm[1] * 1000
+
+    def thickness_um(self, upper: str, lower: str) -> np.ndarray:
+        """float [D, W]"""
+        return (self.surfaces[lower] - self.surfaces[upper]) * self.spacing_mm[1] * 1000
+
+
+class Segmenter:
+    """An encoder (or the bare voxels) with a dense decoder."""
+
+    def __init__(self, config: SegmentConfig, encoder: Encoder, tokens: Tokens = "encoder"):
+        self.config, self.encoder, self.tokens = config, encoder, tokens
+        torch.manual_seed(config.seed)
+        patch = encoder.config.model.patch_size
+        width = math.prod(patch) if tokens == "voxels" else encoder.width
+        self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values)).to(
+            self.runtime.device
+        )
+        learns = bool(config.lr_encoder) and tokens == "encoder"
+        encoder.network.requires_grad_(learns)
+        groups = [{"params": list(self.decoder.parameters()), "lr": config.lr}]
+        if learns:
+            groups.append({"params": list(encoder.network.parameters()), "lr": config.lr_encoder})
+        self.learns = learns
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.05)
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.encoder.runtime
+
+    def grid(self, voxels: np.ndarray) -> Tensor:
+        """Tokens [B, d, h, w, F] of prepared voxels uint8 [B, D, H, W]: the full grid."""
+        grid, pre = self.encoder.network.grid, self.encoder.preprocessing
+        index = torch.arange(grid.size, device=self.runtime.device).expand(len(voxels), -1)
+        patches = take_patches(self.runtime.tensor(voxels).unsqueeze(1), index, self.encoder.config.model.patch_size)
+        patches = normalise(patches, pre.intensity_mean, pre.intensity_std)
+        if self.tokens == "encoder":
+            with self.runtime.autocast():
+                patches = self.encoder.network(patches, index).float()
+        return patches.unflatten(1, grid.shape)
+
+    def train(self, volumes: Callable[[int], np.ndarray], truth: Sequence[Labelled], echo: Echo = print) -> list[float]:
+        """Fit to labelled volumes (`volumes(i)` gives uint8 [D, H, W]); the loss of every step. Order is a function of the seed."""
+        config, cache = self.config, {}
+        size = math.prod(self.encoder.preprocessing.image_size) / math.prod(self.encoder.config.model.patch_size)
+        keeps = not self.learns and len(truth) * size * self.decoder.mean.numel() * 2 / 1e9 <= config.max_cache_gb
+
+        def tokens(i: int) -> Tensor:
+            if i in cache:
+                return cache[i].float()
+            with torch.set_grad_enabled(self.learns):
+                found = self.grid(volumes(i)[None])[0]
+            if keeps:
+                cache[i] = found.half()
+            return found
+
+        with torch.no_grad():
+            some = [tokens(i).flatten(0, 2) for i in range(min(8, len(truth)))]
+            self.decoder.standardise_by(torch.cat(some))
+        losses: list[float] = []
+        for step in range(config.steps):
+            chosen = np.random.default_rng((config.seed, step)).permutation(len(truth))[: config.batch_size]
+            logits = self.decoder(torch.stack([tokens(int(i)) for i in chosen]))
+            loss = self._loss(logits, [truth[i] for i in chosen])
+            for group, peak in zip(self.optimizer.param_groups, (config.lr, config.lr_encoder), strict=False):
+                group["lr"] = (
+                    peak
+                    * 0.5
+                    * (1 + math.cos(math.pi * step / config.steps))
+                    * min(1.0, (step + 1) / (0.05 * config.steps + 1))
+                )
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                raise EvaluationError(f"segmentation: the loss is {losses[-1]} at step {step}; lower lr and lr_encoder")
+            if (step + 1) % max(1, config.steps // 5) == 0:
+                echo(f"step {step + 1:>5}/{config.steps}  loss {np.mean(losses[-20:]):.3f}")
+        return losses
+
+    def _loss(self, logits: Tensor, truth: Sequence[Labelled]) -> Tensor:
+        count = len(self.config.surfaces)
+        loss = logits.new_zeros(())
+        if count:
+            rows = self.runtime.tensor(np.stack([t.rows for t in truth]).astype(np.float32))
+            loss = surface_loss(logits[:, :count], rows)
+        if self.config.mask_values:
+            masks = np.stack([t.mask for t in truth if t.mask is not None])[:, None].astype(np.float32)
+            loss = loss + mask_loss(logits[:, count:], self.runtime.tensor(masks))
+        return loss
+
+    @torch.no_grad()
+    def predict(self, voxels: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Rows [S, D, W] and mask [D, H, W] (or None) of one prepared volume uint8 [D, H, W]."""
+        logits = self.decoder(self.grid(voxels[None]))
+        count = len(self.config.surfaces)
+        rows = np.zeros((0, *voxels.shape[::2]), np.float32)
+        if count:
+            _, dy, dx = self.encoder.preprocessing.target_spacing
+            # The best path per B-scan: a surface is continuous, and where two layers look alike its neighbours decide.
+            score = logits[0, :count].log_softmax(2).transpose(2, 3).cpu().numpy()
+            path = np.stack([best_path(s, max(1, math.ceil(STEEPEST * dx / dy)), PATH_PENALTY) for s in score])
+            rows = surface_rows(logits[:, :count], self.runtime.tensor(path[None]))[0].cpu().numpy()
+        return rows, (logits[0, count] > 0).cpu().numpy() if self.config.mask_values else None
+
+    def in_prepared(self, arrays: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Surfaces, rows [D, W] with NaN on padded A-scans, and masks bool [D, H, W], of one prepared volume, in its frame."""
+        rows, mask = self.predict(arrays.voxels[0])
+        rows[:, arrays.valid[0, 1] <= arrays.valid[0, 0]] = np.nan
+        return dict(zip(self.config.surfaces, rows, strict=True)), {} if mask is None else {self.config.mask_name: mask}
+
+    def in_native(self, arrays: Arrays, transform: Transform) -> Segmentation:
+        """What is found in one prepared volume, back in the frame it was scanned in."""
+        rows, found = self.in_prepared(arrays)
+        surfaces = {name: transform.rows_to_native(row) for name, row in rows.items()}
+        masks = {name: transform.to_native(mask.astype(np.uint8)).astype(bool) for name, mask in found.items()}
+        return Segmentation(surfaces, masks, transform.native_spacing_mm)
+
+    def segment(self, volume: Volume) -> Segmentation:
+        """Surfaces and masks of any volume, in its own frame."""
+        prepared = self.encoder.preprocessing(volume)
+        return self.in_native(
+            Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
+        )
+
+    def save(self, out: Path) -> Path:
+        """Everything that `load_segmenter` needs but the pretraining run itself, whose encoder is kept as well where it has learned."""
+        model = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
+        if self.learns:
+            model |= {f"encoder.{name}": tensor for name, tensor in self.encoder.network.state_dict().items()}
+        content = {
+            "model": model,
+            "optimizer": {},
+            "state": {"tokens": self.tokens},
+            "config": self.config.model_dump(mode="json"),
+            "preprocessing": self.encoder.preprocessing.model_dump(mode="json"),
+            "fingerprint": self.encoder.fingerprint,
+            "participants": {"key": "", "hashes": []},
+            "octfm": __version__,
+        }
+        return checkpoint.write(out / "checkpoints", self.config.steps, content)
+
+
+def load_segmenter(out: str | Path, device: str | None = None) -> Segmenter:
+    """The segmenter that `octfm segment` trained into this folder."""
+    content = checkpoint.load(checkpoint.newest(Path(out)))
+    config = load(SegmentConfig, content["config"])
+    segmenter = Segmenter(config, open_encoder(config, device), content["state"]["tokens"])
+    if segmenter.encoder.fingerprint != content["fingerprint"]:
+        raise EvaluationError(f"{out}: {config.encoder} has another Preprocessing than it was trained on (F15)")
+    for part, module in (("decoder", segmenter.decoder), ("encoder", segmenter.encoder.network)):
+        own = {name.removeprefix(f"{part}."): t for name, t in content["model"].items() if name.startswith(f"{part}.")}
+        if own:
+            module.load_state_dict(own)
+    return segmenter
+
+
+def open_encoder(config: SegmentConfig, device: str | None = None, *, random_init: bool = False) -> Encoder:
+    """The encoder that the settings name, in their precision."""
+    if config.encoder is None:
+        raise ConfigError("encoder: name a pretraining run or checkpoint, encoder=runs/a")
+    return replace(
+        load_encoder(config.encoder, random_init=random_init, device=device), runtime=start(config.precision, device)
+    )
+
+
+def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
+    """Native truth of one acquisition: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
+    if config.truth is None:
+        raise ConfigError("truth: name a folder with <acquisition>.npz, truth=clinic/ground_truth")
+    path = Path(config.truth) / f"{row.acquisition}.npz"
+    if not path.is_file():
+        raise EvaluationError(
+            f"{path}: no truth for this acquisition; every volume that is trained or tested on needs one"
+        )
+    file = within(Limits(), named_arrays, str(path))
+    names = file["surface_names"].tolist() if "surface_names" in file else []
+    if absent := [name for name in config.surfaces if name not in names]:
+        raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
+    for name, wanted in (("surfaces", config.surfaces), ("lesions", config.mask_values)):
+        if wanted and name not in file:
+            raise EvaluationError(f"{path}: expected an array {name}, found {', '.join(file) or 'none'}")
+    rows = (
+        file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64)
+        if config.surfaces
+        else np.zeros((0, 1, 1))
+    )
+    mask = np.isin(file["lesions"], config.mask_values) if config.mask_values else None
+    return {"rows": rows, "mask": mask}
+
+
+def to_prepared(truth: dict[str, Any], transform: Transform) -> Labelled:
+    """Native truth in the prepared frame."""
+    rows = [transform.rows_to_prepared(surface) for surface in truth["rows"]]
+    shape = (0, transform.shape[0], transform.shape[2])
+    mask = None if truth["mask"] is None else transform.to_prepared(truth["mask"].astype(np.uint8)).astype(bool)
+    return Labelled(np.stack(rows).astype(np.float32) if rows else np.zeros(shape, np.float32), mask)
+
+
+def transform_of(row: StoreRow) -> Transform:
+    """The way back of one row of a store."""
+    return Transform.from_dict(row.transform)
+
+
+def open_store(config: SegmentConfig, encoder: Encoder) -> Store:
+    """The store that the settings name, if it was prepared as the encoder expects."""
+    if config.store is None:
+        raise ConfigError("store: name a prepared store, store=prepared/")
+    store = without_excluded(Store.open(config.store), config.exclude)
+    if store.fingerprint != encoder.fingerprint:
+        raise EvaluationError(
+            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like (F15)"
+        )
+    return store

@@ -1,0 +1,176 @@
+"""Segmentations for other programs: NIfTI height and label maps, DICOM SEG through highdicom, DICOM height maps."""
+
+import gzip
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.io.location import local_path, replacing, write_whole
+from octfm.tasks.segment import Segmentation
+
+HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
+"""Height Map Segmentation Storage: rows are B-scans, columns A-scans, one frame per surface, as in AI-READI."""
+
+
+def label_map(found: Segmentation) -> tuple[np.ndarray, dict[int, str]]:
+    """uint8 [D, H, W] in the native frame, and what its values are: 1.. between consecutive surfaces, then masks; 0 is anything else."""
+    names = list(found.surfaces)
+    shape = next(iter(found.masks.values())).shape if found.masks else None
+    depth, width = next(iter(found.surfaces.values())).shape if names else (shape or (0, 0, 0))[::2]
+    # Without a mask nothing tells how many rows the volume has; the lowest surface does.
+    height = shape[1] if shape else int(np.nanmax([np.nanmax(s) for s in found.surfaces.values()])) + 2
+    labels = np.zeros((depth, height, width), np.uint8)
+    meaning: dict[int, str] = {}
+    row = np.arange(height)[None, :, None]
+    for value, (upper, lower) in enumerate(pairwise(names), start=1):
+        inside = (row >= found.surfaces[upper][:, None]) & (row < found.surfaces[lower][:, None])
+        labels[inside] = value
+        meaning[value] = f"{upper} to {lower}"
+    for value, (name, mask) in enumerate(found.masks.items(), start=len(meaning) + 1):
+        labels[mask] = value
+        meaning[value] = name
+    return labels, meaning
+
+
+def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path]:
+    """<stem>_heights_um.nii.gz, float32 [A-scan, B-scan, surface], and <stem>_labels.nii.gz, uint8 [A-scan, row, B-scan].
+
+    Distances are the volume's, in mm; the frame is the image's own (x along A-scans, y downwards, z along B-scans), not the patient's.
+    """
+    try:
+        import nibabel
+    except ImportError:
+        raise EvaluationError("NIfTI export needs nibabel: pip install 'octfm[export]'") from None
+    folder, (dz, dy, dx) = local_path(folder), found.spacing_mm
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    if found.surfaces:
+        heights = np.stack([found.heights_um(name).T for name in found.surfaces], axis=-1).astype(np.float32)
+        image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
+        image.header["descrip"] = " ".join(found.surfaces).encode()[:79]
+        written.append(_nifti(image, folder / f"{stem}_heights_um.nii.gz"))
+    labels, meaning = label_map(found)
+    image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
+    image.header["descrip"] = "; ".join(f"{value} {name}" for value, name in meaning.items()).encode()[:79]
+    return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
+
+
+def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> list[Path]:
+    """<stem>_seg.dcm and, with surfaces, <stem>_heights.dcm, both referring to the DICOM file `source` that was segmented.
+
+    The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in FloatPixelData, laid out as
+    in AI-READI; it has been read back with pydicom, not validated against the IOD. EvaluationError where the source has no geometry for it.
+    """
+    try:
+        import highdicom
+        from pydicom import dcmread
+    except ImportError:
+        raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
+    source, folder = Path(source), local_path(folder)
+    image = dcmread(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    labels, meaning = label_map(found)
+    frames, rows = int(image.get("NumberOfFrames", 1)), int(image.Rows)
+    whole = np.zeros((frames, rows, int(image.Columns)), np.uint8)
+    whole[:, : labels.shape[1]] = labels[:, :rows]
+    target = folder / f"{source.stem}_seg.dcm"
+    try:
+        seg = highdicom.seg.Segmentation(
+            source_images=[image],
+            pixel_array=whole,
+            segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
+            segment_descriptions=[_segment(highdicom, number, name) for number, name in meaning.items()],
+            series_instance_uid=highdicom.UID(),
+            series_number=int(image.get("SeriesNumber") or 1) + 1000,
+            sop_instance_uid=highdicom.UID(),
+            instance_number=1,
+            manufacturer="octfm",
+            manufacturer_model_name="octfm segment",
+            software_versions=_version(),
+            device_serial_number="0",
+            omit_empty_frames=False,
+        )
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise EvaluationError(f"{source}: no DICOM SEG can be written for it ({reason}); use NIfTI") from None
+    _save(seg, target)
+    return [target, *([_height_map(image, found, folder / f"{source.stem}_heights.dcm")] if found.surfaces else [])]
+
+
+def _segment(highdicom: Any, number: int, name: str) -> Any:
+    from pydicom.sr.codedict import codes
+
+    algorithm = highdicom.AlgorithmIdentificationSequence(
+        name="octfm", family=codes.DCM.ArtificialIntelligence, version=_version(), source="octfm"
+    )
+    return highdicom.seg.SegmentDescription(
+        segment_number=number,
+        segment_label=name[:64],
+        segmented_property_category=codes.SCT.AnatomicalStructure,
+        segmented_property_type=codes.SCT.Retina,
+        algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
+        algorithm_identification=algorithm,
+    )
+
+
+def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
+    from pydicom.dataset import Dataset, FileMetaDataset
+    from pydicom.sequence import Sequence
+    from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+
+    ds = Dataset()
+    kept = (
+        "PatientName",
+        "PatientID",
+        "PatientBirthDate",
+        "PatientSex",
+        "StudyInstanceUID",
+        "StudyDate",
+        "StudyTime",
+        "StudyID",
+    )
+    for name in (*kept, "AccessionNumber", "FrameOfReferenceUID", "Laterality", "ImageLaterality"):
+        if name in image:
+            setattr(ds, name, image.get(name))
+    ds.SOPClassUID, ds.SOPInstanceUID, ds.SeriesInstanceUID = HEIGHT_MAP, generate_uid(), generate_uid()
+    ds.Modality, ds.Manufacturer, ds.SoftwareVersions = "SEG", "octfm", _version()
+    ds.SeriesDescription = "Layer surfaces, rows of the referenced image: " + ", ".join(found.surfaces)
+    reference = Dataset()
+    reference.ReferencedSOPClassUID, reference.ReferencedSOPInstanceUID = image.SOPClassUID, image.SOPInstanceUID
+    ds.ReferencedImageSequence = Sequence([reference])
+    segments = []
+    for number, name in enumerate(found.surfaces, start=1):
+        segment = Dataset()
+        segment.SegmentNumber, segment.SegmentLabel, segment.SegmentAlgorithmType = number, name, "AUTOMATIC"
+        segments.append(segment)
+    ds.SegmentSequence = Sequence(segments)
+    heights = np.stack(list(found.surfaces.values())).astype("<f4")
+    ds.NumberOfFrames, ds.Rows, ds.Columns = heights.shape
+    ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.BitsAllocated = 1, "MONOCHROME2", 32
+    # NaN: outside the field that was analysed.
+    ds.FloatPixelPaddingValue = float("nan")
+    ds.FloatPixelData = heights.tobytes()
+    ds.file_meta = FileMetaDataset()
+    ds.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    _save(ds, path)
+    return path
+
+
+def _nifti(image: Any, path: Path) -> Path:
+    image.header.set_xyzt_units("mm")
+    write_whole(path, gzip.compress(image.to_bytes(), mtime=0))
+    return path
+
+
+def _save(dataset: Any, path: Path) -> None:
+    with replacing(path) as partial:
+        dataset.save_as(partial, enforce_file_format=True)
+
+
+def _version() -> str:
+    from octfm import __version__
+
+    return __version__

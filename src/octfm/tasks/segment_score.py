@@ -1,0 +1,227 @@
+"""How well surfaces and masks are found: µm and Dice in the native frame of test participants, beside baselines, with intervals."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.config import dump
+from octfm.encoder.encoder import seen_by
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation.metrics import mae
+from octfm.evaluation.probe import RESAMPLES, write_probe
+from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
+from octfm.io.location import local_path, write_whole
+from octfm.store.loader import assert_disjoint_splits
+from octfm.store.store import Store
+from octfm.tasks.segment import (
+    Labelled,
+    Segmentation,
+    Segmenter,
+    open_encoder,
+    open_store,
+    read_truth,
+    to_prepared,
+    transform_of,
+)
+from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.transform import Transform
+from octfm.volume.volume import Volume
+
+Echo = Callable[[str], None]
+SOURCES = ("pretrained", "random_init", "voxels", "mean_height")
+"""What is compared: the encoder, the same before its first update, a decoder on bare voxels, and the mean surface of training."""
+
+
+def segment(
+    config: SegmentConfig,
+    out: str | Path,
+    device: str | None = None,
+    *,
+    baselines: bool = True,
+    allow_seen: bool = False,
+    resamples: int = RESAMPLES,
+    echo: Echo = print,
+) -> dict[str, Any]:
+    """Train on the store's train and val participants, judge on its test participants; the result is what segment.json holds.
+
+    Raises EvaluationError where a test participant was in the encoder's pretraining (unless `allow_seen`).
+    """
+    out = local_path(out)
+    if (out / "segment.json").exists():
+        raise CheckpointError(f"{out}: holds a finished segmentation; choose another --out")
+    encoder = open_encoder(config, device)
+    store = open_store(config, encoder)
+    train, test = _rows(store, config)
+    seen = seen_by(str(config.encoder))
+    known = {store.rows[i].participant for i in test if seen(store.rows[i].participant)}
+    if known and not allow_seen:
+        raise EvaluationError(
+            f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); or pass --allow-seen"
+        )
+    truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train]
+    segmenters = {"pretrained": Segmenter(config, encoder)}
+    if baselines:
+        segmenters["random_init"] = Segmenter(config, open_encoder(config, device, random_init=True))
+        segmenters["voxels"] = Segmenter(config, encoder, "voxels")
+    for name, segmenter in segmenters.items():
+        echo(f"{name}: {len(train)} training volumes")
+        segmenter.train(lambda i: store.read([train[i]]).voxels[0], truth, echo)
+    predictors: dict[str, Callable[[int], Segmentation]] = {
+        name: (lambda i, s=s: s.in_native(store.read([i]), transform_of(store.rows[i])))
+        for name, s in segmenters.items()
+    }
+    if baselines and config.surfaces:
+        predictors["mean_height"] = mean_height(config, store, truth)
+    errors = {name: [errors_of(config, predictor(i), read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in test]
+              for name, predictor in predictors.items()}  # fmt: skip
+    participants = np.array([store.rows[i].participant for i in test])
+    facts = {
+        "n_train_participants": len({store.rows[i].participant for i in train}),
+        "n_test_participants": len(set(participants.tolist())),
+        "n_test_volumes": len(test),
+        "seen_test_participants": len(known),
+    }
+    scored = {name: score_errors(config, name, found, participants, facts, resamples) for name, found in errors.items()}
+    comparisons = [
+        compare_scored(a, b, leakage=False) | {"planned": True}
+        for name, others in scored.items()
+        if name != "pretrained"
+        for a in scored["pretrained"]
+        for b in others
+        if (a.row["target"], a.metric) == (b.row["target"], b.metric)
+    ]
+    result = {
+        "format": "octfm-segment",
+        "version": 1,
+        "results": [s.row for per in scored.values() for s in per],
+        "comparisons": correct(comparisons),
+        "settings": config.model_dump(mode="json"),
+    }
+    write_whole(out / "config.yaml", dump(config).encode())
+    segmenters["pretrained"].save(out)
+    write_probe(out / "segment.json", result)
+    return result
+
+
+def errors_of(
+    config: SegmentConfig, found: Segmentation, truth: dict[str, Any], transform: Transform
+) -> dict[str, Any]:
+    """One volume: mean absolute error of every surface in µm, over A-scans where truth and answer are known; voxels for Dice."""
+    dy_um = found.spacing_mm[1] * 1000
+    errors: dict[str, Any] = {}
+    for name, rows in zip(config.surfaces, truth["rows"], strict=True):
+        # A surface outside the image cannot be seen by anybody.
+        visible = (rows >= 0) & (rows <= transform.native_shape[1] - 1)
+        gap = np.abs(found.surfaces[name] - rows)[visible & np.isfinite(found.surfaces[name])]
+        errors[name] = float(gap.mean() * dy_um) if gap.size else float("nan")
+    if truth["mask"] is not None:
+        field = transform.to_native(np.ones(transform.shape, np.uint8)).astype(bool)
+        answer, real = found.masks[config.mask_name] & field, truth["mask"] & field
+        errors[config.mask_name] = (int((answer & real).sum()), int(answer.sum()), int(real.sum()))
+    return errors
+
+
+def score_errors(
+    config: SegmentConfig,
+    name: str,
+    errors: Sequence[dict[str, Any]],
+    participants: np.ndarray,
+    facts: dict[str, Any],
+    resamples: int,
+) -> list[Scored]:
+    """Mean over volumes of the error in µm, and Dice of all test voxels together, with intervals over participants."""
+    scored = []
+    wanted = [(surface, "mae") for surface in config.surfaces] + [(config.mask_name, "dice")] * bool(config.mask_values)
+    for target, metric in wanted:
+        values = np.array([e[target] for e in errors], float)
+        kept = np.isfinite(values) if values.ndim == 1 else np.ones(len(values), bool)
+        values, who = values[kept], participants[kept]
+        measure = partial(mae, np.zeros(len(values)), values) if metric == "mae" else partial(dice, values)
+        if not len(values):
+            continue
+        boot = bootstrap(measure, who, resamples=resamples) if len(set(who.tolist())) >= MIN_PARTICIPANTS else None
+        estimate = boot.estimate if boot else float(measure(np.ones((1, len(values))))[0])
+        low, high = interval(boot) if boot else (None, None)
+        row = {
+            **facts,
+            "target": target,
+            "metric": metric,
+            "unit": "µm" if metric == "mae" else "",
+            "encoder": name,
+            "estimate": finite(estimate),
+            "low": finite(low),
+            "high": finite(high),
+            "note": None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants.",
+        }
+        scored.append(Scored(metric, name, boot, row))
+    return scored
+
+
+def dice(voxels: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """2 |A ∩ B| / (|A| + |B|) over all volumes, under weights [R, n]; `voxels` [n, 3] holds |A ∩ B|, |A|, |B|. NaN where both are empty."""
+    both, answer, real = (weights @ column for column in voxels.T)
+    return np.divide(2 * both, answer + real, out=np.full(len(weights), np.nan), where=answer + real > 0)
+
+
+def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Callable[[int], Segmentation]:
+    """The answer without looking: the mean surface of training volumes, in the prepared frame, which is centred on the tissue."""
+    stacked = np.stack([t.rows for t in truth])
+    known = np.isfinite(stacked)
+    mean = np.where(known, stacked, 0).sum(0) / np.maximum(known.sum(0), 1)
+
+    def answer(i: int) -> Segmentation:
+        transform = transform_of(store.rows[i])
+        surfaces = {name: transform.rows_to_native(rows) for name, rows in zip(config.surfaces, mean, strict=True)}
+        masks = {config.mask_name: np.zeros(transform.native_shape, bool)} if config.mask_values else {}
+        return Segmentation(surfaces, masks, transform.native_spacing_mm)
+
+    return answer
+
+
+def without_labels(volume: Volume) -> dict[str, np.ndarray]:
+    """ILM and BM as `octfm prepare` finds them for its tissue band, with no label at all: native rows float [D, W]."""
+    from octfm.volume.tissue import find_tissue
+
+    tissue = find_tissue(volume.voxels, volume.spacing_mm)
+    return {"ilm": tissue.ilm, "bm": tissue.bm}
+
+
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """One line per surface or mask and source, then one per comparison, for a terminal."""
+    lines = []
+    for r in result["results"]:
+        between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ""
+        estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.2f}"
+        unit, people = r["unit"], r["n_test_participants"]
+        lines.append(
+            f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between} {unit}, {people} participants"
+        )
+    for c in result["comparisons"]:
+        if c["low"] is not None:
+            numbers = f"{c['difference']:+.2f} ({c['low']:+.2f} to {c['high']:+.2f}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
+            lines.append(f"{c['target']:<12} {c['metric']:<5} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
+    return lines
+
+
+def read_result(out: str | Path) -> dict[str, Any]:
+    """segment.json of a finished run."""
+    return json.loads((Path(out) / "segment.json").read_text())
+
+
+def _rows(store: Store, config: SegmentConfig) -> tuple[list[int], list[int]]:
+    """Rows to train on and to test, participants apart."""
+    assert_disjoint_splits(store)
+    train = [row.index for row in store.rows if row.split in ("train", "val")]
+    test = [row.index for row in store.rows if row.split == "test"]
+    if not train or not test:
+        raise EvaluationError(f"{store.path}: expected train and test participants; octfm scan makes splits")
+    if config.max_volumes is not None:
+        train = [
+            train[i] for i in np.unique(np.linspace(0, len(train) - 1, min(config.max_volumes, len(train))).astype(int))
+        ]
+    return train, test

@@ -1,0 +1,49 @@
+"""Settings of a segmentation: what is found, by which decoder, on which volumes."""
+
+from pydantic import Field, model_validator
+
+from octfm.config import Config, LearningRate, LocalPlace, Place, Seed
+from octfm.models.dense import Decoder
+from octfm.run.runtime import Precision
+
+
+class SegmentConfig(Config):
+    """One run."""
+
+    encoder: Place | None = None
+    """Run folder or checkpoint of pretraining."""
+    store: Place | None = None
+    """Folder of a store prepared with the encoder's Preprocessing."""
+    exclude: LocalPlace | None = None
+    """File with an acquisition, uri or participant per line: their volumes are left out."""
+    truth: LocalPlace | None = None
+    """Folder with <acquisition>.npz: `surfaces` float [S, D, W] in native rows (NaN where unknown), `surface_names`, and `lesions` uint8
+    [D, H, W] where masks are wanted. Phantom cohorts come with it."""
+    surfaces: tuple[str, ...] = ("ilm", "rpe", "bm")
+    """Names from `surface_names`, from the vitreous downwards."""
+    mask_values: tuple[int, ...] = ()
+    """Values of `lesions` that together are the mask; phantoms: 1 and 2 are fluid. Empty: no mask."""
+    mask_name: str = "fluid"
+    decoder: Decoder = "linear"
+    seed: Seed = 0
+    steps: int = Field(default=400, ge=1, le=10_000_000)
+    batch_size: int = Field(default=2, ge=1, le=1_000_000)
+    """Volumes per step."""
+    lr: LearningRate = 2e-3
+    lr_encoder: float = Field(default=0.0, ge=0, le=1)
+    """0: the encoder is frozen and every grid is encoded once."""
+    precision: Precision = "fp32"
+    max_volumes: int | None = Field(default=None, ge=1, le=10**12)
+    """At most so many training volumes, the same ones every time."""
+    max_cache_gb: float = Field(default=8.0, gt=0, le=1e6)
+    """Of memory, for the token grids of a frozen encoder."""
+
+    @model_validator(mode="after")
+    def _something_to_find(self) -> "SegmentConfig":
+        if not self.surfaces and not self.mask_values:
+            raise ValueError("surfaces and mask_values are both empty; name what to find")
+        return self
+
+    @property
+    def channels(self) -> int:
+        return len(self.surfaces) + bool(self.mask_values)

@@ -1,0 +1,125 @@
+"""The networks of fine-tuning with their optimizer: an encoder (or its features, once and for all) and a head."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from octfm.encoder.encoder import Encoder
+from octfm.encoder.tokens import TokenFeatures
+from octfm.encoder.tuned import heads_of
+from octfm.models.heads import TaskHead, add_low_rank, depth_of
+from octfm.models.vit3d import take_patches
+from octfm.pretraining import augment
+from octfm.pretraining.inputs import AUGMENT, generators
+from octfm.pretraining.schedule import Schedule, ScheduleConfig
+from octfm.run.runtime import Runtime
+from octfm.store.store import Arrays, Store
+from octfm.tasks.finetune_settings import FinetuneConfig
+
+
+class Source(Protocol):
+    """Where tokens come from: rows of the store in, tokens [B, M, D] and which count [B, M] out."""
+
+    def tokens(self, rows: np.ndarray, position: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """`position` seeds the augmentation of each volume; None: no augmentation."""
+        ...
+
+
+class Features:
+    """A frozen encoder's tokens, from the cache."""
+
+    def __init__(self, features: TokenFeatures, store: Store, runtime: Runtime):
+        self.features, self.store, self.runtime = features, store, runtime
+
+    def tokens(self, rows: np.ndarray, position: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        tokens, counts = self.features.take([self.store.rows[row].acquisition for row in rows])
+        return self.runtime.tensor(tokens), self.runtime.tensor(counts)
+
+
+class Live:
+    """An encoder that learns: volumes are read, shifted and recoloured, and encoded."""
+
+    def __init__(self, encoder: Encoder, store: Store, config: FinetuneConfig):
+        self.encoder, self.store, self.config = encoder, store, config
+
+    def tokens(self, rows: np.ndarray, position: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        encoder, pre, arrays = self.encoder, self.encoder.preprocessing, self.store.read(rows)
+        runtime, patch_size = encoder.runtime, encoder.config.model.patch_size
+        voxels = runtime.tensor(arrays.voxels).unsqueeze(1)
+        moves = None
+        if position is not None:
+            laterality = [self.store.rows[row].laterality for row in rows]
+            drawn = augment.draw(self.config.augment, generators(self.config.seed, AUGMENT, position), laterality)
+            height, width = arrays.voxels.shape[2:]
+            surfaces = drawn.surfaces(arrays.band, arrays.valid, height, pre.target_spacing)
+            arrays = Arrays(arrays.voxels, *surfaces, acquisition=arrays.acquisition)
+            moves = drawn.on_device(runtime.tensor, height, width, pre.target_spacing)
+            voxels = augment.move(voxels, moves)
+        chosen, tissue = encoder.select(arrays)
+        index = runtime.tensor(chosen)
+        patches = take_patches(voxels, index, patch_size)
+        mean, std = pre.intensity_mean, pre.intensity_std
+        if moves is None:
+            patches = augment.normalise(patches, mean, std)
+        else:
+            patches = augment.recoloured(patches, index, moves, mean, std)
+        return encoder.network(patches, index), runtime.tensor(tissue)
+
+
+class TaskModel:
+    """Head, encoder where it learns, and one AdamW over both with a rate for every depth."""
+
+    def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
+        self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs
+        torch.manual_seed(config.seed)
+        self.head = TaskHead(encoder.width, heads_of(encoder), outputs, config.pool).to(self.runtime.device)
+        network = encoder.network
+        if config.frozen:
+            network.requires_grad_(False)
+        else:
+            network.requires_grad_(True)
+            if config.lora_rank is not None:
+                add_low_rank(network, config.lora_rank).to(self.runtime.device)
+        # Inside a frozen encoder nothing is trained, so it is not part of what is saved either.
+        self.module = nn.ModuleDict({"head": self.head} if config.frozen else {"head": self.head, "encoder": network})
+        self.learning = [p for p in network.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=config.lr_head, betas=(0.9, 0.999))
+
+    def _groups(self) -> list[dict]:
+        """Parameters by role: `rate` is the peak learning rate, `part` who they belong to."""
+        config, groups = self.config, []
+        named = [("head", 0, p) for p in self.head.parameters()]
+        depth = self.encoder.config.model.depth
+        if not config.frozen:
+            named += [
+                ("encoder", depth_of(name, depth), p)
+                for name, p in self.encoder.network.named_parameters()
+                if p.requires_grad
+            ]
+        found: dict[tuple, list[nn.Parameter]] = {}
+        for part, level, p in named:
+            found.setdefault((part, level, p.ndim >= 2), []).append(p)
+        for (part, level, decayed), parameters in found.items():
+            rate = config.lr_head if part == "head" else config.lr_encoder * config.layer_decay ** (depth + 1 - level)
+            decay = config.weight_decay if decayed else 0.0
+            groups.append({"params": parameters, "rate": rate, "part": part, "weight_decay": decay})
+        return groups
+
+    def set_rates(self, step: int, steps: int, head_steps: int) -> None:
+        """Every group's rate at this step; the encoder stands still for `head_steps` and then warms up on its own."""
+        curve = ScheduleConfig(base_lr=1.0, warmup_ratio=self.config.warmup_ratio, min_lr_ratio=0.01)
+        moving = step >= head_steps
+        for p in self.learning:
+            p.requires_grad_(moving)
+        head = Schedule(curve, steps).lr(step)
+        encoder = Schedule(curve, max(1, steps - head_steps)).lr(step - head_steps) if moving else 0.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["rate"] * (head if group["part"] == "head" else encoder)
+
+    def answers(self, source: Source, rows: np.ndarray, position: np.ndarray | None = None) -> Tensor:
+        """float32 [B, O]"""
+        with self.runtime.autocast():
+            tokens, counts = source.tokens(rows, position)
+            return self.head(tokens, counts).float()

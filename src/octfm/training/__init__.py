@@ -1,1 +1,0 @@
-"""From a store to a checkpoint: runtime, schedules, health, the loop."""

@@ -1,0 +1,280 @@
+"""Several checkpoints and fine-tuned models on identical data and splits, with the baselines that any of them must beat."""
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.catalog.labels import LabelTable, as_number, read_labels
+from octfm.config import load
+from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
+from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import Skip, Target, find_targets, make_cases, make_rounds
+from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
+from octfm.evaluation.scoring import HEADLINE, Scored, compare_scored, correct, score
+from octfm.io.location import local_path
+from octfm.store.exclusion import without_excluded
+from octfm.store.store import Store
+from octfm.tasks.embed import embed_store, histogram_baseline
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.predictions import Said, read_predictions
+
+METADATA = ("age", "clinical_site")
+"""Columns of participants that the metadata baseline knows, besides the scanner."""
+COLUMNS = ("entry", "kind", "target", "metric", "estimate", "low", "high", "n_test_participants", "seeds")
+AGAINST = ("difference", "difference_low", "difference_high", "p", "p_holm", "verdict")
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """Fine-tuned runs of one recipe, one per seed."""
+
+    name: str
+    runs: tuple[Said, ...]
+    what: str
+    """head (frozen encoder), low rank, fine-tuned or from scratch."""
+
+
+def leaderboard(
+    entries: Sequence[str | Path],
+    stores: Sequence[str | Path],
+    target: str,
+    out: str | Path,
+    *,
+    labels: str | Path | None = None,
+    orders: Mapping[str, tuple[str, ...]] | None = None,
+    exclude: str | Path | None = None,
+    allow_seen: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    commands: Sequence[str] = (),
+    echo: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Judge every entry on the test participants of the recommended split; the first entry is compared with each of the others.
+
+    An entry is a pretraining run or checkpoint (read by a logistic or ridge probe) or a folder of `octfm finetune`; fine-tuned runs that
+    differ in nothing but the seed are one entry. Baselines: random initialisation of the first checkpoint, intensity histogram, and age,
+    site and scanner alone. `exclude`: a file that
+    names volumes to leave out. Encoders with different Preprocessing need one store each, of the same acquisitions. The result is what
+    leaderboard.json holds. Raises EvaluationError where a test participant was trained on, unless `allow_seen`.
+    """
+    out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
+    paths = [Path(entry) for entry in entries]
+    tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
+    frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
+    if not paths or not opened:
+        raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
+    # Whatever can be wrong with what was given is said before hours of embedding, and before anything is written.
+    table = read_labels(labels) if labels is not None else None
+    seen = [seen_by(path) for path in paths]
+    _one_target(target, of_store(opened[0]), table, orders)
+    base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
+    vectors = _embed(frozen, opened, out / "embeddings", echo)
+    baselines = [*vectors[len(frozen) :], base, metadata(base, without=target)]
+    align([base, *vectors])
+    seen_rows = np.zeros(len(base.acquisition), bool)
+    for path, is_seen in zip(paths, seen, strict=True):
+        own = rows_seen(base, is_seen)
+        tested = np.array([split == "test" for split in base.split])
+        if (own & tested).any() and not allow_seen:
+            who = base.participant[own & tested]
+            raise EvaluationError(
+                f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); hold them out, or --allow-seen"
+            )
+        seen_rows |= own
+    try:
+        cases, rounds = make_rounds(
+            make_cases(_one_target(target, base, table, orders), base, table),
+            base,
+            "recommended_split",
+            seen_rows,
+            allow_seen,
+            1,
+            seed,
+        )
+    except Skip as reason:
+        raise EvaluationError(f"target {target}: {reason}") from None
+    facts = describe(cases, rounds, "recommended_split", seen_rows)
+    scored: dict[str, list[Scored]] = {}
+    for e in vectors[: len(frozen)]:
+        scored[e.name] = score(
+            cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "frozen"}, resamples, seed
+        )
+    for t in tuned:
+        runs = [said.for_cases(cases, base, rounds[0].test) for said in t.runs]
+        scored[t.name] = score(cases, t.name, runs, facts | {"what": t.what}, resamples, seed)
+    for e in baselines:
+        scored[e.name] = score(
+            cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "baseline"}, resamples, seed
+        )
+    names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
+    first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
+    comparisons = [
+        compare_scored(a, b, leakage=False)
+        for name, others in scored.items()
+        if name != first
+        for a, b in zip(scored[first], others, strict=False)
+        if a.metric == b.metric
+    ]
+    return {
+        "format": "octfm-leaderboard",
+        "version": 1,
+        "target": target,
+        "reference": first,
+        "results": [s.row for per_metric in scored.values() for s in per_metric],
+        "comparisons": correct(comparisons),
+        "settings": {"resamples": resamples, "seed": seed, "allow_seen": allow_seen, "level": 0.95},
+        "stores": [str(store.path) for store in opened],
+        "labels": table.path if table else None,
+        "commands": list(commands),
+    }
+
+
+def _one_target(
+    name: str, data: Embeddings, table: LabelTable | None, orders: Mapping[str, tuple[str, ...]] | None
+) -> Target:
+    targets = find_targets([name], data, table, orders)
+    if len(targets) != 1:
+        raise EvaluationError(f"target {name}: its cells hold several labels; give a column of one label each")
+    return targets[0]
+
+
+def metadata(data: Embeddings, without: str) -> Embeddings:
+    """Age, site and scanner as vectors, without the target's own column: what can be told with no image at all."""
+    columns = [
+        np.array([[float(name == s)] for name in data.scanner])
+        for s in sorted(set(data.scanner.tolist()))
+        if without != "scanner"
+    ]
+    for name in METADATA:
+        if name == without:
+            continue
+        values = [labels.get(name) for labels in data.participant_labels]
+        numbers = [as_number(v) for v in values]
+        known = [n for n in numbers if n is not None]
+        if known and name == "age":
+            columns.append(np.array([[float(np.mean(known)) if n is None else n] for n in numbers]))
+        elif name != "age":
+            columns += [np.array([[float(v == value)] for v in values]) for value in sorted({v for v in values if v})]
+    vectors = np.hstack(columns) if columns else np.zeros((len(data.acquisition), 1))
+    return replace(
+        data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner"}, vectors=vectors
+    )
+
+
+def to_csv(result: dict[str, Any]) -> str:
+    """One line per entry and metric, best AUROC (or R²) first, with the difference from the reference."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*COLUMNS, *AGAINST])
+    for row in ranked(result):
+        for r in [x for x in result["results"] if x["encoder"] == row["encoder"]]:
+            c = _difference(result, r["encoder"], r["metric"])
+            cells = [r["encoder"], r["what"], r["target"], *(r[key] for key in COLUMNS[3:])]
+            cells += [c.get(key) for key in ("difference", "low", "high", "p", "p_holm", "verdict")]
+            writer.writerow(["" if cell is None else cell for cell in cells])
+    return text.getvalue()
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """A table of the headline metrics, best first, and the paired differences."""
+    metrics = [m for m in HEADLINE if any(r["metric"] == m for r in result["results"])]
+    lines = [
+        f"# Leaderboard: {result['target']}",
+        "",
+        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; 95 % intervals over participants.",
+        "",
+        "| entry | kind | " + " | ".join(metrics) + " |",
+        "|---" * (len(metrics) + 2) + "|",
+    ]
+    for row in ranked(result):
+        cells = [
+            interval_text(next(x for x in result["results"] if (x["encoder"], x["metric"]) == (row["encoder"], m)))
+            for m in metrics
+        ]
+        lines.append(f"| {row['encoder']} | {row['what']} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Paired differences, {result['reference']} minus each other entry; Holm over all planned comparisons.",
+        "",
+    ]
+    lines += ["| metric | against | difference | p | Holm | verdict |", "|---|---|---|---|---|---|"]
+    for c in result["comparisons"]:
+        if c["metric"] in metrics:
+            p, adjusted = ("–" if c[key] is None else f"{c[key]:.3f}" for key in ("p", "p_holm"))
+            lost = c["p_holm"] is not None and c["p_holm"] > 0.05 and c["verdict"] != "inconclusive"
+            verdict = c["verdict"] + ", not after Holm" * lost
+            lines.append(f"| {c['metric']} | {c['b']} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def ranked(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per entry, that of its first headline metric, best first. A rank without a paired interval is no finding."""
+    metric = next(m for m in HEADLINE if any(r["metric"] == m for r in result["results"]))
+    rows = [r for r in result["results"] if r["metric"] == metric]
+    return sorted(rows, key=lambda r: -(r["estimate"] if r["estimate"] is not None else -np.inf))
+
+
+def interval_text(row: dict[str, Any]) -> str:
+    """`0.91 (0.87 to 0.95)`, or `+0.05 (-0.01 to +0.11)` for a difference."""
+    sign = "+" if "difference" in row else ""
+    value = row["difference"] if sign else row["estimate"]
+    if value is None:
+        return "undefined"
+    text = f"{value:{sign}.3f}"
+    return text if row["low"] is None else f"{text} ({row['low']:{sign}.3f} to {row['high']:{sign}.3f})"
+
+
+def _difference(result: dict[str, Any], entry: str, metric: str) -> dict[str, Any]:
+    return next((c for c in result["comparisons"] if (c["b"], c["metric"]) == (entry, metric)), {})
+
+
+def entry_name(path: Path) -> str:
+    """A run by its folder's name; one of its checkpoints with the step."""
+    return f"{path.parent.parent.name}:{path.stem}" if path.is_file() else path.resolve().name
+
+
+def _embed(
+    paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Callable[[str], None]
+) -> list[Embeddings]:
+    """The vectors of every checkpoint, then those of the first one's random initialisation."""
+    names = [entry_name(path) for path in paths]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
+    found = []
+    for path, name, random_init in [
+        *((p, n, False) for p, n in zip(paths, names, strict=True)),
+        *((p, "random_init", True) for p in paths[:1]),
+    ]:
+        encoder = load_encoder(path, random_init=random_init)
+        store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
+        found.append(read_embeddings(embed_store(encoder, store, folder, name, echo)))
+    return found
+
+
+def _tuned(paths: Sequence[Path]) -> list[Tuned]:
+    """Runs of one recipe together, under the name of the first."""
+    groups: list[tuple[str, dict, list[Said], str]] = []
+    for path in paths:
+        said = read_predictions(path / "predictions.parquet")
+        config = load(FinetuneConfig, path / "config.yaml")
+        recipe = config.recipe()
+        kinds = (
+            ("head", config.frozen),
+            ("from scratch", config.from_scratch),
+            ("low rank", config.lora_rank is not None),
+        )
+        what = next((name for name, holds in kinds if holds), "fine-tuned")
+        own = next((g for g in groups if g[1] == recipe), None)
+        if own is None:
+            groups.append((path.resolve().name, recipe, [said], what))
+        elif said.facts["seed"] in [s.facts["seed"] for s in own[2]]:
+            raise EvaluationError(f"{path}: the same recipe and seed as {own[0]}; give each run once")
+        else:
+            own[2].append(said)
+    return [Tuned(name, tuple(runs), what) for name, _, runs, what in groups]

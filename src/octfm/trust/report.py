@@ -1,0 +1,308 @@
+"""Everything that trust.json holds: one call asks all questions about one run."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.catalog.labels import read_labels
+from octfm.config import load
+from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
+from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.encoder.external import Embed, embed_external, load_external
+from octfm.errors import EvaluationError
+from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
+from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
+from octfm.evaluation.tissue_map import tissue_map
+from octfm.io.location import local_path
+from octfm.pretraining.learner import config_of
+from octfm.pretraining.run_folder import load_newest
+from octfm.store.exclusion import without_excluded
+from octfm.store.store import Store
+from octfm.tasks.embed import embed_store, histogram_baseline
+from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.predictions import read_predictions
+from octfm.trust.calibration import calibration
+from octfm.trust.copies import copies
+from octfm.trust.failures import failures
+from octfm.trust.leaderboard import entry_name
+from octfm.trust.neighbours import neighbours, scanner_leakage
+from octfm.trust.same_eye import same_eye
+from octfm.trust.scanners import domains, leave_one_scanner_out
+from octfm.trust.study import FROM_SCRATCH, Kind, Study, claimed, make_study
+from octfm.trust.subgroups import AGE_BANDS, group_columns, subgroups
+
+RESAMPLES = 4000
+"""More than elsewhere: the smallest p, 2 / 4,001, has to survive Holm over some sixty comparisons."""
+FROM_SCRATCH_EPOCHS = 60.0
+RESERVED = ("random_init", "histogram", "tissue_map", "metadata", FROM_SCRATCH, "label")
+Echo = Callable[[str], None]
+
+
+def trust(
+    run: str | Path,
+    stores: Sequence[str | Path],
+    out: str | Path,
+    *,
+    labels: str | Path | None = None,
+    targets: Sequence[str] | None = None,
+    orders: Mapping[str, tuple[str, ...]] | None = None,
+    others: Sequence[str | Path] = (),
+    external: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    age_bands: Sequence[float] = AGE_BANDS,
+    from_scratch_epochs: float = FROM_SCRATCH_EPOCHS,
+    exclude: str | Path | None = None,
+    allow_seen: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    commands: Sequence[str] = (),
+    echo: Echo = print,
+) -> dict[str, Any]:
+    """Judge a run beside its baselines, other runs and encoders of your own; the result is what trust.json holds.
+
+    `stores`: one for every Preprocessing among the runs, of the same acquisitions. `external`: FILE.py:FUNCTION, see
+    octfm.encoder.external. `exclude`: a file that names
+    volumes to leave out. `groups`: columns to look for gaps in besides site, age, eye and scanner. Embeddings and the networks
+    trained from scratch are kept in `out` and taken again. Raises EvaluationError where a test participant was in any pretraining,
+    unless `allow_seen`.
+    """
+    out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
+    if not opened or not len(opened[0]):
+        raise EvaluationError("expected a prepared store that holds volumes; give --store")
+    # Whatever can be wrong with what was given is said before hours of embedding.
+    table = read_labels(labels) if labels is not None else None
+    runs = _named([Path(path) for path in (run, *others)])
+    origin = {name: _pretraining(path, opened[0]) for name, path in runs.items()}
+    own = {spec: load_external(spec) for spec in external}
+    for spec, (name, _) in own.items():
+        if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
+            raise EvaluationError(f"--external {spec}: {name} is the name of another encoder here; rename the function")
+    answered = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
+    group_columns(make_study([of_store(opened[0])], {}, **answered), groups, age_bands)
+    encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
+    seen = np.zeros(len(encoders[0].acquisition), bool)
+    for path in runs.values():
+        seen |= rows_seen(encoders[0], seen_by(path))
+    study = make_study(
+        encoders, kinds, **answered, seen=seen,
+        pretrained_on={name: facts["scanners"] for name, facts in origin.items()}, resamples=resamples, seed=seed,
+    )  # fmt: skip
+    scratch_note = "Left out by --from-scratch-epochs 0."
+    if from_scratch_epochs > 0:
+        study, scratch_note = _from_scratch(
+            study, Path(run), opened[0], labels, orders, from_scratch_epochs, out, exclude, allow_seen, echo
+        )
+    return {
+        "format": "octfm-trust",
+        "version": 1,
+        "reference": study.reference,
+        "cohort": _cohort(study),
+        "encoders": [{"name": e.name, "kind": study.kinds[e.name], "what": _what(e)} for e in study.encoders]
+        + (
+            [{"name": FROM_SCRATCH, "kind": "from scratch", "what": "the run's network, trained for the label alone"}]
+            if study.scratch
+            else []
+        ),
+        "pretraining": origin,
+        **ask(study, opened[0], groups=groups, age_bands=age_bands, echo=echo),
+        "from_scratch_note": scratch_note,
+        "settings": {
+            "design": study.design,
+            "resamples": resamples,
+            "seed": seed,
+            "allow_seen": allow_seen,
+            "level": 0.95,
+            "from_scratch_epochs": from_scratch_epochs,
+        },
+        "interval_meaning": INTERVAL_MEANING[study.design],
+        "labels": table.path if table else None,
+        "stores": [str(store.path) for store in opened],
+        "commands": list(commands),
+    }
+
+
+def ask(
+    study: Study,
+    store: Store,
+    *,
+    groups: Sequence[str] = (),
+    age_bands: Sequence[float] = AGE_BANDS,
+    echo: Echo = print,
+) -> dict[str, Any]:
+    """The answer to every question, under its own key."""
+    parts: dict[str, Any] = {"skipped": list(study.skipped)}
+    echo("probes: the run beside its baselines")
+    parts |= baselines(study)
+    echo("leave one scanner out")
+    parts["left_out_scanner"] = leave_one_scanner_out(study)
+    parts["domains"] = domains(study)
+    echo("the same eye on several scanners")
+    parts["same_eye"] = same_eye(study)
+    echo("subgroups, calibration, scanner leakage, neighbours")
+    parts["subgroups"] = subgroups(study, groups, age_bands)
+    parts["calibration"] = calibration(study)
+    parts["leakage"] = scanner_leakage(study)
+    parts["neighbours"] = neighbours(study)
+    echo("failures and copies")
+    parts["failures"] = failures(study)
+    parts["copies"] = copies(study, store)
+    return parts
+
+
+def baselines(study: Study) -> dict[str, Any]:
+    """Every metric of everyone on every target, and the run against each baseline."""
+    rows: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
+    for task in study.tasks:
+        scored: dict[str, list[Scored]] = {
+            name: score(task.cases, name, [said], task.facts | {"what": study.kinds[name]}, study.resamples, study.seed)
+            for name, said in study.everyone(task)
+        }
+        rows += [s.row for own in scored.values() for s in own]
+        for name, own in scored.items():
+            # Another run is no baseline: the question about domains compares it.
+            if name != study.reference and study.kinds[name] != "other run":
+                both = zip(scored[study.reference], own, strict=False)
+                comparisons += [compare_scored(a, b, leakage=False) for a, b in both if a.metric == b.metric]
+    return {"results": rows, "comparisons": claimed(comparisons), "planned_metrics": list(PLANNED)}
+
+
+def _what(encoder: Embeddings) -> str:
+    """In a few words, and without the folders of this machine: the page is passed around."""
+    return re.sub(r"\S*/", "", str(encoder.metadata.get("encoder", "")))
+
+
+def _named(paths: Sequence[Path]) -> dict[str, Path]:
+    """Runs by their names, the one of interest first."""
+    names = [entry_name(path) for path in paths]
+    for name in names:
+        if names.count(name) > 1 or name in RESERVED:
+            raise EvaluationError(f"two encoders are called {name}; rename one of the run folders")
+    return dict(zip(names, paths, strict=True))
+
+
+def _encoders(
+    runs: Mapping[str, Path],
+    external: Mapping[str, tuple[str, Embed]],
+    stores: Sequence[Store],
+    folder: Path,
+    echo: Echo,
+) -> tuple[list[Embeddings], dict[str, Kind]]:
+    """The run first, then other runs, then the baselines, then encoders of one's own."""
+    found: list[Embeddings] = []
+    kinds: dict[str, Kind] = {}
+
+    def embed(path: Path, name: str, kind: Kind, random_init: bool = False) -> None:
+        encoder = load_encoder(path, random_init=random_init)
+        store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
+        echo(f"embedding {len(store)} volumes with {name}")
+        found.append(
+            replace(
+                read_embeddings(embed_store(encoder, store, folder, re.sub(r"[^\w.-]", "_", name), echo)), name=name
+            )
+        )
+        kinds[name] = kind
+
+    first = next(iter(runs))
+    for name, path in runs.items():
+        embed(path, name, "run" if name == first else "other run")
+    embed(runs[first], "random_init", "baseline", random_init=True)
+    found.append(read_embeddings(histogram_baseline(stores[0], folder)))
+    align(found)
+    data = found[0]
+    found.append(tissue_map(stores[0], data))
+    found.append(
+        replace(data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner, no image"})
+    )
+    kinds |= {"histogram": "baseline", "tissue_map": "baseline", "metadata": "baseline"}
+    for spec, loaded in external.items():
+        echo(f"embedding with {spec}")
+        found.append(embed_external(spec, stores[0], data, loaded))
+        kinds[loaded[0]] = "external"
+    return found, kinds
+
+
+def _pretraining(path: Path, store: Store) -> dict[str, Any]:
+    """What a run was pretrained on, as its checkpoint says."""
+    _, content = load_newest(path)
+    config = config_of(content)
+    named = set(config.data.scanners) or {row.scanner for row in store.rows}
+    return {
+        "scanners": tuple(sorted(named - set(config.data.leave_out_scanners))),
+        "named": bool(config.data.scanners),
+        "participants": len(content["participants"]["hashes"]),
+        "steps": config.steps,
+        "global_batch_size": config.data.global_batch_size,
+        "seed": config.seed,
+        "settings": config.model_dump(mode="json", exclude={"seed", "data", "tracking", "runtime"}),
+    }
+
+
+def _from_scratch(
+    study: Study,
+    run: Path,
+    store: Store,
+    labels: str | Path | None,
+    orders: Mapping[str, tuple[str, ...]] | None,
+    epochs: float,
+    out: Path,
+    exclude: str | Path | None,
+    allow_seen: bool,
+    echo: Echo,
+) -> tuple[Study, str]:
+    """The run's architecture trained for each label alone, from random weights; a fair rate, not that of fine-tuning."""
+    if study.design != "recommended_split":
+        return study, "Left out: it needs train and test splits, and this store has none (octfm scan makes them)."
+    said, notes = {}, []
+    for task in study.tasks:
+        if task.cases.target.label is not None:
+            continue
+        config = load(
+            FinetuneConfig,
+            {
+                "encoder": str(run), "from_scratch": True, "store": str(store.path), "labels": None if labels is None else str(labels),
+                "target": task.name, "order": list((orders or {}).get(task.cases.target.column, ())), "epochs": epochs, "head_epochs": 0,
+                "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15, "seed": study.seed,
+                "exclude": None if exclude is None else str(exclude),
+            },
+        )  # fmt: skip
+        folder = out / "from_scratch" / re.sub(r"[^\w.-]", "_", task.name)
+        echo(f"training {task.name} from scratch: at most {epochs:g} epochs, chosen on validation participants")
+        try:
+            finetune(config, folder, allow_seen=allow_seen, echo=lambda line: None)
+        except EvaluationError as reason:
+            notes.append(f"{task.name} was left out: {reason}")
+            continue
+        prediction = read_predictions(folder / "predictions.parquet")
+        said[task.name] = prediction.for_cases(task.cases, study.data, task.rounds[0].test)
+    kinds: dict[str, Kind] = {**study.kinds, FROM_SCRATCH: "from scratch"}
+    note = f"At most {epochs:g} epochs, learning rate 3e-4, the epoch chosen on validation participants; one seed."
+    return replace(study, scratch=said, kinds=kinds), " ".join([note, *notes])
+
+
+def _cohort(study: Study) -> dict[str, Any]:
+    data, tested = study.data, study.tested
+
+    def people(keep: np.ndarray) -> int:
+        return len(np.unique(data.participant[keep]))
+
+    return {
+        "acquisitions": len(data.acquisition),
+        "participants": people(np.ones(len(tested), bool)),
+        "tested_acquisitions": int(tested.sum()),
+        "tested_participants": people(tested),
+        "tested_seen_in_pretraining": people(tested & study.seen),
+        "by_scanner": {
+            scanner: {
+                "acquisitions": int((data.scanner == scanner).sum()),
+                "tested_participants": people(tested & (data.scanner == scanner)),
+            }
+            for scanner in sorted(set(data.scanner.tolist()))
+        },
+        "design": study.design,
+    }

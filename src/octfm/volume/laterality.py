@@ -1,0 +1,159 @@
+"""On which side of a macular scan the optic disc lies, told by the nerve fibre layer, so that a wrong laterality tag is noticed.
+
+Nerve fibres run to the disc, so nasally of the fovea the innermost retina is bright and thick, and temporally it is neither: to the right
+in the image of a right eye, to the left in that of a left eye. It is evidence against a tag, never a reason to change one. The disc
+itself need not be in the field, but enough of the retina beside the fovea must be.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from octfm.volume.planes import Planes
+from octfm.volume.tissue import Tissue
+from octfm.volume.volume import Laterality, Spacing3
+
+if TYPE_CHECKING:
+    from octfm.catalog.acquisition import Acquisition
+
+Side = Literal["left", "right", "unclear"]
+Verdict = Literal["agrees", "contradicts", "only anatomy tells", "field too narrow", "band unsure", "sides alike"]
+"""What pixels say about the stated eye; the last three: they cannot tell, and why."""
+
+NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM = (10, 45), (60, 110), (10, 250)
+"""Depths below the ILM that are compared: nerve fibres fill the first nasally and not temporally; the second is dark everywhere."""
+FROM_FOVEA_MM, ACROSS_MM = (1.0, 3.2), 2.2
+"""Distances from the fovea along a B-scan, and between B-scans, at which both sides are compared."""
+LEAST_REACH_MM = 1.8
+"""A scan that shows less than this on either side of the fovea tells nothing."""
+NEEDS = (
+    f"at least {LEAST_REACH_MM} mm of retina on both sides of the fovea (of the middle of the scan where no pit is found), a tissue band of "
+    "high confidence, and a nasal side that is brighter and thicker"
+)
+"""What a volume must show before its disc's side can be told."""
+LEAST_BRIGHTNESS, LEAST_THICKNESS_UM = 0.02, 5.0
+"""Differences between the sides that count; both must point the same way."""
+CANNOT_TELL: dict[str, Verdict] = {
+    "disc_field_too_narrow": "field too narrow",
+    "disc_band_unsure": "band unsure",
+    "disc_sides_alike": "sides alike",
+}
+"""Flags of volumes whose pixels do not show which eye they are -> the verdict."""
+
+
+@dataclass(frozen=True)
+class DiscSide:
+    side: Side
+    """Of the image, whose B-scans must not have been mirrored, or of a mirrored one, in that one."""
+    brightness: float
+    """Nerve fibres over ganglion cells, right minus left, in units of the retina's mean brightness; nan where nothing can be compared."""
+    thickness_um: float
+    """ILM to Bruch's membrane, right minus left."""
+    why_unclear: str = ""
+    """A key of CANNOT_TELL where the side is unclear."""
+
+    def contradicts(self, laterality: Laterality | None) -> bool:
+        return (laterality, self.side) in {("R", "left"), ("L", "right")}
+
+    def flags(self, laterality: Laterality | None) -> tuple[str, ...]:
+        """What a catalog's row is flagged with: nothing where the side agrees with the stated eye."""
+        if self.side == "unclear":
+            return (self.why_unclear,)
+        if laterality is None:
+            return ("disc_on_the_right",) if self.side == "right" else ("disc_on_the_left",)
+        return ("laterality_contradicts_anatomy",) if self.contradicts(laterality) else ()
+
+
+def _unclear(why: str) -> DiscSide:
+    return DiscSide("unclear", float("nan"), float("nan"), why)
+
+
+def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tissue) -> DiscSide:
+    """Right and left of the fovea compared at equal distances: the median over B-scans and distances."""
+    depth, _, width = voxels_DHW.shape
+    dz, dy, dx = spacing_mm
+    fovea = tissue.fovea or ((depth - 1) / 2, (width - 1) / 2)
+    reach = min(fovea[1], width - 1 - fovea[1]) * dx
+    near = np.flatnonzero(np.abs(np.arange(depth) - fovea[0]) * dz < ACROSS_MM)
+    if (width - 1) * dx < 2 * LEAST_REACH_MM:  # wherever the fovea is, which an unsure band does not tell
+        return _unclear("disc_field_too_narrow")
+    if not tissue.confident:
+        return _unclear("disc_band_unsure")
+    if reach < LEAST_REACH_MM or not near.size:
+        return _unclear("disc_field_too_narrow")
+    away = np.arange(FROM_FOVEA_MM[0], min(FROM_FOVEA_MM[1], reach), max(dx, 0.05)) / dx
+    # Both neighbours of every position that is compared; the rest of the A-scans need not be looked at.
+    left = np.floor(np.concatenate([fovea[1] - away, fovea[1] + away])).astype(int)
+    columns = np.unique(np.clip(np.concatenate([left, left + 1]), 0, width - 1))
+    ilm, thickness_um = tissue.ilm[near][:, columns], (tissue.bm - tissue.ilm)[near][:, columns] * dy * 1000
+    layers = _means_below(voxels_DHW, near, columns, ilm, (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM), dy)
+    shown = layers[2] > 0  # a raster made of a star is padding beyond it
+    if not shown.any():
+        return _unclear("disc_field_too_narrow")
+    contrast = (layers[0] - layers[1]) / max(float(layers[2][shown].mean()), 1e-6)
+    brightness, thickness = (
+        _right_minus_left(np.where(shown, field, np.nan), columns, fovea[1], away) for field in (contrast, thickness_um)
+    )
+    if not np.isfinite(brightness):  # no B-scan shows both sides
+        return _unclear("disc_field_too_narrow")
+    agree = (
+        np.sign(brightness) == np.sign(thickness)
+        and abs(brightness) >= LEAST_BRIGHTNESS
+        and abs(thickness) >= LEAST_THICKNESS_UM
+    )
+    if not agree:
+        return DiscSide("unclear", brightness, thickness, "disc_sides_alike")
+    return DiscSide("right" if brightness > 0 else "left", brightness, thickness)
+
+
+def verdict(acquisition: "Acquisition") -> Verdict:
+    """Of a row whose pixels `octfm scan --pixels` has looked at."""
+    for flag in acquisition.flags:
+        if flag in CANNOT_TELL:
+            return CANNOT_TELL[flag]
+    if acquisition.laterality is None:
+        return "only anatomy tells"
+    return "contradicts" if "laterality_contradicts_anatomy" in acquisition.flags else "agrees"
+
+
+def verdicts(acquisitions: "Iterable[Acquisition]") -> dict[str, dict[str, int]]:
+    """Scanner -> volumes of each verdict, of all and of those that cannot tell: a check that sees nothing must not look passed."""
+    found = Counter((a.scanner, verdict(a)) for a in acquisitions)
+    table = {}
+    for scanner in sorted({scanner for scanner, _ in found}):
+        own = {name: found[scanner, name] for name in get_args(Verdict)}
+        unclear = {name: own.pop(name) for name in CANNOT_TELL.values()}
+        total = sum(unclear.values())
+        table[scanner] = {"checked": sum(own.values()) + total, **own, "cannot tell": total, **unclear}
+    return table
+
+
+def _means_below(
+    voxels: np.ndarray | Planes,
+    bscans: np.ndarray,
+    columns: np.ndarray,
+    ilm: np.ndarray,
+    layers_um: tuple[tuple[float, float], ...],
+    dy: float,
+) -> list[np.ndarray]:
+    """Per layer [len(bscans), len(columns)]: mean brightness between two depths below the ILM, from at most 16 rows."""
+    depths = []
+    for first, last in layers_um:
+        rows = (last - first) / 1000 / dy
+        depths.append(np.linspace(first, last, int(min(16, max(2, rows)))) / 1000 / dy)
+    below, ends = np.concatenate(depths)[:, None], np.cumsum([len(rows) for rows in depths])[:-1]
+    means = [np.empty(ilm.shape, np.float32) for _ in layers_um]
+    for at, bscan in enumerate(bscans):
+        rows = np.clip(np.rint(ilm[at] + below).astype(int), 0, voxels.shape[1] - 1)
+        for mean, values in zip(means, np.split(voxels[bscan][rows, columns], ends), strict=True):
+            mean[at] = values.mean(axis=0, dtype=np.float32)
+    return means
+
+
+def _right_minus_left(field_DC: np.ndarray, columns: np.ndarray, middle: float, away: np.ndarray) -> float:
+    differences = [np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DC]
+    known = np.isfinite(differences)
+    return float(np.median(np.array(differences)[known])) if known.any() else float("nan")
