@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from octfm.phantom import phantom_volume
+from octfm.store.layout import Arrays, StoreRow
 from octfm.store.loader import Loader
-from octfm.store.store import Arrays, Store, StoreRow
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Prepared, Preprocessing
 

@@ -40,7 +40,8 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint
 from octfm.run.runtime import start
 from octfm.run.tracking import read_metrics
-from octfm.store.store import Store, StoreRow
+from octfm.store.layout import StoreRow
+from octfm.store.store import Store
 from octfm.tasks.segment import Labelled, Segmenter, to_prepared, transform_of
 from octfm.tasks.segment_settings import SegmentConfig
 from segment_amd import by_halves

@@ -13,7 +13,8 @@ from octfm.phantom.eye import central_subfield_um
 from octfm.phantom.render import GroundTruth, render
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
 from octfm.phantom.write import PHANTOM_VERSION, SIDES
-from octfm.store.store import Store, StoreRow
+from octfm.store.layout import StoreRow
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.transform import Transform

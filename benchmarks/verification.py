@@ -23,8 +23,9 @@ from octfm.pretraining.monitors.measure import update
 from octfm.pretraining.settings import load_config
 from octfm.pretraining.step import accumulate, judge
 from octfm.run.runtime import start
+from octfm.store.layout import SHARD_CHECKSUM, Arrays
 from octfm.store.loader import Batch
-from octfm.store.store import SHARD_CHECKSUM, Arrays, Store
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from octfm.catalog.acquisition import FLAGS
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.store.prepare import REASONS as AFTER_THE_SCAN
 
 GUIDE = Path(__file__).parent / "guide" / "data-codes.md"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.store.store import Store, StoreRow, read_rows
+from octfm.store.layout import StoreRow, read_rows
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.transform import Transform

@@ -1,148 +1,89 @@
-"""The house: imports point downwards, the data side never needs torch, the training path stays light, nothing heavy loads early."""
+"""The house: folders in the order of the data, each importing only what stands before it, and no circle of imports."""
 
 import ast
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import octfm
 
-ROOT = Path(octfm.__file__).parent
-LAYERS = [
-    {"errors"},
-    {"addresses"},
-    {"config"},
-    {"data", "masks"},
-    {"models"},
-    {"training"},
-    {"evaluation"},
-    {"report"},
-    {"demo"},
-    {"cli", "cli_evaluation", "cli_options", "cli_report", "cli_use", "__main__"},
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-NO_TORCH = ("errors", "config", "data", "masks", "report")
-TRAINING_PATH = [
-    "octfm.pretraining.pretrain",
-    "octfm.store.loader",
-    "octfm.store.store",
-    "octfm.volume.preprocessing",
-    "octfm.pretraining.masks",
-]
-LIGHT = {"torch", "numpy", "yaml", "pydantic", "tensorstore"}
-
-
-def modules() -> list[Path]:
-    return [p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"]
-
-
-def part(path: Path) -> str:
-    return path.relative_to(ROOT).with_suffix("").parts[0]
-
-
-def imported(path: Path) -> set[str]:
-    tree = ast.walk(ast.parse(path.read_text()))
-    names = set()
-    for node in tree:
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names |= {node.module} | (
-                {f"{node.module}.{a.name}" for a in node.names} if node.module == "octfm" else set()
-            )
-        elif isinstance(node, ast.Import):
-            names |= {a.name for a in node.names}
-    return names
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downwards(path):
-    for name in imported(path):
-        if name.startswith("octfm."):
-            other = name.split(".")[1]
-            if other in LEVEL:
-                assert LEVEL[other] <= LEVEL[part(path)], (
-                    f"{path.relative_to(ROOT)} imports {name} from a layer above it"
-                )
-
-
-@pytest.mark.parametrize("path", [p for p in modules() if part(p) in NO_TORCH], ids=lambda p: str(p.relative_to(ROOT)))
-def test_data_and_report_do_not_need_torch(path):
-    assert not any(name.split(".")[0] == "torch" for name in imported(path))
-
-
-def test_no_page_loads_torch_through_another_module():
-    modules = ", ".join(f"octfm.report.{path.stem}" for path in sorted((ROOT / "report").glob("[a-z]*.py")))
-    code = f"import sys, {modules}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_models_do_not_touch_files():
-    for path in (ROOT / "models").glob("*.py"):
-        assert not imported(path) & {"pathlib", "os", "io", "json", "yaml"}, path
-
-
-def test_files_have_one_concern():
-    for path in modules():
-        assert path.stem not in {"utils", "helpers", "misc", "common"}, path
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_training_path_imports_only_the_light_libraries():
-    """What a bare GPU image has; readers and reports may need more, but only when they are used."""
-    code = f"import sys\nimport {', '.join(TRAINING_PATH)}\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
-    allowed = run_python(f"import sys, {', '.join(LIGHT)}\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))")
-    extra = (
-        set(run_python(code).split()) - set(allowed.split()) - sys.stdlib_module_names - {"octfm", "annotated_types"}
-    )  # pydantic's own
-    # Private modules belong to the Python build and to extensions of the libraries above.
-    extra = {name for name in extra if not name.startswith("_")}
-    assert not extra, f"the training path imports {sorted(extra)}; allowed: {sorted(LIGHT)}"
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "import octfm",
-        "import sys; sys.argv = ['octfm', '--help']\nfrom octfm.cli.main import app\nimport octfm.cli.main",
-    ],
+SOURCE = Path(octfm.__file__).parent.parent
+ORDER = (
+    *(
+        "errors",
+        "addresses",
+        "config",
+        "version",
+        "io",
+        "volume",
+        "formats",
+        "phantom",
+        "catalog",
+        "store",
+        "models",
+        "run",
+    ),
+    *("pretraining", "encoder", "evaluation", "tasks", "trust", "report", "demo", "cli", "__main__"),
 )
-def test_nothing_heavy_is_imported_early(what):
-    heavy = {"torch", "numpy", "pydicom", "zarr", "matplotlib", "sklearn", "pyarrow", "pydantic", "tensorstore"}
-    loaded = set(run_python(f"{what}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})").split())
-    assert not loaded & heavy
+"""Folders and modules of octfm; docs/architecture.md describes them. The root package is the public face and may name any."""
 
 
-def test_every_public_name_has_a_home():
-    for name in octfm.__all__:
-        assert getattr(octfm, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'train'"):
-        _ = octfm.train
+@cache
+def imports() -> dict[str, set[str]]:
+    """Module -> modules of octfm that it imports, inside functions and for types only as well."""
+    paths = {name_of(path): path for path in sorted((SOURCE / "octfm").rglob("*.py"))}
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        named = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= (inside & paths.keys()) | ({node.module} if inside - paths.keys() else set())
+        found[module] = (named & paths.keys()) - {module}
+    return found
 
 
-def test_only_the_runtime_knows_devices_and_ranks():
-    """Everything else trains as if it were alone on one device. A kernel is chosen by the tensors that it is given, and DCP is a format of
-    files: neither names an accelerator nor talks to another process."""
-    runtime = {
-        ROOT / "training" / name
-        for name in ("runtime.py", "runtime_xla.py", "preflight/tpu_record.py", "preflight/tpu_compile.py")
-    }
-    for path in set(modules()) - runtime:
-        foreign = {name for name in imported(path) if name.split(".")[0] in ("torch_xla", "torch_tpu", "jax")}
-        foreign |= {
-            name for name in imported(path) if name.startswith("torch.distributed") and "checkpoint" not in name
-        }
-        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
-        text = path.read_text()
-        named = [word for word in ("torch.cuda", "dist.all_", "dist.broadcast", "init_process_group") if word in text]
-        assert not named, f"{path.relative_to(ROOT)} names {named}"
-    loop = (ROOT / "training" / "pretrain.py").read_text()
-    branches = [word for word in ("steady", "sharded", "device.type", "xla", "fsdp", "parallel ==") if word in loop]
-    assert not branches, f"the loop names {branches}"
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def place(module: str) -> int:
+    return ORDER.index(module.split(".")[1])
+
+
+def test_every_folder_imports_only_what_stands_before_it():
+    upwards = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in others
+        if module != "octfm" and (other == "octfm" or place(other) > place(module))
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_no_module_imports_itself_through_others():
+    """A depth-first walk; a module that is met again while it is still open closes a circle."""
+    state: dict[str, str] = {}
+    circles: list[str] = []
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        state[module] = "open"
+        for other in sorted(imports()[module]):
+            if state.get(other) == "open":
+                circles.append(" -> ".join((*trail[trail.index(other) :], other)))
+            elif other not in state:
+                visit(other, (*trail, other))
+        state[module] = "done"
+
+    for module in sorted(imports()):
+        if module not in state:
+            visit(module, (module,))
+    assert not circles, "\n".join(circles)
+
+
+def test_folders_hold_at_most_16_modules():
+    for folder in {path.parent for path in (SOURCE / "octfm").rglob("*.py")}:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= 16, f"{folder.relative_to(SOURCE)} holds {len(modules)} modules"

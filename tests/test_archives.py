@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.errors import ReadError
-from octfm.formats import REASONS, read_volume
+from octfm.formats import read_volume
+from octfm.formats.reasons import REASONS
 from octfm.io import archive as archives
 from octfm.io.archive import open_archive, open_file, unpack
 from octfm.phantom import DEFAULT_SCANNERS, write_phantom

@@ -336,7 +336,7 @@ def test_the_command_scans_into_a_bucket_and_never_prints_a_credential(place, zi
     put_tree(zipped, place / "in")
     command = ["scan", str(place / "in"), "--out", str(place / "out"), "--workers", "0", "--no-images"]
     done = subprocess.run(
-        [sys.executable, "-c", "from octfm.cli import main; main()", *command],
+        [sys.executable, "-c", "from octfm.cli.main import main; main()", *command],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.catalog.columns import TableError
 from octfm.errors import ConfigError
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.phantom.write import write_phantom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)

@@ -12,7 +12,7 @@ from test_pretrain import TINY
 
 def octfm_command(*words, cwd):
     done = subprocess.run(
-        [sys.executable, "-c", "from octfm.cli import main; main()", *map(str, words)],
+        [sys.executable, "-c", "from octfm.cli.main import main; main()", *map(str, words)],
         capture_output=True,
         text=True,
         cwd=cwd,

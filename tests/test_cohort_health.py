@@ -7,7 +7,8 @@ import pytest
 
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.pretraining.preflight import cohort
-from octfm.store.store import Store, StoreRow
+from octfm.store.layout import StoreRow
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume import appearance
 from octfm.volume.preprocessing import Prepared, Preprocessing

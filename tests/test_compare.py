@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from browser import assert_renders, needs_chromium
+from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import EvaluationError
 from octfm.evaluation.compare import probe_together
@@ -16,7 +17,6 @@ from octfm.evaluation.probe import probe, write_probe
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
-from octfm.tasks.embed import embed_store
 from run_folder import probe_result, write_run
 from small_store import darkened, small_store
 from test_pretrain import config, quiet

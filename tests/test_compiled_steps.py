@@ -14,8 +14,9 @@ from octfm.pretraining.preflight import examine_tpu
 from octfm.pretraining.preflight.tpu import smaller_steps
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run.adamw import CompiledAdamW
-from octfm.run.runtime import RuntimeConfig, join
+from octfm.run.launch import join
+from octfm.run.optimizers import CompiledAdamW
+from octfm.run.runtime import RuntimeConfig
 from octfm.volume.preprocessing import Preprocessing
 
 HERE = importlib.util.find_spec("torch_xla") is not None

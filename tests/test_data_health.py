@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import octfm
 from browser import assert_renders, needs_chromium
 from dicom_files import write_oct_dicom
 from octfm.catalog.acquisition import FLAGS, Acquisition
 from octfm.catalog.catalog import Catalog, CatalogError, scan
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
 from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
@@ -240,10 +241,8 @@ def test_rejects_parquet_says_what_would_fix_each_file(catalog, tmp_path):
 
 
 def test_every_flag_in_the_sources_has_a_meaning():
-    import octfm.data
-
-    root = Path(octfm.data.__file__).parent
-    sources = {path.name: path.read_text() for path in root.rglob("*.py")}
+    root = Path(octfm.__file__).parent
+    sources = {path: path.read_text() for path in root.rglob("*.py")}
     added = ("append(", "flags +=", "flags=(", "flags[", "flags = (")
     named = {
         flag
@@ -253,7 +252,7 @@ def test_every_flag_in_the_sources_has_a_meaning():
         for flag in re.findall(r'"([a-z]+(?:_[a-z]+)+)"', line)
     }
     assert named <= set(FLAGS)
-    others = "".join(text for name, text in sources.items() if name != "acquisition.py")
+    others = "".join(text for path, text in sources.items() if path.name != "acquisition.py")
     assert not [flag for flag in FLAGS if f'"{flag}"' not in others]
 
 

@@ -10,7 +10,7 @@ from pydicom import uid
 
 from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.phantom.defects import DEFECTS
 from octfm.store.prepare import prepare

@@ -13,9 +13,10 @@ from pydicom.encaps import encapsulate, generate_frames
 
 from dicom_files import BIRTH_DATE, LOSSLESS, LOSSY, NATIVE, PATIENT_NAME, item, write_oct_dicom
 from fuzz_files import deflated_bomb
-from octfm.formats import REASONS, ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom import file as dicom_file
 from octfm.formats.dicom.reader import scanner_slug
+from octfm.formats.reasons import REASONS
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 

@@ -21,6 +21,7 @@ from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.cli.main import app
 from octfm.encoder import embed_files as module
+from octfm.encoder.embed import embedding_files
 from octfm.encoder.embed_files import embed_files
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import load_encoder
@@ -29,7 +30,7 @@ from octfm.evaluation.probe import probe
 from octfm.io.location import location
 from octfm.pretraining.pretrain import pretrain
 from octfm.store.prepare import prepare
-from octfm.tasks.embed import embed_all, embedding_files
+from octfm.tasks.embed_run import embed_all
 from small_store import small_preprocessing, small_store
 from test_pretrain import config, quiet
 from test_transfer_syntaxes import _imagecodecs, picture

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from octfm.encoder.embed import WORDS, embed_store, embedding_files, write_vectors
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
-from octfm.tasks.embed import WORDS, embed_all, embed_store, embedding_files, write_vectors
+from octfm.tasks.embed_run import embed_all
 from octfm.volume.volume import Volume
 from small_store import SIZE, edit_rows, small_preprocessing, small_store
 from test_pretrain import config, quiet
@@ -115,8 +116,8 @@ def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
 
 def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
     """Half of the grid does not hold all tissue of these eyes; who lost how much, and what it did to the vectors, is kept with them."""
+    from octfm.encoder.budget import COMPARED
     from octfm.encoder.embeddings import read_embeddings
-    from octfm.evaluation.budget import COMPARED
 
     run = pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet)
     said: list[str] = []
@@ -160,7 +161,7 @@ def test_what_old_embeddings_say_of_their_budget_is_not_believed(store, tmp_path
 
 def test_what_a_budget_does_to_all_vectors_alike_is_not_held_against_it():
     """A shift of all vectors is no loss, whatever its size; what differs from volume to volume is."""
-    from octfm.evaluation.budget import against_full_grid
+    from octfm.encoder.budget import against_full_grid
 
     rng = np.random.default_rng(0)
     kept, shift, noise = rng.normal(size=(400, 16)), 7 * rng.normal(size=16), 0.1 * rng.normal(size=(400, 16))

@@ -79,7 +79,7 @@ def test_F18_fifty_kills_change_nothing(store, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
-    words = [sys.executable, "-c", "from octfm.cli import main; main()", "pretrain", "vit_s"]
+    words = [sys.executable, "-c", "from octfm.cli.main import main; main()", "pretrain", "vit_s"]
     settings = tiny(f"data.store={store.path}", "ckpt_every_steps=100000")
     run = tmp_path / "run"
     arguments = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from octfm.cli.main import app
+from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError, StoreError
@@ -18,7 +19,6 @@ from octfm.pretraining.preflight import examine
 from octfm.pretraining.pretrain import pretrain
 from octfm.store.exclusion import excluded, named_lines, without_excluded
 from octfm.store.prepare import prepare
-from octfm.tasks.embed import embed_store
 from octfm.volume.volume import Volume
 from small_store import small_store
 from store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample

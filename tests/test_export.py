@@ -28,7 +28,7 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config
 from octfm.run import checkpoint
 from octfm.run.runtime import start
-from octfm.tasks.embed import embed_all
+from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions

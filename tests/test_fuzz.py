@@ -13,7 +13,8 @@ import pytest
 import octfm
 from fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds
 from octfm.catalog.catalog import NothingAccepted, scan
-from octfm.formats import REASONS, ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, each
 from octfm.store.prepare import REASONS as PREPARE_REASONS
 from octfm.store.prepare import prepare

@@ -8,8 +8,8 @@ import pytest
 
 from octfm.catalog.acquisition import FLAGS
 from octfm.catalog.columns import FIELDS
-from octfm.formats import REASONS
 from octfm.formats import detect as formats
+from octfm.formats.reasons import REASONS
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "guide"

@@ -15,7 +15,7 @@ from dicom_files import write_oct_dicom
 from hostile_folder import executed, octfm, plant
 from octfm.catalog.catalog import scan
 from octfm.errors import ConfigError
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, each, import_path, release
 from octfm.io.spread import spread
 
@@ -189,7 +189,9 @@ def test_a_scan_survives_a_reader_that_crashes_and_names_the_file(tmp_path, monk
     from octfm.report.data_health import _pictures
 
     assert list(
-        spread(_pictures, [("crash.dcm", (0.5, 0.01, 0.1))], lambda _, lost: lost.code, workers=1, chunk=1)
+        spread(
+            _pictures, [("crash.dcm", (0.5, 0.01, 0.1), "zeiss_cirrus")], lambda _, lost: lost.code, workers=1, chunk=1
+        )
     ) == ["decoder_crashed"]
 
 

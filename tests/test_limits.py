@@ -14,8 +14,9 @@ from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.catalog.participants import pseudonyms
 from octfm.cli.main import app
-from octfm.formats import REASONS, ReadError, read_surfaces, read_volume, within
+from octfm.formats import ReadError, read_surfaces, read_volume, within
 from octfm.formats.arrays import named_arrays
+from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 
 TIGHT = Limits(seconds=60, memory=3 * 10**8)

@@ -19,9 +19,9 @@ from octfm.models.heads import CrossAttentionPool
 from octfm.phantom import phantom_volume
 from octfm.pretraining.masks import TISSUE
 from octfm.pretraining.pretrain import pretrain
-from octfm.store.store import Arrays
+from octfm.store.layout import Arrays
 from octfm.tasks import maps
-from octfm.tasks.embed import embed_all
+from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import NONE, load_scenes

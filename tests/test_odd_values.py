@@ -99,7 +99,7 @@ def test_processes_end_as_the_function_does(verb, world, tmp_path):
     """Nothing is said at the end of an interpreter either, by threads, children or torch."""
     for parameter in parameters(verb)[::3]:
         words = _line(parameter, odd_values(parameter, 1)[0], world, tmp_path / parameter.name)
-        command = [sys.executable, "-c", "from octfm.cli import main; main()", *words]
+        command = [sys.executable, "-c", "from octfm.cli.main import main; main()", *words]
         done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=300)
         said, err = done.stdout.decode(), done.stderr.decode()
         assert complaint(done.returncode, said, err) is None, (words, done.returncode, said, err)

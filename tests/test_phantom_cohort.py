@@ -10,7 +10,8 @@ import pydicom
 import pytest
 
 from octfm.errors import OctfmError, ReadError
-from octfm.formats import REASONS, read_volume
+from octfm.formats import read_volume
+from octfm.formats.reasons import REASONS
 from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, LESIONS, PHANTOM_VERSION, SCANNERS, write_phantom
 from octfm.phantom.cohort import draw_cohort
 from octfm.phantom.defects import DEFECTS

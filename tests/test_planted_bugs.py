@@ -47,7 +47,7 @@ BUGS = (
     ),
     Bug(
         "F4-masks-count-voxels",
-        "masks.py",
+        "pretraining/masks.py",
         "target.append(np.sort(np.resize(order[:split], num_target)))",
         "target.append(np.sort(np.resize(order[:split], num_target)) * 64)",
         "test_masks.py::test_F4_masks_are_token_indices_never_voxels",

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
 from octfm.models.pooling import EXTREMES, extremes, mean, pooled, width_of
-from octfm.tasks.embed import embed_store
 from small_store import small_store
 from test_pretrain import config, quiet
 

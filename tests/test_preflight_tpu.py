@@ -8,7 +8,7 @@ from shlex import quote as quoted
 
 import pytest
 
-from octfm.cli import main
+from octfm.cli.main import main
 from octfm.errors import ConfigError
 from octfm.pretraining.preflight import tpu, tpu_program
 from octfm.pretraining.settings import PretrainConfig

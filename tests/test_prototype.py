@@ -277,8 +277,8 @@ def test_prototype_encoder_gives_the_features_its_own_code_gives(old, tmp_path):
 
 
 def test_prototype_encoder_embeds_a_store_beside_ours(old, store, tmp_path):
+    from octfm.encoder.embed import embed_store
     from octfm.encoder.embeddings import read_embeddings
-    from octfm.tasks.embed import embed_store
 
     torch.save(old.state_dict(), tmp_path / "old.pt")
     encoder = load_prototype_encoder(tmp_path / "old.pt", store.preprocessing, heads=2, device="cpu")

@@ -126,7 +126,8 @@ def test_F10_ranks_that_would_read_the_same_volumes_are_stopped(ranks, store, tm
 
 def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path, monkeypatch):
     from octfm.errors import ConfigError
-    from octfm.run.runtime import RuntimeConfig, join
+    from octfm.run.launch import join
+    from octfm.run.runtime import RuntimeConfig
 
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(

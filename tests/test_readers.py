@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.formats import REASONS, ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats.reasons import REASONS
 from vendor_files import BIRTH_DATE, FORMATS, NAME, SPACING_MM, SURNAME, Format, write_sidecar
 
 SHAPE = Format.shape

@@ -7,9 +7,9 @@ import pytest
 
 import octfm
 from dicom_files import write_oct_dicom
+from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.pretraining.pretrain import pretrain
-from octfm.tasks.embed import embed_store
 from small_store import small_store
 from test_pretrain import config, quiet
 

@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from octfm.cli.main import app
 from octfm.config import load
+from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.html import write_report
-from octfm.store.store import Arrays
-from octfm.tasks import embed as embedding
+from octfm.store.layout import Arrays
+from octfm.tasks import embed_run
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
@@ -308,4 +309,4 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
         }
     with pytest.raises(EvaluationError, match="trained on volumes that were prepared with other settings"):
         other = small_preprocessing().model_copy(update={"margin_mm": 0.02})
-        embedding._segmenter(tmp_path / "seg", small_store(tmp_path / "other", splits=("train",), preprocessing=other))
+        embed_run._segmenter(tmp_path / "seg", small_store(tmp_path / "other", splits=("train",), preprocessing=other))

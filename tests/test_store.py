@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import StoreError
-from octfm.store.store import Arrays, Store, checksum
+from octfm.store.layout import Arrays, checksum
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, _encode_by_zarr, encode
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.transform import Transform

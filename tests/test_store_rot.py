@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.errors import StoreError
 from octfm.store import verify as store_verify
+from octfm.store.layout import ARRAYS, shard_key
 from octfm.store.loader import Loader
 from octfm.store.prepare import prepare, row_of
-from octfm.store.store import ARRAYS, Store, shard_key
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Preprocessing
 from store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store

@@ -9,9 +9,10 @@ import pytest
 from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import scan
 from octfm.formats import ReadError, read_volume
+from octfm.formats.declared import doubtful_way_up
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.store.prepare import prepare
-from octfm.volume.appearance import doubtful_way_up, native_way_up
+from octfm.volume.appearance import native_way_up
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume

@@ -37,7 +37,7 @@ def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
 def test_command_runs_from_the_wheel_outside_the_clone(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    code = "import octfm, sys; from octfm.cli import main; sys.argv = ['octfm', *sys.argv[1:]]; main()"
+    code = "import octfm, sys; from octfm.cli.main import main; sys.argv = ['octfm', *sys.argv[1:]]; main()"
 
     def octfm(*words):
         done = subprocess.run(

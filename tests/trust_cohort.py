@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from octfm.encoder.embeddings import Embeddings
-from octfm.store.store import Store, StoreRow
+from octfm.store.layout import StoreRow
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from small_store import prepared_eye, small_preprocessing
 

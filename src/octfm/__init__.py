@@ -10,7 +10,7 @@ vector  = encoder.embed(octfm.read_volume("scan.dcm"))
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from octfm.version import __version__
 
 if TYPE_CHECKING:
     from octfm.catalog.catalog import Catalog, scan

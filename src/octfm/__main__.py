@@ -7,6 +7,6 @@ import sys
 if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109
     del sys.path[0]
 
-from octfm.cli import main
+from octfm.cli.main import main
 
 main()

@@ -75,7 +75,7 @@ def run_demo(
     from octfm.report.card.model_card import write_model_card
     from octfm.report.html import summary_lines, write_report
     from octfm.store.prepare import prepare
-    from octfm.tasks.embed import embed_all
+    from octfm.tasks.embed_run import embed_all
     from octfm.volume.preprocessing import Preprocessing
 
     if objective not in PRESETS:

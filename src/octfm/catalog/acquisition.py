@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from octfm.catalog.participants.splits import Split
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.volume.volume import Laterality, Layout, Shape3, Spacing3
 
 PSEUDONYM = "pseudonym:"
@@ -94,7 +94,7 @@ class Reject:
 
     uri: str
     code: str
-    """One of octfm.formats.REASONS."""
+    """One of octfm.formats.reasons.REASONS."""
     sentence: str
     bytes: int
     refers_to: str = ""

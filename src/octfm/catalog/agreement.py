@@ -7,10 +7,10 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import ManifestRow, Tables
 from octfm.catalog.participants.people import Whose
 from octfm.errors import ReadError
-from octfm.formats import Header
 from octfm.formats.bscans import missing_spacing
 from octfm.formats.dicom.geometry import check_bounds
 from octfm.formats.dicom.reader import lateralities, scanner_slug, slugify
+from octfm.formats.reasons import Header
 from octfm.io.archive import file_size
 from octfm.volume.volume import Spacing3
 

@@ -18,19 +18,19 @@ from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import without_duplicates
 from octfm.catalog.examination import deadline_of, examine_file, lost_file
+from octfm.catalog.inspection import verdicts
 from octfm.catalog.participants.people import Pattern, Scan, find_people
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.errors import OctfmError
-from octfm.formats import REASONS, Header
+from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location, write_whole
 from octfm.io.ranged import recall
 from octfm.io.spread import spread
-from octfm.volume.laterality import verdicts
 from octfm.volume.pixel_copies import Owner, describe_copy
 from octfm.volume.volume import ADMISSIBLE, RASTER_ONLY, Layout, Spacing3
 

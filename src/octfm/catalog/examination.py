@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from octfm import formats as readers
+from octfm import formats
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.io.archive import file_size, links
@@ -13,8 +13,8 @@ from octfm.io.ranged import recall
 from octfm.volume.volume import Layout
 
 if TYPE_CHECKING:
-    from octfm.formats import Header
     from octfm.formats.dicom.parts import Part
+    from octfm.formats.reasons import Header
 
 
 def examine_file(
@@ -28,8 +28,8 @@ def examine_file(
 
 def _examine(path: Location, layouts: Collection[Layout]) -> "list[Header | Part | Reject]":
     try:
-        found = readers.examine(str(path), layouts)
-        aside = found.set_aside if isinstance(found, readers.Header) else ()
+        found = formats.examine(str(path), layouts)
+        aside = found.set_aside if isinstance(found, formats.Header) else ()
         return [
             found,
             *(Reject(place, "not_a_bscan", f"{place}: {why}; left out", file_size(place)) for place, why in aside),
@@ -37,18 +37,18 @@ def _examine(path: Location, layouts: Collection[Layout]) -> "list[Header | Part
     except ReadError as error:
         if error.code != "several_volumes":
             return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
-    return [_examine_one(uri, layouts) for uri in readers.volumes_in(str(path))]
+    return [_examine_one(uri, layouts) for uri in formats.volumes_in(str(path))]
 
 
 def _examine_one(uri: str, layouts: Collection[Layout]) -> "Header | Part | Reject":
     try:
-        return readers.examine(uri, layouts)
+        return formats.examine(uri, layouts)
     except ReadError as error:
         return Reject(uri, error.code, str(error), file_size(uri), error.refers_to)
 
 
 def lost_file(path: Location, lost: Lost) -> "list[Header | Part | Reject]":
-    sentence = f"{path}: the process that looked at it {lost.what}; {readers.REASONS[lost.code].fix}"
+    sentence = f"{path}: the process that looked at it {lost.what}; {formats.REASONS[lost.code].fix}"
     return [Reject(str(path), lost.code, sentence, file_size(path))]
 
 

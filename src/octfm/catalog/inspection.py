@@ -6,17 +6,20 @@ the pixels anyway and looks for the same things.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.errors import ReadError
-from octfm.formats import REASONS, read_volume
+from octfm.formats import read_volume
+from octfm.formats.declared import doubtful_way_up
+from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size
 from octfm.io.isolation import Limits, Lost
 from octfm.io.spread import spread
-from octfm.volume.appearance import doubtful_way_up
-from octfm.volume.laterality import DiscSide, disc_side
+from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
 from octfm.volume.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.volume.planes import eight_bit
 from octfm.volume.radial import to_raster
@@ -93,3 +96,25 @@ def _lost(acquisition: Acquisition, lost: Lost) -> Reject:
 
 def _deadline(limits: Limits, acquisition: Acquisition) -> float:
     return limits.deadline(math.prod(acquisition.shape), acquisition.uri)
+
+
+def verdict(acquisition: Acquisition) -> Verdict:
+    """Of a row whose pixels `octfm scan --pixels` has looked at."""
+    for flag in acquisition.flags:
+        if flag in CANNOT_TELL:
+            return CANNOT_TELL[flag]
+    if acquisition.laterality is None:
+        return "only anatomy tells"
+    return "contradicts" if "laterality_contradicts_anatomy" in acquisition.flags else "agrees"
+
+
+def verdicts(acquisitions: Iterable[Acquisition]) -> dict[str, dict[str, int]]:
+    """Scanner -> volumes of each verdict, of all and of those that cannot tell: a check that sees nothing must not look passed."""
+    found = Counter((a.scanner, verdict(a)) for a in acquisitions)
+    table = {}
+    for scanner in sorted({scanner for scanner, _ in found}):
+        own = {name: found[scanner, name] for name in get_args(Verdict)}
+        unclear = {name: own.pop(name) for name in CANNOT_TELL.values()}
+        total = sum(unclear.values())
+        table[scanner] = {"checked": sum(own.values()) + total, **own, "cannot tell": total, **unclear}
+    return table

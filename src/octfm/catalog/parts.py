@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
-from octfm.formats import REASONS, Header, read_header_of_parts
+from octfm.formats import read_header_of_parts
 from octfm.formats.dicom.parts import Part, in_order
+from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import file_size
 from octfm.io.isolation import Limits, Lost
 from octfm.io.spread import spread

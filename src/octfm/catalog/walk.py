@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.folders import join_images
 from octfm.errors import ReadError
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed
 
@@ -113,7 +113,7 @@ def _look_inside(path: Location, found: Found) -> None:
         found.refused.append(Reject(str(path), error.code, str(error), file_size(path)))
         return
     found.archives.append(archive)
-    found.refused += archive.refused
+    found.refused += [Reject(r.uri, r.code, r.sentence, r.bytes) for r in archive.refused]
     for name in archive.members:
         member = listed(f"{path}{MEMBER}{name}")
         if isinstance(path, BucketPath) and isinstance(member, BucketPath):

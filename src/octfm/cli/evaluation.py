@@ -68,6 +68,7 @@ def probe(
     ] = False,
 ) -> None:
     """Frozen probes with participant-level intervals."""
+    from octfm.encoder.embed import embedding_files
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
     from octfm.encoder.encoder import seen_by
     from octfm.encoder.exported import refuse_inside_export
@@ -79,7 +80,6 @@ def probe(
     from octfm.io.location import location
     from octfm.run.bucket import local_run
     from octfm.store.exclusion import to_stderr
-    from octfm.tasks.embed import embedding_files
 
     command = "octfm " + " ".join(sys.argv[1:])
     chosen = choose_readout(readout)

@@ -73,7 +73,7 @@ def embed(
     if pool not in (None, "mean", "extremes"):
         raise ConfigError(f"--pool: expected mean or extremes, got {pool!r}")
     if files is None and catalog is None:
-        from octfm.tasks.embed import embed_all
+        from octfm.tasks.embed_run import embed_all
 
         folder = Path(out) if out is not None else None
         options = {

@@ -27,10 +27,11 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog, scan
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
+from octfm.encoder.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.encoder.exported import refuse_inside_export
 from octfm.errors import BucketError, EvaluationError
-from octfm.formats import REASONS
+from octfm.formats.reasons import REASONS
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
@@ -40,10 +41,9 @@ from octfm.io.versions import listing_of, versions
 from octfm.models.pooling import VectorPool
 from octfm.run.runtime import Precision, start
 from octfm.store.exclusion import without_excluded_files
+from octfm.store.layout import Arrays
 from octfm.store.prepare import BAD_INPUT, code_of, prepare_acquisition, words
 from octfm.store.prepare import REASONS as PREPARE_REASONS
-from octfm.store.store import Arrays
-from octfm.tasks.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
 from octfm.volume.preprocessing import Preprocessing
 
 FORMAT, VERSION = "octfm-embedding-job", 1

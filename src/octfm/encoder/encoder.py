@@ -24,7 +24,7 @@ from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start
-from octfm.store.store import Arrays
+from octfm.store.layout import Arrays
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
 

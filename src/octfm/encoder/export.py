@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from octfm import __version__
 from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
 from octfm.encoder import exported
 from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
@@ -17,6 +16,7 @@ from octfm.errors import EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
+from octfm.version import __version__
 
 
 def export(

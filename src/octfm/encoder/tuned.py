@@ -12,7 +12,7 @@ from octfm.encoder.tokens import draw_tissue
 from octfm.errors import CheckpointError
 from octfm.io.location import Location
 from octfm.models.heads import Pool, TaskHead
-from octfm.store.store import Arrays
+from octfm.store.layout import Arrays
 from octfm.volume.volume import Volume
 
 

@@ -3,203 +3,19 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from octfm.errors import ReadError
-from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Laterality, Layout, Shape3, Spacing3, Surfaces, Volume
+from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
     from octfm.io.isolation import Limits
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a file is not in the catalog, and what would put it there."""
-
-    meaning: str
-    fix: str
-    expected: bool = False
-    """Recognised and left out on purpose: counted as skipped, not as an error."""
-
-
-_LEFT_OUT = "nothing to fix, it is left out on purpose"
-
-REASONS: dict[str, Reason] = {
-    "empty_file": Reason("the file has no bytes", "fetch it again"),
-    "unreadable": Reason(
-        "the file system or the DICOM parser failed on it", "check permissions and the disk, fetch it again"
-    ),
-    "missing_file": Reason("a DICOMDIR lists it, and it is not there", "copy the whole medium again"),
-    "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
-    "link_not_followed": Reason(
-        "a link, or a folder of B-scans with a link among them, in a scan with --no-follow-links",
-        f"{_LEFT_OUT}; put the file itself there, or scan without --no-follow-links",
-        expected=True,
-    ),
-    "unsafe_member": Reason(
-        "a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"
-    ),
-    "decompression_bomb": Reason(
-        "a file, or a member of a ZIP archive, that inflates beyond any OCT volume", "unpack it by hand if you trust it"
-    ),
-    "unsupported_member": Reason(
-        "a member of a ZIP archive that is encrypted or compressed in an exotic way", "unpack it, or zip it again"
-    ),
-    "not_dicom": Reason(
-        "the content is of no format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"
-    ),
-    "damaged_file": Reason(
-        "a vendor's or research file whose structure is cut or contradicts itself", "fetch or export it again"
-    ),
-    "single_image": Reason(
-        "one image, not a volume",
-        "put the B-scans of a volume, and nothing else, into a folder of their own, numbered in their names",
-    ),
-    "mixed_images": Reason(
-        "images of one folder that are not the B-scans of one volume: other sizes, other names, or numbers that are missing",
-        "keep one volume per folder, its B-scans numbered in their names without a gap",
-    ),
-    "several_volumes": Reason(
-        "a file that holds several volumes, and none was named",
-        "name one of them, such as file.e2e!/series_1_2_3; a scan takes each",
-    ),
-    "unknown_axes": Reason(
-        "an array that does not tell which axis is B-scan, axial and lateral",
-        "save it as [B-scan, axial, lateral], or declare its axes",
-    ),
-    "incomplete_export": Reason(
-        "a file that needs another beside it, which is missing", "copy the whole folder of the export"
-    ),
-    "contradicting_declaration": Reason(
-        "what is declared about the file, in a sidecar or a table, cannot be read or cannot be meant",
-        "correct the line of the sidecar or the table that the sentence names",
-    ),
-    "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
-    "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
-    "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
-    "not_a_bscan": Reason(
-        "an image among the numbered B-scans of a volume, of another size or name: en face, average, thumbnail",
-        _LEFT_OUT,
-        expected=True,
-    ),
-    "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
-    "not_layer_heights": Reason(
-        "layer heights were expected and something else was given", "give the file of the height map"
-    ),
-    "other_volume": Reason("layer heights of another volume, or of another size", "give the height map of this volume"),
-    "not_oct": Reason("DICOM, but no image of the eye that octfm knows", _LEFT_OUT, expected=True),
-    "not_raster": Reason(
-        "radial, circular or repeated B-scans do not form a volume",
-        f"{_LEFT_OUT}; radial scans are taken with --layouts raster,radial",
-        expected=True,
-    ),
-    "missing_sop_uid": Reason(
-        "without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"
-    ),
-    "missing_pixel_data": Reason("the header is complete but there are no pixels", "export it again with images"),
-    "truncated_pixel_data": Reason("the file ends before its pixels do, so the transfer was cut", "fetch it again"),
-    "frame_count_mismatch": Reason(
-        "NumberOfFrames differs from the B-scans that are there", "export it again, which frames are meant is a guess"
-    ),
-    "missing_part": Reason(
-        "files of one volume, and not all of them are there", "put all files of the acquisition into one folder"
-    ),
-    "inconsistent_parts": Reason(
-        "files that say they are one volume, and differ in size, are there twice or have no order",
-        "remove copies, or export it again",
-    ),
-    "absurd_size": Reason(
-        "rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"
-    ),
-    "unsupported_pixels": Reason(
-        "colour, floating-point, neither 8 nor 16 bit, or signed without saying what is black",
-        "export 8- or 16-bit unsigned grayscale",
-    ),
-    "unsupported_transfer_syntax": Reason(
-        "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"
-    ),
-    "scrambled_pixels": Reason(
-        "Zeiss pixel data, scrambled so that only Zeiss' software reads them",
-        "export from FORUM or CIRRUS as unscrambled DICOM or as .img, or ask Zeiss for an export that others can read",
-    ),
-    "decode_failed": Reason("every installed decoder refused the compressed pixels", "fetch it again, or transcode it"),
-    "decoder_crashed": Reason(
-        "the process that read it crashed; it was alone in it, and the run went on",
-        "fetch it again, else transcode it and report it",
-    ),
-    "decoder_timeout": Reason(
-        "reading it took longer than any file of its size should",
-        "fetch it again, else transcode it; on a slow disk allow more seconds",
-    ),
-    "decoder_memory": Reason(
-        "reading it needed more memory than a worker may have",
-        "a huge volume needs a higher limit, or fewer workers; else it is damaged",
-    ),
-    "missing_spacing": Reason(
-        "neither the file nor anything beside it states millimetres on all three axes",
-        "DICOM: add PixelSpacing; others: declare spacing_mm in NAME.json or a table, or ask for a nominal spacing",
-    ),
-    "absurd_spacing": Reason(
-        "the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"
-    ),
-    "swapped_spacing": Reason(
-        "axial and lateral millimetres look exchanged: the retina would be coarser along its depth than across it",
-        "state the axial millimetres first: PixelSpacing is [axial, lateral], spacing_mm [dz, dy, dx]",
-    ),
-    "blank_volume": Reason(
-        "every voxel has the same value", "nothing was imaged, or the export failed: export it again"
-    ),
-    "upside_down": Reason(
-        "the vitreous is at the bottom of its B-scans and the choroid at the top; found when pixels are read",
-        'declare "upside_down" in NAME.json beside it: true to have it flipped, false if it is not; or keep all with --keep-upside-down',
-    ),
-    "duplicate_sop_uid": Reason(
-        "the same acquisition is already in the catalog, with the same voxels", "remove the copy"
-    ),
-    "duplicate_pixels": Reason("the same voxels are there under another SOP Instance UID", "remove the copy"),
-    "pixels_of_two_participants": Reason(
-        "the same voxels are there as another participant's, so that one of the two is wrong, and both together a leak between splits",
-        "find out whose they are, and remove the other file",
-    ),
-    "reused_sop_uid": Reason(
-        "another acquisition in the catalog has this SOP Instance UID and other voxels",
-        "export both again, each needs a UID of its own",
-    ),
-}
-"""The one list of reason codes; rejects.parquet and the report use no other."""
-
+from octfm.formats.reasons import REASONS, Header, Reason
 
 LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
 """How a file ends that takes the process that reads it with it."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What is known about an acquisition before its pixels are decoded."""
-
-    uri: str
-    shape: Shape3
-    spacing_mm: Spacing3 | None
-    """None where the file states none, so that it has to be declared."""
-    spacing_source: str
-    """Where (dz, dy, dx) came from: shared, per_frame or top_level in DICOM, header in other files, sidecar; `+positions` or
-    `+field_of_view` when dz came from there."""
-    laterality: Laterality | None
-    scanner: str
-    """Canonical slug, or unknown."""
-    protocol: str
-    participant: str | None
-    """PatientID; None where the header has none."""
-    sop_instance_uid: str
-    superior_first: bool | None
-    flags: tuple[str, ...] = ()
-    layout: Layout = "raster"
-    """Of anything but a raster, dz repeats dx and means nothing."""
-    set_aside: tuple[tuple[str, str], ...] = ()
-    """Images of its folder that are none of its B-scans, each with what tells so."""
 
 
 T = TypeVar("T")
@@ -214,19 +30,19 @@ def read_volume(
     raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.volume.radial.to_raster for stars.
     limits: read in a child process that may take so much time and memory, as a scan does; for files that nobody vouches for.
     """
-    from octfm.formats import detect as formats  # parsers stay out of the training path
+    from octfm.formats import detect  # parsers stay out of the training path
 
     if limits is None:
-        return formats.read_volume(str(uri), spacing_mm, raster_only)
+        return detect.read_volume(str(uri), spacing_mm, raster_only)
     layouts = RASTER_ONLY if raster_only else LAYOUTS
     size = None
     try:
-        size = math.prod(within(limits, functools.partial(formats.read_header, layouts=layouts), str(uri)).shape)
+        size = math.prod(within(limits, functools.partial(detect.read_header, layouts=layouts), str(uri)).shape)
     except ReadError as error:
         if error.code in LOST:
             raise
         # A star of too few lines has no header that a scan would take, and can be read.
-    read = functools.partial(formats.read_volume, spacing_mm=spacing_mm, raster_only=raster_only)
+    read = functools.partial(detect.read_volume, spacing_mm=spacing_mm, raster_only=raster_only)
     return within(limits, read, str(uri), size=size)
 
 
@@ -248,25 +64,25 @@ def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | 
 def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
     """Everything `read_volume` would know, without decoding: cheap, and it still finds cut files. Raises ReadError; not_raster for a
     layout that is not among `layouts`, and for a star that cannot become a raster."""
-    from octfm.formats import detect as formats
+    from octfm.formats import detect
 
-    return formats.read_header(str(uri), layouts)
+    return detect.read_header(str(uri), layouts)
 
 
 def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> "Header | Part":
     """`read_header`, except that a file which is a volume only together with others says so at once. Raises ReadError."""
-    from octfm.formats import detect as formats
+    from octfm.formats import detect
 
-    return formats.examine(str(uri), layouts)
+    return detect.examine(str(uri), layouts)
 
 
 def volumes_in(uri: str | Path, limits: "Limits | None" = None) -> list[str]:
     """uris of the volumes in a file, its own where it is one; of several, each is file!/name. `limits` as for `read_volume`.
 
     Raises ReadError."""
-    from octfm.formats import detect as formats
+    from octfm.formats import detect
 
-    return formats.volumes_in(str(uri)) if limits is None else within(limits, formats.volumes_in, str(uri))
+    return detect.volumes_in(str(uri)) if limits is None else within(limits, detect.volumes_in, str(uri))
 
 
 def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
@@ -281,9 +97,9 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
 
     DICOM keeps them in a file of their own: `dicom_surfaces.surfaces_of_volume` joins the two. `limits` as for `read_volume`.
     """
-    from octfm.formats import detect as formats
+    from octfm.formats import detect
 
-    return formats.read_surfaces(str(uri)) if limits is None else within(limits, formats.read_surfaces, str(uri))
+    return detect.read_surfaces(str(uri)) if limits is None else within(limits, detect.read_surfaces, str(uri))
 
 
 __all__ = [

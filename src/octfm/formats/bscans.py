@@ -17,11 +17,11 @@ from typing import BinaryIO
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats import Header
 from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, refuse_rotating, stack_of
 from octfm.formats.dicom.pixels import MAX_BYTES
 from octfm.formats.dicom.reader import lateralities, slugify
+from octfm.formats.reasons import Header
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Lines, Shape3, Spacing3, Surfaces, Volume

@@ -6,6 +6,7 @@ Every key may be missing. Keys that other programs write are ignored; a mistyped
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
@@ -15,7 +16,9 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.io.archive import open_file
 from octfm.io.location import is_remote, listed
-from octfm.volume.volume import Spacing3
+from octfm.volume.appearance import UNDOUBTED, native_way_up
+from octfm.volume.planes import eight_bit
+from octfm.volume.volume import Spacing3, Volume
 
 _MAX_BYTES = 2**20
 """A larger file is some other program's."""
@@ -216,3 +219,31 @@ def _is_number(value: object) -> bool:
 
 def _refuse(message: str) -> NoReturn:
     raise ReadError("contradicting_declaration", message)
+
+
+DECLARED = frozenset({"declared_upright", "declared_upside_down"})
+"""Flags of a volume whose sidecar says which way up it lies."""
+
+
+def doubtful_way_up(
+    volume: Volume, ilm_support: float, keep: bool = False, flags: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The flag for a volume that is or may be upside down, none for one that lies as it should or whose sidecar says how it lies.
+
+    `ilm_support`: what the tissue search measured as it lies; where that leaves no doubt, nothing else is looked at. `keep`: a volume
+    that is upside down gets a flag instead of raising ReadError upside_down. `flags`: what its header gave, a declaration among them.
+    """
+    if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
+        return ()
+    up = native_way_up(eight_bit(volume), volume.spacing_mm)
+    if up == "up" or declared_way_up(volume.source) is not None:
+        return ()
+    if up == "unclear":
+        return ("way_up_unclear",)
+    if keep:
+        return ("looks_upside_down",)
+    raise ReadError(
+        "upside_down",
+        f'{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "upside_down" in a '
+        "sidecar beside it, true to have it flipped, false if it is not",
+    )

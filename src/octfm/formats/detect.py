@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from octfm.errors import ReadError
-from octfm.formats import Header, bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
 
 _HEAD = 4096
+DICOM = "dicom.reader"
 
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"HSF-OCT", "heyex_vol"),
@@ -40,7 +42,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 
 def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
     reader, layouts = find_reader(uri), RASTER_ONLY if raster_only else LAYOUTS
-    if reader.__name__.endswith(".dicom"):
+    if _is_dicom(reader):
         return reader.read_dicom(uri, layouts)
     with bscans.damage_has_a_code(uri):
         return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts)
@@ -48,7 +50,7 @@ def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Vol
 
 def read_header(uri: str, layouts: Collection[Layout]) -> Header:
     reader = find_reader(uri)
-    if reader.__name__.endswith(".dicom"):
+    if _is_dicom(reader):
         return reader.read_header(uri, layouts)
     with bscans.damage_has_a_code(uri):
         return bscans.to_header(reader.open_bscans(uri), layouts)
@@ -56,7 +58,7 @@ def read_header(uri: str, layouts: Collection[Layout]) -> Header:
 
 def examine(uri: str, layouts: Collection[Layout]) -> "Header | Part":
     reader = find_reader(uri)
-    return reader.examine(uri, layouts) if reader.__name__.endswith(".dicom") else read_header(uri, layouts)
+    return reader.examine(uri, layouts) if _is_dicom(reader) else read_header(uri, layouts)
 
 
 def volumes_in(uri: str) -> list[str]:
@@ -70,7 +72,7 @@ def volumes_in(uri: str) -> list[str]:
 
 def read_surfaces(uri: str) -> Surfaces | None:
     reader = find_reader(uri)
-    if reader.__name__.endswith(".dicom"):
+    if _is_dicom(reader):
         from octfm.formats.dicom.surfaces import read_height_map
 
         try:
@@ -81,6 +83,10 @@ def read_surfaces(uri: str) -> Surfaces | None:
             raise
     with bscans.damage_has_a_code(uri):
         return bscans.to_surfaces(reader.open_bscans(uri))
+
+
+def _is_dicom(reader: ModuleType) -> bool:
+    return reader.__name__ == f"octfm.formats.{DICOM}"
 
 
 def find_reader(uri: str) -> ModuleType:
@@ -99,7 +105,7 @@ def _by_content(uri: str) -> str:
             "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
         ) from error
     if head[128:132] == b"DICM":
-        return "dicom"  # first: its preamble may be the header of a TIFF file
+        return DICOM  # first: its preamble may be the header of a TIFF file
     for offset, magic, name in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return name
@@ -114,7 +120,7 @@ def _by_content(uri: str) -> str:
     # What is left has no magic bytes: a name, and a size or another file that fits.
     if zeiss_img.fits(uri, file_size(uri)):
         return "zeiss_img"
-    return "optovue" if optovue.fits(uri) else "dicom"
+    return "optovue" if optovue.fits(uri) else DICOM
 
 
 def is_nifti(head: bytes) -> bool:

@@ -20,9 +20,9 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
-from octfm.io.location import Location, is_remote, listed, open_binary
+from octfm.io.location import Location, is_remote, listed
+from octfm.io.ranged import directly_below, is_prefix, known, open_binary
 
 MEMBER = "!/"
 """Stands between the archive and the member."""
@@ -49,18 +49,27 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A member that is not read."""
+
+    uri: str
+    code: str
+    """One of octfm.formats.reasons.REASONS."""
+    sentence: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Archive:
     path: str
     members: dict[str, Member]
-    refused: tuple[Reject, ...]
+    refused: tuple[Refused, ...]
 
 
 def open_archive(path: str | Location) -> Archive:
     """What may be read from it and what may not. Raises ReadError: damaged_archive."""
     path = str(path)
     if is_remote(path):
-        from octfm.io.ranged import known
-
         remote = known(path)
         return _listed(path, remote.version, remote.size)
     found = os.stat(path)  # noqa: PTH116  (called for every member that is read)
@@ -156,8 +165,6 @@ def is_folder(uri: str | Location) -> bool:
     """Whether it is a folder, on disk or inside an archive."""
     inside = split_uri(uri)
     if inside is None and is_remote(uri):
-        from octfm.io.ranged import is_prefix
-
         return is_prefix(str(uri))
     if inside is None:
         return os.path.isdir(str(uri))  # noqa: PTH112
@@ -169,8 +176,6 @@ def list_folder(uri: str | Location) -> list[str]:
     """uris of the files directly in a folder, on disk or inside an archive, sorted. Raises OSError, ReadError."""
     inside = split_uri(uri)
     if inside is None and is_remote(uri) and not str(uri).endswith(MEMBER[0]):
-        from octfm.io.ranged import directly_below
-
         return directly_below(str(uri))
     if inside is None and not str(uri).endswith(MEMBER[0]):
         with os.scandir(str(uri)) as entries:
@@ -190,8 +195,6 @@ def file_size(uri: str | Location) -> int:
         if is_folder(uri):
             return sum(file_size(file) for file in list_folder(uri))
         if inside is None and is_remote(uri):
-            from octfm.io.ranged import known
-
             return known(str(uri)).size
         return Path(str(uri)).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
     except (OSError, ReadError, KeyError):
@@ -286,7 +289,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
             )
         elif problem is not None:
             uri = f"{path}{MEMBER}{_shown(entry.orig_filename)}"
-            refused.append(Reject(uri, problem[0], f"{uri}: {problem[1]}", entry.file_size))
+            refused.append(Refused(uri, problem[0], f"{uri}: {problem[1]}", entry.file_size))
     return Archive(path, dict(sorted(members.items())), tuple(refused))
 
 

@@ -62,7 +62,7 @@ class Lost:
     """An item whose child ended before its result was there."""
 
     code: str
-    """decoder_crashed, decoder_timeout or decoder_memory, of octfm.formats.REASONS."""
+    """decoder_crashed, decoder_timeout or decoder_memory, of octfm.formats.reasons.REASONS."""
     what: str
     """What was seen, as the end of a sentence."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
 from octfm.errors import BucketError
@@ -33,19 +33,6 @@ def local_path(where: "str | Path") -> Path:
 def listed(uri: str) -> "Path | BucketPath":
     """What a listing, a catalog or a path that was checked before names."""
     return BucketPath.of(uri) if is_remote(uri) else Path(uri)
-
-
-@contextmanager
-def open_binary(where: "str | Path | BucketPath", *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
-    """A seekable stream of a file or an object. `whole`: everything will be read; `in_place`: an object is never copied to the disk."""
-    if is_remote(where):
-        from octfm.io.ranged import open_object
-
-        with open_object(str(where), whole=whole, in_place=in_place) as file:
-            yield file
-    else:
-        with Path(cast("str | Path", where)).open("rb") as file:
-            yield file
 
 
 def write_whole(where: "Path | BucketPath", data: bytes) -> None:

@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from octfm.io import bucket, bucket_cache
-from octfm.io.location import BucketPath
+from octfm.io.location import BucketPath, is_remote
 
 HEAD = 128 * 2**10
 """First bytes of an object, fetched together and kept: they hold the header of nearly every volume."""
@@ -22,6 +23,17 @@ TRUST_S = 300.0
 """How long an answer about size and version holds for a process that reads many members of one archive."""
 
 _KNOWN: dict[str, tuple[bucket.Object, float]] = {}
+
+
+@contextmanager
+def open_binary(where: str | Path | BucketPath, *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
+    """A seekable stream of a file or an object. `whole`: everything will be read; `in_place`: an object is never copied to the disk."""
+    if is_remote(where):
+        with open_object(str(where), whole=whole, in_place=in_place) as file:
+            yield file
+    else:
+        with Path(cast("str | Path", where)).open("rb") as file:
+            yield file
 
 
 def remember(uri: str, found: bucket.Object) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octfm import __version__
 from octfm.errors import CheckpointError
 from octfm.models.objectives.jepa import JEPA
 from octfm.pretraining.initial_weights import begin_with
@@ -15,6 +14,7 @@ from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint, shards
 from octfm.run.runtime import Runtime
+from octfm.version import __version__
 from octfm.volume.preprocessing import Preprocessing
 
 ENGINE = ("fused", "foreach", "capturable")

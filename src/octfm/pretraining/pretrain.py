@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm import __version__
 from octfm.errors import ConfigError, Preempted
 from octfm.io.location import BucketPath, Location, location
 from octfm.models.vit3d import count_parameters
@@ -35,12 +34,14 @@ from octfm.run import checkpoint
 from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_writer import keep_best
 from octfm.run.interruption import Interruption
-from octfm.run.runtime import Runtime, environment, join
+from octfm.run.launch import join
+from octfm.run.runtime import Runtime, environment
 from octfm.run.tracking import Listener, Metrics, read_metrics
 from octfm.run.waiting import Waiting
 from octfm.store.exclusion import without_excluded
 from octfm.store.loader import Loader
 from octfm.store.store import Store
+from octfm.version import __version__
 
 Echo = Callable[[str], None]
 

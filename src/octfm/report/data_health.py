@@ -15,7 +15,8 @@ from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.splits import SPLITS
 from octfm.errors import ReadError
-from octfm.formats import REASONS, read_volume
+from octfm.formats import read_volume
+from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.io.spread import spread

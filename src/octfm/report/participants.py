@@ -9,7 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.report.sources import Sources, number
-from octfm.store.store import StoreRow
+from octfm.store.layout import StoreRow
 
 SPLITS = ("train", "val", "test", "none")
 SMALL = 5

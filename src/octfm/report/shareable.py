@@ -29,8 +29,8 @@ from octfm.catalog.participants.safe_values import (
 )
 from octfm.report.sources import Sources
 from octfm.report.words import ENCODERS
+from octfm.store.layout import StoreRow
 from octfm.store.prepare import meaning_of
-from octfm.store.store import StoreRow
 
 NAME = "OCT encoder"
 """Of a model that nobody has named for publication: the name of a folder may be private."""

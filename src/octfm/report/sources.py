@@ -11,7 +11,8 @@ from octfm.catalog.catalog import Catalog
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.run.tracking import read_metrics
-from octfm.store.store import Store, Unprepared
+from octfm.store.layout import Unprepared
+from octfm.store.store import Store
 from octfm.tasks.scene import Scene, load_scenes
 
 

@@ -10,7 +10,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 
 from octfm.config import Config, Seconds
 from octfm.errors import ConfigError, OctfmError, TrainingError
-from octfm.run.adamw import CompiledAdamW
 from octfm.run.memory import host_bytes_at_peak, host_bytes_available
-from octfm.run.sharded_adamw import ShardedAdamW
+from octfm.run.optimizers import CompiledAdamW, ShardedAdamW
 
 Precision = Literal["fp32", "bf16"]
 Result = TypeVar("Result")
@@ -346,55 +344,10 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
         raise ConfigError(
             f"WORLD_SIZE is {world}: only octfm pretrain and finetune share work among ranks; start everything else without torchrun"
         )
-    return Runtime(_device(device), precision)
+    return Runtime(device_named(device), precision)
 
 
-def join(config: RuntimeConfig, precision: Precision, device: str | None = None) -> Runtime:
-    """One device, or, under torchrun, this rank among the others, each with its own device."""
-    if config.parallel in ("xla_spmd", "tpu"):
-        from octfm.run import runtime_xla
-
-        if config.parallel == "xla_spmd":
-            return runtime_xla.join(precision, config.timeout_s)
-        runtime_xla.load_torch_tpu()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "WORLD_SIZE" not in os.environ and tasks > 1:
-        raise ConfigError(
-            f"SLURM started {tasks} tasks and none of them knows its rank: each would believe to be alone and train the same (F10); "
-            "start torchrun with one task per node, as launch/slurm.sbatch does"
-        )
-    tpu = config.parallel == "tpu"
-    if world == 1:
-        return Runtime(torch.device("tpu", 0) if tpu else _device(device), precision)
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun (launch/torchrun.sh)"
-        )
-    local = int(os.environ["LOCAL_RANK"])
-    chosen = torch.device("tpu", local) if tpu else _device(device, local)
-    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=config.timeout_s)
-    # After a restart the launcher's store still holds what the last attempt wrote: every attempt gets keys of its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = dist.TCPStore(host, port, world, serves, timeout=timeout)
-        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}.get(chosen.type, "gloo")
-        prefixed = dist.PrefixStore(f"octfm/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
-        sharded = config.parallel == "fsdp"
-        background = dist.new_group(backend="gloo", timeout=timeout) if sharded else None
-    except (RuntimeError, dist.DistError) as error:
-        raise TrainingError(
-            f"rank {rank} of {world}: the ranks did not find each other at {host}:{port} within {config.timeout_s:g} s "
-            f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
-        ) from None
-    return Runtime(chosen, precision, rank, world, sharded, config.timeout_s, background)
-
-
-def _device(name: str | None, local_rank: int | None = None) -> torch.device:
+def device_named(name: str | None, local_rank: int | None = None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected cpu or cuda (cuda:1 for the second), got {name!r}")
@@ -407,7 +360,7 @@ def _device(name: str | None, local_rank: int | None = None) -> torch.device:
             raise ConfigError(
                 f"rank {local_rank} of this host has no CUDA device: there are {torch.cuda.device_count()}; start fewer ranks"
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.setdevice_named(local_rank)
         name = f"cuda:{local_rank}"
     return torch.device(name)
 

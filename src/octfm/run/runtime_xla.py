@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octfm.errors import ConfigError, TrainingError
-from octfm.run.adamw import CompiledAdamW
+from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import Precision, Runtime
 
 NEEDED = (

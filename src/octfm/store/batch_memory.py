@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octfm.store.store import ARRAYS, Arrays, shapes
+from octfm.store.layout import ARRAYS, Arrays, shapes
 
 
 class BatchMemory:

@@ -18,7 +18,7 @@ from octfm.errors import StoreError
 from octfm.io import bucket, bucket_cache
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
-from octfm.store.store import ARRAYS, Compression, StoreRow, checksum, read_rows, shapes, shard_key
+from octfm.store.layout import ARRAYS, Compression, StoreRow, checksum, read_rows, shapes, shard_key
 from octfm.store.writer import StoreWriter
 
 if TYPE_CHECKING:

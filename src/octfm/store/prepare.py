@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM
 from octfm.errors import BucketError, OctfmError, ReadError, StoreError
-from octfm.formats import REASONS as READER_REASONS
+from octfm.formats.declared import doubtful_way_up
+from octfm.formats.reasons import REASONS as READER_REASONS
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits, Lost, release
 from octfm.io.location import Location, location
 from octfm.io.spread import require_cluster, spread
 from octfm.store.exclusion import without_excluded_files
-from octfm.store.store import Compression, Store, StoreRow, Unprepared
+from octfm.store.layout import Compression, StoreRow, Unprepared
+from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
-from octfm.volume.appearance import doubtful_way_up
 from octfm.volume.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.volume.volume import Volume
 

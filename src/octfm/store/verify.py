@@ -10,7 +10,8 @@ from octfm.errors import BucketError, StoreError
 from octfm.io import bucket
 from octfm.io.lease import Lease
 from octfm.io.location import Location, listed, write_whole
-from octfm.store.store import ARRAYS, Store, shard_key
+from octfm.store.layout import ARRAYS, shard_key
+from octfm.store.store import Store
 from octfm.store.writer import array_metadata, locked
 
 if TYPE_CHECKING:

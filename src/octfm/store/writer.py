@@ -15,7 +15,7 @@ import numpy as np
 
 from octfm.errors import StoreError
 from octfm.io.location import flush, write_whole
-from octfm.store.store import (
+from octfm.store.layout import (
     ARRAYS,
     CHECKSUM,
     FORMAT,

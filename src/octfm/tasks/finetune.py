@@ -29,7 +29,8 @@ from octfm.pretraining.preflight.ranks import require_disjoint
 from octfm.pretraining.run_folder import git_state
 from octfm.run import checkpoint
 from octfm.run.interruption import Interruption
-from octfm.run.runtime import Runtime, environment, join
+from octfm.run.launch import join
+from octfm.run.runtime import Runtime, environment
 from octfm.run.tracking import Metrics, Unheard
 from octfm.store.exclusion import without_excluded
 from octfm.store.loader import Loader
@@ -118,7 +119,8 @@ def _write_result(
     runtime: Runtime,
     out: Path,
 ) -> None:
-    write_predictions(out / "predictions.parquet", store, task, predictions, config, best["epoch"])
+    prior = task.log_prior if task.cases.classes else None
+    write_predictions(out / "predictions.parquet", store, task.cases, prior, predictions, config, best["epoch"])
     rows = [s.row for s in score(task.cases, out.name, [predictions], task.facts, RESAMPLES, 0)]
     result = {
         "format": "octfm-finetune",

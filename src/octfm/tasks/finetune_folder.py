@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from octfm import __version__
 from octfm.config import dump, load
 from octfm.encoder.encoder import Encoder, participants_of
 from octfm.encoder.tuned import Answer
@@ -18,6 +17,7 @@ from octfm.run.runtime import Runtime
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.task_model import TaskModel
+from octfm.version import __version__
 
 MAY_CHANGE = {"runtime", "max_cache_gb"}
 """Settings that a resumed run may change without ceasing to be the same run."""

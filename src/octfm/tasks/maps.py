@@ -6,18 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.encoder.budget import ROUNDING
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.trained_head import TrainedHead
 from octfm.pretraining.masks import PADDING, TISSUE, sample_masks, token_map
-from octfm.store.store import Arrays, Store
+from octfm.store.layout import Arrays
+from octfm.store.store import Store
 from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, save_scenes
 from octfm.tasks.segment import Segmenter
 
 PER_SCANNER = 2
 FEATURE_BYTES, DIRECTIONS = 300_000, (16, 64)
 """Of a volume's token features that are kept for similarities: as many directions, within limits, as fit."""
-ROUNDING = 1e-4
-"""Two vectors closer than this share of their length are equal for our purposes: their distance is no yardstick."""
 BLOCKS = 32
 """About so many blocks are hidden in turn for an occlusion map."""
 UNSEEN = "Tissue without a colour was beyond the encoder's budget of tokens."

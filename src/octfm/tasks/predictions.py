@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from octfm.evaluation.scoring import Predictions
 from octfm.io.location import replacing
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
-
-if TYPE_CHECKING:
-    from octfm.tasks.finetune import Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +45,18 @@ class Said:
 
 
 def write_predictions(
-    path: Path, store: Store, task: "Task", predictions: Predictions, config: FinetuneConfig, best_epoch: int
+    path: Path,
+    store: Store,
+    cases: Cases,
+    log_prior: np.ndarray | None,
+    predictions: Predictions,
+    config: FinetuneConfig,
+    best_epoch: int,
 ) -> None:
     """One row per tested acquisition: ids, label, value, and winning class where there are classes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    cases = task.cases
     rows = [store.rows[i] for i in cases.rows[predictions.rows]]
     columns: dict[str, Any] = {
         name: [getattr(row, name) for row in rows] for name in ("acquisition", "participant", "eye_id", "scanner")
@@ -73,7 +75,7 @@ def write_predictions(
         "recipe": config.recipe(),
         "seed": config.seed,
         "best_epoch": best_epoch,
-        "log_prior": task.log_prior.tolist() if cases.classes else [],
+        "log_prior": log_prior.tolist() if log_prior is not None else [],
     }
     # Opened here: pyarrow would take a path with a colon for an address.
     with replacing(path) as partial, partial.open("wb") as file:

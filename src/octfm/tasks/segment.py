@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octfm import __version__
 from octfm.config import load
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.errors import ConfigError, EvaluationError
@@ -23,8 +22,10 @@ from octfm.pretraining.augment import normalise
 from octfm.run import checkpoint
 from octfm.run.runtime import Runtime, start
 from octfm.store.exclusion import without_excluded
-from octfm.store.store import Arrays, Store, StoreRow
+from octfm.store.layout import Arrays, StoreRow
+from octfm.store.store import Store
 from octfm.tasks.segment_settings import SegmentConfig
+from octfm.version import __version__
 from octfm.volume.surface import best_path
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume

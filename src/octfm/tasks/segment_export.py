@@ -171,6 +171,6 @@ def _save(dataset: Any, path: Path) -> None:
 
 
 def _version() -> str:
-    from octfm import __version__
+    from octfm.version import __version__
 
     return __version__

@@ -15,7 +15,8 @@ from octfm.pretraining import augment
 from octfm.pretraining.inputs import AUGMENT, generators
 from octfm.pretraining.schedule import Schedule, ScheduleConfig
 from octfm.run.runtime import Runtime
-from octfm.store.store import Arrays, Store
+from octfm.store.layout import Arrays
+from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octfm.errors import EvaluationError
-from octfm.store.store import Arrays
+from octfm.store.layout import Arrays
 from octfm.tasks.scene import Overlay, Scene, found_overlays, lines
 from octfm.volume.radial import to_raster
 from octfm.volume.volume import Surfaces, Volume

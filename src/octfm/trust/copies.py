@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from octfm.store.store import Store, StoreRow
+from octfm.store.layout import StoreRow
+from octfm.store.store import Store
 from octfm.trust.neighbours import nearest_scans
 from octfm.trust.study import Study
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from octfm.catalog.labels import LabelTable, as_number, read_labels
 from octfm.config import load
+from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import EvaluationError
@@ -20,7 +21,6 @@ from octfm.evaluation.scoring import HEADLINE, Scored, compare_scored, correct, 
 from octfm.io.location import local_path
 from octfm.store.exclusion import without_excluded
 from octfm.store.store import Store
-from octfm.tasks.embed import embed_store, histogram_baseline
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import Said, read_predictions
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from octfm.catalog.labels import read_labels
 from octfm.config import load
+from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
@@ -22,7 +23,6 @@ from octfm.pretraining.learner import config_of
 from octfm.pretraining.run_folder import load_newest
 from octfm.store.exclusion import without_excluded
 from octfm.store.store import Store
-from octfm.tasks.embed import embed_store, histogram_baseline
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions

@@ -1,17 +1,14 @@
 """What the voxels of a volume say by themselves: which way up it is, whether it shows tissue at all, and whether a band is its own."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from octfm.errors import ReadError
-from octfm.formats.declared import declared_way_up
-from octfm.volume.planes import Planes, eight_bit
+from octfm.volume.planes import Planes
 from octfm.volume.tissue import COARSE_MM as BORDER_MM
 from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
-from octfm.volume.volume import Spacing3, Volume
+from octfm.volume.volume import Spacing3
 
 ENOUGH_MM = (0.1875, 0.0104, 0.031)
 """Finer voxels are averaged until they are about so large: speckle averages out, and the layers stay."""
@@ -37,9 +34,6 @@ EDGE_MM, SEEN_WHOLE = 0.06, 0.5
 """A volume whose tissue begins within so much of the top of its B-scans, on more A-scans than that, may have lost its vitreous to a crop.
 Real scans cropped or flattened at the ILM: it begins further down on .28 of A-scans or less; turned over: on .59 or more, but 0 for one
 whose choroid fills the frame."""
-
-DECLARED = frozenset({"declared_upright", "declared_upside_down"})
-"""Flags of a volume whose sidecar says which way up it lies."""
 
 Up = Literal["up", "down", "unclear"]
 
@@ -114,30 +108,6 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
     if as_is > turned:
         return "up"
     return "down" if _seen_whole(upright, spacing) else "unclear"
-
-
-def doubtful_way_up(
-    volume: Volume, ilm_support: float, keep: bool = False, flags: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The flag for a volume that is or may be upside down, none for one that lies as it should or whose sidecar says how it lies.
-
-    `ilm_support`: what the tissue search measured as it lies; where that leaves no doubt, nothing else is looked at. `keep`: a volume
-    that is upside down gets a flag instead of raising ReadError upside_down. `flags`: what its header gave, a declaration among them.
-    """
-    if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
-        return ()
-    up = native_way_up(eight_bit(volume), volume.spacing_mm)
-    if up == "up" or declared_way_up(volume.source) is not None:
-        return ()
-    if up == "unclear":
-        return ("way_up_unclear",)
-    if keep:
-        return ("looks_upside_down",)
-    raise ReadError(
-        "upside_down",
-        f'{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "upside_down" in a '
-        "sidecar beside it, true to have it flipped, false if it is not",
-    )
 
 
 def _seen_whole(tissue: Tissue, spacing_mm: Spacing3) -> bool:

@@ -5,19 +5,14 @@ in the image of a right eye, to the left in that of a left eye. It is evidence a
 itself need not be in the field, but enough of the retina beside the fovea must be.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from octfm.volume.planes import Planes
 from octfm.volume.tissue import Tissue
 from octfm.volume.volume import Laterality, Spacing3
-
-if TYPE_CHECKING:
-    from octfm.catalog.acquisition import Acquisition
 
 Side = Literal["left", "right", "unclear"]
 Verdict = Literal["agrees", "contradicts", "only anatomy tells", "field too narrow", "band unsure", "sides alike"]
@@ -107,28 +102,6 @@ def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tis
     if not agree:
         return DiscSide("unclear", brightness, thickness, "disc_sides_alike")
     return DiscSide("right" if brightness > 0 else "left", brightness, thickness)
-
-
-def verdict(acquisition: "Acquisition") -> Verdict:
-    """Of a row whose pixels `octfm scan --pixels` has looked at."""
-    for flag in acquisition.flags:
-        if flag in CANNOT_TELL:
-            return CANNOT_TELL[flag]
-    if acquisition.laterality is None:
-        return "only anatomy tells"
-    return "contradicts" if "laterality_contradicts_anatomy" in acquisition.flags else "agrees"
-
-
-def verdicts(acquisitions: "Iterable[Acquisition]") -> dict[str, dict[str, int]]:
-    """Scanner -> volumes of each verdict, of all and of those that cannot tell: a check that sees nothing must not look passed."""
-    found = Counter((a.scanner, verdict(a)) for a in acquisitions)
-    table = {}
-    for scanner in sorted({scanner for scanner, _ in found}):
-        own = {name: found[scanner, name] for name in get_args(Verdict)}
-        unclear = {name: own.pop(name) for name in CANNOT_TELL.values()}
-        total = sum(unclear.values())
-        table[scanner] = {"checked": sum(own.values()) + total, **own, "cannot tell": total, **unclear}
-    return table
 
 
 def _means_below(

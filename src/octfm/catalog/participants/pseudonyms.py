@@ -30,7 +30,8 @@ from octfm.catalog.participants.safe_values import (
 )
 from octfm.catalog.walk import walk
 from octfm.errors import ConfigError, ReadError
-from octfm.formats import REASONS, volumes_in
+from octfm.formats import volumes_in
+from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 from octfm.io.location import Location, listed, location
 

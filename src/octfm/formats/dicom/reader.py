@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats import REASONS, Header
 from octfm.formats.declared import declared_way_up
 from octfm.formats.dicom.file import OpenFile, locate_pixels, parsed, referenced_uids, refusing_damage, text
 from octfm.formats.dicom.geometry import Geometry, read_geometry
 from octfm.formats.dicom.parts import Part, expect_all_parts, merged, part_of, parts_beside
 from octfm.formats.dicom.pixels import MAX_BYTES, Pixels, decode, is_blank
+from octfm.formats.reasons import REASONS, Header
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Laterality, Layout, Shape3, Volume

@@ -12,8 +12,9 @@ from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.settings import PretrainConfig
 from octfm.pretraining.step import MicroStep
 from octfm.run.runtime import Runtime
+from octfm.store.layout import checksum
 from octfm.store.loader import Batch, Loader
-from octfm.store.store import Store, checksum
+from octfm.store.store import Store
 
 STRIP = 16
 """Rows in the middle of the middle B-scan by which a volume is recognised in every step; at looks, one is compared as a whole."""

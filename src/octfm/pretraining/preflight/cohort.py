@@ -7,7 +7,8 @@ from statistics import median
 import numpy as np
 
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
-from octfm.store.store import Store, StoreRow
+from octfm.store.layout import StoreRow
+from octfm.store.store import Store
 from octfm.volume.appearance import Look, inspect
 
 SAMPLE, FEWEST = 32, 4

@@ -6,11 +6,11 @@ from typing import Any
 
 import yaml
 
-import octfm
 from octfm.io.location import Location, location, write_whole
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather
+from octfm.version import __version__
 
 OPEN = "**for the authors**"
 
@@ -126,12 +126,12 @@ def bibtex(sources: Sources, name: str) -> str:
     """The run, octfm, and the methods that this run used."""
     started = str(sources.record.get("started", ""))[:4]
     commit = str((sources.record.get("git") or {}).get("commit") or "")[:10]
-    note = f"octfm {sources.record.get('octfm', octfm.__version__)}" + (f", commit {commit}" if commit else "")
+    note = f"octfm {sources.record.get('octfm', __version__)}" + (f", commit {commit}" if commit else "")
     key = "".join(c for c in name if c.isascii() and c.isalnum()) or "encoder"
     entries = [
         ("misc", key, {"title": f"{{{_tex(name)}}}: a 3-D encoder for retinal OCT", "year": started, "note": note}),
         ("software", "octfm", {"title": "octfm: a 3D OCT foundation model, built to be trusted", "author": "{The octfm authors}",
-                               "version": octfm.__version__, "license": "Apache-2.0"}),
+                               "version": __version__, "license": "Apache-2.0"}),
     ]  # fmt: skip
     if setting(sources, "objective", "name") == "data2vec":
         entries.append(("misc", "baevski2022data2vec", {
@@ -253,7 +253,7 @@ def _answers(sources: Sources) -> dict[str, str]:
     environment = sources.record.get("environment") or {}
     if environment:
         torch, python = environment.get("torch", "unknown"), environment.get("python", "unknown")
-        found["software"] = f"octfm {sources.record.get('octfm', octfm.__version__)}, PyTorch {torch}, Python {python}."
+        found["software"] = f"octfm {sources.record.get('octfm', __version__)}, PyTorch {torch}, Python {python}."
     commit = (sources.record.get("git") or {}).get("commit")
     found["code"] = f"octfm{f', commit {commit[:10]}' if commit else ''}; protocol and data: {OPEN}"
     if sources.probe is not None:

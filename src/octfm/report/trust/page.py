@@ -6,8 +6,7 @@ from typing import Any
 from octfm.report.figures import Chart
 from octfm.report.images import Picture, prepared_picture
 from octfm.report.page import render, write_page
-from octfm.report.trust import figures as figures
-from octfm.report.trust import words as words
+from octfm.report.trust import figures, words
 from octfm.report.words import interval
 from octfm.store.store import Store
 

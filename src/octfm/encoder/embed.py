@@ -9,17 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from octfm.encoder.encoder import Encoder, load_encoder
-from octfm.encoder.exported import is_export, refuse_inside_export
-from octfm.encoder.trained_head import load_head
+from octfm.encoder.budget import budget_facts, dropped_of
+from octfm.encoder.encoder import Encoder
 from octfm.errors import EvaluationError
-from octfm.evaluation.budget import budget_facts, dropped_of
 from octfm.io.location import Location, location, write_whole
-from octfm.models.pooling import VectorPool
-from octfm.store.exclusion import without_excluded
-from octfm.store.store import Arrays, Store
-from octfm.tasks.maps import save_pictures
-from octfm.tasks.segment import Segmenter, load_segmenter
+from octfm.store.layout import Arrays
+from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
 L = TypeVar("L", bound=Location)
@@ -29,63 +24,6 @@ WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "proto
 """Who and what a vector is of."""
 NAMES = ("pretrained", "random_init", "histogram")
 """Encoders that stand side by side in every result, the one of interest first."""
-
-
-def embed_all(
-    run: str | Location,
-    store: str | Path,
-    out: Path | None = None,
-    *,
-    baselines: bool = True,
-    head: str | Path | None = None,
-    segmenter: str | Path | None = None,
-    pool: VectorPool | None = None,
-    exclude: str | Path | None = None,
-    echo: Callable[[str], None] = print,
-) -> list[Path]:
-    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
-
-    Into `out`, or RUN/embeddings, never into an export, which may be published; beside it, in `figures`, what the encoder is shown and
-    what it sees (for the report); with `head`, a run of octfm finetune on this encoder, also what its answers depend on, and with
-    `segmenter`, a run of octfm segment, what it finds.
-    `pool`: instead of the run's own objective.pool. `exclude`: a file that names volumes to leave out.
-    """
-    home = location(run)
-    if out is None and is_export(home):
-        raise EvaluationError(
-            f"{run}: an export, which may be published; name another folder for embeddings and pictures of people with --out"
-        )
-    if out is not None:
-        refuse_inside_export(out)
-    encoder, opened = load_encoder(run).pooling(pool), without_excluded(Store.open(store), exclude)
-    if len(opened) == 0:
-        raise EvaluationError(
-            f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
-        )
-    if out is None and not isinstance(home, Path):
-        raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
-    folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
-    trained = load_head(head, encoder) if head is not None else None
-    finder = _segmenter(segmenter, opened)  # what is refused is refused before anything is computed
-    written = [embed_store(encoder, opened, folder, "pretrained", echo)]
-    if baselines:
-        written.append(
-            embed_store(load_encoder(run, random_init=True).pooling(pool), opened, folder, "random_init", echo)
-        )
-        written.append(histogram_baseline(opened, folder))
-    save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
-    return written
-
-
-def _segmenter(run: str | Path | None, store: Store) -> Segmenter | None:
-    if run is None:
-        return None
-    found = load_segmenter(run)
-    if found.encoder.fingerprint != store.fingerprint:
-        raise EvaluationError(
-            f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)"
-        )
-    return found
 
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:

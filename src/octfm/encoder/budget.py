@@ -9,7 +9,6 @@ from octfm.encoder.encoder import Encoder
 from octfm.models.pooling import pooled
 from octfm.pretraining.masks import TISSUE, Dropped, dropped_by, tissue_dropped, token_map
 from octfm.store.store import Store
-from octfm.tasks.maps import ROUNDING
 
 COMPARED = 12
 """Volumes, spread over the store, whose full grid is encoded for the comparison: at 9,216 tokens ten CPU seconds each."""
@@ -88,3 +87,7 @@ def _sentence(facts: dict[str, Any]) -> str:
 
 def _plain(groups: dict[str, Dropped]) -> dict[str, dict[str, Any]]:
     return {name: group._asdict() for name, group in groups.items()}
+
+
+ROUNDING = 1e-4
+"""Two vectors closer than this share of their length are equal for our purposes: their distance is no yardstick."""

@@ -1,0 +1,55 @@
+"""Join the job that this process is part of: one device, one of torchrun's ranks, or a host of XLA devices."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from octfm.errors import ConfigError, TrainingError
+from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named
+
+
+def join(config: RuntimeConfig, precision: Precision, device: str | None = None) -> Runtime:
+    """One device, or, under torchrun, this rank among the others, each with its own device."""
+    if config.parallel in ("xla_spmd", "tpu"):
+        from octfm.run import runtime_xla  # torch_xla lives in an environment of its own
+
+        if config.parallel == "xla_spmd":
+            return runtime_xla.join(precision, config.timeout_s)
+        runtime_xla.load_torch_tpu()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "WORLD_SIZE" not in os.environ and tasks > 1:
+        raise ConfigError(
+            f"SLURM started {tasks} tasks and none of them knows its rank: each would believe to be alone and train the same (F10); "
+            "start torchrun with one task per node, as launch/slurm.sbatch does"
+        )
+    tpu = config.parallel == "tpu"
+    if world == 1:
+        return Runtime(torch.device("tpu", 0) if tpu else device_named(device), precision)
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun (launch/torchrun.sh)"
+        )
+    local = int(os.environ["LOCAL_RANK"])
+    chosen = torch.device("tpu", local) if tpu else device_named(device, local)
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=config.timeout_s)
+    # After a restart the launcher's store still holds what the last attempt wrote: every attempt gets keys of its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(host, port, world, serves, timeout=timeout)
+        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}.get(chosen.type, "gloo")
+        prefixed = dist.PrefixStore(f"octfm/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
+        sharded = config.parallel == "fsdp"
+        background = dist.new_group(backend="gloo", timeout=timeout) if sharded else None
+    except (RuntimeError, dist.DistError) as error:
+        raise TrainingError(
+            f"rank {rank} of {world}: the ranks did not find each other at {host}:{port} within {config.timeout_s:g} s "
+            f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
+        ) from None
+    return Runtime(chosen, precision, rank, world, sharded, config.timeout_s, background)
