@@ -68,6 +68,8 @@ class Before:
     """Empty where the objective has none."""
     audit: audit.Audit | None
     """None where steps are compiled: the preflight has looked at the objective, and every step would carry a share of it."""
+    sample: list[torch.Tensor]
+    """A few of the trained matrices where there is no audit, which counts weights that do not move among other things."""
 
     @classmethod
     def update(cls, learner: Learner, done: Sequence[MicroStep]) -> "Before":
@@ -75,6 +77,7 @@ class Before:
         return cls(
             [p.clone() for p in _own(learner, teacher)] if teacher is not None else [],
             audit.Audit.begin(learner, passes) if passes is not None else None,
+            [p.clone() for p in _sample(learner)] if passes is None else [],
         )
 
     @torch.no_grad()
@@ -83,7 +86,7 @@ class Before:
         share, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
         after, student = _own(learner, teacher) if teacher is not None else [], _own(learner, learner.model.encoder)
         size = torch.stack(torch._foreach_norm([*after, *student])).norm()
-        found = {"size": size} | (self.audit.end(learner) if self.audit is not None else {})
+        found = {"size": size} | (self.audit.end(learner) if self.audit is not None else self._stuck(learner, size))
         if not after:
             return found
         return found | {
@@ -94,6 +97,13 @@ class Before:
             "teacher_along": health.cosine(self.teacher, after, student, share),
         }
 
+    def _stuck(self, learner: Learner, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Share of the sampled weights that did not move."""
+        stuck = torch.cat([(a == b).flatten() for a, b in zip(self.sample, _sample(learner), strict=True)])
+        counts = torch.stack((stuck.sum().float(), torch.full_like(like, float(stuck.numel()))))
+        learner.runtime.sum_shares_(counts)
+        return {"weights_stuck": counts[0] / counts[1]}
+
 
 def update(
     learner: Learner, made: torch.Tensor, *, look: bool, done: Sequence[MicroStep] = ()
@@ -102,6 +112,10 @@ def update(
     before = Before.update(learner, done) if look else None
     learner.update(made)
     return before.moved(learner) if before is not None else {}
+
+
+def _sample(learner: Learner) -> list[torch.Tensor]:
+    return [learner.runtime.local(p.detach()) for p in learner.decayed[1 :: max(1, len(learner.decayed) // 4)]]
 
 
 def _own(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:

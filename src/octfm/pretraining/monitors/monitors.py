@@ -194,7 +194,9 @@ def batch_statistics(change: float | None) -> Finding | None:
 
 def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], width: int) -> Finding | None:
     """What the measurements after an update say: movement of weights and teacher, collapse, a loss too good to be true."""
-    if row.get("weights_stuck", 0.0) > STUCK and "update_size" in row and not row.get("untaught"):
+    # An audited update that is all rounding has no size; a compiled step is not audited.
+    asked_to_move = "update_size" in row or "gradient_taken" not in row
+    if row.get("weights_stuck", 0.0) > STUCK and asked_to_move and not row.get("untaught"):
         told = f"{row['weights_stuck']:.0%} of the weights did not change in an update: gradients or updates are lost in rounding"
         return Finding("underflow", told, "code")
     if row.get("ranks_apart", 0.0) > 0:
