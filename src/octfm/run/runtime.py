@@ -360,7 +360,7 @@ def device_named(name: str | None, local_rank: int | None = None) -> torch.devic
             raise ConfigError(
                 f"rank {local_rank} of this host has no CUDA device: there are {torch.cuda.device_count()}; start fewer ranks"
             )
-        torch.cuda.setdevice_named(local_rank)
+        torch.cuda.set_device(local_rank)
         name = f"cuda:{local_rank}"
     return torch.device(name)
 
