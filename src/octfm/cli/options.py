@@ -29,22 +29,26 @@ def _local(text: Any) -> Any:
 
 def local_option(*names: str, **settings: Any) -> Any:
     """An option that names a path on a disk: an address is refused, so that no folder called s3: is made."""
-    return typer.Option(*names, parser=_local, **({"metavar": "PATH"} | settings))
+    settings.setdefault("metavar", "PATH")
+    return typer.Option(*names, parser=_local, **settings)
 
 
 def local_argument(**settings: Any) -> Any:
     """The same as an argument."""
-    return typer.Argument(parser=_local, **({"metavar": "PATH"} | settings))
+    settings.setdefault("metavar", "PATH")
+    return typer.Argument(parser=_local, **settings)
 
 
 def place_option(*names: str, **settings: Any) -> Any:
     """An option that names a path on a disk or an address in a bucket, as text."""
-    return typer.Option(*names, parser=expect_place, **({"metavar": "PLACE"} | settings))
+    settings.setdefault("metavar", "PLACE")
+    return typer.Option(*names, parser=expect_place, **settings)
 
 
 def place_argument(**settings: Any) -> Any:
     """The same as an argument."""
-    return typer.Argument(parser=expect_place, **({"metavar": "PLACE"} | settings))
+    settings.setdefault("metavar", "PLACE")
+    return typer.Argument(parser=expect_place, **settings)
 
 
 FileSeconds = Annotated[

@@ -196,7 +196,7 @@ def _setting(value: Any) -> Any:
 
 
 def _by_scanner(row: dict[str, Any], words: Words) -> dict[str, Any]:
-    shown = {name: value for name, value in row.items() if isinstance(value, bool | int | float | None)}
+    shown: dict[str, Any] = {n: value for n, value in row.items() if isinstance(value, bool | int | float | None)}
     shown |= {name: row[name] for name in row if row[name] in ("nan", "inf", "-inf")}
     if isinstance(row.get("by_scanner"), dict):
         shown["by_scanner"] = {words.scanner(name): value for name, value in row["by_scanner"].items()}

@@ -205,9 +205,8 @@ class Runtime:
         if self.sharded and hasattr(tensor, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 
-            values = distribute_tensor(
-                values.to(self.device), tensor.device_mesh, tensor.placements, src_data_rank=None
-            )  # pyright: ignore
+            mesh, placements = tensor.device_mesh, tensor.placements  # pyright: ignore
+            values = distribute_tensor(values.to(self.device), mesh, placements, src_data_rank=None)
         tensor.detach().copy_(values)
 
     # Other ranks. All of them make these calls, in the same order.

@@ -65,7 +65,8 @@ def inspect(voxels_DHW: np.ndarray, band: np.ndarray, valid: np.ndarray, spacing
     if not len(voxels):
         return Look("unclear", 0.0, None)
     coarse, block = _coarse(voxels, spacing_mm)
-    spacing = tuple(mm * n for mm, n in zip(spacing_mm, block, strict=True))
+    dz, dy, dx = (mm * n for mm, n in zip(spacing_mm, block, strict=True))
+    spacing = (dz, dy, dx)
     upright = find_tissue(coarse, spacing)
     flipped = find_tissue(np.ascontiguousarray(coarse[:, ::-1]), spacing)
     return Look(
