@@ -19,6 +19,16 @@ def real_data() -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def safe_path_ends_with_the_test():
+    """The command sets PYTHONSAFEPATH for what it starts; run inside this process it would do so for every later test."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    yield
+    os.environ.pop("PYTHONSAFEPATH", None)
+    if before is not None:
+        os.environ["PYTHONSAFEPATH"] = before
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """Runs jobs of several ranks in processes of its own."""
