@@ -9,6 +9,7 @@ from bucket_servers import endpoints, faulty, place  # noqa: F401
 from ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
+SAFE_PATH = os.environ.get("PYTHONSAFEPATH")
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +22,16 @@ def real_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def safe_path_ends_with_the_test():
-    """The command sets PYTHONSAFEPATH for what it starts; run inside this process it would do so for every later test."""
-    before = os.environ.get("PYTHONSAFEPATH")
+    """The command sets PYTHONSAFEPATH for what it starts; run inside this process, by a fixture even, it would do so for every later test."""
+    _as_it_was()
     yield
+    _as_it_was()
+
+
+def _as_it_was() -> None:
     os.environ.pop("PYTHONSAFEPATH", None)
-    if before is not None:
-        os.environ["PYTHONSAFEPATH"] = before
+    if SAFE_PATH is not None:
+        os.environ["PYTHONSAFEPATH"] = SAFE_PATH
 
 
 @pytest.fixture(scope="module")
