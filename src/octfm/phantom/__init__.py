@@ -1,4 +1,8 @@
-"""The phantom eye clinic: retinal OCT volumes whose anatomy, disease and geometry are known because we made them."""
+"""Synthetic retinal OCT volumes ("phantoms") with known anatomy, disease and geometry.
+
+An `Eye` has anatomy, vessels and lesions as functions of en-face position; a `Scanner` renders it into a Volume with its
+GroundTruth. `write_phantom` writes a cohort of DICOM files in the layout of AI-READI. docs/phantom.md has the validation.
+"""
 
 import numpy as np
 
@@ -21,12 +25,12 @@ def phantom_volume(
     size: Shape3 = (32, 256, 192),
     age: float = 60.0,
 ) -> tuple[Volume, GroundTruth]:
-    """One phantom in memory: the same arguments give the same voxels, and one seed is one participant."""
+    """Render one phantom in memory. One seed is one participant; the same arguments give the same voxels."""
     eye = sample_eye(
         (seed, 0), laterality, participant=f"phantom{seed}", age=age, diagnosis=diagnosis, severity=severity
     )
-    order = list(SCANNERS).index(scanner)
-    rng = np.random.default_rng([seed, 0, 100 + order + 1000 * (laterality == "L")])
+    # Each scanner and eye has its own stream of eye motion and noise.
+    rng = np.random.default_rng([seed, 0, 100 + list(SCANNERS).index(scanner) + 1000 * (laterality == "L")])
     return render(eye, SCANNERS[scanner], rng, size)
 
 

@@ -1,8 +1,9 @@
-"""A healthy eye as functions of en-face position: layer thicknesses with a foveal pit, nerve fibre layer, choroid, curvature.
+"""A healthy eye as functions of en-face position: thickness of every retinal layer and the choroid, shape of Bruch's membrane.
 
-Coordinates are millimetres from the foveal centre, x towards the optic disc (nasal), y superior, in both eyes: a left eye becomes
-one only when it is scanned. Everything is a function of position, so one eye can be scanned on any grid by any scanner. It is
-computed in float64 and rounded to float32 in the end, so that vector units that differ in the last bit give the same bytes.
+Coordinates are millimetres from the foveal centre, x nasal (towards the optic disc), y superior, in right and left eyes alike:
+the left eye is mirrored only when it is scanned (render.en_face_positions). As everything is a function of position, one eye
+can be scanned on any grid. It is computed in float64 and rounded to float32 at the end, so that CPUs whose vector units differ
+in the last bit give the same bytes.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ LAYERS = (
     "drusen",
     "choroid",
 )
-"""From the vitreous outwards. `onl` includes Henle's fibres; `subretinal_fluid` and `drusen` have no thickness in a healthy eye."""
+"""From the vitreous outwards. `onl` includes Henle's fibre layer; `subretinal_fluid` and `drusen` are 0 µm in a healthy eye."""
 SURFACES = (
     "ilm",
     "nfl_gcl",
@@ -45,15 +46,18 @@ SURFACES = (
 LAYER = {name: i for i, name in enumerate(LAYERS)}
 SURFACE = {name: i for i, name in enumerate(SURFACES)}
 DISC_MM = (4.5, 0.35)
-"""Centre of the optic disc: about 15 degrees nasal and slightly superior of the fovea."""
+"""Centre (x, y) of the optic disc: about 15 degrees nasal of the fovea and slightly superior."""
 DISC_RADIUS_MM = (0.82, 0.92)
-"""Horizontal and vertical: a mean disc of 2.4 mm²."""
+"""Horizontal and vertical radius of a disc of mean area, 2.4 mm²."""
 
-# Floor, rim and periphery of each inner layer in µm, in the pit model below, set so that the ETDRS means of a normal eye come out
-# as published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al. 2017, PMC5498048, 297 eyes),
-# rings 326 and 282 in older women (CAREDS2, PMC7910637), other layers approximate literature values; a test holds them there.
+# (floor, rim, periphery) of each inner layer in µm, the parameters of `pit`. They are set so that the ETDRS means of a normal
+# eye match those published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al. 2017,
+# PMC5498048, 297 eyes), rings 326 and 282 in older women (CAREDS2, PMC7910637). Other layers have approximate literature
+# values. tests/test_phantom.py checks the result against normative.py.
 _PIT = {"gcl": (2.0, 84.0, 36.0), "ipl": (9.0, 56.0, 24.0), "inl": (8.0, 44.0, 26.0), "opl": (17.0, 29.0, 12.0)}
+# Layers whose thickness varies irregularly across the macula.
 _WAVY = ("nfl", "gcl", "ipl", "inl", "opl", "onl", "outer_segment", "choroid")
+# Normally distributed traits of an eye, in the order drawn: adding or moving one changes every phantom.
 _TRAITS = (
     "size",
     "pit_radius",
@@ -71,11 +75,12 @@ _TRAITS = (
 
 @dataclass(frozen=True, eq=False)
 class Waves:
-    """A smooth random field of unit variance: a few plane waves, so that it can be evaluated at any position."""
+    """A smooth random field of unit variance: a sum of plane waves, which can be evaluated at any position."""
 
     k_per_mm: np.ndarray
     """[K, 2] angular wave vectors."""
     phase: np.ndarray
+    """[K] radians."""
 
     def __call__(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         total = np.zeros(np.broadcast(x, y).shape)
@@ -85,6 +90,7 @@ class Waves:
 
 
 def waves(rng: np.random.Generator, wavelength_mm: tuple[float, float], count: int = 6) -> Waves:
+    """Draw `count` plane waves in random directions, with wavelengths in this range."""
     k = 2 * np.pi / rng.uniform(*wavelength_mm, count)
     angle = rng.uniform(0, 2 * np.pi, count)
     k_xy = np.stack([k * np.cos(angle), k * np.sin(angle)], axis=1)
@@ -93,32 +99,38 @@ def waves(rng: np.random.Generator, wavelength_mm: tuple[float, float], count: i
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
-    """The traits of one eye that exist without any disease."""
+    """One eye without disease."""
 
     scale: dict[str, float]
-    """Multiplier of each layer's normal thickness."""
+    """Layer -> multiple of its normal thickness."""
     pit_radius_mm: float
     pit_shape: float
-    """Exponent of the pit model: 2 is parabolic, larger is flat-bottomed with steep walls."""
+    """Exponent of the foveal pit model: 2 is parabolic, larger is flat-bottomed with steep walls."""
     pit_floor: float
-    """Multiplier of the inner layers' thickness at the foveal centre: 0 is a deep pit, 2 a shallow one."""
+    """Multiple of the inner layers' normal thickness at the foveal centre: 0 is a deep pit, 2 a shallow one."""
     arcuate_um: float
-    """Height of the arcuate nerve fibre bundles at the disc margin."""
+    """Thickness of the arcuate nerve fibre bundles at the disc margin."""
     curvature_um_per_mm2: float
+    """Rise of Bruch's membrane towards the vitreous with squared distance from the fovea."""
     choroid_um: float
+    """Subfoveal thickness."""
     choroid_nasal_loss: float
+    """Share of choroidal thickness lost per mm towards the disc."""
     hyaloid_um: float
     """Distance of a partly detached posterior hyaloid from the ILM outside the fovea; 0 is attached."""
     texture: dict[str, Waves]
+    """Irregularity of each layer's thickness, and of the depth of BM (`bm`) and CSI (`csi`)."""
 
 
 def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: float) -> Anatomy:
-    """An eye of this age. `shared` is the participant's generator, in the same state for both eyes: traits of fellow eyes
-    correlate with r about 0.9, as measured for macular thickness."""
+    """Draw an eye of this age. `shared` is the participant's generator, in the same state for both eyes.
+
+    Traits of fellow eyes correlate with r about 0.9, as measured for macular thickness.
+    """
     z_shared, z_own = shared.standard_normal(len(_TRAITS)), own.standard_normal(len(_TRAITS))
     z = dict(zip(_TRAITS, np.clip(0.95 * z_shared + 0.31 * z_own, -2.5, 2.5), strict=True))
-    # Loss per year of age relative to 60: inner layers 0.1-0.3 % (significant in GCL and IPL: PMC5963176), choroid about 1.5 µm
-    # (Margolis & Spaide 2009).
+    # Change per year of age relative to 60: inner layers lose 0.1-0.3 % (significant in GCL and IPL: PMC5963176), the choroid
+    # about 1.5 µm (Margolis & Spaide 2009).
     aging = {"nfl": -0.002, "gcl": -0.003, "ipl": -0.002, "inl": -0.001}
     spread = {"nfl": 0.10, "gcl": 0.07, "ipl": 0.06, "inl": 0.06, "opl": 0.09, "onl": 0.08, "outer_segment": 0.06}
     scale = {
@@ -136,7 +148,7 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
         curvature_um_per_mm2=float(8 + 5 * z["curvature"]),
         choroid_um=float(np.clip(270 + 65 * z["choroid"] - 1.5 * (age - 60), 110, 460)),
         choroid_nasal_loss=float(np.clip(0.12 + 0.03 * z["choroid_decay"], 0.04, 0.2)),
-        # Partial detachment is common from middle age on; the hyaloid line is a decoy for whoever looks for the ILM.
+        # Partial detachment is common from middle age on. The hyaloid is a decoy for segmentation: a line that is not the ILM.
         hyaloid_um=float(150 + 70 * abs(z["hyaloid"])) if z["hyaloid"] > 0.6 else 0.0,
         texture={name: waves(own, (0.5, 3.0)) for name in (*_WAVY, "bm", "csi")},
     )
@@ -145,8 +157,8 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
 def pit(r_mm: np.ndarray, anatomy: Anatomy, floor: float, rim: float, periphery: float) -> np.ndarray:
     """Thickness in µm of an inner layer at distance r from the foveal centre.
 
-    The radial model of Scheibe et al. 2014 (Exp Eye Res 119:19-26), µ σ² r^γ exp(-µ r^γ) + α (1 - exp(-µ r^γ)), applied to each inner
-    layer instead of the whole retina: `rim` is its σ², `periphery` its α, and u = µ r^γ is 1 at the pit radius.
+    The radial model of Scheibe et al. 2014 (Exp Eye Res 119:19-26), µ σ² r^γ exp(-µ r^γ) + α (1 - exp(-µ r^γ)), applied to
+    each inner layer instead of the whole retina: `rim` is σ², `periphery` is α, and u = µ r^γ is 1 at the pit radius.
     """
     u = (r_mm / anatomy.pit_radius_mm) ** anatomy.pit_shape
     decay = np.exp(-u)
@@ -154,13 +166,13 @@ def pit(r_mm: np.ndarray, anatomy: Anatomy, floor: float, rim: float, periphery:
 
 
 def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """[len(LAYERS), *shape of x_mm], without disease."""
+    """Thickness of every layer without disease, [len(LAYERS), *x_mm.shape]."""
     x, y = np.broadcast_arrays(x_mm, y_mm)
     r = np.hypot(x, y)
     layers = np.zeros((len(LAYERS), *x.shape))
     layers[LAYER["nfl"]] = _nerve_fibre_layer(anatomy, x, y, r)
     for name, (floor, rim, periphery) in _PIT.items():
-        # The outer plexiform layer passes below the pit; only what lies above it is displaced.
+        # The pit displaces GCL, IPL and INL; the OPL passes below it, so the pit's depth does not scale its floor.
         layers[LAYER[name]] = pit(r, anatomy, floor * (1 if name == "opl" else anatomy.pit_floor), rim, periphery)
     # Inner layers thin from the parafovea to the arcades, faster on the temporal side.
     eccentric = np.clip(r - 1.4, 0, None) * (1 - 0.15 * np.tanh(x / 2))
@@ -171,7 +183,7 @@ def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.nda
     layers[LAYER["ellipsoid"]] = 12
     layers[LAYER["outer_segment"]] = 25 + 14 * np.exp(-((r / 0.5) ** 2))
     layers[LAYER["rpe"]] = 19
-    # Subfoveal maximum, thinnest towards the disc.
+    # The choroid is thickest below the fovea and thinnest towards the disc.
     towards_disc = np.clip(x, 0, 5)
     layers[LAYER["choroid"]] = (
         anatomy.choroid_um * (1 - anatomy.choroid_nasal_loss * towards_disc) * (1 - 0.012 * r * r)
@@ -181,24 +193,30 @@ def thickness_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.nda
     for name in _WAVY:
         depth = 0.10 if name == "choroid" else 0.04
         layers[LAYER[name]] *= 1 + depth * anatomy.texture[name](x, y)
-    _open_disc(layers, x, y)
+    _add_disc(layers, x, y)
     return np.maximum(layers, 0)
 
 
-def _open_disc(layers: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    """The optic disc, which wide scans reach: every layer but the nerve fibres ends at its margin; these form the rim around the cup."""
+def _add_disc(layers: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    """Add the optic disc, which wide scans reach: every layer but the nerve fibres ends at its margin.
+
+    The nerve fibres form the neuroretinal rim around the cup.
+    """
     off_centre = np.hypot((x - DISC_MM[0]) / DISC_RADIUS_MM[0], (y - DISC_MM[1]) / DISC_RADIUS_MM[1])
     inside = np.clip((1.12 - off_centre) / 0.24, 0, 1)
     if not inside.any():
         return
-    inside = inside * inside * (3 - 2 * inside)
+    inside = inside * inside * (3 - 2 * inside)  # smoothstep
     rim = 45 + 285 * np.clip((off_centre - 0.3) / 0.7, 0, 1) ** 0.8
     layers *= 1 - inside
     layers[LAYER["nfl"]] += inside * rim
 
 
 def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:
-    """Thin at the fovea and along the temporal raphe, thickening along the arcuate bundles to about 100 µm at the disc margin."""
+    """NFL thickness in µm: thin at the fovea and along the temporal raphe, growing along the arcuate bundles.
+
+    It reaches about 100 µm at the disc margin.
+    """
     dx, dy = DISC_MM[0] - x, y - DISC_MM[1]
     to_disc = np.maximum(np.hypot(dx, dy), 0.9)
     angle = np.degrees(np.arctan2(np.abs(dy), dx))
@@ -209,6 +227,6 @@ def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.nda
 
 
 def bruch_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """Depth in µm of Bruch's membrane relative to the fovea: the bowl of the eye turns its rim towards the vitreous (negative)."""
+    """Depth in µm of Bruch's membrane relative to the fovea; negative (towards the vitreous) in the periphery of the globe."""
     bowl = -anatomy.curvature_um_per_mm2 * (x_mm**2 + y_mm**2)
     return bowl + 4 * anatomy.texture["bm"](x_mm, y_mm)

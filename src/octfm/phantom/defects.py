@@ -1,6 +1,6 @@
-"""Files that are wrong in ways archives are wrong, each with the reason code that `octfm scan` must give it.
+"""Defective DICOM files of the kinds found in archives, each with the reason code that `octfm scan` must report.
 
-Every kind has several forms, drawn at random, so that a reader which knows only the commonest is found out.
+Most kinds have several forms, one of them drawn at random: a reader that handles only the commonest form fails the tests.
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,17 @@ UNDECODABLE = (
 
 @dataclass(frozen=True)
 class Defect:
+    """One kind of defective file, and what `octfm scan` must make of it."""
+
     kind: str
     code: str
-    """Reason code of rejects.parquet, or the flag of the accepted row."""
+    """Reason code in rejects.parquet, or the flag of the accepted row."""
     outcome: Literal["rejected", "skipped", "flagged"] = "rejected"
-    """What scan does: a reject, an expected skip, or an accepted row with a flag."""
+    """What scan does: reject the file, skip it as expected, or accept it with a flag."""
     rescanned: bool = False
-    """The file holds another scan of the same eye, with voxels of its own."""
+    """The file holds a second scan of the same eye, not the good file's voxels."""
     same_uid: bool = False
-    """The file bears the UID of the good one, and no manifest lists it."""
+    """The file has the SOP Instance UID of the good one, and the manifest does not list it."""
 
 
 DEFECTS = (
@@ -51,7 +53,7 @@ DEFECTS = (
 
 
 def spoil(ds: Dataset, voxels: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
-    """The bytes of a file that is defective in exactly this one way. `ds` is changed and should be thrown away."""
+    """The bytes of a file with exactly this one defect. `ds` is modified; do not use it afterwards."""
     if kind == "zero_bytes":
         return b""
     if kind == "not_dicom":
@@ -64,13 +66,14 @@ def spoil(ds: Dataset, voxels: np.ndarray, kind: str, rng: np.random.Generator) 
         else:
             ds.PixelData = b""
     elif kind == "wrong_number_of_frames":
-        # More than there are, or fewer: the latter only warns in most readers and loses B-scans.
+        # More frames than there are, or fewer; at fewer most readers only warn, and lose B-scans.
         ds.NumberOfFrames = len(voxels) + (3 if rng.random() < 0.5 else -max(1, len(voxels) // 4))
         set_pixels(ds, voxels, rle=rng.random() < 0.5)
     elif kind == "unknown_transfer_syntax":
         set_pixels(ds, voxels, rle=True)
         ds.file_meta.TransferSyntaxUID = UID(UNDECODABLE[rng.integers(len(UNDECODABLE))])
     elif kind == "no_spacing":
+        # B-scan spacing could also be derived from frame positions, so those go as well.
         del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
         for frame in ds.PerFrameFunctionalGroupsSequence:
             del frame.PlanePositionSequence
@@ -78,6 +81,7 @@ def spoil(ds: Dataset, voxels: np.ndarray, kind: str, rng: np.random.Generator) 
     elif kind == "absurd_spacing":
         measures = ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
         micrometres = [round(1000 * float(mm), 4) for mm in measures.PixelSpacing]
+        # A default that nobody filled in, zeros, and micrometres in a field of millimetres.
         measures.PixelSpacing = ([1, 1], [0, 0], micrometres)[rng.integers(3)]
     elif kind == "blank":
         set_pixels(ds, np.full_like(voxels, rng.choice([0, 17, 255])), rle=rng.random() < 0.5)
@@ -87,21 +91,22 @@ def spoil(ds: Dataset, voxels: np.ndarray, kind: str, rng: np.random.Generator) 
     elif kind == "duplicate_sop_uid":
         # Half of the copies are compressed differently: the same voxels in other bytes.
         set_pixels(ds, voxels, rle=rng.random() < 0.5)
-    elif kind not in ("reused_sop_uid", "wrong_laterality"):  # those are wrong beside other files only
-        raise ValueError(f"defect {kind!r}: known kinds are {', '.join(d.kind for d in DEFECTS)}")
+    elif kind not in ("reused_sop_uid", "wrong_laterality"):  # defects relative to another file
+        raise ValueError(f"unknown kind of defect {kind!r}, expected one of {', '.join(d.kind for d in DEFECTS)}")
     return to_bytes(ds)
 
 
 def _other_content(rng: np.random.Generator) -> bytes:
-    """What stands in for an image after a failed download or a wrong export."""
+    """What a failed download or a wrong export leaves in place of the image: an error page, a PNG, zeros."""
     page = b"<html><body>503 Service Unavailable: the download did not finish</body></html>\n" * 40
     picture = b"\x89PNG\r\n\x1a\n" + rng.bytes(2000)
     return (page, picture, bytes(4096))[rng.integers(3)]
 
 
 def _cut(ds: Dataset, voxels: np.ndarray, rng: np.random.Generator) -> bytes:
-    """Cut anywhere in the pixel data, in the middle of a fragment, between two, or inside the end marker."""
+    """Truncate the file anywhere in its encapsulated pixel data: within a fragment, between two, or in the end marker."""
     set_pixels(ds, voxels, rle=True)
     whole = to_bytes(ds)
+    # The header of PixelData: tag (7FE0,0010), VR OB, two reserved bytes, undefined length.
     start = whole.rindex(b"\xe0\x7f\x10\x00OB\x00\x00\xff\xff\xff\xff") + 12
     return whole[: int(rng.integers(start, len(whole)))]

@@ -1,6 +1,11 @@
-"""An eye, a scanner and an acquisition become a Volume with its ground truth."""
+"""Render one OCT acquisition of a phantom eye: a Volume and its ground truth (layer surfaces and a lesion mask).
+
+The mean backscattered power of every voxel is computed first: layers, choroid, vessels, lesions. Then the instrument acts on
+it: signal strength, roll-off, point-spread function, speckle, detector noise and the display's log compression (optics.py).
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,8 +18,8 @@ from octfm.phantom.scanner import Acquisition, Scanner, acquire
 from octfm.phantom.vessels import vessel_profile
 from octfm.volume.volume import Shape3, Spacing3, Volume
 
-# Backscatter in dB relative to the RPE, after the order of brightness in log displays: RPE and ellipsoid zone, NFL, plexiform
-# layers, ganglion cells, nuclear layers; fluid and vitreous below the detector noise.
+# Backscatter in dB relative to the RPE, in the order of brightness seen on log displays: RPE and ellipsoid zone, NFL,
+# plexiform layers, ganglion cells, nuclear layers. Fluid and vitreous lie below the detector noise.
 LAYER_DB = {
     "nfl": -3.0,
     "gcl": -8.5,
@@ -32,13 +37,14 @@ LAYER_DB = {
 VITREOUS_DB, FLUID_DB, ELM_DB, HYALOID_DB, MEMBRANE_DB, OPERCULUM_DB = -34.0, -27.0, -8.5, -19.0, -2.0, -9.0
 CHORIOCAPILLARIS_DB, CHOROID_DB, SCLERA_DB = -4.5, -6.0, -11.5
 HYPERTRANSMISSION_DB = 5.0
-"""More light below Bruch's membrane where the RPE is gone."""
+"""Extra signal below Bruch's membrane where the RPE is gone and no longer attenuates the light."""
 FWHM = 2.3548
+"""Full width at half maximum of a Gaussian, in standard deviations: 2 √(2 ln 2)."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """What is known because we made it. Rows count pixel centres of the volume's own frame; they may leave it."""
+    """What is true of a rendered volume. Row 0.0 is the centre of the first pixel row; a surface may leave the frame."""
 
     participant: str
     laterality: str
@@ -47,11 +53,12 @@ class GroundTruth:
     severity: float
     age: float
     cst_um: float
+    """Central subfield thickness of the eye, ILM to BM; the same for every scan of it."""
     surface_names: tuple[str, ...]
     surfaces: np.ndarray
     """float32 [S, D, W]: row of each named surface."""
     lesions: np.ndarray
-    """uint8 [D, H, W]: 0 or a value of pathology.LESIONS."""
+    """uint8 [D, H, W]: 0 for none, else a value of pathology.LESIONS."""
     spacing_mm: Spacing3
 
     def surface(self, name: str) -> np.ndarray:
@@ -59,26 +66,46 @@ class GroundTruth:
         return self.surfaces[self.surface_names.index(name)]
 
 
+@dataclass(frozen=True, eq=False)
+class _Scene:
+    """One eye on the grid of one acquisition: where every A-scan falls, and where every surface crosses it."""
+
+    eye: Eye
+    scanner: Scanner
+    acquisition: Acquisition
+    size: Shape3
+    spacing_mm: Spacing3
+    x_mm: np.ndarray
+    """[D, W] anatomical position of every A-scan, nasal of the fovea."""
+    y_mm: np.ndarray
+    """[D, W] the same, superior of the fovea."""
+    depth_um: np.ndarray
+    """[S, D, W] depth of every surface below the top of the frame."""
+    half_um: np.ndarray
+    """[D, W] half height of the vessel at this position, 0 where there is none."""
+    shade: np.ndarray
+    """[D, W] share of the light that passes the vessels above."""
+
+    @property
+    def rows_per_um(self) -> float:
+        return 1 / (1000 * self.spacing_mm[1])
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """[S, D, W] `depth_um` in fractional rows."""
+        return self.depth_um / (1000 * self.spacing_mm[1])
+
+
 def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -> tuple[Volume, GroundTruth]:
-    """One acquisition of this eye. Axes [D, H, W], vitreous at row 0."""
-    frames, height, _ = size
-    spacing = scanner.spacing_mm(size)
-    acquisition = acquire(rng, scanner, frames)
-    x_mm, y_mm = en_face_positions(eye, scanner, acquisition, size)
-    depth_um = surfaces_um(eye, x_mm, y_mm)
-    depth_um += _placement_um(depth_um, acquisition, scanner, size, x_mm, y_mm)[None]
-    edges = depth_um / (1000 * spacing[1])
-
-    half_um, shade = vessel_profile(eye.vessels, x_mm, y_mm)
-    power = _layers(eye, edges, shade, acquisition, x_mm, y_mm, spacing, height)
-    _add_below_bruch(power, eye, scanner, edges, shade, x_mm, y_mm, spacing[1])
-    _paint_vessels(power, depth_um, half_um, spacing[1])
-    lesions = _paint_lesions(power, eye, depth_um, edges, x_mm, y_mm, spacing)
-
-    voxels = _expose(power, scanner, acquisition, rng, spacing, x_mm, y_mm)
+    """Scan this eye once, on a grid of `size` [D, H, W]; row 0 is on the vitreous side."""
+    scene = _place(eye, scanner, acquire(rng, scanner, size[0]), size)
+    power = _layers(scene)
+    _add_below_bruch(power, scene)
+    _paint_vessels(power, scene)
+    lesions = _paint_lesions(power, scene)
     volume = Volume(
-        voxels=voxels,
-        spacing_mm=spacing,
+        voxels=_expose(power, scene, rng),
+        spacing_mm=scene.spacing_mm,
         laterality=eye.laterality,
         scanner=scanner.name,
         protocol=scanner.protocol,
@@ -95,19 +122,27 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
         age=eye.age,
         cst_um=central_subfield_um(eye),
         surface_names=SURFACES,
-        surfaces=(edges - 0.5).astype(np.float32),
+        surfaces=(scene.edges - 0.5).astype(np.float32),  # from pixel edges to pixel centres
         lesions=lesions,
-        spacing_mm=spacing,
+        spacing_mm=scene.spacing_mm,
     )
     return volume, truth
+
+
+def _place(eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3) -> _Scene:
+    x_mm, y_mm = en_face_positions(eye, scanner, acquisition, size)
+    depth_um = surfaces_um(eye, x_mm, y_mm)
+    depth_um += _placement_um(depth_um, acquisition, scanner, x_mm, y_mm)[None]
+    half_um, shade = vessel_profile(eye.vessels, x_mm, y_mm)
+    return _Scene(eye, scanner, acquisition, size, scanner.spacing_mm(size), x_mm, y_mm, depth_um, half_um, shade)
 
 
 def en_face_positions(
     eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[D, W] each: anatomical position (nasal, superior) in mm of every A-scan.
+    """Anatomical position (nasal, superior) of every A-scan in mm, two arrays [D, W].
 
-    The disc is nasal: to the right of the fovea in a right eye's image, to the left in a left eye's.
+    The optic disc is nasal: right of the fovea in the image of a right eye, left of it in that of a left eye.
     """
     frames, _, columns = size
     dz, _, dx = scanner.spacing_mm(size)
@@ -121,14 +156,15 @@ def en_face_positions(
 
 
 def _placement_um(
-    depth_um: np.ndarray, acquisition: Acquisition, scanner: Scanner, size: Shape3, x_mm: np.ndarray, y_mm: np.ndarray
+    depth_um: np.ndarray, acquisition: Acquisition, scanner: Scanner, x_mm: np.ndarray, y_mm: np.ndarray
 ) -> np.ndarray:
-    """[D, W]: what position, tilt and motion add to every depth; the operator keeps the retina inside the frame."""
+    """Depth in µm, [D, W], that position in the frame, tilt and eye motion add to every surface."""
     frame_um = 1000 * scanner.field_mm[1]
     tilt = acquisition.tilt[0] * x_mm + acquisition.tilt[1] * y_mm + acquisition.axial_motion_um[:, None]
     top = float((depth_um[SURFACE["ilm"]] + tilt).min())
     bottom = float((depth_um[SURFACE["bm"]] + tilt).max())
     start = acquisition.position * frame_um
+    # The operator keeps the retina inside the frame: 160 µm are left below BM, and, with priority, 60 µm above the ILM.
     start = min(start, frame_um - 160 - bottom)
     start = max(start, 60 - top)
     return tilt + start
@@ -140,9 +176,10 @@ def _db(level: float | np.ndarray) -> np.ndarray:
 
 
 class _Steps:
-    """Sums of steps along the axial axis, antialiased: what starts at depth e fills row floor(e) by the remaining fraction.
+    """Piecewise constant A-scans [D, H, W] built from steps at fractional rows.
 
-    Every layer, span or line is two steps, so a volume costs one cumulative sum however much is in it.
+    A layer is a step up at its upper edge and a step down at its lower one, so a volume costs one cumulative sum, however
+    many layers it has. A step at row e changes row floor(e) by the fraction of that row below e (antialiasing).
     """
 
     def __init__(self, frames: int, height: int, columns: int):
@@ -153,7 +190,7 @@ class _Steps:
     def add(
         self, edges: np.ndarray, step: np.ndarray | float, d: np.ndarray | None = None, w: np.ndarray | None = None
     ) -> None:
-        """Add `step` to all rows from `edges` on; each A-scan (d, w) at most once per call."""
+        """Add `step` to all rows from `edges` on, in all A-scans or in those at (d, w), each at most once per call."""
         d, w = self.d if d is None else d, self.w if w is None else w
         edges = np.clip(edges, 0, self.height)
         row = edges.astype(np.int64)
@@ -162,25 +199,17 @@ class _Steps:
         self.steps[d, row + 1, w] += step * fraction
 
     def total(self) -> np.ndarray:
-        # Row by row, all A-scans at once: np.cumsum would walk down one A-scan after the other.
+        # Row by row, all A-scans at once: np.cumsum would walk down one A-scan after the other, missing the cache.
         for row in range(1, self.height):
             self.steps[:, row] += self.steps[:, row - 1]
         return self.steps[:, : self.height]
 
 
-def _layers(
-    eye: Eye,
-    edges: np.ndarray,
-    shade: np.ndarray,
-    acquisition: Acquisition,
-    x_mm: np.ndarray,
-    y_mm: np.ndarray,
-    spacing: Spacing3,
-    height: int,
-) -> np.ndarray:
-    """Mean backscatter of vitreous and retina, float32 [D, H, W]."""
-    rows_per_um = 1 / (1000 * spacing[1])
-    steps = _Steps(edges.shape[1], height, edges.shape[2])
+def _layers(scene: _Scene) -> np.ndarray:
+    """Mean backscattered power of vitreous and retina, float32 [D, H, W]."""
+    eye, edges, shade, x_mm, y_mm = scene.eye, scene.edges, scene.shade, scene.x_mm, scene.y_mm
+    rows_per_um = scene.rows_per_um
+    steps = _Steps(*scene.size)
     above = np.full(x_mm.shape, _db(VITREOUS_DB))
     steps.add(np.zeros(x_mm.shape), above)
     thickness = np.diff(edges, axis=0) / rows_per_um
@@ -191,7 +220,7 @@ def _layers(
         if texture is not None:
             level = level * _db(0.7 * texture(1.7 * x_mm + 5, 1.7 * y_mm))
         if name == "nfl":
-            # Fibres reflect most where the bundle is thick and faces the beam; a thin layer is a faint line.
+            # Thick bundles reflect most; where the layer is thin it is only a faint line.
             level = level * (0.35 + 0.65 * np.clip(thickness[index] / 22, 0, 1))
         if name in ("ellipsoid", "outer_segment"):
             level = level * np.exp(-thickness[LAYER["drusen"]] / 70)
@@ -204,7 +233,7 @@ def _layers(
     steps.add(edges[SURFACE["elm"]] - 3 * rows_per_um, elm)
     steps.add(edges[SURFACE["elm"]] + 3 * rows_per_um, -elm)
     if eye.anatomy.hyaloid_um > 0:
-        # Still attached at fovea and disc, so the line rises from the ILM around them.
+        # A partly detached hyaloid is still attached at fovea and disc: the line leaves the ILM around them.
         off_fovea, off_disc = x_mm**2 + y_mm**2, (x_mm - DISC_MM[0]) ** 2 + (y_mm - DISC_MM[1]) ** 2
         free = (1 - np.exp(-off_fovea / 2.2**2)) * (1 - np.exp(-off_disc / 1.4**2))
         lift = eye.anatomy.hyaloid_um * free + 4 * eye.anatomy.texture["bm"](x_mm, y_mm)
@@ -215,45 +244,37 @@ def _layers(
     return steps.total()
 
 
-def _add_below_bruch(
-    power: np.ndarray,
-    eye: Eye,
-    scanner: Scanner,
-    edges: np.ndarray,
-    shade: np.ndarray,
-    x_mm: np.ndarray,
-    y_mm: np.ndarray,
-    dy_mm: float,
-) -> None:
-    """Choriocapillaris, choroid with dark vessel lumina in bright stroma, then sclera, all fading with depth."""
-    bm, csi = edges[SURFACE["bm"]], edges[SURFACE["csi"]]
+def _add_below_bruch(power: np.ndarray, scene: _Scene) -> None:
+    """Add choriocapillaris, choroid (dark vessel lumina in bright stroma) and sclera, all fading with depth."""
+    eye, scanner, x_mm, y_mm, dy_mm = scene.eye, scene.scanner, scene.x_mm, scene.y_mm, scene.spacing_mm[1]
+    bm, csi = scene.edges[SURFACE["bm"]], scene.edges[SURFACE["csi"]]
     first = int(np.clip(np.floor(bm.min()), 0, power.shape[1] - 1))
     rows = np.arange(first, power.shape[1])
     z = (rows + 0.5) * dy_mm
-    # cos(a(d,w) + k z(h)) splits into two products, so the 3-D texture is one matrix product per B-scan. The factors are
-    # rounded to 1/256: sums of such products are exact in float32, in whatever order a BLAS adds them.
+    # cos(a(d, w) + k z(h)) = cos a cos kz - sin a sin kz, so the 3-D texture is one matrix product per B-scan. The factors
+    # are rounded to 1/256: sums of such products are exact in float32, so every BLAS gives the same bytes.
     plane, kz = eye.choroid_texture
     waves = zip(plane.k_per_mm, plane.phase, kz, strict=True)
     phase = np.stack([kx * x_mm + ky * y_mm + p - k * dy_mm * bm for (kx, ky), p, k in waves], axis=1)
     along = np.concatenate([np.cos(np.outer(z, kz)), -np.sin(np.outer(z, kz))], axis=1)
     across = np.concatenate([np.cos(phase), np.sin(phase)], axis=1)
     along, across = ((np.round(factor * 256) / 256).astype(np.float32) for factor in (along, across))
-    # exp(-(z - bm) / decay) as a product of a row and an en-face factor, both small enough for float32.
+    # exp(-(z - bm) / decay) as the product of an axial and an en-face factor; measuring both from the mean depth of BM
+    # keeps them within float32.
     middle = float(bm.mean()) * dy_mm
     fading = np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm).astype(np.float32)[:, None]
     window = _db(HYPERTRANSMISSION_DB * atrophy(eye.lesions, x_mm, y_mm))
-    light = (shade * window * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)
-    for d, below in enumerate(power[:, first:]):  # B-scan by B-scan: one stays in the processor's cache
+    light = (scene.shade * window * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)
+    for d, below in enumerate(power[:, first:]):  # one B-scan at a time fits into the processor's cache
         tissue = along @ across[d]
         tissue *= np.float32(0.42 * np.sqrt(2 / len(kz)))
         tissue += np.float32(0.62)
         np.clip(tissue, 0.18, 1.1, out=tissue)
         tissue *= np.float32(_db(CHOROID_DB))
-        # The choroid's texture gives way to an even bright sheet below Bruch's membrane and to the sclera behind.
-        for edge, level, sense in ((bm[d] + 0.02 / dy_mm, CHORIOCAPILLARIS_DB, -1), (csi[d], SCLERA_DB, 1)):
-            share = _share_below(edge, rows)
-            if sense < 0:
-                share = 1 - share
+        # The first 20 µm below Bruch's membrane are the even choriocapillaris; below the choroid lies the even sclera.
+        choriocapillaris = 1 - _share_below(bm[d] + 0.02 / dy_mm, rows)
+        sclera = _share_below(csi[d], rows)
+        for share, level in ((choriocapillaris, CHORIOCAPILLARIS_DB), (sclera, SCLERA_DB)):
             tissue += share * (np.float32(_db(level)) - tissue)
         tissue *= _share_below(bm[d], rows)
         tissue *= fading
@@ -262,18 +283,19 @@ def _add_below_bruch(
 
 
 def _share_below(edge: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[len(rows), W]: share of each pixel of a B-scan that lies below `edge`."""
+    """Share of each pixel of a B-scan, [len(rows), W], that lies below `edge` [W]."""
     share = (rows + 1).astype(np.float32)[:, None] - edge.astype(np.float32)
     return np.clip(share, 0, 1, out=share)
 
 
-def _paint_vessels(power: np.ndarray, depth_um: np.ndarray, half_um: np.ndarray, dy_mm: float) -> None:
-    """Lumina in the nerve fibre and ganglion cell layers: a bright anterior wall over a darker body."""
-    d, w = np.nonzero(half_um > 4)
+def _paint_vessels(power: np.ndarray, scene: _Scene) -> None:
+    """Paint vessels in the nerve fibre and ganglion cell layers: a bright anterior wall over a darker lumen."""
+    d, w = np.nonzero(scene.half_um > 4)
     if len(d) == 0:
         return
-    half = half_um[d, w]
-    centre = depth_um[SURFACE["ilm"], d, w] + np.maximum(0.9 * half, 12)
+    dy_mm = scene.spacing_mm[1]
+    half = scene.half_um[d, w]
+    centre = scene.depth_um[SURFACE["ilm"], d, w] + np.maximum(0.9 * half, 12)
     height = power.shape[1]
     rows = np.arange(int(np.ceil(2 * half.max() / (1000 * dy_mm))) + 1)
     row = np.floor((centre - half) / (1000 * dy_mm)).astype(np.int64)[:, None] + rows
@@ -285,55 +307,52 @@ def _paint_vessels(power: np.ndarray, depth_um: np.ndarray, half_um: np.ndarray,
     power[d[k], at, w[k]] = level
 
 
-def _paint_lesions(
-    power: np.ndarray,
-    eye: Eye,
-    depth_um: np.ndarray,
-    edges: np.ndarray,
-    x_mm: np.ndarray,
-    y_mm: np.ndarray,
-    spacing: Spacing3,
-) -> np.ndarray:
-    """Cysts and hyperreflective foci into `power`; returns the lesion mask uint8 [D, H, W]."""
-    frames, height, columns = power.shape
+def _paint_lesions(power: np.ndarray, scene: _Scene) -> np.ndarray:
+    """Paint what is not a layer (cysts, foci, membrane, operculum); return the lesion mask uint8 [D, H, W].
+
+    The other lesions are in `power` already, as layers that they thicken, thin or add. Later lesions overwrite earlier ones.
+    """
+    eye, edges, x_mm, y_mm, rows_per_um = scene.eye, scene.edges, scene.x_mm, scene.y_mm, scene.rows_per_um
     lesions = np.zeros(power.shape, np.uint8)
-    rows_per_um = 1 / (1000 * spacing[1])
     if len(eye.lesions.cysts):
-        steps = _Steps(frames, height, columns)
-        for d, w, top, bottom in cyst_spans(eye.lesions, depth_um, x_mm, y_mm):
+        steps = _Steps(*scene.size)
+        for d, w, top, bottom in cyst_spans(eye.lesions, scene.depth_um, x_mm, y_mm):
             steps.add(top * rows_per_um, 1.0, d, w)
             steps.add(bottom * rows_per_um, -1.0, d, w)
-        fluid = np.minimum(steps.total(), 1)
+        fluid = np.minimum(steps.total(), 1)  # cysts overlap
         power += fluid * (np.float32(_db(FLUID_DB)) - power)
         lesions[fluid > 0.5] = LESIONS["intraretinal_fluid"]
-    for layer, lesion in (("subretinal_fluid", "subretinal_fluid"), ("drusen", "drusen")):
-        top, bottom = edges[LAYER[layer]], edges[LAYER[layer] + 1]
-        for d, w in zip(*np.nonzero(bottom - top > 0.5), strict=True):
-            lesions[d, max(round(float(top[d, w])), 0) : max(round(float(bottom[d, w])), 0), w] = LESIONS[lesion]
+    for name in ("subretinal_fluid", "drusen"):
+        top, bottom = edges[LAYER[name]], edges[LAYER[name] + 1]
+        _fill(lesions, top, bottom, bottom - top > 0.5, LESIONS[name], least=0)
     for x, y, radius, position in eye.lesions.foci:
         d, w = np.nonzero((x_mm - x) ** 2 + (y_mm - y) ** 2 < radius**2)
         inner, outer = edges[SURFACE["ipl_inl"], d, w], edges[SURFACE["elm"], d, w]
         row = (inner + position * (outer - inner)).astype(np.int64)
         for offset in range(max(1, round(1000 * radius * rows_per_um))):
-            inside = (row + offset >= 0) & (row + offset < height)
+            inside = (row + offset >= 0) & (row + offset < power.shape[1])
             power[d[inside], row[inside] + offset, w[inside]] = _db(-2.0)
     atrophic = atrophy(eye.lesions, x_mm, y_mm) > 0.5
     _fill(lesions, edges[SURFACE["opl_onl"]], edges[SURFACE["bm"]], atrophic, LESIONS["atrophy"])
-    _paint_membrane(power, lesions, eye, edges, x_mm, y_mm, rows_per_um)
-    _paint_hole(power, lesions, eye, edges, x_mm, y_mm, rows_per_um)
+    _paint_membrane(power, lesions, scene)
+    _paint_hole(power, lesions, scene)
     return lesions
 
 
-def _fill(lesions: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarray, value: int) -> None:
-    """Mark the voxels whose centre lies between two surfaces [D, W], at least one per A-scan."""
+def _fill(
+    lesions: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarray, value: int, least: int = 1
+) -> None:
+    """Mark the voxels whose centre lies between two surfaces [D, W], `least` or more in every A-scan of `where`."""
     height = lesions.shape[1]
-    for d, w in zip(*np.nonzero(where), strict=True):
-        first = min(max(round(float(top[d, w])), 0), height - 1)
-        lesions[d, first : max(round(float(bottom[d, w])), first + 1), w] = value
+    first = np.clip(np.rint(top), 0, height - least)
+    past = np.maximum(np.rint(bottom), first + least)
+    rows = np.arange(height)[:, None]
+    for d in np.flatnonzero(where.any(axis=1)):
+        lesions[d][where[d] & (rows >= first[d]) & (rows < past[d])] = value
 
 
 def _blend(power: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarray, level: float) -> None:
-    """Antialiased tissue of one level between two surfaces [D, W], over what was there."""
+    """Replace what lies between two surfaces [D, W] by tissue of one power, antialiased at both edges."""
     d, w = np.nonzero(where)
     if len(d) == 0:
         return
@@ -347,34 +366,19 @@ def _blend(power: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.nda
         power[at] += share[inside] * (level - power[at])
 
 
-def _paint_membrane(
-    power: np.ndarray,
-    lesions: np.ndarray,
-    eye: Eye,
-    edges: np.ndarray,
-    x_mm: np.ndarray,
-    y_mm: np.ndarray,
-    rows_per_um: float,
-) -> None:
-    """A bright line on the folds of the ILM, with dark pockets under it in the troughs."""
-    thickness, gap = membrane_um(eye.lesions, x_mm, y_mm)
-    bottom = edges[SURFACE["ilm"]] - gap * rows_per_um
-    top = bottom - thickness * rows_per_um
+def _paint_membrane(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> None:
+    """Paint an epiretinal membrane: a bright line on the folds of the ILM, dark pockets under it in the troughs."""
+    thickness, gap = membrane_um(scene.eye.lesions, scene.x_mm, scene.y_mm)
+    bottom = scene.edges[SURFACE["ilm"]] - gap * scene.rows_per_um
+    top = bottom - thickness * scene.rows_per_um
     _blend(power, top, bottom, thickness > 0, float(_db(MEMBRANE_DB)))
     _fill(lesions, top, bottom, thickness > 0, LESIONS["membrane"])
 
 
-def _paint_hole(
-    power: np.ndarray,
-    lesions: np.ndarray,
-    eye: Eye,
-    edges: np.ndarray,
-    x_mm: np.ndarray,
-    y_mm: np.ndarray,
-    rows_per_um: float,
-) -> None:
-    """The gap belongs to the mask from the height of its rims down; a torn-off roof floats above it."""
-    if eye.lesions.roof:
+def _paint_hole(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> None:
+    """Mark the gap of a macular hole from the height of its rims down, and paint the operculum floating above it."""
+    eye, edges, x_mm, y_mm, rows_per_um = scene.eye, scene.edges, scene.x_mm, scene.y_mm, scene.rows_per_um
+    if eye.lesions.roof:  # stage 1: not open towards the vitreous
         return
     for x, y, gap, _ in eye.lesions.hole:
         angle = np.arange(16) / 16 * 2 * np.pi
@@ -390,25 +394,18 @@ def _paint_hole(
             _blend(power, middle - half, middle + half, inside > 0, float(_db(OPERCULUM_DB)))
 
 
-def _expose(
-    power: np.ndarray,
-    scanner: Scanner,
-    acquisition: Acquisition,
-    rng: np.random.Generator,
-    spacing: Spacing3,
-    x_mm: np.ndarray,
-    y_mm: np.ndarray,
-) -> np.ndarray:
-    """Signal strength, roll-off, point spread, speckle, noise and display: uint8 [D, H, W]."""
-    _, dy, dx = spacing
+def _expose(power: np.ndarray, scene: _Scene, rng: np.random.Generator) -> np.ndarray:
+    """What the instrument exports of this backscattered power: uint8 [D, H, W]. `power` is overwritten."""
+    scanner, acquisition, (_, dy, dx) = scene.scanner, scene.acquisition, scene.spacing_mm
     z_mm = (np.arange(power.shape[1]) + 0.5) * dy
-    per_ascan = acquisition.signal_db[:, None] + acquisition.vignetting_db * acquisition.vignetting(x_mm, y_mm)
+    vignetting_db = acquisition.vignetting_db * acquisition.vignetting(scene.x_mm, scene.y_mm)
+    per_ascan = acquisition.signal_db[:, None] + vignetting_db
     power *= _db(-scanner.roll_off_db_per_mm * z_mm).astype(np.float32)[None, :, None]
     power *= _db(per_ascan).astype(np.float32)[:, None, :]
     axial = scanner.axial_psf_um / FWHM / (1000 * dy)
     lateral = scanner.lateral_psf_um * acquisition.defocus / FWHM / (1000 * dx)
     power = blur(power, (axial, lateral))
-    # The field is wider than its intensity by √2.
+    # The point-spread function is that of intensity; the complex field, whose square it is, is wider by √2.
     looks = scanner.looks(power.shape)
     power *= speckle(rng, power.shape, (axial * 2**0.5, lateral * 2**0.5), looks)
     noise = detector_noise(rng, power.shape, looks)
