@@ -24,7 +24,7 @@ from octfm.run import checkpoint
 from octfm.store.store import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_store import small_store
+from support.small_store import small_store
 
 SETTINGS = (
     "precision=fp32", "seed=3", "data.global_batch_size=4", "data.per_device_batch_size=1", "model.patch_size=[2,8,8]", "model.width=48",

@@ -26,8 +26,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from bucket_servers import BUCKET, free_port
-from dicom_files import write_oct_dicom
 from octfm.encoder.embed_files import embed_files
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import assemble
@@ -38,6 +36,8 @@ from octfm.pretraining.inputs import build_objective, frozen_encoder
 from octfm.pretraining.settings import load_config
 from octfm.run.runtime import start
 from octfm.volume.preprocessing import Preprocessing
+from support.bucket_servers import BUCKET, free_port
+from support.dicom_files import write_oct_dicom
 
 
 def main() -> None:

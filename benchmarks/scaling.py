@@ -21,8 +21,8 @@ from pathlib import Path
 from octfm.models.vit3d import count_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from ranks import Ranks
-from small_store import small_preprocessing, small_store
+from support.ranks import Ranks
+from support.small_store import small_preprocessing, small_store
 
 WIDTH, DEPTH = 192, 6
 XLA = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}

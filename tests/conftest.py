@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bucket_servers import endpoints, faulty, place  # noqa: F401
-from ranks import Ranks
+from support.bucket_servers import endpoints, faulty, place  # noqa: F401
+from support.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 SAFE_PATH = os.environ.get("PYTHONSAFEPATH")

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.errors import ReadError
 from octfm.formats import read_volume
@@ -20,7 +19,8 @@ from octfm.io.archive import open_archive, open_file, unpack
 from octfm.phantom import DEFAULT_SCANNERS, write_phantom
 from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
-from test_cli import octfm_command
+from support.command_line import octfm_command
+from support.dicom_files import write_oct_dicom
 
 SIZE = (8, 64, 48)
 SPACING_MM = (0.12, 0.0039, 0.0115)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from octfm.formats import ReadError, read_header, read_volume
-from test_readers import SHAPE, telling_voxels
-from vendor_files import SPACING_MM, write_nifti, write_npy, write_sidecar
+from support.vendor_files import SPACING_MM, write_nifti, write_npy, write_sidecar
+from support.volumes import SHAPE, telling_voxels
 
 
 def code_of(uri, **options) -> str:

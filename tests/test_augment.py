@@ -16,8 +16,8 @@ from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.masks import token_map
 from octfm.pretraining.preflight.objective import HOST, views
 from octfm.store.loader import Loader, microbatches
-from small_store import small_store
-from test_pretrain import config as run_config
+from support.small_store import small_store
+from support.tiny_runs import config as run_config
 
 EVERYTHING = AugmentConfig(
     lateral_shift_mm=0.4, lateral_scale=0.2, axial_scale=0.1, tilt_deg=8, mirror_unknown=True, noise=0.05, speckle=0.2

@@ -6,8 +6,8 @@ import pytest
 
 from octfm.errors import ConfigError
 from octfm.pretraining.bench import Bench, Trial, bench
-from small_store import small_store
-from test_pretrain import config, quiet
+from support.small_store import small_store
+from support.tiny_runs import config, quiet
 
 FAST = Trial("as configured", "bf16", 2, 1.0, 8.0, 0.4, 2.0)
 

@@ -10,7 +10,7 @@ from octfm.pretraining.masks import BACKGROUND, PADDING, TISSUE, MaskConfig, sam
 from octfm.pretraining.preflight import tokens
 from octfm.pretraining.preflight.block_law import block_sizes, covered_by_one, expected_targets
 from octfm.pretraining.preflight.data import Sample
-from test_pretrain import config
+from support.tiny_runs import config
 
 GRID = (6, 16, 12)
 

@@ -14,8 +14,8 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
-from small_store import GRADES, darkened, small_store
-from test_pretrain import config, quiet
+from support.small_store import GRADES, darkened, small_store
+from support.tiny_runs import config, quiet
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from octfm.cli.main import app
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, CheckpointError, ConfigError, EvaluationError
@@ -18,9 +17,10 @@ from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run, mirror_of, read_pointer
 from octfm.run.tracking import read_metrics
-from small_store import small_store
-from test_pretrain import config
-from test_probe import Cohort
+from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
+from support.probe_cohort import Cohort
+from support.small_store import small_store
+from support.tiny_runs import config
 
 SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)

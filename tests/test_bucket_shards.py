@@ -5,14 +5,14 @@ import os
 import pytest
 import torch
 
-from bucket_servers import ENDPOINT
 from octfm.encoder.encoder import load_encoder
 from octfm.io import bucket
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run, read_pointer
-from small_store import small_store
-from test_pretrain import TINY, rows
-from test_ranks import codes
+from support.bucket_servers import ENDPOINT
+from support.ranks import codes
+from support.small_store import small_store
+from support.tiny_runs import TINY, rows
 
 SETTINGS = TINY | {
     "data": {"global_batch_size": 4, "per_device_batch_size": 1},

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bucket_servers import ENDPOINT, SECRET, FaultyProxy
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.errors import BucketError, ConfigError, StoreError
 from octfm.io import bucket, bucket_cache
@@ -23,7 +21,9 @@ from octfm.store import verify as store_verify
 from octfm.store.loader import Loader
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
-from small_store import small_preprocessing
+from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
+from support.dicom_files import write_oct_dicom
+from support.small_store import small_preprocessing
 
 SLOW = pytest.mark.slow
 everywhere = pytest.mark.parametrize("place", ["local", "s3", "gs"], indirect=True)

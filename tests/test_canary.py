@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from canaries import MARK, leaks, write_clinic
 from octfm.store.store import Store
+from support.canaries import MARK, leaks, write_clinic
 
 SMALL = ("image_size=[16,96,96]", "target_spacing=[0.24,0.015,0.05]")
 

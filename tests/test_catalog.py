@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from pydicom import uid
 
-from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.catalog.columns import TableError
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
 from octfm.phantom.write import write_phantom
+from support.dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 

@@ -1,41 +1,16 @@
 """The command line as a user meets it: one line per mistake, exit codes, nothing half-written."""
 
-import subprocess
-import sys
-
 import pytest
 
 import octfm
-from small_store import small_store
-from test_pretrain import TINY
-
-
-def octfm_command(*words, cwd):
-    done = subprocess.run(
-        [sys.executable, "-c", "from octfm.cli.main import main; main()", *map(str, words)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-    )
-    return done.returncode, done.stdout, done.stderr
+from support.command_line import octfm_command
+from support.small_store import small_store
+from support.tiny_runs import tiny
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared").path
-
-
-def tiny(*extra):
-    import yaml
-
-    def flat(values, prefix=""):
-        for key, value in values.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...').strip().splitlines()[0]}"
-
-    return [*flat(TINY), *extra]
 
 
 WRONG = {

@@ -5,8 +5,7 @@ import pytest
 from octfm.errors import ConfigError
 from octfm.io.isolation import Limits
 from octfm.store.prepare import prepare
-from store_samples import SMALL, acquisition, catalog, read_sample
-from test_prepare import content
+from support.store_samples import SMALL, acquisition, catalog, content, read_sample
 
 
 @pytest.fixture(scope="module")

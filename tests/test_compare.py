@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from browser import assert_renders, needs_chromium
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import EvaluationError
@@ -17,9 +16,10 @@ from octfm.evaluation.probe import probe, write_probe
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
-from run_folder import probe_result, write_run
-from small_store import darkened, small_store
-from test_pretrain import config, quiet
+from support.browser import assert_renders, needs_chromium
+from support.run_folder import probe_result, write_run
+from support.small_store import darkened, small_store
+from support.tiny_runs import config, quiet
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ from octfm.run.checkpoint_writer import CheckpointWriter, Retention, keep_best
 from octfm.run.tracking import Metrics, read_metrics
 from octfm.tasks import finetune_folder
 from octfm.tasks.finetune_settings import FinetuneConfig
-from small_store import small_store
-from test_pretrain import config as tiny
-from test_pretrain import quiet, timeless
+from support.small_store import small_store
+from support.tiny_runs import config as tiny
+from support.tiny_runs import quiet, timeless
 
 GIB = 2**30
 STRIDE = 7

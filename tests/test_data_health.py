@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import octfm
-from browser import assert_renders, needs_chromium
-from dicom_files import write_oct_dicom
 from octfm.catalog.acquisition import FLAGS, Acquisition
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
 from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
-from test_cli import octfm_command
+from support.browser import assert_renders, needs_chromium
+from support.command_line import octfm_command
+from support.dicom_files import write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 

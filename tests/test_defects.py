@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from pydicom import uid
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.phantom.defects import DEFECTS
 from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
+from support.dicom_files import write_oct_dicom
 
 SIZE = (8, 64, 48)
 SPACING_MM = (0.12, 0.0039, 0.0115)

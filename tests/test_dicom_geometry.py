@@ -6,10 +6,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydicom.dataset import Dataset
 
-from dicom_files import item, write_oct_dicom
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom.geometry import check_bounds, looks_swapped, read_geometry
 from octfm.volume.volume import LAYOUTS
+from support.dicom_files import item, write_oct_dicom
 
 SHAPE = (9, 300, 400)
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,11 +11,11 @@ from pydicom import dcmread, uid
 from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 
-from dicom_files import NATIVE, item, write_oct_dicom
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom.file import parsed
 from octfm.formats.dicom.geometry import floats
 from octfm.formats.dicom.groups import read_groups
+from support.dicom_files import NATIVE, item, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 VOXELS = np.random.default_rng(0).integers(0, 255, (6, 40, 36), dtype=np.uint8)

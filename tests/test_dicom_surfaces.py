@@ -7,12 +7,12 @@ import pytest
 from pydicom import dcmread, uid
 from pydicom.dataset import Dataset
 
-from dicom_files import item, save, write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.formats import ReadError, read_surfaces, read_volume
 from octfm.formats.dicom.surfaces import HEIGHT_MAP, read_height_map, surfaces_of_volume
 from octfm.phantom import phantom_volume
+from support.dicom_files import item, save, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 NAMES = ("ILM", "BM")

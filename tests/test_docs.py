@@ -18,7 +18,7 @@ from octfm.config import find_config, known_keys
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
-from small_store import small_store
+from support.small_store import small_store
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -178,12 +178,12 @@ def blocks(page: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """A folder as the examples expect it: runs/a, prepared, exported, scan.dcm and a RETFound file of random weights."""
-    from dicom_files import write_oct_dicom
     from octfm.encoder.export import export
     from octfm.phantom import phantom_volume
     from octfm.pretraining.pretrain import pretrain
-    from test_pretrain import config, quiet
-    from test_retfound import random_file
+    from support.dicom_files import write_oct_dicom
+    from support.retfound_file import random_file
+    from support.tiny_runs import config, quiet
 
     folder = tmp_path_factory.mktemp("workplace")
     store = small_store(folder / "prepared")

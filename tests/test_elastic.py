@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT
 from octfm.run import checkpoint
-from ranks import Ranks
-from small_store import small_store
-from test_cli import tiny
-from test_pretrain import TINY, final, rows
+from support import ROOT
+from support.ranks import Ranks
+from support.small_store import small_store
+from support.tiny_runs import TINY, final, rows, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 30

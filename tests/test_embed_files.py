@@ -16,8 +16,6 @@ import pytest
 from pydicom import uid
 from typer.testing import CliRunner
 
-from bucket_servers import BUCKET, s3_server
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.cli.main import app
 from octfm.encoder import embed_files as module
@@ -31,9 +29,11 @@ from octfm.io.location import location
 from octfm.pretraining.pretrain import pretrain
 from octfm.store.prepare import prepare
 from octfm.tasks.embed_run import embed_all
-from small_store import small_preprocessing, small_store
-from test_pretrain import config, quiet
-from test_transfer_syntaxes import _imagecodecs, picture
+from support.bucket_servers import BUCKET, s3_server
+from support.codestreams import imagecodecs_encoder, picture
+from support.dicom_files import write_oct_dicom
+from support.small_store import small_preprocessing, small_store
+from support.tiny_runs import config, quiet
 
 COUNT = 11
 
@@ -68,7 +68,7 @@ def clinic(tmp_path_factory) -> Path:
     write_oct_dicom(
         root / "p99" / "eye.dcm", np.stack([np.roll(picture(16), k, axis=0) for k in range(6)]), (0.9, 0.03, 0.1),
         participant="Q99", sop_instance_uid="1.2.9", transfer_syntax=uid.HTJ2KLossless, bits_stored=12,
-        encode=_imagecodecs("htj2k", reversible=True),
+        encode=imagecodecs_encoder("htj2k", reversible=True),
     )  # fmt: skip
     return root
 

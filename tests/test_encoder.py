@@ -12,9 +12,9 @@ from octfm.errors import CheckpointError, EvaluationError
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
-from octfm.volume.volume import Volume
-from small_store import SIZE, edit_rows, small_preprocessing, small_store
-from test_pretrain import config, quiet
+from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
+from support.tiny_runs import config, quiet
+from support.volumes import eye
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,6 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
     return pretrain(config(steps=4), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
-
-
-def eye(laterality="R", **changes) -> Volume:
-    from octfm.phantom import phantom_volume
-
-    volume, _ = phantom_volume(5, size=(16, 128, 96), laterality=laterality)
-    return volume
 
 
 def test_F15_preprocessing_travels_with_the_weights(run, store):

@@ -22,9 +22,9 @@ from octfm.pretraining.session import Session
 from octfm.run import checkpoint
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, keep_best
 from octfm.run.interruption import Interruption
-from small_store import small_store
-from test_cli import tiny
-from test_pretrain import config, final, quiet, rows, timeless
+from support import support_process
+from support.small_store import small_store
+from support.tiny_runs import assert_same_run, config, final, interrupted_after, quiet, rows, tiny
 
 
 @pytest.fixture(scope="module")
@@ -32,30 +32,10 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Weights, optimizer, teacher, run state and every metric, bit for bit."""
-    a, b = final(one), final(other)
-    assert a["step"] == b["step"] and a["state"] == b["state"]
-    assert a["model"].keys() == b["model"].keys()
-    for name, tensor in a["model"].items():
-        assert torch.equal(tensor, b["model"][name]), name
-    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
-        assert all(torch.equal(x[k], y[k]) for k in x)
-    assert timeless(one) == timeless(other)
-
-
 def killed_run(store, out, **plan):
-    script = Path(__file__).parent / "killed_runs.py"
-    command = [
-        sys.executable,
-        str(script),
-        str(store.path),
-        str(out),
-        *(str(plan[name]) for name in ("steps", "kills", "saves", "seed")),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    words = [plan[name] for name in ("steps", "kills", "saves", "seed")]
+    process = support_process("killed_runs", store.path, out, *words)
+    done = subprocess.run(**process, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said[-1] == "last 0", said
@@ -117,21 +97,6 @@ def test_a_second_signal_acts_at_once():
             time.sleep(1)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def interrupted_after(steps, monkeypatch):
-    """As if SIGTERM came during step number `steps`."""
-    from octfm.pretraining import pretrain as loop
-
-    accumulate, calls = loop.accumulate, []
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == steps:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "accumulate", counted)
 
 
 def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, tmp_path):

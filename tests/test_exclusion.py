@@ -20,9 +20,9 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.store.exclusion import excluded, named_lines, without_excluded
 from octfm.store.prepare import prepare
 from octfm.volume.volume import Volume
-from small_store import small_store
-from store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
-from test_pretrain import config, quiet
+from support.small_store import small_store
+from support.store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
+from support.tiny_runs import config, quiet
 
 EMPTY = 3
 """The volume of `store_with_an_empty_one` that holds no image: the left eye of P001."""

@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 import octfm
-from bucket_servers import BUCKET, s3_server
 from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder import exported, onnx_graph
@@ -33,9 +32,10 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.volume.preprocessing import Preprocessing
-from small_store import GRADES, darkened, small_store
-from test_encoder import eye
-from test_pretrain import config, quiet
+from support.bucket_servers import BUCKET, s3_server
+from support.small_store import GRADES, darkened, small_store
+from support.tiny_runs import config, quiet
+from support.volumes import eye
 
 
 @pytest.fixture(scope="module")

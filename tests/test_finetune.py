@@ -26,9 +26,10 @@ from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.trust.leaderboard import leaderboard, metadata, to_csv, to_markdown
-from small_store import GRADES, darkened, edit_rows, small_store
-from test_pretrain import config as pretrain_config
-from test_pretrain import quiet
+from support.finetune_runs import settings, write_labels
+from support.small_store import GRADES, darkened, edit_rows, small_store
+from support.tiny_runs import Killed, quiet
+from support.tiny_runs import config as pretrain_config
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +39,12 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory):
-    path = tmp_path_factory.mktemp("labels") / "labels.tsv"
-    path.write_text("participant_id\tgrade\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\n" for i in range(12)))
-    return path
+    return write_labels(tmp_path_factory.mktemp("labels") / "labels.tsv")
 
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
     return pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
-
-
-def settings(run, store, labels, **changes) -> FinetuneConfig:
-    base = {
-        "encoder": str(run), "store": str(store.path), "labels": str(labels), "target": "grade", "order": list(GRADES), "epochs": 6,
-        "head_epochs": 1, "batch_size": 4, "per_device_batch_size": 2, "lr_head": 1e-2, "lr_encoder": 3e-4,
-        "augment": {"axial_shift": 2, "contrast": 0, "gamma": 0}, "tokens_per_volume": 32,
-    }  # fmt: skip
-    return load(FinetuneConfig, base | changes)
 
 
 def result_of(out, metric):
@@ -104,10 +94,6 @@ def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_
         row["lr_encoder"] > 0 for row in rows[2 * steps_per_epoch :]
     )
     assert all(row["lr_head"] > 0 for row in rows)
-
-
-class Killed(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("frozen", [True, False])

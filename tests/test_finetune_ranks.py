@@ -11,33 +11,44 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT
 from octfm.errors import CheckpointError, ConfigError
+from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.run_folder import locked
-from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
 from octfm.tasks.finetune import finetune
 from octfm.tasks.predictions import read_predictions
-from test_finetune import labels, quiet, run, settings, store  # noqa: F401
+from support import ROOT
+from support.finetune_runs import settings, write_labels
+from support.ranks import codes
+from support.small_store import darkened, small_store
+from support.tiny_runs import config as pretrain_config
+from support.tiny_runs import final, quiet
 
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 1}
 WAYS = {"finetune": {}, "frozen": {"lr_encoder": 0, "pool": "attention"}, "lora": {"lora_rank": 2, "lr_encoder": 3e-3}}
 
 
-def codes(ended):
-    return [rank.code for rank in ended]
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory):
+    return write_labels(tmp_path_factory.mktemp("labels") / "labels.tsv")
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    return pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def told(out, *names):
     return [[row[name] for name in names if name in row] for row in read_metrics(out / "metrics.jsonl")]
 
 
-def final(out):
-    return checkpoint.load(checkpoint.newest(out))
-
-
 @pytest.mark.parametrize("way", ["finetune", "frozen", pytest.param("lora", marks=pytest.mark.slow)])
-def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, tmp_path, way):  # noqa: F811
+def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, tmp_path, way):
     config = settings(run, store, labels, **SHORT, **WAYS[way])
     finetune(config, tmp_path / "one", echo=quiet)
     ended = ranks(2, store.path, tmp_path / "two", config.model_dump(mode="json"), finetune=True)
@@ -61,7 +72,7 @@ def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, 
         assert all(x.read_bytes() == y.read_bytes() for x, y in zip(*kept, strict=True)), "features are the same bits"
 
 
-def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run, store, labels, tmp_path):  # noqa: F811
+def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run, store, labels, tmp_path):
     config = settings(run, store, labels, **SHORT).model_dump(mode="json")
     ended = ranks(2, store.path, tmp_path / "halves", config, finetune=True, fault="term", at=5, on=1)
     assert codes(ended) == [75, 75] and "SIGTERM: saved after 6 of" in ended[1].said
@@ -76,7 +87,7 @@ def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run,
     ).read_bytes()
 
 
-def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, labels, tmp_path):  # noqa: F811
+def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, labels, tmp_path):
     """As after a run on one host that is gone on with on two which share no disk."""
     config = settings(run, store, labels, **SHORT, **WAYS["frozen"], runtime={"timeout_s": 12})
     finetune(config, tmp_path / "run-0", echo=quiet)
@@ -87,7 +98,7 @@ def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, l
         assert "put --out on a disk that all hosts share" in rank.said, ended
 
 
-def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store, labels, tmp_path):  # noqa: F811
+def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store, labels, tmp_path):
     config = settings(run, store, labels, batch_size=2).model_dump(mode="json")
     ended = ranks(3, store.path, tmp_path / "run", config, finetune=True)
     assert codes(ended) == [1, 1, 1] and all("not a multiple of the 3 ranks" in rank.said for rank in ended)
@@ -96,7 +107,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store
         settings(run, store, labels, runtime={"parallel": "fsdp"})
 
 
-def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path):  # noqa: F811
+def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path):
     config = settings(run, store, labels, epochs=1, lr_encoder=0)
     (tmp_path / "run").mkdir()
     with (
@@ -114,7 +125,7 @@ def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store, labels, tmp_path):  # noqa: F811
+def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store, labels, tmp_path):
     """launch/torchrun.sh -- finetune, the packaged recipe, two ranks."""
     words = [
         f"{key}={value}"

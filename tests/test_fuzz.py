@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import octfm
-from fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds
 from octfm.catalog.catalog import NothingAccepted, scan
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.reasons import REASONS
@@ -19,9 +18,10 @@ from octfm.io.isolation import Limits, Lost, each
 from octfm.store.prepare import REASONS as PREPARE_REASONS
 from octfm.store.prepare import prepare
 from octfm.volume.volume import Volume
-from store_samples import SMALL
-from test_multifile_dicom import series
-from vendor_files import BIRTH_DATE, NAME, SURNAME
+from support.fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds
+from support.multifile_dicom import series
+from support.store_samples import SMALL
+from support.vendor_files import BIRTH_DATE, NAME, SURNAME
 
 LIMITS = Limits()
 SOURCE = Path(octfm.__file__).parent

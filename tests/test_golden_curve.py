@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from octfm.pretraining.pretrain import pretrain
-from small_store import small_store
-from test_pretrain import config, quiet, rows
+from support.small_store import small_store
+from support.tiny_runs import config, quiet, rows
 
 FIXTURE = Path(__file__).parent / "fixtures" / "golden_curve.json"
 TOLERANCE = 1e-3

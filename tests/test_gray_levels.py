@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dicom_files import write_oct_dicom
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.images import to_mm
 from octfm.phantom import phantom_volume
 from octfm.volume.planes import eight_bit
 from octfm.volume.preprocessing import Preprocessing
-from test_readers import telling_voxels
-from vendor_files import SPACING_MM, write_images, write_nifti, write_npy, write_tiff
+from support.dicom_files import write_oct_dicom
+from support.vendor_files import SPACING_MM, write_images, write_nifti, write_npy, write_tiff
+from support.volumes import telling_voxels
 
 GRAY = np.rint(telling_voxels().astype(float) * (255 / telling_voxels().max())).astype(np.uint8)
 """Reaches white, as every volume of millions of speckles does."""

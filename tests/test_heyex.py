@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import scan
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume
 from octfm.formats.heyex_vol import display
 from octfm.volume.preprocessing import Preprocessing
-from test_readers import SHAPE, telling_voxels
-from vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, write_vol
+from support.dicom_files import write_oct_dicom
+from support.vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, write_vol
+from support.volumes import SHAPE, telling_voxels
 
 DUMMY_VOL, DUMMY_XML = "heyex_vol/eyepy_dummy_10x40x50.vol", "heyex_xml/eyepy_dummy/test_dummy.xml"
 LINE, CIRCLE = "heyex_vol/Willis_B_716_0.vol", "heyex_vol/Willis_B_716_2.vol"

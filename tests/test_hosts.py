@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from conftest import ROOT
-from ranks import Ranks
-from small_store import small_store
-from test_cli import tiny
-from test_pretrain import TINY, final
+from support import ROOT
+from support.ranks import Ranks
+from support.small_store import small_store
+from support.tiny_runs import TINY, final, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")

@@ -8,8 +8,8 @@ from PIL import Image
 
 from octfm.catalog.catalog import NothingAccepted, scan
 from octfm.formats import ReadError, read_header, read_volume
-from test_readers import telling_voxels
-from vendor_files import SPACING_MM, write_images, write_npy, write_sidecar
+from support.vendor_files import SPACING_MM, write_images, write_npy, write_sidecar
+from support.volumes import telling_voxels
 
 VOXELS = telling_voxels(shape=(24, 40, 36))
 many = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,14 +10,19 @@ from octfm.models.vit3d import ViTConfig, rotary, take_patches
 from octfm.pretraining.initial_weights import begin_with
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
-from small_store import small_store
-from test_oracle import EVERY, GRID, PATCH, SIZE, peer  # noqa: F401  (a fixture)
-from test_pretrain import config, quiet
+from support.small_store import small_store
+from support.tiny_runs import config, quiet
+from support.vjepa2_peer import EVERY, GRID, PATCH, SIZE, random_vjepa2
 
 MODEL = ViTConfig(patch_size=PATCH, width=48, depth=3, heads=4)
 
 
-def released(peer) -> dict[str, torch.Tensor]:  # noqa: F811
+@pytest.fixture(scope="module")
+def peer():
+    return random_vjepa2()
+
+
+def released(peer) -> dict[str, torch.Tensor]:
     """The tensors of transformers' model under the names of facebookresearch/vjepa2's own files."""
     theirs, found = dict(peer.encoder.named_parameters()), {}
     for kind in ("weight", "bias"):
@@ -42,7 +47,7 @@ def objective() -> JEPA:
 
 
 @torch.no_grad()
-def test_the_encoder_answers_as_vjepa2_where_positions_are_equal(peer, tmp_path):  # noqa: F811
+def test_the_encoder_answers_as_vjepa2_where_positions_are_equal(peer, tmp_path):
     path, model = tmp_path / "vitl.pt", objective()
     torch.save({"encoder": {}, "target_encoder": released(peer), "epoch": 3}, path)
     before = {name: p.clone() for name, p in model.predictor.named_parameters()}
@@ -60,7 +65,7 @@ def test_the_encoder_answers_as_vjepa2_where_positions_are_equal(peer, tmp_path)
 
 
 @torch.no_grad()
-def test_channels_that_were_turned_by_one_axis_still_are(peer, tmp_path):  # noqa: F811
+def test_channels_that_were_turned_by_one_axis_still_are(peer, tmp_path):
     """Queries that answer to one axis of V-JEPA 2 alone depend, here too, on positions along that axis alone."""
     state = released(peer)
     pairs = 12 // 2
@@ -90,7 +95,7 @@ def _score(attention, x, index):
     return (qkv[:, 0, 0] * qkv[:, 1, 1]).sum(-1)
 
 
-def test_other_patches_and_colours_give_an_even_patch_the_same_answer(peer, tmp_path):  # noqa: F811
+def test_other_patches_and_colours_give_an_even_patch_the_same_answer(peer, tmp_path):
     state = released(peer)
     kernel = torch.randn(48, 3, 2, 16, 16)
     state["module.backbone.patch_embed.proj.weight"] = kernel
@@ -118,7 +123,7 @@ def test_other_patches_and_colours_give_an_even_patch_the_same_answer(peer, tmp_
         ({"positions": "learned"}, "use model.positions=rotary"),
     ],
 )
-def test_another_architecture_is_refused_by_name(peer, tmp_path, change, said):  # noqa: F811
+def test_another_architecture_is_refused_by_name(peer, tmp_path, change, said):
     torch.save(released(peer), tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=said):
         begin_with(tmp_path / "a.pt", objective(), MODEL.model_copy(update=change))

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dicom_files import write_oct_dicom
-from hostile_folder import executed, octfm, plant
 from octfm.catalog.catalog import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, each, import_path, release
 from octfm.io.spread import spread
+from support.dicom_files import write_oct_dicom
+from support.hostile_folder import executed, octfm, plant
 
 SHORT = Limits(seconds=2)
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from small_store import small_store
-from test_pretrain import TINY, timeless
-from test_ranks import assert_same_weights, codes
+from support.ranks import codes
+from support.small_store import small_store
+from support.tiny_runs import TINY, assert_same_weights, timeless
 
 SMALL = TINY | {
     "data": {"global_batch_size": 4, "per_device_batch_size": 1},

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bombs import BOMBS, nifti_of_zeros
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.catalog.participants import pseudonyms
 from octfm.cli.main import app
@@ -17,6 +15,8 @@ from octfm.formats import ReadError, read_surfaces, read_volume, within
 from octfm.formats.arrays import named_arrays
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
+from support.bombs import BOMBS, nifti_of_zeros
+from support.dicom_files import write_oct_dicom
 
 TIGHT = Limits(seconds=60, memory=3 * 10**8)
 SPACING_MM = (0.12, 0.0039, 0.0115)

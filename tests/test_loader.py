@@ -13,7 +13,7 @@ from octfm.config import load
 from octfm.errors import ConfigError, StoreError
 from octfm.store.loader import DataConfig, Loader, accumulation, microbatches, select
 from octfm.store.store import Store
-from store_samples import SCANNERS, write_store
+from support.store_samples import SCANNERS, write_store
 
 VOLUMES = 24
 

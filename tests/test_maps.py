@@ -27,9 +27,9 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import NONE, load_scenes
 from octfm.tasks.view import scene_of
 from octfm.volume.radial import to_raster
-from small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
-from test_pretrain import config, quiet
-from test_radial import lines_of, scanned, write_star
+from support.small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
+from support.stars import lines_of, scanned, write_star
+from support.tiny_runs import config, quiet
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """When memory runs out the micro-batch is halved, and nothing else changes (F7)."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,9 @@ import torch
 from octfm.errors import TrainingError
 from octfm.pretraining import step as forward
 from octfm.pretraining.pretrain import pretrain
-from small_store import small_store
-from test_pretrain import config, final, quiet, rows
+from support import support_process
+from support.small_store import small_store
+from support.tiny_runs import config, final, quiet, rows
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +20,14 @@ def store(tmp_path_factory):
 
 
 def train(store, out, *limit):
-    script = Path(__file__).parent / "short_of_memory.py"
-    command = [sys.executable, str(script), str(store.path), str(out), *map(str, limit)]
+    process = support_process("short_of_memory", store.path, out, *limit)
     # Freed memory goes back to the system at once, and threads reserve no address space of their own: the limit then means what it says.
     malloc = {
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
-        "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | malloc)
+    done = subprocess.run(process["args"], capture_output=True, text=True, env=process["env"] | malloc)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import octfm
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import CatalogError, scan
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise
-from test_readers import telling_voxels
-from vendor_files import SPACING_MM, write_heyex_xml, write_images, write_tiff, write_vol
+from support.dicom_files import write_oct_dicom
+from support.vendor_files import SPACING_MM, write_heyex_xml, write_images, write_tiff, write_vol
+from support.volumes import telling_voxels
 
 SHAPE = (12, 64, 48)
 

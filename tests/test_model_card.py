@@ -11,7 +11,7 @@ from octfm.errors import EvaluationError
 from octfm.report.card.model_card import Statements, model_card
 from octfm.report.card.paper import CLAIM, OPEN, paper
 from octfm.report.participants import guarded
-from run_folder import probe_result, write_catalog, write_run, write_store
+from support.run_folder import probe_result, write_catalog, write_run, write_store
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octfm.config import load
 from octfm.errors import ConfigError, one_line
-from odd_values import (
+from support.odd_values import (
     BASES,
     SETTINGS,
     call,

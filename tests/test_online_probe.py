@@ -11,8 +11,8 @@ from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, fi
 from octfm.pretraining.pretrain import pretrain
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.loader import select
-from small_store import prepared_eye, small_preprocessing, small_store
-from test_pretrain import config, final, quiet, rows
+from support.small_store import prepared_eye, small_preprocessing, small_store
+from support.tiny_runs import config, final, quiet, rows
 
 
 @pytest.fixture(scope="module")

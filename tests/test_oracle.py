@@ -1,7 +1,5 @@
 """Our networks beside others that compute the same: transformers' V-JEPA 2 with the same weights, and textbook formulas in float64."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -24,29 +22,14 @@ from octfm.models.vit3d import (
     take_patches,
     turn_qkv,
 )
+from support.vjepa2_peer import EVERY, GRID, PATCH, SIZE, random_vjepa2
 
-SIZE, PATCH = (8, 32, 32), (2, 8, 8)
-GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
-EVERY = torch.arange(GRID.size).unsqueeze(0)
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @pytest.fixture(scope="module")
 def peer():
-    """transformers' V-JEPA 2 encoder of the same size at random weights that are not at their initial values."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    from transformers import VJEPA2Config, VJEPA2Model
-
-    config = VJEPA2Config(
-        patch_size=8, crop_size=32, frames_per_clip=8, tubelet_size=2, hidden_size=48, in_chans=1, num_attention_heads=4,
-        num_hidden_layers=3, mlp_ratio=4.0, layer_norm_eps=1e-5, pred_hidden_size=24, pred_num_attention_heads=2, pred_num_hidden_layers=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = VJEPA2Model(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+    return random_vjepa2()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, assign_splits, scan
 from octfm.catalog.participants.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
@@ -20,9 +19,10 @@ from octfm.errors import ConfigError
 from octfm.io import bucket, ranged
 from octfm.io.location import write_whole
 from octfm.report.data_health import write_data_health
-from store_samples import acquisition
-from test_cli import octfm_command
-from vendor_files import write_images
+from support.command_line import octfm_command
+from support.dicom_files import write_oct_dicom
+from support.store_samples import acquisition
+from support.vendor_files import write_images
 
 ROOT = Path("/data/clinic")
 

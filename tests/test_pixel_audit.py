@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pydicom import uid
 from typer.testing import CliRunner
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, scan
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.cli.main import app
@@ -23,7 +22,8 @@ from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
-from store_samples import SMALL, acquisition, catalog, read_sample
+from support.dicom_files import write_oct_dicom
+from support.store_samples import SMALL, acquisition, catalog, read_sample
 
 SIZE = (20, 192, 128)
 ROUGH = Preprocessing(image_size=(16, 96, 64), target_spacing=(0.4, 0.02, 0.1))

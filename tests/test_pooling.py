@@ -13,8 +13,8 @@ from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
 from octfm.models.pooling import EXTREMES, extremes, mean, pooled, width_of
-from small_store import small_store
-from test_pretrain import config, quiet
+from support.small_store import small_store
+from support.tiny_runs import config, quiet
 
 
 @given(seed=st.integers(0, 2**31), volumes=st.integers(1, 4), tokens=st.integers(1, 40), width=st.integers(1, 6))

@@ -20,8 +20,8 @@ from octfm.pretraining.preflight import data, objective, resources, tokens
 from octfm.run import memory
 from octfm.run.runtime import start
 from octfm.store.loader import Loader, select
-from small_store import edit_rows, prepared_eye, small_preprocessing, small_store
-from test_pretrain import config
+from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
+from support.tiny_runs import config
 
 
 @pytest.fixture(scope="module")

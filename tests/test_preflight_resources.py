@@ -15,9 +15,9 @@ from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Runtime, start
 from octfm.store.loader import select
 from octfm.volume.preprocessing import Preprocessing
-from ranks import Ranks
-from small_store import small_store
-from test_pretrain import config, rows
+from support.ranks import Ranks
+from support.small_store import small_store
+from support.tiny_runs import config, rows
 
 
 @pytest.fixture(scope="module")

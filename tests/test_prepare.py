@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import scan
 from octfm.errors import StoreError
 from octfm.formats import read_volume
@@ -24,16 +23,8 @@ from octfm.store.writer import stage
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Volume
-from store_samples import SMALL, acquisition, catalog, read_sample
-
-
-def content(path: Path) -> dict[str, bytes]:
-    """Every file that a reader of the store may look at."""
-    return {
-        str(p.relative_to(path)): p.read_bytes()
-        for p in sorted(path.rglob("*"))
-        if p.is_file() and not p.name.startswith(".")
-    }
+from support.dicom_files import write_oct_dicom
+from support.store_samples import SMALL, acquisition, catalog, content, read_sample
 
 
 def run(acquisitions, out, *, preprocessing=SMALL, workers=1, **other) -> Store:
@@ -299,7 +290,7 @@ VICTIM = """
 import sys
 sys.path[:0] = {paths!r}
 from octfm.store.prepare import prepare
-from store_samples import SMALL, acquisition, catalog, read_sample
+from support.store_samples import SMALL, acquisition, catalog, read_sample
 
 if __name__ == "__main__":
     files = [acquisition(n, "truncated" if n % 7 == 3 else "reads") for n in range({count})]

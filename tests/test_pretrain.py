@@ -8,59 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.config import load
 from octfm.errors import CheckpointError, ConfigError
 from octfm.pretraining import step as forward
 from octfm.pretraining.pretrain import pretrain
-from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint
-from octfm.run.tracking import read_metrics
-from small_store import SIZE, edit_rows, small_store
-
-TINY = {
-    "steps": 8,
-    "precision": "fp32",
-    "seed": 3,
-    "data": {"global_batch_size": 4, "per_device_batch_size": 2},
-    "model": {"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2},
-    "predictor": {"width": 24, "depth": 1, "heads": 1},
-    "masks": {"budget": 64},
-    "schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1},
-    "augment": {"axial_shift": 4},
-    "log_every_steps": 1,
-    "validate_every_steps": 4,
-    "ckpt_every_steps": 3,
-}
-
-
-def config(**changes) -> PretrainConfig:
-    return load(PretrainConfig, {**TINY, **changes})
+from support.small_store import SIZE, edit_rows, small_store
+from support.tiny_runs import Killed, config, final, quiet, rows, timeless
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-def quiet(_: str) -> None:
-    pass
-
-
-def rows(run, kind="train"):
-    return [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == kind]
-
-
-def final(run):
-    return checkpoint.load(checkpoint.newest(run))
-
-
-TIMES = {"volumes_per_s", "data_wait_share", "peak_memory_gb", "time"}
-
-
-def timeless(run):
-    """All rows but what is said about speed, which no two runs share."""
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if row.get("what") != "data"]
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 
 
 @pytest.mark.parametrize("objective, precision", [*product(("vjepa2", "data2vec"), ("fp32", "bf16")), ("mae", "fp32")])
@@ -74,10 +32,6 @@ def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, ob
     held_out = [row["masked_over_baseline"] for row in rows(run, "validation")]
     assert held_out[-1] < held_out[0]
     assert rows(run, "incident") == [], "no false alarm"
-
-
-class Killed(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 7])
@@ -263,7 +217,7 @@ def test_store_given_twice_is_refused(store, tmp_path):
 
 def test_old_checkpoint_can_still_be_read():
     """A version-1 checkpoint of synthetic numbers, committed: made by `pretrain(config(steps=1))` at width 8 on `small_store`."""
-    from conftest import ROOT
+    from support import ROOT
 
     content = checkpoint.load(ROOT / "tests" / "fixtures" / "checkpoint_v1.pt")
     assert content["version"] == 1 and content["step"] == 1

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from canaries import SPACING_MM, eye
-from dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 from octfm.catalog.catalog import Catalog
 from octfm.store.store import Store
-from test_cli import octfm_command
+from support.canaries import SPACING_MM, everything_in, eye
+from support.command_line import octfm_command
+from support.dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 
 SECRETS = (*PATIENT_NAME.split("^"), BIRTH_DATE, "1950-01-02", "Geheim")
 
@@ -46,10 +46,6 @@ def clinic(tmp_path) -> Path:
                 }
             )
     return root
-
-
-def everything_in(folder: Path) -> bytes:
-    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tmp_path):

@@ -17,8 +17,8 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import in_steps, load_config, smoke
 from octfm.run.runtime import start
 from octfm.volume.preprocessing import Preprocessing
-from small_store import SIZE, small_preprocessing, small_store
-from test_pretrain import config, quiet
+from support.small_store import SIZE, small_preprocessing, small_store
+from support.tiny_runs import config, quiet
 
 OLD = """
 # The prototype's own YAML, as it was.
@@ -180,7 +180,7 @@ def test_every_preset_shrinks_and_passes_its_preflight(name, store):
 def test_smoke_of_every_preset_takes_less_than_a_minute(name, tmp_path):
     import resource
 
-    from test_cli import octfm_command
+    from support.command_line import octfm_command
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code, out, err = octfm_command("pretrain", name, "--smoke", "--out", "run", "--device", "cpu", cwd=tmp_path)

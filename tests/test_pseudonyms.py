@@ -19,8 +19,8 @@ from octfm.phantom import write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
-from test_cli import octfm_command
-from test_privacy import everything_in
+from support.canaries import everything_in
+from support.command_line import octfm_command
 
 KEY = b"a key that nobody can guess"
 SMALL = Preprocessing(image_size=(8, 64, 48), target_spacing=(0.9, 0.03, 0.15))

@@ -10,8 +10,9 @@ import torch
 from octfm.encoder.encoder import load_encoder
 from octfm.run import checkpoint
 from octfm.store.loader import select
-from small_store import small_store
-from test_pretrain import TINY, final, rows, timeless
+from support.ranks import codes
+from support.small_store import small_store
+from support.tiny_runs import TINY, assert_same_weights, final, rows, timeless
 
 SMALL = TINY | {"data": {"global_batch_size": 4, "per_device_batch_size": 1}, "runtime": {"timeout_s": 60}}
 SHARDED = {"runtime": {"parallel": "fsdp", "timeout_s": 60}}
@@ -21,10 +22,6 @@ WHITEN = {"objective": {"target_norm": "whiten"}}
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-def codes(ended):
-    return [rank.code for rank in ended]
 
 
 LOSSES = ("loss", "masked_loss", "context_loss", "masked_over_baseline")
@@ -41,14 +38,6 @@ def assert_same_curves(one: Path, other: Path, measures: float = 1e-5) -> None:
             np.testing.assert_allclose(
                 [row[name] for row in a], [row[name] for row in b], rtol=tolerance, err_msg=f"{kind} {name}"
             )
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    a, b = final(one), final(other)
-    assert a["step"] == b["step"] and a["state"] == b["state"]
-    assert all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
-    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
-        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
 def places(out: Path, world: int) -> dict[int, list[list[int]]]:

@@ -11,17 +11,8 @@ import pytest
 
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.reasons import REASONS
-from vendor_files import BIRTH_DATE, FORMATS, NAME, SPACING_MM, SURNAME, Format, write_sidecar
-
-SHAPE = Format.shape
-
-
-def telling_voxels(dtype: type = np.uint8, shape=SHAPE) -> np.ndarray:
-    """[D, H, W]: brightness falls along each axis by a step of its own, on noise; no two B-scans and no flip of any axis look alike."""
-    z, y, x = np.indices(shape)
-    noise = np.random.default_rng(0).integers(0, 20, shape)
-    gray = (200 - 9 * z - 2 * y - x // 2 + noise).clip(1, 255)
-    return gray.astype(np.uint8) if dtype is np.uint8 else (gray * 257 - (z + 3 * y) % 255).astype(np.uint16)
+from support.vendor_files import BIRTH_DATE, FORMATS, NAME, SPACING_MM, SURNAME, Format, write_sidecar
+from support.volumes import telling_voxels
 
 
 @pytest.fixture(params=FORMATS)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import octfm
-from dicom_files import write_oct_dicom
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.pretraining.pretrain import pretrain
-from small_store import small_store
-from test_pretrain import config, quiet
+from support.dicom_files import write_oct_dicom
+from support.small_store import small_store
+from support.tiny_runs import config, quiet
 
 NOMINAL_MM = (0.12, 0.00387, 0.0115)
 """Declared for the macular hole, whose spacing is unknown; any result in mm depends on it."""

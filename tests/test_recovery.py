@@ -18,9 +18,8 @@ from octfm.pretraining.sabotage import NAMES, sabotage
 from octfm.pretraining.step import COMPANY_TOKENS
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader
-from small_store import small_store
-from test_exact_resume import assert_same_run, interrupted_after
-from test_pretrain import config, final, quiet, rows
+from support.small_store import small_store
+from support.tiny_runs import assert_same_run, config, final, interrupted_after, quiet, rows
 
 SMALL = {
     "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from browser import assert_renders, needs_chromium
 from octfm.errors import EvaluationError
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures, pca_pictures
 from octfm.report.words import key_result
 from octfm.tasks.scene import Overlay, Placement, Scene
-from run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
+from support.browser import assert_renders, needs_chromium
+from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from octfm.tasks.segment import Labelled, Segmentation, Segmenter, load_segmente
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import dice, errors_of, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
-from small_store import SIZE, edit_rows, small_preprocessing, small_store
-from test_pretrain import config as pretrain_config
-from test_pretrain import quiet
+from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
+from support.tiny_runs import config as pretrain_config
+from support.tiny_runs import quiet
 
 
 @pytest.fixture(scope="module")

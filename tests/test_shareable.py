@@ -11,7 +11,7 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
 from octfm.report.shareable import CHOICES, WITHHELD, shareable, shareable_command
 from octfm.report.sources import gather
-from run_folder import write_catalog, write_run
+from support.run_folder import write_catalog, write_run
 
 SECRET = "Zqxanna"
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume
 from octfm.formats.declared import KEYS, read_declared
-from test_readers import telling_voxels
-from vendor_files import SPACING_MM, ends_of, write_images, write_npy, write_vol
+from support.vendor_files import SPACING_MM, ends_of, write_images, write_npy, write_vol
+from support.volumes import telling_voxels
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GOOD = {

@@ -5,9 +5,9 @@ import pytest
 from pydicom import uid
 from pydicom.pixels import apply_modality_lut, apply_voi_lut, get_encoder, pixel_array
 
-from dicom_files import item, write_oct_dicom
 from octfm.errors import ReadError
 from octfm.formats import read_header, read_volume
+from support.dicom_files import item, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 EXACT = (
@@ -129,7 +129,7 @@ def test_where_black_would_be_a_guess_the_file_is_refused(tmp_path, stated, why)
 def test_a_rescale_that_changes_from_b_scan_to_b_scan_is_refused(tmp_path):
     from pydicom import dcmread
 
-    from dicom_files import save
+    from support.dicom_files import save
 
     path = write(tmp_path / "a", gray(16).astype(int) - 2**15, 16, 1, 2**15, groups="groups")
     dataset = dcmread(path)

@@ -16,8 +16,8 @@ from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
 from octfm.store.loader import Loader
 from octfm.store.loader import select as choose
-from small_store import small_store
-from test_pretrain import config, rows
+from support.small_store import small_store
+from support.tiny_runs import config, rows
 
 AT, STEPS = 5, 26
 QUIET = {"log_every_steps": 100, "validate_every_steps": 1000, "ckpt_every_steps": 1000, "steps": STEPS}

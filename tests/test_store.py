@@ -4,7 +4,7 @@ tests/fixtures/store_v1 is a store of version 1, written once from random number
 
     from pathlib import Path
     from octfm.volume.preprocessing import Preprocessing
-    from store_samples import write_store                      # with tests/ on the path
+    from support.store_samples import write_store            # with tests/ on the path
     write_store(Path("tests/fixtures/store_v1"), 3, Preprocessing(image_size=(2, 16, 16)))
 """
 
@@ -28,7 +28,7 @@ from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, _encode_by_zarr, encode
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.transform import Transform
-from store_samples import SMALL, prepared, write_store
+from support.store_samples import SMALL, prepared, write_store
 
 FIXTURE = Path(__file__).parent / "fixtures" / "store_v1"
 
@@ -167,7 +167,7 @@ def test_blank_volumes_are_stored_too(tmp_path):
 
     from octfm.store.prepare import row_of
     from octfm.store.writer import stage
-    from store_samples import acquisition
+    from support.store_samples import acquisition
 
     blank = replace(prepared(0), voxels=np.zeros(SMALL.image_size, np.uint8), valid=np.zeros_like(prepared(0).valid))
     with StoreWriter(tmp_path / "s", SMALL) as writer:
@@ -244,7 +244,7 @@ def test_confidence_that_is_not_a_number_becomes_null(tmp_path):
     from dataclasses import replace
 
     from octfm.store.prepare import row_of
-    from store_samples import acquisition
+    from support.store_samples import acquisition
 
     row = row_of(acquisition(0), replace(prepared(0), confidence={"contrast": np.float32("nan")}), "sha256:0")
     assert json.loads(row.to_line())["confidence"] == {"contrast": None}

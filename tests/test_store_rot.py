@@ -22,7 +22,7 @@ from octfm.store.prepare import prepare, row_of
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Preprocessing
-from store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store
+from support.store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store
 
 OLD = Path(__file__).parent / "fixtures" / "store_v1"
 """Written before shards carried checksums of their data."""

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.catalog.columns import Columns, TableError, is_identifier
 from octfm.errors import ConfigError
 from octfm.phantom import write_phantom
+from support.dicom_files import write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 COLUMNS = {"participant": "pid", "file": "path", "laterality": "eye"}

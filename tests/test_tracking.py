@@ -15,8 +15,8 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
-from small_store import small_store
-from test_pretrain import Killed, config, quiet, rows
+from support.small_store import small_store
+from support.tiny_runs import Killed, config, quiet, rows
 
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install octfm[wandb]"

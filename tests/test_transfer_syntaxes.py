@@ -22,28 +22,19 @@ from pydicom import uid
 from pydicom.encaps import encapsulate_extended
 from pydicom.pixels import get_encoder
 
-from dicom_files import NATIVE, write_oct_dicom
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
+from support.codestreams import imagecodecs_encoder, picture
+from support.dicom_files import NATIVE, write_oct_dicom
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SPACING_MM = (0.12, 0.0039, 0.0115)
-SHAPE = (48, 64)
 
 lenient = settings(
     deadline=None,
     max_examples=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
-
-
-def picture(bits: int) -> np.ndarray:
-    """[48, 64] uint8 or uint16: a ramp along both axes with texture, by arithmetic alone so that fixtures stay true."""
-    rows, columns = np.mgrid[: SHAPE[0], : SHAPE[1]]
-    ramp = 2 * rows + columns
-    texture = (rows * 7919 + columns * 104729 + (rows * columns) % 37 * 31) % 64
-    values = {8: ramp + texture % 32, 12: 24 * ramp + 3 * texture, 16: 400 * ramp + 40 * texture}[bits]
-    return values.astype(np.uint8 if bits == 8 else np.uint16)
 
 
 @dataclass(frozen=True)
@@ -61,15 +52,6 @@ class Case:
 
 def _from_file(name: str) -> Callable[[np.ndarray], bytes]:
     return lambda _: (FIXTURES / "codestreams" / name).read_bytes()
-
-
-def _imagecodecs(codec: str, **options) -> Callable[[np.ndarray], bytes]:
-    def encode(image):
-        import imagecodecs
-
-        return bytes(getattr(imagecodecs, f"{codec}_encode")(image, **options))
-
-    return encode
 
 
 def _pydicom(syntax: str, bits: int, plugin: str, **options) -> Callable[[np.ndarray], bytes]:
@@ -112,7 +94,7 @@ def _cases() -> list[Case]:
         cases += [
             Case(uid.RLELossless, bits, "pydicom", _pydicom(uid.RLELossless, bits, "pydicom")),
             # liblj92; libjpeg-turbo decodes.
-            Case(uid.JPEGLosslessSV1, bits, "lj92", _imagecodecs("ljpeg", bitspersample=bits)),
+            Case(uid.JPEGLosslessSV1, bits, "lj92", imagecodecs_encoder("ljpeg", bitspersample=bits)),
             Case(uid.JPEGLSLossless, bits, "pyjpegls", _pydicom(uid.JPEGLSLossless, bits, "pyjpegls")),
             Case(
                 uid.JPEGLSNearLossless,
@@ -125,23 +107,23 @@ def _cases() -> list[Case]:
                 uid.JPEG2000Lossless,
                 bits,
                 "imagecodecs",
-                _imagecodecs("jpeg2k", codecformat="J2K", reversible=True, bitspersample=bits),
+                imagecodecs_encoder("jpeg2k", codecformat="J2K", reversible=True, bitspersample=bits),
             ),
             Case(
                 uid.JPEG2000,
                 bits,
                 "imagecodecs",
-                _imagecodecs("jpeg2k", level=50, codecformat="J2K", bitspersample=bits),
+                imagecodecs_encoder("jpeg2k", level=50, codecformat="J2K", bitspersample=bits),
                 8 * scale,
             ),
             # OpenJPH writes RPCL streams; OpenJPEG is the other decoder.
-            Case(uid.HTJ2KLossless, bits, "openjph", _imagecodecs("htj2k", reversible=True)),
-            Case(uid.HTJ2KLosslessRPCL, bits, "openjph", _imagecodecs("htj2k", reversible=True)),
+            Case(uid.HTJ2KLossless, bits, "openjph", imagecodecs_encoder("htj2k", reversible=True)),
+            Case(uid.HTJ2KLosslessRPCL, bits, "openjph", imagecodecs_encoder("htj2k", reversible=True)),
             Case(
                 uid.HTJ2K,
                 bits,
                 "openjph",
-                _imagecodecs("htj2k", reversible=False, level=0.002 if bits != 12 else 0.0002),
+                imagecodecs_encoder("htj2k", reversible=False, level=0.002 if bits != 12 else 0.0002),
                 4 * scale,
             ),
         ]
@@ -204,7 +186,7 @@ def test_lossy_htj2k_does_not_wrap_black_into_white(tmp_path):
         np.stack([checks] * 2),
         SPACING_MM,
         transfer_syntax=uid.HTJ2K,
-        encode=_imagecodecs("htj2k", reversible=False, level=0.02),
+        encode=imagecodecs_encoder("htj2k", reversible=False, level=0.02),
     )
     assert np.abs(read_volume(path).voxels[0].astype(int) - checks).max() <= 16
 
@@ -218,7 +200,7 @@ def test_white_is_full_scale_in_every_syntax(tmp_path, syntax, bits, photometric
     image = picture(8) if bits == 8 else (picture(16) >> (16 - bits))
     path = write_oct_dicom(
         tmp_path / "a", np.stack([image] * 2), SPACING_MM, transfer_syntax=syntax, bits_stored=bits, photometric=photometric,
-        encode=_imagecodecs("ljpeg", bitspersample=bits) if syntax == uid.JPEGLosslessSV1 else None,
+        encode=imagecodecs_encoder("ljpeg", bitspersample=bits) if syntax == uid.JPEGLosslessSV1 else None,
     )  # fmt: skip
     white = (1 << bits) - 1
     expected = (white - image if photometric == "MONOCHROME1" else image) << (8 * image.dtype.itemsize - bits)
@@ -340,7 +322,7 @@ def test_colour_in_a_grayscale_file_is_refused(tmp_path):
 def test_values_beyond_bits_stored_are_refused_not_wrapped(tmp_path):
     path = write_oct_dicom(
         tmp_path / "a", np.stack([picture(16)] * 2), SPACING_MM, transfer_syntax=uid.HTJ2KLossless, bits_stored=12,
-        encode=_imagecodecs("htj2k", reversible=True),
+        encode=imagecodecs_encoder("htj2k", reversible=True),
     )  # fmt: skip
     with pytest.raises(ReadError, match="BitsStored") as refused:
         read_volume(path)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from browser import assert_renders, needs_chromium
 from octfm.encoder.embeddings import of_store
 from octfm.encoder.external import embed_external, load_external
 from octfm.errors import EvaluationError
@@ -28,9 +27,10 @@ from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
-from test_pretrain import config as pretrain_config
-from test_pretrain import quiet
-from trust_cohort import SCANNERS, Cohort
+from support.browser import assert_renders, needs_chromium
+from support.tiny_runs import config as pretrain_config
+from support.tiny_runs import quiet
+from support.trust_cohort import SCANNERS, Cohort
 
 TWO = SCANNERS[:2]
 

@@ -14,8 +14,7 @@ from octfm.catalog.participants.pseudonyms import locate, pseudonymise
 from octfm.formats import ReadError, read_header, read_volume, volumes_in
 from octfm.formats.heidelberg_e2e import reflectivity_of_codes
 from octfm.formats.heyex_vol import display
-from test_readers import SHAPE, telling_voxels
-from vendor_files import (
+from support.vendor_files import (
     SPACING_MM,
     e2e_codes,
     ends_of,
@@ -28,6 +27,7 @@ from vendor_files import (
     write_topcon,
     write_vol,
 )
+from support.volumes import SHAPE, telling_voxels
 
 
 def code_of(uri, **options) -> str:

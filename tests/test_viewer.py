@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from browser import Browser, needs_chromium
 from octfm.errors import EvaluationError
 from octfm.report.viewer import viewer, write_view
 from octfm.tasks.scene import NONE, Overlay, Placement, Scene, load_scenes, save_scenes
 from octfm.tasks.view import scene_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Surfaces, Volume
+from support.browser import Browser, needs_chromium
 
 D, H, W = 12, 48, 64
 GRID = (3, 6, 8)

@@ -11,7 +11,7 @@ from octfm.errors import EvaluationError
 from octfm.report.html import write_report
 from octfm.report.watch import Follower, seconds_left, sparkline, watch
 from octfm.report.words import checkpoint_advice
-from run_folder import write_run
+from support.run_folder import write_run
 
 
 def probe_rows(*scores, metric="r2", chance=0.0):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dicom_files import write_oct_dicom
 from octfm.catalog.catalog import scan
 from octfm.formats import ReadError, read_volume
 from octfm.formats.declared import doubtful_way_up
@@ -16,7 +15,8 @@ from octfm.volume.appearance import native_way_up
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
-from vendor_files import write_images
+from support.dicom_files import write_oct_dicom
+from support.vendor_files import write_images
 
 SIZE = (8, 200, 160)
 ROUGH = Preprocessing(image_size=(8, 96, 64), target_spacing=(0.9, 0.02, 0.1))

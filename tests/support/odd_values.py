@@ -23,8 +23,8 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.preprocessing import Preprocessing
-from small_store import GRADES, darkened, small_store
-from vendor_files import write_npy, write_sidecar
+from support.small_store import GRADES, darkened, small_store
+from support.vendor_files import write_npy, write_sidecar
 
 CONTROL = "a\nb\x1b[2J\u202e\u0085c"
 """A line break, a terminal's command, a change of the direction of writing, a line break of another century."""

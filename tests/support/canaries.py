@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from pydicom.datadict import DicomDictionary
 
-from dicom_files import write_oct_dicom
+from support.dicom_files import write_oct_dicom
 
 MARK = "zqxkanari"
 """In every secret word, in any case; nine letters are not met by chance."""
@@ -159,3 +159,7 @@ def unpacked(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     elif b"base64," in data:
         for code in re.findall(rb"base64,([A-Za-z0-9+/=]+)", data):
             yield from unpacked(f"{name} (embedded)", base64.b64decode(code))
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())

@@ -8,7 +8,7 @@ from octfm.encoder.embeddings import Embeddings
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
-from small_store import prepared_eye, small_preprocessing
+from support.small_store import prepared_eye, small_preprocessing
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton", "zeiss_cirrus")
 WIDTH = 12

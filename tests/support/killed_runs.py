@@ -1,4 +1,4 @@
-"""A run that is killed again and again: `python killed_runs.py STORE OUT STEPS KILLS SAVES SEED`, for tests/test_exact_resume.py.
+"""A run that is killed again and again: `python -m support.killed_runs STORE OUT STEPS KILLS SAVES SEED`, for tests/test_exact_resume.py.
 
 Every attempt is a process of its own that trains into OUT and gets a SIGKILL: from outside after a random time, or, for SAVES of them, from
 inside at a random write, flush or rename of a checkpoint. The last attempt may finish. Prints how each attempt ended. Processes are
@@ -15,7 +15,7 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
 from octfm.store.store import Store
-from test_pretrain import TINY
+from support.tiny_runs import TINY
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from octfm.catalog.catalog import Acquisition, Catalog
 from octfm.errors import ReadError
 from octfm.store.store import Store
+from octfm.store.writer import stage
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
@@ -81,7 +82,7 @@ def prepared(number: int, image_size=SMALL.image_size) -> Prepared:
 def write_store(path: Path, count: int, preprocessing: Preprocessing = SMALL, compression="none", change=None) -> Store:
     """A store of `count` volumes, written volume by volume; `change(number)` gives other fields of the acquisition."""
     from octfm.store.prepare import row_of
-    from octfm.store.writer import StoreWriter, stage
+    from octfm.store.writer import StoreWriter
 
     with StoreWriter(path, preprocessing, compression) as writer:
         for number in range(count):
@@ -90,3 +91,12 @@ def write_store(path: Path, count: int, preprocessing: Preprocessing = SMALL, co
             words = acquisition(number, **(change(number) if change else {}))
             writer.append(row_of(words, sample, digest), str(number))
     return Store.open(path)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Every file that a reader of the store may look at."""
+    return {
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and not p.name.startswith(".")
+    }

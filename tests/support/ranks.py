@@ -14,15 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support import support_process
+
 
 class Ranks:
     """A process that forks jobs; of another environment's `python` where it is named."""
 
     def __init__(self, python: str = sys.executable) -> None:
-        command = [python, __file__]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            **support_process("ranks", python=python), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ def misbehave(
 
     loop.accumulate, passes.make_inputs = faulty, short
     if fault == "kill-saving" and rank == on:
-        from killed_runs import die_while_saving
+        from support.killed_runs import die_while_saving
 
         die_while_saving(at)
     if fault == "wrong-rank":
@@ -242,6 +242,10 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def codes(ended):
+    return [rank.code for rank in ended]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pydicom
 
-from dicom_files import write_oct_dicom
-from fuzz_files import deflated_bomb
+from support.dicom_files import write_oct_dicom
+from support.fuzz_files import deflated_bomb
 
 _MB = 2**20
 

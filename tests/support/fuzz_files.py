@@ -14,13 +14,14 @@ import pydicom
 from pydicom import uid
 from pydicom.dataset import Dataset
 
-from dicom_files import LOSSLESS, LOSSY, NATIVE, write_oct_dicom
-from test_multifile_dicom import concatenation, series
-from vendor_files import FORMATS, write_sidecar
+from support import FIXTURES
+from support.dicom_files import LOSSLESS, LOSSY, NATIVE, write_oct_dicom
+from support.multifile_dicom import concatenation, series
+from support.vendor_files import FORMATS, write_sidecar
 
 SHAPE = (4, 32, 48)
 SPACING_MM = (0.4, 0.02, 0.1)
-CODESTREAMS = Path(__file__).parent / "fixtures" / "codestreams"
+CODESTREAMS = FIXTURES / "codestreams"
 
 
 @dataclass(frozen=True)

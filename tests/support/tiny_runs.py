@@ -1,0 +1,104 @@
+"""Pretraining runs of a few seconds: their settings, what they wrote, and whether two are the same."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from octfm.config import load
+from octfm.pretraining.settings import PretrainConfig
+from octfm.run import checkpoint
+from octfm.run.tracking import read_metrics
+
+TINY = {
+    "steps": 8,
+    "precision": "fp32",
+    "seed": 3,
+    "data": {"global_batch_size": 4, "per_device_batch_size": 2},
+    "model": {"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2},
+    "predictor": {"width": 24, "depth": 1, "heads": 1},
+    "masks": {"budget": 64},
+    "schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1},
+    "augment": {"axial_shift": 4},
+    "log_every_steps": 1,
+    "validate_every_steps": 4,
+    "ckpt_every_steps": 3,
+}
+
+
+def config(**changes) -> PretrainConfig:
+    return load(PretrainConfig, {**TINY, **changes})
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def rows(run, kind="train"):
+    return [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == kind]
+
+
+def final(run):
+    return checkpoint.load(checkpoint.newest(run))
+
+
+TIMES = {"volumes_per_s", "data_wait_share", "peak_memory_gb", "time"}
+
+
+def timeless(run):
+    """All rows but what is said about speed, which no two runs share."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row.get("what") != "data"]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+class Killed(BaseException):
+    pass
+
+
+def tiny(*extra):
+    import yaml
+
+    def flat(values, prefix=""):
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...').strip().splitlines()[0]}"
+
+    return [*flat(TINY), *extra]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer, teacher, run state and every metric, bit for bit."""
+    a, b = final(one), final(other)
+    assert a["step"] == b["step"] and a["state"] == b["state"]
+    assert a["model"].keys() == b["model"].keys()
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), name
+    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(x[k], y[k]) for k in x)
+    assert timeless(one) == timeless(other)
+
+
+def interrupted_after(steps, monkeypatch):
+    """As if SIGTERM came during step number `steps`."""
+    from octfm.pretraining import pretrain as loop
+
+    accumulate, calls = loop.accumulate, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", counted)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    a, b = final(one), final(other)
+    assert a["step"] == b["step"] and a["state"] == b["state"]
+    assert all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
+    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
