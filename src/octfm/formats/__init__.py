@@ -1,4 +1,4 @@
-"""Files to Volumes: the format is decided by content, never by name, and what cannot be read has a reason code."""
+"""Read files into Volumes. The content decides on the format; every file that cannot be read has a reason code."""
 
 import functools
 import math
@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from octfm.errors import ReadError
+from octfm.formats.reasons import REASONS, Header, Reason
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
     from octfm.io.isolation import Limits
-from octfm.formats.reasons import REASONS, Header, Reason
 
 LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
-"""How a file ends that takes the process that reads it with it."""
-
+"""Codes of files that end the process that reads them."""
 
 T = TypeVar("T")
 
@@ -24,13 +23,14 @@ T = TypeVar("T")
 def read_volume(
     uri: str | Path, *, spacing_mm: Spacing3 | None = None, raster_only: bool = True, limits: "Limits | None" = None
 ) -> Volume:
-    """The Volume in a file, or in a folder of images, whatever its name is. Raises ReadError with one of REASONS.
+    """Read the Volume in a file or in a folder of images, whatever its name. Raises ReadError with one of REASONS.
 
-    spacing_mm: (dz, dy, dx) for a file that states none itself, such as a folder of images; a file that does is believed.
-    raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.volume.radial.to_raster for stars.
-    limits: read in a child process that may take so much time and memory, as a scan does; for files that nobody vouches for.
+    spacing_mm: (dz, dy, dx), used if the file states none itself, such as a folder of images.
+    raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.volume.radial.to_raster
+    for radial ones.
+    limits: read in a child process with limited time and memory, as a scan does; for files from unknown sources.
     """
-    from octfm.formats import detect  # parsers stay out of the training path
+    from octfm.formats import detect  # keeps parsers out of training processes
 
     if limits is None:
         return detect.read_volume(str(uri), spacing_mm, raster_only)
@@ -41,15 +41,15 @@ def read_volume(
     except ReadError as error:
         if error.code in LOST:
             raise
-        # A star of too few lines has no header that a scan would take, and can be read.
+        # A radial scan of too few lines has no header that a scan would accept, but it can be read.
     read = functools.partial(detect.read_volume, spacing_mm=spacing_mm, raster_only=raster_only)
     return within(limits, read, str(uri), size=size)
 
 
 def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | None = None) -> T:
-    """`read` of a uri in a child process. `size`, in bytes or voxels, by default of the file, buys time.
+    """Run `read(uri)` in a child process. `size`, in bytes or voxels, sets the time limit; by default the file's size.
 
-    Raises what `read` raises, and ReadError decoder_crashed, decoder_timeout or decoder_memory where it takes the child with it.
+    Raises what `read` raises, and ReadError decoder_crashed, decoder_timeout or decoder_memory if it ends the child.
     """
     from octfm.io.archive import file_size
     from octfm.io.isolation import Lost, each
@@ -62,40 +62,44 @@ def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | 
 
 
 def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """Everything `read_volume` would know, without decoding: cheap, and it still finds cut files. Raises ReadError; not_raster for a
-    layout that is not among `layouts`, and for a star that cannot become a raster."""
+    """The facts about a volume without decoding it: cheap, and incomplete files are still found.
+
+    Raises ReadError; not_raster for a layout not among `layouts`, and for a radial scan that cannot become a raster.
+    """
     from octfm.formats import detect
 
     return detect.read_header(str(uri), layouts)
 
 
 def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> "Header | Part":
-    """`read_header`, except that a file which is a volume only together with others says so at once. Raises ReadError."""
+    """As `read_header`, but returns a Part for a file that is a volume only together with others. Raises ReadError."""
     from octfm.formats import detect
 
     return detect.examine(str(uri), layouts)
 
 
 def volumes_in(uri: str | Path, limits: "Limits | None" = None) -> list[str]:
-    """uris of the volumes in a file, its own where it is one; of several, each is file!/name. `limits` as for `read_volume`.
+    """uris of the volumes in a file: its own if it is one, file!/name for each of several. `limits`: see `read_volume`.
 
-    Raises ReadError."""
+    Raises ReadError.
+    """
     from octfm.formats import detect
 
     return detect.volumes_in(str(uri)) if limits is None else within(limits, detect.volumes_in, str(uri))
 
 
 def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """The header of the volume that these files are together. Raises ReadError with one of REASONS."""
+    """The header of the volume that these files form together. Raises ReadError with one of REASONS."""
     from octfm.formats.dicom import reader as dicom
 
     return dicom.read_header_of_parts(parts, layouts)
 
 
 def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces | None:
-    """The layer boundaries stored with the B-scans, or in a DICOM height map, None where there are none. Raises ReadError.
+    """The layer boundaries stored with the B-scans or in a DICOM height map, None if there are none. Raises ReadError.
 
-    DICOM keeps them in a file of their own: `dicom_surfaces.surfaces_of_volume` joins the two. `limits` as for `read_volume`.
+    DICOM keeps them in a separate file: `octfm.formats.dicom.surfaces.surfaces_of_volume` matches it to its volume.
+    `limits`: see `read_volume`.
     """
     from octfm.formats import detect
 

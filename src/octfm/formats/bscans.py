@@ -1,6 +1,6 @@
-"""B-scans as a reader found them in a file that is not DICOM, and what follows from that, the same for every format.
+"""`Bscans`, which every reader except DICOM's returns, and the steps from there to Header, Volume and Surfaces.
 
-Where nothing states a thing it stays unknown: laterality is flagged, spacing is asked for, order is kept.
+Facts that the file does not state stay unknown: laterality is flagged, spacing must be declared, stored order is kept.
 """
 
 import hashlib
@@ -21,60 +21,62 @@ from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, refuse_rotating, stack_of
 from octfm.formats.dicom.pixels import MAX_BYTES
 from octfm.formats.dicom.reader import lateralities, slugify
-from octfm.formats.reasons import Header
+from octfm.formats.reasons import Header, blank, cannot_open
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Lines, Shape3, Spacing3, Surfaces, Volume
 
-_OF_ZIP = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError)
-"""RuntimeError: a password, a version or a method that zipfile does not know; one flipped bit asks for them."""
-DAMAGE = (*_OF_ZIP, struct.error, ValueError, LookupError, ArithmeticError, EOFError, OverflowError, MemoryError)
-"""What cut or mutated bytes make of a parser."""
+# RuntimeError: zipfile raises it for a password and for an unknown version or method; one flipped bit sets any of them.
+_ZIP_ERRORS = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError)
+DAMAGE = (*_ZIP_ERRORS, struct.error, ValueError, LookupError, ArithmeticError, EOFError)
+"""Exceptions that parsers raise on truncated or corrupt bytes."""
 
 _SAMPLES, _SAMPLE_BYTES = 128, 2048
 
 
 @dataclass(frozen=True)
 class Bscans:
+    """B-scans as a reader found them in a file: their facts, and a function that decodes them."""
+
     uri: str
     shape: Shape3
     """(D, H, W)."""
     decode: Callable[[], np.ndarray]
-    """The voxels [D, H, W] uint8 or uint16, in the order of the file."""
+    """Returns the voxels [D, H, W], uint8 or uint16, in the order of the file."""
     uid: str
-    """Stands in for a SOP Instance UID: the same for the same bytes, wherever they lie."""
+    """Takes the place of a SOP Instance UID; a function of the content only, not of the path."""
     in_plane_mm: tuple[float, float] | None = None
-    """(dy, dx) where the file states them."""
+    """(dy, dx), None if the file does not state them."""
     between_mm: float | None = None
-    """Distance between B-scans where the file states it."""
+    """Distance between B-scans, None if the file does not state it."""
     lines: Lines | None = None
     lines_in_mm: bool = True
-    """False: in another unit, and upwards or downwards is unknown; they tell layout and order only."""
+    """False where `lines` have another unit and an unknown vertical direction: they give layout and order only."""
     layout: Layout | None = None
-    """Where the file states it and positions do not."""
+    """As the file states it; used where positions do not show it."""
     laterality: str = ""
     scanner: str = "unknown"
     protocol: str = ""
     participant: str = ""
     beside: str = ""
-    """Where a sidecar lies beside, if not beside `uri`."""
+    """The file that a sidecar accompanies, if not `uri`."""
     surfaces: Callable[[], Surfaces | None] = lambda: None
     set_aside: tuple[tuple[str, str], ...] = ()
-    """Images of its folder that are none of its B-scans, each with what tells so."""
+    """(uri, reason) of each image in the folder that is not one of the B-scans."""
     bits: int | None = 16
-    """Significant bits of uint16 voxels; None where the file does not say, so that the whole volume has to."""
+    """Significant bits of uint16 voxels; None if the file does not say: they are then derived from the voxel values."""
     flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the B-scans lie to each other."""
+    """How the B-scans lie relative to each other."""
 
     layout: Layout
     between_mm: float | None
     stack: Stack | None
     problem: ReadError | None = None
-    """Why it is no raster."""
+    """Why it is not a raster."""
 
     def ordered(self, array: np.ndarray, axis: int) -> np.ndarray:
         """B-scans along `axis` in the order of their positions."""
@@ -83,21 +85,18 @@ class Arrangement:
 
 def to_header(bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
     """Raises ReadError: not_raster, absurd_size, absurd_spacing, contradicting_declaration."""
-    check_size(bscans.shape, bscans.uri)
-    arrangement = _arrange(bscans)
-    if arrangement.problem is not None and arrangement.layout not in layouts:
-        raise arrangement.problem
+    arrangement = _admissible_arrangement(bscans, layouts)
     if arrangement.layout == "radial":
         expect_a_star(_lines_in_mm(bscans), bscans.uri)
     return _header(bscans, arrangement, read_declared(bscans.beside or bscans.uri))
 
 
 def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[Layout] = LAYOUTS) -> Volume:
-    """`spacing_mm` where the file and its sidecar state none. Raises ReadError as `to_header`; missing_spacing, blank_volume."""
-    check_size(bscans.shape, bscans.uri)
-    arrangement = _arrange(bscans)
-    if arrangement.problem is not None and arrangement.layout not in layouts:
-        raise arrangement.problem
+    """Decode the voxels. `spacing_mm` is used if neither file nor sidecar states one.
+
+    Raises ReadError as `to_header`, and missing_spacing, blank_volume.
+    """
+    arrangement = _admissible_arrangement(bscans, layouts)
     declared = read_declared(bscans.beside or bscans.uri)
     header = _header(bscans, arrangement, declared)
     spacing_mm = header.spacing_mm or spacing_mm
@@ -110,13 +109,11 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
             f"{bscans.uri}: expected voxels {bscans.shape}, got {voxels.dtype} {voxels.shape}; export it again",
         )
     if voxels.min() == voxels.max():
-        raise ReadError(
-            "blank_volume", f"{bscans.uri}: every voxel has the same value; nothing was imaged, export it again"
-        )
-    stated = declared.bits or bscans.bits
+        raise blank(bscans.uri)
+    bits = declared.bits or bscans.bits
     white = used_full_scale(voxels) if voxels.dtype == np.uint16 else 255
-    if stated is not None:  # unless the values contradict it
-        white = max(white, (1 << stated) - 1)
+    if bits is not None:  # brighter voxels than the stated bits allow prove the statement wrong
+        white = max(white, (1 << bits) - 1)
     return Volume(
         voxels=arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0),
         full_scale=white if voxels.dtype == np.uint16 else 65535,
@@ -134,7 +131,7 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
 
 
 def to_surfaces(bscans: Bscans) -> Surfaces | None:
-    """B-scan for B-scan as `to_volume` orders them."""
+    """The surfaces in the B-scan order of `to_volume`; None if the file has none."""
     surfaces = bscans.surfaces()
     if surfaces is None:
         return None
@@ -145,7 +142,7 @@ def to_surfaces(bscans: Bscans) -> Surfaces | None:
 
 
 def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
-    """Before anything of that size is asked for. Raises ReadError absurd_size."""
+    """Call this before allocating memory for the volume. Raises ReadError absurd_size."""
     d, h, w = shape
     if min(shape) < 1 or d * h * w * bytes_per_voxel > MAX_BYTES:
         raise ReadError(
@@ -155,8 +152,11 @@ def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
 
 
 def uid_of(file: BinaryIO, size: int) -> str:
-    """A UID (PS3.5 B.2) from the content. Of a large file 128 pieces and both ends count, so that looking at a header stays cheap: two
-    files that differ elsewhere only get one UID, and are then compared voxel by voxel."""
+    """A UID (DICOM PS3.5 B.2) from the content.
+
+    Of a large file only 128 pieces are hashed, including both ends, so that reading a header stays cheap. Two files
+    that differ elsewhere get the same UID; the catalog then compares them voxel by voxel.
+    """
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     if size <= _SAMPLES * _SAMPLE_BYTES:
         file.seek(0)
@@ -175,24 +175,25 @@ def uid_from(digest: bytes) -> str:
 def missing_spacing(uri: str) -> ReadError:
     return ReadError(
         "missing_spacing",
-        f"{uri}: does not state millimetres on all axes; declare spacing_mm, [dz, dy, dx], in {PurePath(uri).stem}.json beside it or in "
-        "a table of files, or ask for a nominal spacing",
+        f"{uri}: does not state millimetres on all axes; declare spacing_mm, [dz, dy, dx], in "
+        f"{PurePath(uri).stem}.json beside it or in a table of files, or ask for a nominal spacing",
     )
 
 
 @contextmanager
 def damage_has_a_code(uri: str) -> Iterator[None]:
-    """A parser's surprise at bytes that no instrument wrote is a reject, not a crash. Not its words: they may quote a person's name."""
+    """Turn exceptions of a parser into ReadError: damaged bytes make a reject, not a crash.
+
+    The parser's own message is dropped: it may quote a person's name.
+    """
     try:
         yield
     except OSError as error:
-        raise ReadError(
-            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
-        ) from None
+        raise cannot_open(uri, error) from None
     except MemoryError:
         raise ReadError(
             "decoder_memory",
-            f"{uri}: reading it needs more memory than there is; a huge volume needs a higher limit, else it is damaged",
+            f"{uri}: not enough memory to read it; raise the limit for a huge volume, else the file is damaged",
         ) from None
     except DAMAGE as error:
         raise ReadError(
@@ -202,12 +203,19 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
 
 
 def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str) -> None:
-    """Of anything but a raster only the millimetres within a B-scan mean something. Raises ReadError as `check_bounds`."""
-    _, dy, dx = spacing_mm
-    if layout == "raster":
-        check_bounds(spacing_mm, shape, uri)
-    else:
-        check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
+    """Raises ReadError as `check_bounds`. For anything but a raster, dz is not checked."""
+    if layout != "raster":
+        _, dy, dx = spacing_mm
+        spacing_mm, shape = (dx, dy, dx), (shape[2], shape[1], shape[2])
+    check_bounds(spacing_mm, shape, uri)
+
+
+def _admissible_arrangement(bscans: Bscans, layouts: Collection[Layout]) -> Arrangement:
+    check_size(bscans.shape, bscans.uri)
+    arrangement = _arrange(bscans)
+    if arrangement.problem is not None and arrangement.layout not in layouts:
+        raise arrangement.problem
+    return arrangement
 
 
 def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Header:
@@ -242,7 +250,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
 
 
 def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tuple[Spacing3 | None, str, list[str]]:
-    """What the file states is believed, then its sidecar."""
+    """Spacing, its source and flags. What the file states overrides its sidecar."""
     flags: list[str] = []
     between, source = bscans.between_mm, "header"
     if arrangement.layout != "raster" and bscans.in_plane_mm is not None:
@@ -252,17 +260,15 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
             flags.append("slice_thickness_contradicts_positions")
         between, source = arrangement.between_mm, "header+positions"
     if bscans.in_plane_mm is not None and between is not None:
-        own = (between, *bscans.in_plane_mm)
-        if declared.spacing_mm and any(
-            abs(mm / other - 1) > 0.05 for mm, other in zip(own, declared.spacing_mm, strict=True)
-        ):
+        stated = (between, *bscans.in_plane_mm)
+        if declared.spacing_mm and (np.abs(np.divide(stated, declared.spacing_mm) - 1) > 0.05).any():
             flags.append("spacing_conflict")
-        return own, source, flags
+        return stated, source, flags
     return declared.spacing_mm, "sidecar" if declared.spacing_mm else "missing", flags
 
 
 def _arrange(bscans: Bscans) -> Arrangement:
-    """Positions decide; what the file calls itself, only where there are none or where a circle looks like a line."""
+    """Positions decide over what the file states, which counts only without positions or for circles (see `_stack`)."""
     try:
         stack = _stack(bscans)
     except NotRaster as error:
@@ -277,7 +283,7 @@ def _lines_in_mm(bscans: Bscans) -> Lines | None:
 
 
 def _stack(bscans: Bscans) -> Stack | None:
-    """None where no positions tell. Raises NotRaster."""
+    """None without usable positions. Raises NotRaster."""
     if bscans.layout == "circle":
         raise NotRaster("circle", f"{bscans.uri}: a circular scan; a volume needs several parallel B-scans")
     if bscans.shape[0] == 1:
@@ -292,7 +298,7 @@ def _stack(bscans: Bscans) -> Stack | None:
 
 
 def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
-    """None where every B-scan starts and ends at one point, which is a placeholder. Raises NotRaster."""
+    """None where every B-scan starts and ends at the same point, which is a placeholder. Raises NotRaster."""
     direction = lines.end - lines.start
     length = np.linalg.norm(direction, axis=1)
     if not np.isfinite(length).all() or max(length.max(), np.ptp(lines.start, axis=0).max()) < 1e-6:
@@ -306,9 +312,9 @@ def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
     refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
     across = np.array([-direction[0, 1], direction[0, 0]]) / length[0]
     middle = (lines.start + lines.end) / 2
-    # y grows downwards, so that what grows along a falling `across` goes up.
+    # y grows downwards: positions that increase along an `across` with negative y move up, towards superior.
     superior = -int(np.sign(across[1])) if abs(across[1]) > 0.7 else None
     along = (middle - middle[0]) @ across
     stack = stack_of(along, superior, uri, float(np.median(length)))
-    # Positions are rounded to micrometres in some formats: over the whole stack that does not matter.
+    # Some formats round positions to micrometres; averaging over the whole stack removes that error from the spacing.
     return replace(stack, step=float(np.ptp(along)) / (len(along) - 1)) if stack.even else stack

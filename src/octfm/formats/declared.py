@@ -1,7 +1,8 @@
-"""What a file NAME.json beside NAME.npz, NAME.tif or the folder NAME states about a volume whose format cannot.
+"""Sidecars: NAME.json beside NAME.npz, NAME.tif or the folder NAME states what the file's format cannot.
 
-{"spacing_mm": [0.12, 0.0039, 0.0115], "laterality": "OD", "participant": "p1", "scanner": "heidelberg_spectralis", "axes": "DHW"}
-Every key may be missing. Keys that other programs write are ignored; a mistyped one, or a value that cannot be meant, is an error.
+{"spacing_mm": [0.12, 0.0039, 0.0115], "laterality": "OD", "participant": "p1", "scanner": "topcon_maestro2",
+"axes": "DHW"}
+Every key is optional. Keys of other programs are ignored; a mistyped key or an impossible value is an error.
 """
 
 import json
@@ -11,8 +12,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
 
-import numpy as np
-
 from octfm.errors import ReadError
 from octfm.io.archive import open_file
 from octfm.io.location import is_remote, listed
@@ -21,7 +20,7 @@ from octfm.volume.planes import eight_bit
 from octfm.volume.volume import Spacing3, Volume
 
 _MAX_BYTES = 2**20
-"""A larger file is some other program's."""
+"""A larger file belongs to another program."""
 _EYES = ("R", "L", "OD", "OS", "right", "left")
 _NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
 KEYS = {
@@ -34,10 +33,11 @@ KEYS = {
     "bits": "how many bits of 16 are used, a whole number from 8 to 16",
     "upside_down": "true where row 0 is the choroid's side, so that rows are flipped; false where it is the vitreous's",
 }
-"""Every key that is read -> its value."""
+"""Every key that is read -> description of its value."""
 _ALSO = {"spacing_mm_zyx": "spacing_mm"}
-_MEANT = {
-    "spacing_mm": "pixelspacing voxelspacing voxelsize pixelsize resolution resolutionmm zooms pixdim scale scalemm mm spacingzyx",
+_SYNONYMS = {
+    "spacing_mm": "pixelspacing voxelspacing voxelsize pixelsize resolution resolutionmm zooms pixdim scale scalemm mm "
+    "spacingzyx",
     "laterality": "eye side eyeside whicheye lat",
     "participant": "patient patientid subject subjectid participantid personid",
     "scanner": "device instrument machine",
@@ -45,11 +45,13 @@ _MEANT = {
     "bits": "bitdepth bitsstored significantbits bitspersample",
     "upside_down": "flipped flip inverted orientation flipud upsidedown",
 }
-"""Other words that people write; CamelCase ones are other programs' (BIDS, dcm2niix)."""
+"""Lower-case words that people write for a key. In CamelCase they are keys of other programs (BIDS, dcm2niix)."""
 
 
 @dataclass(frozen=True)
 class Declared:
+    """The facts of a sidecar; empty or None where it states nothing."""
+
     spacing_mm: Spacing3 | None = None
     """(dz, dy, dx)."""
     laterality: str = ""
@@ -57,16 +59,16 @@ class Declared:
     scanner: str = ""
     protocol: str = ""
     axes: str = ""
-    """Of an array, outermost first: DHW, WHD, ...; D is B-scan, H axial, W lateral."""
+    """Axes of an array, outermost first: DHW, WHD, ...; D is B-scan, H axial, W lateral."""
     bits: int | None = None
     """Significant bits of 16-bit voxels."""
     upside_down: bool | None = None
-    """Whether the last row is the vitreous side, so that rows have to be flipped; None where nothing is declared."""
+    """True if the last row is the vitreous side, so that rows must be flipped; None if not declared."""
     flags: tuple[str, ...] = ()
 
 
 def read_declared(uri: str) -> Declared:
-    """From NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration for what cannot be read or cannot be meant."""
+    """From NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration."""
     path = listed(uri)
     plain = path.name.removesuffix(".gz").rsplit(".", 1)[0]
     for place in dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")]):
@@ -84,10 +86,10 @@ def read_declared(uri: str) -> Declared:
 
 
 def declared_way_up(uri: str) -> bool | None:
-    """`Declared.upside_down` of a file whose other facts are in its own header: a JSON without that key is not looked at further."""
+    """`Declared.upside_down` for a file whose header states all other facts; a JSON without that key is not parsed."""
     path = listed(uri)
     if is_remote(uri):
-        return None  # one request more for every file
+        return None  # in a bucket this would cost one more request per file
     for place in (path.with_suffix(".json"), path.with_name(f"{path.name}.json")):
         try:
             with open_file(str(place)) as file:
@@ -100,13 +102,12 @@ def declared_way_up(uri: str) -> bool | None:
 
 
 def spacing_from(value: object, where: str) -> Spacing3:
-    """Three positive numbers, dz, dy, dx. Raises ReadError."""
-    numbers = isinstance(value, list | tuple) and len(value) == 3 and all(_is_number(mm) for mm in value)
-    if not numbers or not all(np.isfinite(float(mm)) and mm > 0 for mm in value):  # type: ignore[union-attr]
-        shown = f"{str(value)[:80]!r}" if isinstance(value, str) else str(value)[:80]
-        _refuse(f"{where}: spacing_mm is {shown}; expected {KEYS['spacing_mm']}")
-    z, y, x = (float(mm) for mm in value)  # type: ignore[union-attr]
-    return z, y, x
+    """(dz, dy, dx) from three positive numbers. Raises ReadError."""
+    if isinstance(value, list | tuple) and len(value) == 3 and all(_is_number(mm) and mm > 0 for mm in value):
+        z, y, x = (float(mm) for mm in value)
+        return z, y, x
+    shown = f"{str(value)[:80]!r}" if isinstance(value, str) else str(value)[:80]
+    _refuse(f"{where}: spacing_mm is {shown}; expected {KEYS['spacing_mm']}")
 
 
 def _parsed(content: bytes, place: str) -> Declared:
@@ -134,10 +135,11 @@ def _parsed(content: bytes, place: str) -> Declared:
         _refuse(f"{lines.at('bits')}: bits is {str(bits)[:40]}; expected {KEYS['bits']}")
     if not isinstance(upside_down, bool | None):
         _refuse(
-            f"{lines.at('upside_down')}: upside_down is {str(upside_down)[:40]!r}; expected true or false, without quotes"
+            f"{lines.at('upside_down')}: upside_down is {str(upside_down)[:40]!r}; "
+            "expected true or false, without quotes"
         )
     if not isinstance(participant, str | int | None) or isinstance(participant, bool):
-        _refuse(f"{lines.at('participant')}: participant is no id; expected {KEYS['participant']}")
+        _refuse(f"{lines.at('participant')}: participant is not an id; expected {KEYS['participant']}")
     return Declared(
         **{**words, "axes": axes},
         participant="" if participant is None else str(participant).strip(),
@@ -150,38 +152,42 @@ def _parsed(content: bytes, place: str) -> Declared:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A JSON text, and where in it a key stands."""
+    """The text of a JSON file, and the lines of its keys."""
 
     text: str
     place: str
 
     def facts(self) -> dict[str, object]:
-        """The pairs of the outermost object. Raises ReadError for anything that is no JSON object or has a key twice. NaN, which Python
-        writes into JSON, is a number like any other, and no value of a key that is read."""
+        """The pairs of the outermost object. Raises ReadError for anything else, and for a key that occurs twice.
+
+        NaN, which Python writes into JSON, is parsed; no key that is read accepts it.
+        """
         twice: list[str] = []
 
         def object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
             names = [name for name, _ in pairs]
-            twice[:] = [name for name in names if names.count(name) > 1]  # of the outermost object, which ends last
+            # Overwritten by each object: the outermost one is parsed last.
+            twice[:] = [name for name in names if names.count(name) > 1]
             return dict(pairs)
 
         try:
             facts = json.loads(self.text, object_pairs_hook=object_of)
         except json.JSONDecodeError as error:
             hint = " (JSON, not YAML or Python: one {object}, keys and words in double quotes, no comma after the last)"
-            _refuse(f"{self.place}: line {error.lineno}, column {error.colno}: no JSON: {error.msg}{hint}")
+            _refuse(f"{self.place}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}")
         except (RecursionError, ValueError):
-            _refuse(f"{self.place}: line 1: no JSON that can be read; expected one object with {', '.join(KEYS)}")
+            _refuse(f"{self.place}: line 1: not readable as JSON; expected one object with {', '.join(KEYS)}")
         if not isinstance(facts, dict):
             _refuse(
-                f'{self.place}: line 1: expected an object such as {{"spacing_mm": [dz, dy, dx]}}, got a {type(facts).__name__}'
+                f'{self.place}: line 1: expected an object such as {{"spacing_mm": [dz, dy, dx]}}, '
+                f"got a {type(facts).__name__}"
             )
         if twice:
-            _refuse(f"{self.at(twice[0], last=True)}: {twice[0][:40]!r} is there twice; keep one of them")
+            _refuse(f"{self.at(twice[0], last=True)}: {twice[0][:40]!r} occurs twice; keep one of them")
         return facts
 
     def at(self, name: str, last: bool = False) -> str:
-        """File and line of a key."""
+        """File and line of a key, for error messages."""
         found = [match.start() for match in re.finditer(re.escape(json.dumps(name)) + r"\s*:", self.text)]
         line = f": line {1 + self.text[: found[-1 if last else 0]].count(chr(10))}" if found else ""
         return f"{self.place}{line}"
@@ -193,14 +199,14 @@ def _decoded(content: bytes, place: str) -> str:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         line = 1 + content[: error.start].count(b"\n")
-        _refuse(f"{place}: line {line}: not UTF-8, which JSON has to be; save it as UTF-8")
+        _refuse(f"{place}: line {line}: not UTF-8, the encoding of JSON; save it as UTF-8")
 
 
 def _nearest(name: str) -> str:
-    """The key that a mistyped or similar one means; empty for other programs' keys."""
+    """The key that a mistyped or similar word stands for; empty for keys of other programs."""
     word = re.sub(r"[^a-z0-9]", "", name.lower())
     keys = {re.sub(r"[^a-z0-9]", "", key): key for key in KEYS}
-    words = keys | {other: key for key, others in _MEANT.items() for other in others.split()}
+    words = keys | {other: key for key, others in _SYNONYMS.items() for other in others.split()}
     if word in keys or (word in words and name == name.lower()):
         return words[word]
     close = get_close_matches(word, [key for key in keys if abs(len(key) - len(word)) <= 2], n=1, cutoff=0.72)
@@ -214,7 +220,7 @@ def _text(value: object, name: str, lines: _Lines) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # neither inf nor NaN
 
 
 def _refuse(message: str) -> NoReturn:
@@ -222,16 +228,16 @@ def _refuse(message: str) -> NoReturn:
 
 
 DECLARED = frozenset({"declared_upright", "declared_upside_down"})
-"""Flags of a volume whose sidecar says which way up it lies."""
+"""Flags of a volume whose sidecar declares `upside_down`."""
 
 
 def doubtful_way_up(
     volume: Volume, ilm_support: float, keep: bool = False, flags: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The flag for a volume that is or may be upside down, none for one that lies as it should or whose sidecar says how it lies.
+    """The flag of a volume that is or may be upside down; none for one that is upright or whose sidecar declares it.
 
-    `ilm_support`: what the tissue search measured as it lies; where that leaves no doubt, nothing else is looked at. `keep`: a volume
-    that is upside down gets a flag instead of raising ReadError upside_down. `flags`: what its header gave, a declaration among them.
+    `ilm_support`: `find_tissue`'s confidence in the volume as stored; if it is high, nothing else is computed.
+    `keep`: flag a volume that is upside down; otherwise ReadError upside_down is raised. `flags`: those of its header.
     """
     if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
         return ()
@@ -244,6 +250,6 @@ def doubtful_way_up(
         return ("looks_upside_down",)
     raise ReadError(
         "upside_down",
-        f'{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "upside_down" in a '
-        "sidecar beside it, true to have it flipped, false if it is not",
+        f"{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "
+        '"upside_down" in a sidecar beside it, true to have it flipped, false if it is not',
     )

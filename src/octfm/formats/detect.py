@@ -1,9 +1,8 @@
-"""Which reader a file needs. Content decides: magic bytes, then structure; a name only where a format has neither.
+"""Choose the reader of a file by content: magic bytes, then structure; by name only for formats that have neither.
 
-Every reader of a format other than DICOM has `open_bscans(uri) -> Bscans`; what follows from that is the same for all of them.
+Every reader except DICOM's has `open_bscans(uri) -> Bscans`; the steps from there on are the same for all of them.
 """
 
-import io
 import zlib
 from collections.abc import Collection
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from octfm.errors import ReadError
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
-from octfm.formats.reasons import Header
+from octfm.formats.reasons import Header, cannot_open
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
@@ -37,7 +36,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"BM", "images"),
     (0, b"\xff\xd8\xff", "images"),
 )
-"""Offset, bytes there, module that reads it."""
+"""Offset, bytes at this offset, module that reads such a file."""
 
 
 def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
@@ -62,7 +61,7 @@ def examine(uri: str, layouts: Collection[Layout]) -> "Header | Part":
 
 
 def volumes_in(uri: str) -> list[str]:
-    """uris of the volumes that a file holds, itself where it is one. Raises ReadError."""
+    """uris of the volumes in a file, its own if it is one volume. Raises ReadError."""
     reader = find_reader(uri)
     if reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]:
         return [uri]
@@ -79,7 +78,7 @@ def read_surfaces(uri: str) -> Surfaces | None:
             return read_height_map(uri).surfaces
         except ReadError as error:
             if error.code == "not_layer_heights":
-                return None  # a DICOM volume holds none; its height map is a file of its own
+                return None  # a DICOM volume holds none: its height map is a separate file
             raise
     with bscans.damage_has_a_code(uri):
         return bscans.to_surfaces(reader.open_bscans(uri))
@@ -90,7 +89,7 @@ def _is_dicom(reader: ModuleType) -> bool:
 
 
 def find_reader(uri: str) -> ModuleType:
-    """The module that reads it; DICOM where nothing else fits, whose reader says what is wrong. Raises ReadError."""
+    """The module that reads a file; if no format fits, DICOM's, whose errors say what is wrong. Raises ReadError."""
     container, series = heidelberg_e2e.split_series(uri)
     name = "image_folder" if not series and is_folder(uri) else _by_content(container)
     return import_module(f"octfm.formats.{name}")
@@ -101,11 +100,9 @@ def _by_content(uri: str) -> str:
         with open_file(uri) as file:
             head = file.read(_HEAD)
     except OSError as error:
-        raise ReadError(
-            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
-        ) from error
+        raise cannot_open(uri, error) from error
     if head[128:132] == b"DICM":
-        return DICOM  # first: its preamble may be the header of a TIFF file
+        return DICOM  # before the magic bytes: the 128-byte preamble may be the header of a TIFF (PS3.10 7.1)
     for offset, magic, name in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return name
@@ -117,7 +114,7 @@ def _by_content(uri: str) -> str:
         return "heyex_xml"
     if bioptigen.fits(head):
         return "bioptigen"
-    # What is left has no magic bytes: a name, and a size or another file that fits.
+    # Formats without magic bytes: known by their name, with a size or a second file that fits.
     if zeiss_img.fits(uri, file_size(uri)):
         return "zeiss_img"
     return "optovue" if optovue.fits(uri) else DICOM
@@ -129,6 +126,6 @@ def is_nifti(head: bytes) -> bool:
 
 def _unzipped(head: bytes) -> bytes:
     try:
-        return zlib.decompressobj(31).decompress(io.BytesIO(head).read(), _HEAD)
+        return zlib.decompressobj(31).decompress(head, _HEAD)
     except zlib.error:
         return b""

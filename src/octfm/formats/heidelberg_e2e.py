@@ -1,7 +1,8 @@
-"""Heidelberg .e2e: a patient's series as HEYEX keeps them. Each is a volume; of several, one is file.e2e!/series_1_2_3.
+"""Heidelberg .e2e: a patient's series, each a volume. If there are several, each is named file.e2e!/series_1_2_3.
 
-Structure: uocte's and LibE2E's notes on the format, as eyepy and OCT-Converter read it. B-scan positions are degrees on the fundus, so that
-lateral millimetres depend on an eye length that the file does not hold: they have to be declared. Not verified on a real file.
+Structure: the notes of uocte and LibE2E on the format, as eyepy and OCT-Converter read it. B-scan positions are degrees
+on the fundus: lateral millimetres depend on the eye's length, which the file does not hold, and must be declared. Not
+verified on a real file.
 """
 
 import io
@@ -15,7 +16,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from, uid_of
-from octfm.formats.heyex_vol import display
+from octfm.formats.heyex_vol import display, padded_text
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import MEMBER, open_file
 from octfm.volume.volume import Layout, Lines
 
@@ -30,7 +32,7 @@ _MOST_DIRECTORIES = 100_000
 @dataclass
 class _Series:
     images: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Slice -> offset of its pixels, height, width."""
+    """B-scan number -> offset of its pixels, height, width."""
     ends: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     stated_count: int = 0
     pattern: int = 0
@@ -38,16 +40,16 @@ class _Series:
 
 
 def split_series(uri: str) -> tuple[str, str]:
-    """The file, and which of its series; an empty one for a file that holds one."""
+    """The file and the series that a uri names; the series is empty if it names none."""
     container, member, series = uri.rpartition(MEMBER)
     return (container, series) if member and _SERIES.fullmatch(series) else (uri, "")
 
 
 def volumes(uri: str) -> list[str]:
-    """A uri for each series of B-scans; the file's own where there is one. Raises ReadError."""
+    """A uri for each series of B-scans, the file's own if there is only one. Raises ReadError."""
     with open_file(uri) as file:
         found, _ = _index(file, uri)
-    return [uri] if len(found) < 2 else [f"{uri}{MEMBER}series_{'_'.join(map(str, key))}" for key in sorted(found)]
+    return [uri] if len(found) < 2 else [f"{uri}{MEMBER}{_name(key)}" for key in sorted(found)]
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -57,9 +59,9 @@ def open_bscans(uri: str) -> Bscans:
         whole = uid_of(file, file.seek(0, io.SEEK_END))
     if not found:
         raise ReadError("missing_pixel_data", f"{uri}: no series with B-scans; export it again with OCT images")
-    keys = [key for key in found if not wanted or "_".join(map(str, key)) == wanted.removeprefix("series_")]
+    keys = [key for key in found if wanted in ("", _name(key))]
     if len(keys) != 1:
-        names = ", ".join(f"series_{'_'.join(map(str, key))}" for key in sorted(found))
+        names = ", ".join(map(_name, sorted(found)))
         raise ReadError(
             "several_volumes", f"{uri}: which of its {len(found)} series? add {MEMBER} and one of {names[:200]}"
         )
@@ -78,7 +80,7 @@ def open_bscans(uri: str) -> Bscans:
     ends = np.array([series.ends.get(i, (np.nan,) * 4) for i in slices])
 
     def decode() -> np.ndarray:
-        table = display(reflectivity_of_codes())  # as in a .vol of the same scan
+        table = display(reflectivity_of_codes())  # the same gray values as a .vol of this scan gives
         voxels = np.empty(shape, np.uint8)
         with open_file(container, whole=True) as stream:
             for row, i in enumerate(slices):
@@ -90,7 +92,7 @@ def open_bscans(uri: str) -> Bscans:
         uri=uri,
         shape=shape,
         decode=decode,
-        uid=uid_from(bytes.fromhex(f"{(int(whole.split('.')[-1]) ^ _mix(key)):032x}")),
+        uid=uid_from((int(whole.split(".")[-1]) ^ _mix(key)).to_bytes(16, "big")),
         lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
         lines_in_mm=False,
         beside=container,
@@ -102,10 +104,11 @@ def open_bscans(uri: str) -> Bscans:
 
 
 def reflectivity_of_codes() -> np.ndarray:
-    """[65536] float32: pixels are floats without sign, of 6 bits of exponent and 10 of mantissa.
+    """[65536] float32: the reflectivity of each 16-bit code, an unsigned float of 6 exponent and 10 mantissa bits.
 
-    The mantissa is in the usual order, most significant bit first, so that the code is a piece of the float32 that a .vol of the scan has
-    (whose 13 lowest bits are 0). eyepy and OCT-Converter reverse its bits, after which brighter codes may be darker.
+    The mantissa has its most significant bit first, as usual: the code is then a part of the float32 in a .vol of the
+    same scan, whose 13 lowest bits are 0. eyepy and OCT-Converter reverse the mantissa's bits, so that a brighter code
+    may come out darker.
     """
     code = np.arange(2**16)
     value = (1 + (code & 0x3FF) / 1024) * 2.0 ** ((code >> 10) - 63)
@@ -114,33 +117,30 @@ def reflectivity_of_codes() -> np.ndarray:
 
 
 def _index(file: BinaryIO, uri: str) -> tuple[dict[tuple[int, int, int], _Series], dict[int, str]]:
-    """Series that hold B-scans, by patient, study and series; participants by patient."""
+    """Series that hold B-scans by (patient, study, series), and participant ids by patient."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     skip = 64 if file.read(len(_MULTIPLE)) == _MULTIPLE else 0
     found: dict[tuple[int, int, int], _Series] = defaultdict(_Series)
     participants: dict[int, str] = {}
     for start in _chunk_places(file, skip, size, uri):
+        expect_bytes(uri, size, start + skip + _CHUNK.size)
         file.seek(start + skip)
-        head = file.read(_CHUNK.size)
-        if len(head) < _CHUNK.size:
-            raise _cut(uri, size, start + skip + _CHUNK.size)
-        fields = _CHUNK.unpack(head)
+        fields = _CHUNK.unpack(file.read(_CHUNK.size))
         patient, study, number, part, kind_of_image, kind = *fields[6:11], fields[12]
         _read_chunk(file, kind, kind_of_image, part, found[patient, study, number], size, uri)
         if kind == _PATIENT:
-            participants[patient] = _text(file.read(127)[102:127])
+            participants[patient] = padded_text(file.read(127)[102:127])
     return {key: series for key, series in found.items() if series.images}, participants
 
 
 def _read_chunk(file: BinaryIO, kind: int, ind: int, part: int, series: _Series, size: int, uri: str) -> None:
-    """`file` stands at the chunk's data."""
+    """Record in `series` what a chunk says; the position of `file` is the start of the chunk's data."""
     if kind == _IMAGE and ind == 1:
         _, _, _, height, width = struct.unpack("<5I", file.read(20))
         at = file.tell()
         check_size((1, height, width), uri, bytes_per_voxel=2)
-        if at + 2 * height * width > size:
-            raise _cut(uri, size, at + 2 * height * width)
+        expect_bytes(uri, size, at + 2 * height * width)
         series.images[part // 2] = (at, height, width)
     elif kind == _BSCAN:
         content = file.read(76)
@@ -153,40 +153,30 @@ def _read_chunk(file: BinaryIO, kind: int, ind: int, part: int, series: _Series,
 
 
 def _chunk_places(file: BinaryIO, skip: int, size: int, uri: str) -> list[int]:
+    """Offsets of all chunks: the main directory names the last one, and each directory the one before it."""
+    expect_bytes(uri, size, 36 + skip + _DIRECTORY.size)
     file.seek(36 + skip)
-    head = file.read(_DIRECTORY.size)
-    if len(head) < _DIRECTORY.size:
-        raise _cut(uri, size, 36 + skip + _DIRECTORY.size)
-    current = _DIRECTORY.unpack(head)[3]
+    current = _DIRECTORY.unpack(file.read(_DIRECTORY.size))[3]
     places, seen = [], set()
     while current:
         if current in seen or len(seen) > _MOST_DIRECTORIES:
             raise ReadError("damaged_file", f"{uri}: its directories run in a circle; export it again")
         seen.add(current)
+        expect_bytes(uri, size, current + skip + _DIRECTORY.size)
         file.seek(current + skip)
-        head = file.read(_DIRECTORY.size)
-        if len(head) < _DIRECTORY.size:
-            raise _cut(uri, size, current + skip + _DIRECTORY.size)
-        _, _, count, _, previous, _ = _DIRECTORY.unpack(head)
-        content = file.read(min(count, size // _ENTRY.size + 1) * _ENTRY.size)
-        if len(content) < count * _ENTRY.size:
-            raise _cut(uri, size, current + skip + _DIRECTORY.size + count * _ENTRY.size)
-        entries = list(_ENTRY.iter_unpack(content))
-        # Entries that are not in use point in front of themselves.
+        _, _, count, _, previous, _ = _DIRECTORY.unpack(file.read(_DIRECTORY.size))
+        # Before reading: a damaged count may ask for gigabytes.
+        expect_bytes(uri, size, current + skip + _DIRECTORY.size + count * _ENTRY.size)
+        entries = _ENTRY.iter_unpack(file.read(count * _ENTRY.size))
+        # Unused entries point to before themselves.
         places += [start for position, start, *_ in entries if start > position]
         current = previous
     return places
 
 
+def _name(key: tuple[int, int, int]) -> str:
+    return f"series_{'_'.join(map(str, key))}"
+
+
 def _mix(key: tuple[int, int, int]) -> int:
     return key[0] << 64 | key[1] << 32 | key[2]
-
-
-def _text(field_bytes: bytes) -> str:
-    return field_bytes.split(b"\0")[0].decode("latin-1").strip()
-
-
-def _cut(uri: str, size: int, expected: int) -> ReadError:
-    return ReadError(
-        "truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes or more; the file is incomplete, fetch it again"
-    )

@@ -1,50 +1,37 @@
-"""Heidelberg .vol: one scan of a Spectralis with its fundus image and layers, as HEYEX exports it for research.
+"""Heidelberg .vol: one Spectralis scan with fundus image and layers, as HEYEX exports it for research.
 
-Structure: Heidelberg Engineering, "Spectralis Special Function: Exporting Raw Data" (HSF-OCT-100 to 103). Little endian; a header of 2,048
-bytes, the fundus image, then per B-scan a header with layers and float32 reflectivity. eyepy writes the same with display values instead.
+Structure: Heidelberg Engineering, "Spectralis Special Function: Exporting Raw Data" (HSF-OCT-100 to 103). Little
+endian: a header of 2,048 bytes, the fundus image, then per B-scan a header with layers and float32 reflectivity.
+eyepy writes the same structure with display values in place of reflectivity.
 """
 
+import io
 import struct
+from typing import BinaryIO
 
 import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 from octfm.volume.volume import Layout, Lines, Surfaces
 
 _HEADER_BYTES = 2048
 _NO_VALUE = 1e30
-"""Reflectivity and layers are the largest float32 where there is none."""
+"""Missing reflectivity and layers are stored as the largest float32; anything above this counts as missing."""
 _PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
 _LAYERS = (
-    "ILM",
-    "BM",
-    "RNFL",
-    "GCL",
-    "IPL",
-    "INL",
-    "OPL",
-    "ONL",
-    "ELM",
-    "IOS",
-    "OPT",
-    "CHO",
-    "VIT",
-    "ANT",
-    "EZ",
-    "IZ",
-    "RPE",
-)
+    "ILM", "BM", "RNFL", "GCL", "IPL", "INL", "OPL", "ONL", "ELM", "IOS", "OPT", "CHO", "VIT", "ANT", "EZ", "IZ", "RPE",
+)  # fmt: skip
 
 
 def open_bscans(uri: str) -> Bscans:
     with open_file(uri) as file:
-        size = file.seek(0, 2)
+        size = file.seek(0, io.SEEK_END)
+        expect_bytes(uri, size, _HEADER_BYTES)
         file.seek(0)
         head = file.read(_HEADER_BYTES)
-        if len(head) < _HEADER_BYTES:
-            raise _cut(uri, size, _HEADER_BYTES)
         version = head[:12]
         width, count, height = struct.unpack_from("<3I", head, 12)
         dx, between, dy = struct.unpack_from("<3d", head, 24)
@@ -55,8 +42,7 @@ def open_bscans(uri: str) -> Bscans:
         first = _HEADER_BYTES + slo_width * slo_height
         head_bytes = _bscan_header_bytes(file, first, stated_bytes, shape, size, uri)
         step = head_bytes + 4 * width * height
-        if first + count * step > size:
-            raise _cut(uri, size, first + count * step)
+        expect_bytes(uri, size, first + count * step)
         ends, layer_counts = np.empty((count, 4)), []
         for i in range(count):
             file.seek(first + i * step)
@@ -81,8 +67,8 @@ def open_bscans(uri: str) -> Bscans:
         return voxels
 
     def surfaces() -> Surfaces | None:
-        most = min(max(n for n, _ in layer_counts), len(_LAYERS))
-        heights = np.full((most, count, width), np.nan, np.float32)
+        num_layers = min(max(n for n, _ in layer_counts), len(_LAYERS))
+        heights = np.full((num_layers, count, width), np.nan, np.float32)
         with open_file(uri, whole=True) as stream:
             for i, (layers, offset) in enumerate(layer_counts):
                 if offset + 4 * width * layers > head_bytes:
@@ -90,10 +76,10 @@ def open_bscans(uri: str) -> Bscans:
                         "damaged_file", f"{uri}: the layers of B-scan {i + 1} reach beyond its header; export it again"
                     )
                 stream.seek(first + i * step + offset)
-                layers = min(layers, most)
+                layers = min(layers, num_layers)
                 heights[:layers, i] = np.frombuffer(stream.read(4 * width * layers), "<f4").reshape(layers, width)
         heights[(heights > _NO_VALUE) | (heights < 0)] = np.nan
-        return Surfaces(_LAYERS[:most], heights, dy, uri) if most else None
+        return Surfaces(_LAYERS[:num_layers], heights, dy, uri) if num_layers else None
 
     return Bscans(
         uri=uri,
@@ -102,39 +88,37 @@ def open_bscans(uri: str) -> Bscans:
         uid=uid,
         in_plane_mm=(dy, dx),
         between_mm=between if between > 0 else None,
-        # Of a circle, start and centre are stored.
+        # A circle stores its start and centre here, which are not the ends of a line.
         lines=Lines(ends[:, :2], ends[:, 2:]) if layout != "circle" else None,
         layout=layout,
-        laterality=_text(head[84:88]),
+        laterality=padded_text(head[84:88]),
         scanner="heidelberg_spectralis",
-        participant=_text(head[140:164]),
+        participant=padded_text(head[140:164]),
         surfaces=surfaces,
     )
 
 
 def display(reflectivity: np.ndarray) -> np.ndarray:
-    """uint8 as HEYEX shows it: the fourth root of the reflectivity, black where there is none."""
+    """uint8 as HEYEX displays it: the fourth root of the reflectivity, black where it is missing."""
     known = np.where(reflectivity < _NO_VALUE, reflectivity, 0)
     return np.rint(255 * np.sqrt(np.sqrt(np.clip(known, 0, 1)))).astype(np.uint8)
 
 
-def _bscan_header_bytes(file, first: int, stated: int, shape: tuple[int, int, int], size: int, uri: str) -> int:
-    """File and B-scan header both state it. Where they differ (eyepy does that), the one that leads to the second B-scan is right."""
-    file.seek(first)
-    bscan = file.read(16)
-    if len(bscan) < 16:
-        raise _cut(uri, size, first + 16)
-    (own,) = struct.unpack_from("<I", bscan, 12)
+def _bscan_header_bytes(
+    file: BinaryIO, first: int, stated: int, shape: tuple[int, int, int], size: int, uri: str
+) -> int:
+    """Bytes of a B-scan header, which the file header and the B-scan header both state.
+
+    Where they differ, as eyepy writes them, the first value that lets all B-scans fit into the file is taken.
+    """
+    expect_bytes(uri, size, first + 16)
+    file.seek(first + 12)
+    (own,) = struct.unpack("<I", file.read(4))
     count, height, width = shape
     fitting = [n for n in dict.fromkeys((own, stated)) if n >= 256 and first + count * (n + 4 * width * height) <= size]
     return fitting[0] if fitting else max(stated, 256)
 
 
-def _text(field: bytes) -> str:
+def padded_text(field: bytes) -> str:
+    """The text of a fixed-size field that ends at its first NUL."""
     return field.split(b"\0")[0].decode("latin-1").strip()
-
-
-def _cut(uri: str, size: int, expected: int) -> ReadError:
-    return ReadError(
-        "truncated_pixel_data", f"{uri}: {size:,} of {expected:,} bytes; the file is incomplete, fetch it again"
-    )

@@ -1,11 +1,12 @@
-"""HEYEX XML: a folder of B-scan images with an XML file that says what they show, where they lie and where their layers are.
+"""HEYEX XML: a folder of B-scan images with an XML file that holds their order, positions, spacing and layers.
 
-The XML alone decides which image is which B-scan; how the images are called and sorted does not matter.
+Only the XML decides which image is which B-scan; names and order of the image files do not matter.
 """
 
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
+from functools import partial
 from html import unescape
 from pathlib import PurePath
 from xml.etree.ElementTree import Element
@@ -21,7 +22,7 @@ from octfm.io.location import listed
 from octfm.volume.volume import Layout, Lines, Surfaces
 
 HEAD_BYTES = 4096
-"""In which the root element begins."""
+"""The root element must begin within these bytes."""
 MAX_BYTES = 64 * 2**20
 """Four times what the layers of 145 wide B-scans take."""
 _NO_VALUE = 1e30
@@ -35,13 +36,13 @@ _LAYOUTS: dict[str, Layout] = {
 
 
 def fits(head: bytes) -> bool:
-    """XML whose root is HEDX, in any of the encodings that HEYEX writes."""
-    text = head.replace(b"\0", b"")  # UTF-16 of ASCII
+    """Whether a file starts as XML with the root HEDX, in any of the encodings that HEYEX writes."""
+    text = head.replace(b"\0", b"")  # turns UTF-16 of ASCII characters into ASCII
     return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
 
 
 def exports_in(places: Iterable[str]) -> list[str]:
-    """Those of these files that are HEYEX XML. Raises OSError, ReadError."""
+    """The files among these that are HEYEX XML. Raises OSError, ReadError."""
     found = []
     for place in places:
         if PurePath(place).suffix.lower() == ".xml":
@@ -57,7 +58,7 @@ def open_bscans(uri: str) -> Bscans:
     if not images:
         raise ReadError("missing_pixel_data", f"{uri}: names no OCT image; export it again with B-scans")
     contexts = [_context(image, uri) for image in images]
-    files = _files(uri, [_named(image) for image in images])
+    files = _files(uri, [_last_part(_text(image, "ImageData/ExamURL")) for image in images])
     width, height = (int(_floats(contexts[0], name)[0]) for name in ("Width", "Height"))
     shape = (len(images), height, width)
     check_size(shape, uri)
@@ -68,22 +69,14 @@ def open_bscans(uri: str) -> Bscans:
                 f"{uri}: B-scan {i + 1} is {width} x {height}, and its image {size[1]} x {size[0]}; export it again",
             )
     scales = np.array([_floats(context, "ScaleY", "ScaleX") for context in contexts])
-    ends = np.array(
-        [_floats(context, "Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y") for context in contexts]
-    )
+    coordinates = ("Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y")
+    ends = np.array([_floats(context, *coordinates) for context in contexts])
     dy, dx = np.median(scales, axis=0) if np.isfinite(scales).all() else (None, None)
     kind = _text(series, "Type").lower()
-
-    def decode() -> np.ndarray:
-        return stack_gray(files, uri)
-
-    def surfaces() -> Surfaces | None:
-        return _surfaces(images, shape, dy, uri)
-
     return Bscans(
         uri=uri,
         shape=shape,
-        decode=decode,
+        decode=partial(stack_gray, files, uri),
         uid=uid_from(digest_of([uri, *files])),
         in_plane_mm=(float(dy), float(dx)) if dy and dx else None,
         lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
@@ -95,13 +88,16 @@ def open_bscans(uri: str) -> Bscans:
         ),
         protocol=" ".join(filter(None, (_text(series, "ModalityProcedure"), kind))),
         participant=_participant(root),
-        surfaces=surfaces,
+        surfaces=partial(_surfaces, images, shape, dy, uri),
         bits=significant_bits(files[0]),
     )
 
 
 def named_images(content: bytes) -> set[str]:
-    """Lower-case names of all images, B-scans and others, that a HEYEX XML speaks of. Without parsing: it may be damaged or hostile."""
+    """Lower-case names of all images in a HEYEX XML, B-scans and others.
+
+    A regular expression, not a parser: the XML may be damaged or hostile.
+    """
     text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
     return {_last_part(unescape(url)).lower() for url in re.findall(r"<ExamURL>([^<]*)</ExamURL>", text)}
 
@@ -110,28 +106,22 @@ def _root(uri: str) -> Element:
     with open_file(uri, whole=True) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ReadError("absurd_size", f"{uri}: an XML of more than {MAX_BYTES:,} bytes, which no export has")
+        raise ReadError("absurd_size", f"{uri}: an XML of more than {MAX_BYTES:,} bytes; no export is so large")
     try:
-        return _parsed(content)
+        # Entities can make a small file expand without bounds (billion laughs). NULs removed: it may be UTF-16.
+        plain = content.replace(b"\0", b"")
+        if b"<!DOCTYPE" in plain or b"<!ENTITY" in plain:
+            raise ValueError("a document type or an entity, which HEYEX never writes")
+        return ElementTree.fromstring(content)
     except (ElementTree.ParseError, ValueError) as error:
         raise ReadError(
             "damaged_file", f"{uri}: the XML cannot be parsed ({type(error).__name__}); fetch it again"
         ) from None
 
 
-def _parsed(content: bytes) -> Element:
-    plain = content.replace(b"\0", b"")
-    if b"<!DOCTYPE" in plain or b"<!ENTITY" in plain:
-        raise ValueError("a document type or an entity, which HEYEX never writes")
-    return ElementTree.fromstring(content)
-
-
 def _series(root: Element, uri: str) -> Element:
-    found = [
-        series
-        for series in root.iter("Series")
-        if any(_text(i, "ImageType/Type") == "OCT" for i in series.findall("Image"))
-    ]
+    """The only series with an OCT image. Raises ReadError."""
+    found = [s for s in root.iter("Series") if any(_text(i, "ImageType/Type") == "OCT" for i in s.findall("Image"))]
     if len(found) > 1:
         raise ReadError("mixed_images", f"{uri}: holds {len(found)} OCT series; export each into a folder of its own")
     if not found:
@@ -140,7 +130,7 @@ def _series(root: Element, uri: str) -> Element:
 
 
 def _participant(root: Element) -> str:
-    """The id that the clinic gave, else HEYEX's own; never a name."""
+    """The clinic's id, else HEYEX's own; never a name."""
     patient = root.find(".//Patient")
     return "" if patient is None else _text(patient, "PatientID") or _text(patient, "ID")
 
@@ -156,16 +146,13 @@ def _number(image: Element) -> float:
     return _floats(image, "ImageNumber")[0]
 
 
-def _named(image: Element) -> str:
-    return _last_part(_text(image, "ImageData/ExamURL"))
-
-
 def _last_part(url: str) -> str:
+    # The path is of the computer that exported it, mostly a Windows one.
     return url.replace("\\", "/").rsplit("/", 1)[-1].strip()
 
 
 def _files(uri: str, names: list[str]) -> list[str]:
-    """Where the images lie: beside the XML and nowhere else, whatever path it names."""
+    """The image files, which must lie beside the XML: the folders of its paths are ignored."""
     present = {PurePath(place).name.lower(): place for place in list_folder(str(listed(uri).parent))}
     missing = [name or "(no name)" for name in names if name.lower() not in present]
     if missing:

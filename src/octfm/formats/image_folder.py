@@ -1,7 +1,8 @@
-"""A folder whose images are one volume: by the numbers in their names, with millimetres beside it, or as a HEYEX XML in it says."""
+"""A folder whose images are the B-scans of one volume: numbered in their names, or listed in a HEYEX XML among them."""
 
 import re
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -30,14 +31,10 @@ def open_bscans(uri: str) -> Bscans:
         return heyex_xml.open_bscans(exports[0])
     images = [place for place in inside if PurePath(place).suffix.lower() in SUFFIXES and is_image(place)]
     files, size, set_aside = sort_out(images, uri)
-
-    def decode() -> np.ndarray:
-        return stack_gray(files, uri)
-
     return Bscans(
         uri=uri,
         shape=(len(files), *size),
-        decode=decode,
+        decode=partial(stack_gray, files, uri),
         uid=uid_from(digest_of(files)),
         bits=significant_bits(files[0]),
         set_aside=set_aside,
@@ -45,10 +42,10 @@ def open_bscans(uri: str) -> Bscans:
 
 
 def is_image(place: str | Location) -> bool:
-    """One image, not a TIFF that is a volume by itself."""
+    """Whether a file is a single image, not a TIFF of several pages, which is a volume by itself."""
     try:
         if split_uri(place) and file_size(place) > MAX_BYTES:
-            return False  # it would have to be inflated here; a B-scan is never so large
+            return False  # a B-scan is never so large, and reading a member of an archive means inflating it
         with open_file(place) as file:
             return file.read(8).startswith(MAGIC) and not several_pages(file)
     except (OSError, ReadError):
@@ -56,33 +53,34 @@ def is_image(place: str | Location) -> bool:
 
 
 def sort_out(places: list[str], uri: str) -> tuple[list[str], tuple[int, int], tuple[tuple[str, str], ...]]:
-    """The B-scans among the images of a folder in order, their (H, W), and what is none of them, each with a sentence why.
+    """The B-scans of a folder in order, their (H, W), and the other images as (uri, reason).
 
-    B-scans are called alike but for their numbers, and have one size. What differs in both is no B-scan where there are three times as many
-    that do not, what differs in one, where there are eight times as many. Raises ReadError mixed_images, naming the culprit.
+    B-scans have one size, and names that differ in their numbers only. Images that differ from most in both size and
+    name are set aside if at least three times as many do not differ; images that differ in one of the two, if at least
+    eight times as many do not. Raises ReadError mixed_images, which names the doubtful image.
     """
     kinds = Counter(map(_kind, places))
     main, _ = max(kinds.items(), key=lambda item: (item[1], "#" in item[0], item[0]), default=("", 0))
     sizes = {place: image_size(place) for place in places if _kind(place) == main}
     if len(sizes) < 2:
-        return numbered(places, uri), (0, 0), ()  # never returns
+        return numbered(places, uri), (0, 0), ()  # `numbered` raises: fewer than two images, or no common name
     size, _ = Counter(sizes.values()).most_common(1)[0]
     kept = [place for place, own in sizes.items() if own == size]
-    aside, in_one = [], 0
+    like_most = f"{len(kept)} images are {size[1]} x {size[0]} and named like {PurePath(kept[0]).name}"
+    aside, differ_in_one = [], 0
     for place in places:
         own = sizes[place] if place in sizes else _size_or_none(place)
         if own == size and place in sizes:
             continue
-        in_one += own == size or place in sizes
-        shown = "no image that can be read" if own is None else f"{own[1]} x {own[0]} pixels"
-        aside.append(
-            (place, f"{shown}, beside {len(kept)} of {size[1]} x {size[0]} called like {PurePath(kept[0]).name}")
-        )
-    if len(kept) < max(3 * len(aside), 8 * in_one):
+        differ_in_one += own == size or place in sizes
+        shown = "unreadable" if own is None else f"{own[1]} x {own[0]} pixels"
+        aside.append((place, f"{shown}, while {like_most}"))
+    if len(kept) < max(3 * len(aside), 8 * differ_in_one):
         culprit, why = aside[0]
         raise ReadError(
             "mixed_images",
-            f"{uri}: {PurePath(culprit).name} may or may not be one of its B-scans: {why}; keep only those of one volume in a folder",
+            f"{uri}: {PurePath(culprit).name} may or may not be one of its B-scans: {why}; "
+            "keep only the B-scans of one volume in a folder",
         )
     try:
         return numbered(kept, uri), size, tuple(aside)
@@ -93,13 +91,13 @@ def sort_out(places: list[str], uri: str) -> tuple[list[str], tuple[int, int], t
         h, w = sizes[culprit]
         raise ReadError(
             "mixed_images",
-            f"{uri}: {PurePath(culprit).name} is {w} x {h}, the other {len(kept)} images {size[1]} x {size[0]}, and without it a number "
-            "is missing among the B-scans; fetch it again, or remove it and number the rest",
+            f"{uri}: {PurePath(culprit).name} is {w} x {h}, the other {len(kept)} images {size[1]} x {size[0]}, and "
+            "without it a number is missing among the B-scans; fetch it again, or remove it and renumber the rest",
         ) from error
 
 
 def _kind(place: str) -> str:
-    """A name without its numbers."""
+    """The file name with every number replaced by #."""
     path = PurePath(place)
     return re.sub(r"\d+", "#", path.stem) + path.suffix.lower()
 
@@ -112,7 +110,7 @@ def _size_or_none(place: str) -> tuple[int, int] | None:
 
 
 def numbered(places: list[str], uri: str) -> list[str]:
-    """In the order of the one number in which their names differ: 2 before 10. Raises ReadError mixed_images."""
+    """Files in the order of the only number in which their names differ, 2 before 10. Raises ReadError mixed_images."""
     if not places:
         raise ReadError(
             "unreadable",
@@ -126,7 +124,8 @@ def numbered(places: list[str], uri: str) -> list[str]:
         example = " and ".join(PurePath(place).name for place in sorted(places)[:2])
         raise ReadError(
             "mixed_images",
-            f"{uri}: {len(places)} images whose names differ in more than one number, for example {example}; keep one volume per folder",
+            f"{uri}: {len(places)} images whose names differ in more than one number, for example {example}; "
+            "keep one volume per folder",
         )
     numbers = {int(part[differing[0]]): place for part, place in zip(parts, places, strict=True)}
     order = sorted(numbers)
@@ -135,6 +134,6 @@ def numbered(places: list[str], uri: str) -> list[str]:
         gap = next((a for a, b in pairwise(order) if b - a != min(steps)), order[0])
         raise ReadError(
             "mixed_images",
-            f"{uri}: the B-scan after number {gap} is missing, or is there twice; fetch the folder again",
+            f"{uri}: the B-scan after number {gap} is missing or occurs twice; fetch the folder again",
         )
     return [numbers[number] for number in order]

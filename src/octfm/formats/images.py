@@ -1,4 +1,4 @@
-"""Images as files: PNG, TIFF, BMP and JPEG as one gray B-scan each, and a TIFF of several pages as a volume."""
+"""Image files: PNG, TIFF, BMP and JPEG are one gray B-scan each; a TIFF of several pages is a volume."""
 
 import hashlib
 import io
@@ -21,33 +21,25 @@ if TYPE_CHECKING:
 
 MAGIC = (b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"\xff\xd8\xff")
 MAX_PAGES = 10_000
-"""Ten times the B-scans of any instrument; a loop of pages has more."""
+"""Ten times the B-scans of any instrument. More means a damaged file whose pages form a loop."""
 _PNG_END = b"IEND\xaeB`\x82"
 _TO_MM = {
-    **{
-        "m": 1000.0,
-        "meter": 1000.0,
-        "metre": 1000.0,
-        "cm": 10.0,
-        "centimeter": 10.0,
-        "dm": 100.0,
-        "in": 25.4,
-        "inch": 25.4,
-    },
-    **{"mm": 1.0, "millimeter": 1.0, "millimetre": 1.0, "thou": 0.0254, "mil": 0.0254, "pt": 25.4 / 72, "å": 1e-7},
-    **{"um": 1e-3, "micron": 1e-3, "micrometer": 1e-3, "micrometre": 1e-3, "nm": 1e-6, "nanometer": 1e-6, "pm": 1e-9},
-}
-"""Millimetres of the units of length of OME 2016-06 and ImageJ, in lower case, the micro sign as u, without a plural s."""
+    "m": 1000.0, "meter": 1000.0, "metre": 1000.0, "cm": 10.0, "centimeter": 10.0, "dm": 100.0,
+    "in": 25.4, "inch": 25.4,
+    "mm": 1.0, "millimeter": 1.0, "millimetre": 1.0, "thou": 0.0254, "mil": 0.0254, "pt": 25.4 / 72, "å": 1e-7,
+    "um": 1e-3, "micron": 1e-3, "micrometer": 1e-3, "micrometre": 1e-3, "nm": 1e-6, "nanometer": 1e-6, "pm": 1e-9,
+}  # fmt: skip
+"""Units of length of OME 2016-06 and ImageJ -> mm; in lower case, with u for the micro sign, without a plural s."""
 
 
 def open_bscans(uri: str) -> Bscans:
-    """A TIFF of several pages of one size. Any other image alone is no volume."""
+    """A TIFF of several pages of one size. Raises ReadError for any other image: alone it is not a volume."""
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
         if several_pages(file, MAX_PAGES):
             raise ReadError(
                 "absurd_size",
-                f"{uri}: more than {MAX_PAGES:,} pages, which no OCT volume has; it is damaged or no volume",
+                f"{uri}: more than {MAX_PAGES:,} pages; it is damaged, or not an OCT volume",
             )
         with _opened(file, uri) as image:
             pages = getattr(image, "n_frames", 1)
@@ -85,13 +77,13 @@ def open_bscans(uri: str) -> Bscans:
 
 
 def significant_bits(uri: str) -> int | None:
-    """Of the pixels of an image, from its header; None where they are wider than 8 bits and the file does not say how many are used."""
+    """Bits per pixel that carry values, from the header; None for 16-bit pixels if the file does not say."""
     with open_file(uri) as file, _opened(file, uri) as image:
         return _stated_bits(image)
 
 
 def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
-    """[D, H, W] of one image per B-scan. Raises ReadError, mixed_images where some are of 8 bit and others of 16."""
+    """[D, H, W] from one image per B-scan. Raises ReadError; mixed_images where some have 8 bits and others 16."""
     planes = {place: read_gray(place) for place in uris}
     first = next(iter(planes))
     if other := next((place for place, plane in planes.items() if plane.dtype != planes[first].dtype), None):
@@ -104,13 +96,13 @@ def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
 
 
 def read_gray(uri: str) -> np.ndarray:
-    """[H, W] uint8 or uint16. Colour is accepted where it is gray in disguise. Raises ReadError."""
+    """[H, W] uint8 or uint16. Colour is accepted if all channels are equal. Raises ReadError."""
     with open_file(uri, whole=True) as file, _opened(file, uri) as image:
         return _gray(image, uri)
 
 
 def image_size(uri: str) -> tuple[int, int]:
-    """(H, W) without decoding, and proof that the file does not end early. Raises ReadError."""
+    """(H, W) without decoding. Raises ReadError, also for an image that ends early."""
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
         if size == 0:
@@ -130,7 +122,7 @@ def image_size(uri: str) -> tuple[int, int]:
 
 
 def several_pages(file: BinaryIO, most: int = 1) -> bool:
-    """Whether a TIFF has more pages than `most`: each one's directory ends with the place of the next (TIFF 6.0, section 2; BigTIFF)."""
+    """Whether a TIFF or BigTIFF has more than `most` pages, along its chain of directories (TIFF 6.0, section 2)."""
     file.seek(0)
     head = file.read(16)
     if head[:4] not in MAGIC[1:5]:
@@ -157,7 +149,7 @@ def digest_of(uris: Iterable[str]) -> bytes:
 
 
 def decode_gray(content: bytes, uri: str, formats: tuple[str, ...]) -> np.ndarray:
-    """[H, W] uint8 or uint16 of an image inside another file, in one of Pillow's `formats`. Raises ReadError."""
+    """[H, W] uint8 or uint16 from an image inside another file; `formats` as Pillow names them. Raises ReadError."""
     with _opened(io.BytesIO(content), uri, formats) as image:
         return _gray(image, uri)
 
@@ -175,15 +167,9 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         code = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed"
         raise ReadError(
-            code, f"{uri}: no image that can be decoded ({type(error).__name__}); fetch or export it again"
+            code, f"{uri}: not an image that can be decoded ({type(error).__name__}); fetch or export it again"
         ) from None
-    except (
-        OSError,
-        SyntaxError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-    ) as error:  # what Pillow makes of damaged bytes
+    except (OSError, SyntaxError, TypeError, AttributeError, RuntimeError) as error:  # Pillow's on damaged bytes
         raise ReadError(
             "decode_failed", f"{uri}: the image cannot be decoded ({type(error).__name__}); fetch or export it again"
         ) from None
@@ -191,40 +177,45 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
 
 def _gray(image: "Image", uri: str) -> np.ndarray:
     if image.width * image.height > 2**28:
-        raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels, which no B-scan has")
+        raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels; no B-scan is so large")
     if image.mode in ("1", "P", "LA"):
         image = image.convert("RGB" if image.mode == "P" else "L")
     pixels = np.asarray(image)
-    if pixels.dtype.itemsize > 1 and getattr(image, "tag_v2", {}).get(262) == 0:  # Pillow inverts 8 bit only
+    if (
+        pixels.dtype.itemsize > 1 and getattr(image, "tag_v2", {}).get(262) == 0
+    ):  # WhiteIsZero, which Pillow inverts for 8 bit only
         raise ReadError("unsupported_pixels", f"{uri}: 16-bit pixels whose 0 is white; save it with 0 as black")
     if pixels.ndim == 3 and pixels.shape[2] in (3, 4) and (pixels[..., :3] == pixels[..., :1]).all():
         pixels = pixels[..., 0]
     if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
-        pixels = pixels.astype(np.uint16)  # how Pillow opens some 16-bit images
+        pixels = pixels.astype(np.uint16)  # Pillow opens some 16-bit images as int32
     if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
         raise ReadError(
             "unsupported_pixels",
-            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, and layer lines not painted in",
+            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it",
         )
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
 
 def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
-    """`expected` (W, H); every strip or tile has to lie inside the file."""
+    """Check the size against `expected` (W, H), and that every strip or tile lies inside the file."""
     if image.size != expected:
         raise ReadError(
             "mixed_images",
             f"{where} is {image.width} x {image.height}, expected {expected[0]} x {expected[1]} as the first",
         )
     tags = getattr(image, "tag_v2", {})
+    # StripOffsets or TileOffsets, StripByteCounts or TileByteCounts
     starts, counts = (tags.get(strips, tags.get(tiles, ())) for strips, tiles in ((273, 324), (279, 325)))
     starts, counts = ((value,) if isinstance(value, int) else value for value in (starts, counts))
     if not starts or any(start + count > size for start, count in zip(starts, counts, strict=False)):
-        raise ReadError("truncated_pixel_data", f"{where} ends after the file does ({size:,} bytes); fetch it again")
+        raise ReadError(
+            "truncated_pixel_data", f"{where} reaches beyond the end of the file ({size:,} bytes); fetch it again"
+        )
 
 
 def _stated_mm(image: "Image") -> tuple[float, float, float] | None:
-    """(dz, dy, dx) where ImageJ or OME wrote them; the resolution tags alone mean print, not tissue."""
+    """(dz, dy, dx) as ImageJ or OME state them. Resolution tags alone do not count: they mean size in print."""
     tags, text = getattr(image, "tag_v2", {}), _description(image)
     if text.startswith("ImageJ=") and (unit := to_mm(_word(r"\bunit=(\S+)", text))):
         dy, dx = (1 / float(tags[tag]) if tags.get(tag) else 0.0 for tag in (283, 282))
@@ -240,18 +231,22 @@ def _stated_mm(image: "Image") -> tuple[float, float, float] | None:
 
 
 def to_mm(unit: str) -> float:
-    """Millimetres of a unit as ImageJ and OME write it; 0 where it is none of length. The micro sign is U+00B5 or the Greek U+03BC."""
+    """Millimetres per unit as ImageJ and OME write it; 0 if it is not a length.
+
+    The micro sign may be U+00B5 or the Greek letter U+03BC, itself or as an escape sequence.
+    """
     word = re.sub(r"\\u00?b5|\\u03bc|[\u00b5\u03bc]", "u", unit.strip().lower())
     return _TO_MM.get(word, _TO_MM.get(word.removesuffix("s"), 0.0))
 
 
 def _stated_bits(image: "Image") -> int | None:
-    """8 for pixels of 8 bit; of wider ones what TIFF or OME say are used, None where nothing does."""
+    """8 for 8-bit pixels; for wider ones the bits that TIFF or OME state, None if neither does."""
     if image.mode in ("1", "L", "P", "LA", "RGB", "RGBA"):
         return 8
     tags = getattr(image, "tag_v2", {})
-    stated = [_attribute("SignificantBits", _description(image)), *(tags.get(tag) for tag in (258,))]
-    whole = {(1 << bits) - 1: bits for bits in range(8, 16)}  # MaxSampleValue may also be the brightest value there is
+    stated = [_attribute("SignificantBits", _description(image)), tags.get(258)]  # BitsPerSample
+    # MaxSampleValue and SMaxSampleValue count only as 2^n - 1: some writers store the brightest pixel there.
+    whole = {(1 << bits) - 1: bits for bits in range(8, 16)}
     stated += [whole.get(value) for tag in (281, 341) if (value := _first_int(tags.get(tag))) is not None]
     return next((bits for value in stated if (bits := _first_int(value)) is not None and 8 <= bits < 16), None)
 
@@ -264,7 +259,7 @@ def _first_int(value: object) -> int | None:
 
 
 def _description(image: "Image") -> str:
-    """ImageDescription. OME writes UTF-8 into what TIFF calls ASCII and Pillow reads as Latin-1, which older files are."""
+    """ImageDescription. TIFF says ASCII, OME writes UTF-8, older files Latin-1; Pillow decodes all as Latin-1."""
     text = str(getattr(image, "tag_v2", {}).get(270, ""))
     try:
         return text.encode("latin-1").decode("utf-8")
@@ -273,7 +268,7 @@ def _description(image: "Image") -> str:
 
 
 def _attribute(name: str, text: str) -> str:
-    """Of the first <Pixels> of an OME-XML."""
+    """An attribute of the first <Pixels> element of an OME-XML; empty if it is missing."""
     pixels = _word(r"<(?:\w+:)?Pixels\b([^>]*)", text)
     match = re.search(rf"""\b{name}\s*=\s*(["'])(.*?)\1""", pixels)
     return unescape(match[2]).strip() if match else ""

@@ -1,7 +1,8 @@
 """NIfTI-1 and NIfTI-2 in one file, .nii or .nii.gz.
 
-The format has no word for B-scan, axial or lateral. Millimetres tell them apart where they differ enough: pixels of an OCT are by far
-the finest along depth, and B-scans are further apart than A-scans. Where they do not, a sidecar has to name the axes.
+NIfTI does not say which axis is B-scan, axial or lateral. Spacing decides where it differs enough between the axes:
+OCT pixels are by far the finest along depth, and B-scans are further apart than A-scans. Otherwise a sidecar must name
+the axes.
 Structure: nifti1.h and nifti2.h of the NIfTI Data Format Working Group.
 """
 
@@ -16,22 +17,24 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats.arrays import exact_gray, to_axes
+from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
-"""xyzt_units: 0 is unknown, which only makes sense as millimetres where the numbers are those of an OCT."""
+"""xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
 _AXIAL_FINER, _BSCANS_COARSER = 1.5, 1.2
+"""Smallest ratios of lateral to axial spacing, and of B-scan distance to lateral spacing, that identify the axes."""
 
 
 @dataclass(frozen=True)
 class _Header:
     shape: tuple[int, int, int]
-    """As stored, the fastest axis first."""
+    """As stored: fastest axis first."""
     dtype: np.dtype
     mm: tuple[float, float, float] | None
     offset: int
@@ -47,15 +50,11 @@ def open_bscans(uri: str) -> Bscans:
         zipped = _is_zipped(file)
         check_size(header.shape, uri, header.dtype.itemsize)
         needed = header.offset + header.dtype.itemsize * int(np.prod(header.shape))
-        if not zipped and size < needed:
-            raise ReadError(
-                "truncated_pixel_data", f"{uri}: {size:,} of {needed:,} bytes; the file is incomplete, fetch it again"
-            )
+        if not zipped:
+            expect_bytes(uri, size, needed)
         uid = uid_of(file, size)
     axes = read_declared(uri).axes or _axes(header.mm, uri)
-    shape, mm = (
-        (tuple(values[axes.index(axis)] for axis in "DHW") if values else None) for values in (header.shape, header.mm)
-    )
+    mm = in_order(header.mm, axes) if header.mm else None
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as whole, _stream(whole) as stream:
@@ -63,15 +62,15 @@ def open_bscans(uri: str) -> Bscans:
             content = stream.read(needed - header.offset)
             if len(content) < needed - header.offset:
                 raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
-            stream.read(1)  # a gzip checksum comes after the last byte
+            stream.read(1)  # makes gzip verify the checksum after the last byte
         array = np.frombuffer(content, header.dtype).reshape(header.shape, order="F")
         if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
             array = array * header.slope + header.intercept
-        return exact_gray(to_axes(array, axes), uri)
+        return exact_gray(array.transpose(in_order((0, 1, 2), axes)), uri)
 
     return Bscans(
         uri=uri,
-        shape=cast(tuple[int, int, int], shape),
+        shape=in_order(header.shape, axes),
         decode=decode,
         uid=uid,
         in_plane_mm=(mm[1], mm[2]) if mm else None,
@@ -87,10 +86,10 @@ def _axes(mm: tuple[float, float, float] | None, uri: str) -> str:
         fine, middle, coarse = sorted(range(3), key=lambda i: mm[i])
         if mm[middle] >= _AXIAL_FINER * mm[fine] and mm[coarse] >= _BSCANS_COARSER * mm[middle]:
             return "".join({coarse: "D", fine: "H", middle: "W"}[i] for i in range(3))
-    told = "states no millimetres" if mm is None else f"voxels of {mm[0]:g} x {mm[1]:g} x {mm[2]:g} mm"
+    found = "no millimetres stated" if mm is None else f"voxels of {mm[0]:g} x {mm[1]:g} x {mm[2]:g} mm"
     raise ReadError(
         "unknown_axes",
-        f'{uri}: {told} do not tell its axes; declare them in a .json of the same name, such as "axes": "WHD"',
+        f'{uri}: {found}, so its axes are unknown; declare them in a .json of the same name, such as "axes": "WHD"',
     )
 
 
@@ -120,15 +119,17 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
         raise ReadError("unsupported_pixels", f"{uri}: NIfTI data type {kind}; save it as uint8 or uint16")
     if not 3 <= dim[0] <= 7 or any(n != 1 for n in dim[4 : dim[0] + 1]):
         raise ReadError("unknown_axes", f"{uri}: {dim[0]} dimensions {dim[1 : dim[0] + 1]}; expected three")
-    stated = tuple(float(abs(value)) * _TO_MM.get(units & 7, 0.0) for value in mm[1:4])
+    # The sign of pixdim is no part of the distance.
+    first, second, third = (float(abs(value)) * _TO_MM.get(units & 7, 0.0) for value in mm[1:4])
+    stated = (first, second, third)
     offset = max(int(offset), length)
     slope, intercept = (float(value) if np.isfinite(value) else 0.0 for value in (slope, intercept))
-    fits = all(any(low <= value <= high for low, high in SPACING_BOUNDS_MM) for value in stated)
+    plausible = all(any(low <= value <= high for low, high in SPACING_BOUNDS_MM) for value in stated)
     placeholder = stated == (1.0, 1.0, 1.0)
     return _Header(
         shape=(dim[1], dim[2], dim[3]),
         dtype=np.dtype(_TYPES[kind]).newbyteorder(order),
-        mm=cast(tuple[float, float, float], stated) if fits and not placeholder else None,
+        mm=stated if plausible and not placeholder else None,
         offset=offset,
         slope=slope,
         intercept=intercept,

@@ -1,7 +1,7 @@
-"""Optovue .OCT: float32 A-scans from below, without a header; NAME.txt beside it says how many of which length.
+"""Optovue .OCT: float32 A-scans stored bottom-up without a header; NAME.txt beside it states their number and length.
 
-Structure: OCT-Converter and oct-to-tiff. Values have no declared scale, so that they are stretched to 16 bit and flagged. Not verified on
-a real file.
+Structure: OCT-Converter and oct-to-tiff. The values have no declared scale: they are stretched to 16 bit, and flagged.
+Not verified on a real file.
 """
 
 import io
@@ -13,6 +13,7 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
 from octfm.formats.images import digest_of
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 from octfm.io.location import listed
 
@@ -20,7 +21,7 @@ _MAX_TEXT = 2**20
 
 
 def fits(name: str) -> bool:
-    """Called .oct, without magic bytes: Bioptigen's have some."""
+    """Whether the name ends in .oct. Bioptigen's files do as well: `detect` recognises those first, by content."""
     return PurePath(name).suffix.lower() == ".oct"
 
 
@@ -44,24 +45,21 @@ def open_bscans(uri: str) -> Bscans:
     if len(lengths) > 1:
         raise ReadError(
             "not_raster",
-            f"{uri}: {len(lengths)} groups of B-scans, which lie across each other; a volume needs parallel B-scans",
+            f"{uri}: {len(lengths)} groups of B-scans in different directions; a volume needs parallel B-scans",
         )
     shape = (counts[0], heights[0], lengths[0])
     check_size(shape, uri, bytes_per_voxel=4)
     depth, height, width = shape
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
-    if size < 4 * depth * height * width:
-        raise ReadError(
-            "truncated_pixel_data", f"{uri}: {size:,} of {4 * depth * height * width:,} bytes; fetch it again"
-        )
+    expect_bytes(uri, size, 4 * depth * height * width)
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as stream:
             stored = np.frombuffer(stream.read(4 * depth * height * width), "<f4").reshape(depth, width, height)
         upright = stored[:, :, ::-1].transpose(0, 2, 1)
         if not np.isfinite(upright).all():
-            raise ReadError("damaged_file", f"{uri}: values that are no numbers; fetch it again")
+            raise ReadError("damaged_file", f"{uri}: values that are not finite; fetch it again")
         low, high = float(upright.min()), float(upright.max())
         return np.rint((upright - low) * (65535 / max(high - low, 1e-30))).astype(np.uint16)
 

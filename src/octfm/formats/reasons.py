@@ -1,17 +1,14 @@
-"""Why a file is no row of the catalog, one code each; and what a header says before pixels are decoded."""
+"""Reason codes for files that cannot be read, and `Header`: the facts about a volume before its pixels are decoded."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from octfm.errors import ReadError
 from octfm.volume.volume import Laterality, Layout, Shape3, Spacing3
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a file is not in the catalog, and what would put it there."""
+    """Why a file is not in the catalog, and how to get it in."""
 
     meaning: str
     fix: str
@@ -21,12 +18,13 @@ class Reason:
 
 _LEFT_OUT = "nothing to fix, it is left out on purpose"
 
+# A catalog's checksum covers the `fix` of each reject: rewording one makes catalogs of earlier versions unreadable.
 REASONS: dict[str, Reason] = {
     "empty_file": Reason("the file has no bytes", "fetch it again"),
     "unreadable": Reason(
         "the file system or the DICOM parser failed on it", "check permissions and the disk, fetch it again"
     ),
-    "missing_file": Reason("a DICOMDIR lists it, and it is not there", "copy the whole medium again"),
+    "missing_file": Reason("a DICOMDIR lists it, but it is missing", "copy the whole medium again"),
     "damaged_archive": Reason("a ZIP archive, or a member of one, is cut or corrupt", "fetch the archive again"),
     "link_not_followed": Reason(
         "a link, or a folder of B-scans with a link among them, in a scan with --no-follow-links",
@@ -34,16 +32,18 @@ REASONS: dict[str, Reason] = {
         expected=True,
     ),
     "unsafe_member": Reason(
-        "a member of a ZIP archive whose name leaves it or is there twice, or a link", "make the archive again"
+        "a member of a ZIP archive that is a link, or whose name leaves the archive or occurs twice",
+        "make the archive again",
     ),
     "decompression_bomb": Reason(
-        "a file, or a member of a ZIP archive, that inflates beyond any OCT volume", "unpack it by hand if you trust it"
+        "a file, or a member of a ZIP archive, that inflates to more than any OCT volume",
+        "unpack it by hand if you trust it",
     ),
     "unsupported_member": Reason(
         "a member of a ZIP archive that is encrypted or compressed in an exotic way", "unpack it, or zip it again"
     ),
     "not_dicom": Reason(
-        "the content is of no format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"
+        "the content is not in a format that octfm reads", "remove it, or convert it to DICOM Ophthalmic Tomography"
     ),
     "damaged_file": Reason(
         "a vendor's or research file whose structure is cut or contradicts itself", "fetch or export it again"
@@ -53,29 +53,29 @@ REASONS: dict[str, Reason] = {
         "put the B-scans of a volume, and nothing else, into a folder of their own, numbered in their names",
     ),
     "mixed_images": Reason(
-        "images of one folder that are not the B-scans of one volume: other sizes, other names, or numbers that are missing",
+        "images of one folder that are not the B-scans of one volume: sizes or names differ, or numbers are missing",
         "keep one volume per folder, its B-scans numbered in their names without a gap",
     ),
     "several_volumes": Reason(
-        "a file that holds several volumes, and none was named",
+        "a file that holds several volumes, and none was chosen",
         "name one of them, such as file.e2e!/series_1_2_3; a scan takes each",
     ),
     "unknown_axes": Reason(
-        "an array that does not tell which axis is B-scan, axial and lateral",
+        "an array without a statement which axis is B-scan, axial and lateral",
         "save it as [B-scan, axial, lateral], or declare its axes",
     ),
     "incomplete_export": Reason(
-        "a file that needs another beside it, which is missing", "copy the whole folder of the export"
+        "a file that needs another file beside it, which is missing", "copy the whole folder of the export"
     ),
     "contradicting_declaration": Reason(
-        "what is declared about the file, in a sidecar or a table, cannot be read or cannot be meant",
+        "a sidecar or a table declares something about the file that cannot be read or is impossible",
         "correct the line of the sidecar or the table that the sentence names",
     ),
     "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
     "not_a_bscan": Reason(
-        "an image among the numbered B-scans of a volume, of another size or name: en face, average, thumbnail",
+        "an image of another size or name among the numbered B-scans of a volume: en face, average, thumbnail",
         _LEFT_OUT,
         expected=True,
     ),
@@ -84,52 +84,52 @@ REASONS: dict[str, Reason] = {
         "layer heights were expected and something else was given", "give the file of the height map"
     ),
     "other_volume": Reason("layer heights of another volume, or of another size", "give the height map of this volume"),
-    "not_oct": Reason("DICOM, but no image of the eye that octfm knows", _LEFT_OUT, expected=True),
+    "not_oct": Reason("DICOM, but not a kind of eye image that octfm knows", _LEFT_OUT, expected=True),
     "not_raster": Reason(
         "radial, circular or repeated B-scans do not form a volume",
         f"{_LEFT_OUT}; radial scans are taken with --layouts raster,radial",
         expected=True,
     ),
     "missing_sop_uid": Reason(
-        "without a SOP Instance UID an acquisition cannot be told from its copies", "export it again"
+        "without a SOP Instance UID an acquisition cannot be distinguished from its copies", "export it again"
     ),
     "missing_pixel_data": Reason("the header is complete but there are no pixels", "export it again with images"),
-    "truncated_pixel_data": Reason("the file ends before its pixels do, so the transfer was cut", "fetch it again"),
+    "truncated_pixel_data": Reason("the file ends before its pixels do: the transfer was cut off", "fetch it again"),
     "frame_count_mismatch": Reason(
-        "NumberOfFrames differs from the B-scans that are there", "export it again, which frames are meant is a guess"
+        "NumberOfFrames differs from the number of stored B-scans", "export it again, which frames are meant is a guess"
     ),
     "missing_part": Reason(
-        "files of one volume, and not all of them are there", "put all files of the acquisition into one folder"
+        "some of the files of a volume are missing", "put all files of the acquisition into one folder"
     ),
     "inconsistent_parts": Reason(
-        "files that say they are one volume, and differ in size, are there twice or have no order",
+        "files that claim to be one volume but differ in size, occur twice or have no order",
         "remove copies, or export it again",
     ),
     "absurd_size": Reason(
         "rows, columns or frames are zero or beyond any OCT instrument", "the header is damaged, export it again"
     ),
     "unsupported_pixels": Reason(
-        "colour, floating-point, neither 8 nor 16 bit, or signed without saying what is black",
+        "colour, floating-point, neither 8 nor 16 bit, or signed without stating which value is black",
         "export 8- or 16-bit unsigned grayscale",
     ),
     "unsupported_transfer_syntax": Reason(
         "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"
     ),
     "scrambled_pixels": Reason(
-        "Zeiss pixel data, scrambled so that only Zeiss' software reads them",
+        "Zeiss pixel data, scrambled so that only Zeiss software can read them",
         "export from FORUM or CIRRUS as unscrambled DICOM or as .img, or ask Zeiss for an export that others can read",
     ),
     "decode_failed": Reason("every installed decoder refused the compressed pixels", "fetch it again, or transcode it"),
     "decoder_crashed": Reason(
-        "the process that read it crashed; it was alone in it, and the run went on",
+        "the process that read it crashed; only this file was affected",
         "fetch it again, else transcode it and report it",
     ),
     "decoder_timeout": Reason(
-        "reading it took longer than any file of its size should",
+        "reading it took longer than a file of its size should",
         "fetch it again, else transcode it; on a slow disk allow more seconds",
     ),
     "decoder_memory": Reason(
-        "reading it needed more memory than a worker may have",
+        "reading it needed more memory than a worker may use",
         "a huge volume needs a higher limit, or fewer workers; else it is damaged",
     ),
     "missing_spacing": Reason(
@@ -137,7 +137,8 @@ REASONS: dict[str, Reason] = {
         "DICOM: add PixelSpacing; others: declare spacing_mm in NAME.json or a table, or ask for a nominal spacing",
     ),
     "absurd_spacing": Reason(
-        "the millimetres fit no OCT instrument (1, 1, 1 is a placeholder)", "correct PixelSpacing and SliceThickness"
+        "the millimetres are impossible for an OCT instrument (1, 1, 1 is a placeholder)",
+        "correct PixelSpacing and SliceThickness",
     ),
     "swapped_spacing": Reason(
         "axial and lateral millimetres look exchanged: the retina would be coarser along its depth than across it",
@@ -148,22 +149,41 @@ REASONS: dict[str, Reason] = {
     ),
     "upside_down": Reason(
         "the vitreous is at the bottom of its B-scans and the choroid at the top; found when pixels are read",
-        'declare "upside_down" in NAME.json beside it: true to have it flipped, false if it is not; or keep all with --keep-upside-down',
+        'declare "upside_down" in NAME.json beside it: true to have it flipped, false if it is not; or keep all with '
+        "--keep-upside-down",
     ),
     "duplicate_sop_uid": Reason(
-        "the same acquisition is already in the catalog, with the same voxels", "remove the copy"
+        "the same acquisition, with the same voxels, is already in the catalog", "remove the copy"
     ),
-    "duplicate_pixels": Reason("the same voxels are there under another SOP Instance UID", "remove the copy"),
+    "duplicate_pixels": Reason("another file has the same voxels under another SOP Instance UID", "remove the copy"),
     "pixels_of_two_participants": Reason(
-        "the same voxels are there as another participant's, so that one of the two is wrong, and both together a leak between splits",
+        "another participant's file has the same voxels: one id is wrong, and keeping both could leak between splits",
         "find out whose they are, and remove the other file",
     ),
     "reused_sop_uid": Reason(
-        "another acquisition in the catalog has this SOP Instance UID and other voxels",
+        "another acquisition in the catalog has this SOP Instance UID but different voxels",
         "export both again, each needs a UID of its own",
     ),
 }
-"""The one list of reason codes; rejects.parquet and the report use no other."""
+"""All reason codes; rejects.parquet and the report use no others."""
+
+
+def cannot_open(uri: str, error: OSError) -> ReadError:
+    return ReadError(
+        "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
+    )
+
+
+def expect_bytes(uri: str, size: int, needed: int) -> None:
+    """Raise ReadError truncated_pixel_data where a file of `size` bytes is shorter than its header demands."""
+    if size < needed:
+        raise ReadError(
+            "truncated_pixel_data", f"{uri}: {size:,} of {needed:,} bytes; the file is incomplete, fetch it again"
+        )
+
+
+def blank(uri: str) -> ReadError:
+    return ReadError("blank_volume", f"{uri}: every voxel has the same value; nothing was imaged, export it again")
 
 
 @dataclass(frozen=True)
@@ -173,20 +193,20 @@ class Header:
     uri: str
     shape: Shape3
     spacing_mm: Spacing3 | None
-    """None where the file states none, so that it has to be declared."""
+    """None if the file does not state it; it must then be declared."""
     spacing_source: str
-    """Where (dz, dy, dx) came from: shared, per_frame or top_level in DICOM, header in other files, sidecar; `+positions` or
-    `+field_of_view` when dz came from there."""
+    """Source of (dz, dy, dx): shared, per_frame or top_level in DICOM, header in other files, sidecar, or missing; with
+    `+positions` or `+field_of_view` where dz was derived from those."""
     laterality: Laterality | None
     scanner: str
     """Canonical slug, or unknown."""
     protocol: str
     participant: str | None
-    """PatientID; None where the header has none."""
+    """PatientID; None if the file does not state one."""
     sop_instance_uid: str
     superior_first: bool | None
     flags: tuple[str, ...] = ()
     layout: Layout = "raster"
-    """Of anything but a raster, dz repeats dx and means nothing."""
+    """For anything but a raster, dz repeats dx and is meaningless."""
     set_aside: tuple[tuple[str, str], ...] = ()
-    """Images of its folder that are none of its B-scans, each with what tells so."""
+    """(uri, reason) of each image in the folder that is not one of the B-scans."""

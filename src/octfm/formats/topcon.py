@@ -1,6 +1,6 @@
-"""Topcon .fda and .fds: chunks with a name and a size; B-scans as JPEG 2000 (IMG_JPEG) or as 16-bit numbers (IMG_MOT_COMP_03, IMG_SCAN_03).
+"""Topcon .fda and .fds: named chunks; B-scans are JPEG 2000 (IMG_JPEG) or 16-bit (IMG_MOT_COMP_03, IMG_SCAN_03).
 
-Structure: the uocte project's notes on the Topcon file format, and OCT-Converter's. Not verified on a real file.
+Structure: the uocte project's notes on the Topcon file format, and OCT-Converter's reader. Not verified on a real file.
 """
 
 import io
@@ -14,14 +14,16 @@ from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.dicom.reader import scanner_slug
 from octfm.formats.images import decode_gray
 from octfm.io.archive import open_file
-from octfm.volume.volume import Layout
+from octfm.volume.volume import Layout, Shape3, Spacing3
 
 _HEADER_BYTES = 15
 _LAYOUTS: dict[int, Layout] = {3: "radial", 4: "radial"}
-"""scan_mode: 2 is a raster, 3 radial, 4 a cross."""
+"""scan_mode -> layout; 2 is a raster, 3 radial, 4 a cross."""
 
 Chunks = dict[str, tuple[int, int]]
 """Name -> (offset, size) of the first chunk of that name."""
+Stored = tuple[int, Shape3, list[tuple[int, int]]]
+"""scan_mode, shape, and (offset, size) of each compressed B-scan, or of all voxels."""
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -66,6 +68,7 @@ def open_bscans(uri: str) -> Bscans:
 
 
 def _chunks(file: BinaryIO, size: int, uri: str) -> Chunks:
+    """A chunk is the length of its name, the name, the size of its content, the content; length 0 ends the file."""
     found: Chunks = {}
     at = _HEADER_BYTES
     while True:
@@ -77,7 +80,7 @@ def _chunks(file: BinaryIO, size: int, uri: str) -> Chunks:
         if not length or len(head) < length[0] + 4:
             raise ReadError(
                 "truncated_pixel_data",
-                f"{uri}: no chunk ends it ({size:,} bytes); the file is incomplete, fetch it again",
+                f"{uri}: no end marker after {size:,} bytes; the file is incomplete, fetch it again",
             )
         count = int.from_bytes(head[-4:], "little")
         at += 1 + len(head)
@@ -89,7 +92,7 @@ def _chunks(file: BinaryIO, size: int, uri: str) -> Chunks:
         at += count
 
 
-def _compressed(file: BinaryIO, chunk: tuple[int, int], uri: str):
+def _compressed(file: BinaryIO, chunk: tuple[int, int], uri: str) -> Stored:
     offset, length = chunk
     file.seek(offset)
     mode, _, _, width, height, count, _ = struct.unpack("<B6I", file.read(25))
@@ -108,7 +111,7 @@ def _compressed(file: BinaryIO, chunk: tuple[int, int], uri: str):
     return mode, shape, places
 
 
-def _plain(file: BinaryIO, chunks: Chunks, uri: str):
+def _plain(file: BinaryIO, chunks: Chunks, uri: str) -> Stored:
     name = next((name for name in ("@IMG_SCAN_03", "@IMG_MOT_COMP_03") if name in chunks), None)
     if name is None:
         raise ReadError("missing_pixel_data", f"{uri}: no B-scans among its chunks; export it again with images")
@@ -126,7 +129,7 @@ def _plain(file: BinaryIO, chunks: Chunks, uri: str):
     return mode, shape, [(offset + 22, needed)]
 
 
-def _spacing(file: BinaryIO, chunks: Chunks, shape: tuple[int, int, int]) -> tuple[float, float, float] | None:
+def _spacing(file: BinaryIO, chunks: Chunks, shape: Shape3) -> Spacing3 | None:
     """From the size of the scanned field in mm and the axial resolution in micrometres."""
     for name, skip in (("@PARAM_SCAN_04", 12), ("@PARAM_SCAN_02", 21)):
         if name in chunks:
@@ -138,6 +141,7 @@ def _spacing(file: BinaryIO, chunks: Chunks, shape: tuple[int, int, int]) -> tup
 
 
 def _first(file: BinaryIO, chunks: Chunks, names: tuple[str, ...], count: int) -> bytes:
+    """The first `count` bytes of the first of these chunks that is there."""
     for name in names:
         if name in chunks:
             file.seek(chunks[name][0])
@@ -146,6 +150,6 @@ def _first(file: BinaryIO, chunks: Chunks, names: tuple[str, ...], count: int) -
 
 
 def _text(field: bytes) -> str:
-    """Empty where it is no plain text: newer files encrypt what identifies."""
+    """Empty if it is not plain text: newer files encrypt identifying fields."""
     text = field.split(b"\0")[0]
     return text.decode("ascii").strip() if text.isascii() and text.decode("ascii").isprintable() else ""

@@ -1,7 +1,8 @@
-"""Zeiss Cirrus .img: the bare voxels of a cube, without a header, upside down and mirrored.
+"""Zeiss Cirrus .img: the bare voxels of a cube without a header, upside down and mirrored.
 
-Rows of A-scans run from below and from the right, as four published readers agree (retimat, the JHU reader, oct-preprocess-cirrus, pyoct).
-The file's size tells the two standard cubes; names that the instrument gives tell others, and the eye. Not verified on a real file.
+Voxels are stored from the bottom and from the right, as four published readers agree (retimat, the JHU reader,
+oct-preprocess-cirrus, pyoct). The size of the file identifies the two standard cubes; the instrument's file names give
+the shape of others, and the eye. Not verified on a real file.
 """
 
 import io
@@ -21,7 +22,7 @@ _NAME = re.compile(r"([A-Za-z ]*Cube) (\d+)x(\d+)_[\d-]+_[\d-]+_(OD|OS)_sn\d+_cu
 
 
 def fits(name: str, size: int) -> bool:
-    """Whether a file without magic bytes can be a cube: called .img, and of a size that one has."""
+    """Whether a file without magic bytes can be a cube: it is called .img and has the size of one."""
     return PurePath(name).suffix.lower() == ".img" and (
         size in _CUBES or (size > 0 and size % ROWS == 0 and _named(name) is not None)
     )
