@@ -54,7 +54,7 @@ def main() -> None:
     def step() -> None:
         inputs = make_inputs(config, preprocessing, learner.runtime, batch)
         with learner.runtime.autocast():
-            output = learner.model(inputs.patches, inputs.target_patches, inputs.index, 0.5)
+            output = learner.model(inputs.views, 0.5)
         output.loss.backward()
         learner.update(torch.tensor(True))
         learner.optimizer.zero_grad(set_to_none=True)

@@ -32,7 +32,7 @@ from octfm.encoder.encoder import assemble
 from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.io.location import BucketPath, Location, location
 from octfm.phantom import phantom_volume
-from octfm.pretraining.inputs import build_objective, frozen_encoder
+from octfm.pretraining.learner import build_objective
 from octfm.pretraining.settings import load_config
 from octfm.run.runtime import start
 from octfm.volume.preprocessing import Preprocessing
@@ -143,7 +143,7 @@ def untrained(name: str, image_size: tuple[int, ...], folder: Path) -> Path:
     """An export of the config's network at its initial weights."""
     config = load_config(name)
     preprocessing = Preprocessing(image_size=image_size, target_spacing=(0.375, 0.0156, 0.047))  # pyright: ignore[reportArgumentType]
-    network = frozen_encoder(config, build_objective(config, preprocessing))
+    network = build_objective(config, preprocessing).frozen_encoder(config.objective.frozen)
     encoder = assemble(network, config, preprocessing, name, preprocessing.fingerprint(), start("fp32", "cpu"))
     write_files(folder, settings_of(encoder), tensors_of(encoder), [])
     return folder

@@ -31,8 +31,7 @@ from octfm.encoder.encoder import Encoder
 from octfm.evaluation.readouts import fit_predict
 from octfm.models.pooling import VectorPool
 from octfm.pretraining import sabotage
-from octfm.pretraining.inputs import build_objective, frozen_encoder
-from octfm.pretraining.learner import Learner
+from octfm.pretraining.learner import Learner, build_objective
 from octfm.pretraining.monitors.health import effective_rank
 from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.pretrain import pretrain
@@ -239,7 +238,7 @@ def train(
         speeds = [row["volumes_per_s"] for row in rows if row["kind"] == "train" and "volumes_per_s" in row]
         facts["volumes_per_s"] = float(np.median(speeds))
         facts["incidents"] = sorted({str(row.get("what")) for row in rows if row["kind"] == "incident"})
-    network = frozen_encoder(config, model).eval()
+    network = model.frozen_encoder(config.objective.frozen).eval()
     return (
         config,
         Encoder(network, config, store.preprocessing, start("fp32", "cpu"), arm.name, store.fingerprint),

@@ -123,7 +123,7 @@ def bytes_sent(world: int, parallel: str, trained: int, weights: int, passes: in
 
 
 def model():
-    from octfm.pretraining.inputs import build_objective
+    from octfm.pretraining.learner import build_objective
     from octfm.pretraining.settings import PretrainConfig
 
     return build_objective(PretrainConfig.model_validate(settings(1, 1, "ddp")), small_preprocessing())
@@ -134,9 +134,7 @@ def parameters() -> int:
 
 
 def teacher() -> int:
-    from octfm.pretraining.inputs import teacher_parameters
-
-    return teacher_parameters(model())
+    return model().parameters_by_part()["target_encoder"]
 
 
 if __name__ == "__main__":

@@ -132,10 +132,10 @@ def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing:
     import torch
 
     from octfm.models.objectives.jepa import JEPA
-    from octfm.models.objectives.objective import TokenIndex
+    from octfm.models.objectives.objective import View
     from octfm.models.predictor import PredictorConfig
-    from octfm.models.vit3d import TokenGrid, ViTConfig, take_patches
-    from octfm.pretraining.inputs import optimizer_groups
+    from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig, take_patches
+    from octfm.pretraining.learner import optimizer_groups
 
     predictor = PredictorConfig(width=PREDICTOR_WIDTH, depth=PREDICTOR_DEPTH, heads=6 if equal else 3)
     grid = TokenGrid(grid_of(size), (0.375, 0.083, 0.25))
@@ -148,7 +148,7 @@ def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing:
 
     def step() -> None:
         patches = take_patches(voxels, index.kept, PATCH)
-        loss = model(patches, patches, index, 0.0 if equal else 0.5).loss
+        loss = model([View(patches, patches, index)], 0.0 if equal else 0.5).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(decayed + free, 1.0)
         optimizer.step()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from octfm.pretraining.inputs import build_objective
+from octfm.pretraining.learner import build_objective
 from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.volume.preprocessing import Preprocessing

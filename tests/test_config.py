@@ -60,7 +60,7 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("objective: {name: mae, target_levels: 2}", r"objective\.target_levels belongs to objective\.name vjepa2"),
         (
             "objective: {name: data2vec, target_norm: whiten}",
-            r"whiten belongs to objective\.name vjepa2; data2vec compares directions",
+            r"objective\.target_norm belongs to objective\.name vjepa2, not data2vec; set it to layer",
         ),
         ("- a list", "expected a mapping of settings, got list"),
         ("a: [", "not valid YAML"),

@@ -22,7 +22,7 @@ from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.io.location import location
 from octfm.models.heads import add_low_rank, merged
-from octfm.pretraining.inputs import build_objective, frozen_encoder
+from octfm.pretraining.learner import build_objective
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config
 from octfm.run import checkpoint
@@ -319,7 +319,7 @@ def test_onnx_agrees_with_torch_at_vit_s_size(tmp_path):
     """384 wide, 12 deep, [64, 384, 384], the whole token budget: write_onnx compares with onnxruntime before it believes its file."""
     pytest.importorskip("onnxruntime")
     settings, preprocessing = load_config("vit_s"), Preprocessing()
-    network = frozen_encoder(settings, build_objective(settings, preprocessing))
+    network = build_objective(settings, preprocessing).frozen_encoder(settings.objective.frozen)
     encoder = assemble(network, settings, preprocessing, "vit_s", preprocessing.fingerprint(), start("fp32", "cpu"))
     assert (encoder.width, settings.model.depth, preprocessing.image_size) == (384, 12, (64, 384, 384))
     assert settings.masks.counts(network.grid.shape)[0] == 3072

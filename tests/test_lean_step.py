@@ -4,10 +4,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octfm.models.objectives.jepa import JEPA
-from octfm.models.objectives.objective import TokenIndex
+from octfm.models.objectives.objective import View
 from octfm.models.predictor import PredictorConfig
-from octfm.models.vit3d import TokenGrid, ViTConfig
-from octfm.pretraining.inputs import optimizer_groups
+from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig
+from octfm.pretraining.learner import optimizer_groups
 
 GRID = TokenGrid((8, 12, 12), (0.375, 0.083, 0.25))
 """Of a [32, 192, 192] volume."""
@@ -40,7 +40,7 @@ def count_step() -> dict[str, int]:
     def step():
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16):
-            output = model(patches, patches, index, 0.5)
+            output = model([View(patches, patches, index)], 0.5)
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(decayed + free, 1.0)
         optimizer.step()

@@ -13,10 +13,11 @@ from octfm.models import recompute
 from octfm.models.objectives.data2vec import Data2Vec
 from octfm.models.objectives.jepa import JEPA
 from octfm.models.objectives.mae import MAE
-from octfm.models.objectives.objective import ObjectiveOutput, TokenIndex, content_free_baseline, distance
+from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import (
     TokenGrid,
+    TokenIndex,
     VisionTransformer3D,
     ViTConfig,
     count_parameters,
@@ -63,7 +64,7 @@ every = pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae"])
 def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
     """In the prototype 53 % of the gradient landed on the patches that were to be predicted."""
     model, x = build(name, positions), patches().requires_grad_()
-    model(x, x, INDEX, 0.5).loss.backward()
+    model([View(x, x, INDEX)], 0.5).loss.backward()
     hidden = torch.ones(32, dtype=torch.bool)
     hidden[INDEX.context[0]] = False
     assert x.grad[:, hidden].abs().max() == 0
@@ -74,7 +75,7 @@ def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
 def test_F11_teacher_moves_and_gets_no_gradient(name):
     """In the prototype the EMA update was never called: the teacher stayed random for weeks."""
     model = build(name)
-    model(patches(), patches(), INDEX, 0.5).loss.backward()
+    model([View(patches(), patches(), INDEX)], 0.5).loss.backward()
     assert all(p.grad is None for p in model.target_encoder.parameters())
     assert all(p.grad is not None for p in [*model.encoder.parameters(), *model.predictor.parameters()])
     before = model.target_encoder.norm.weight.clone()
@@ -87,7 +88,7 @@ def test_F11_teacher_moves_and_gets_no_gradient(name):
 def test_F11_goals_are_the_targets_own_features(name):
     """At the very places that were hidden: features of any other token, or of another volume, are another goal."""
     model, x = build(name), patches()
-    output = model(x, x, INDEX, 0.5)
+    output = model([View(x, x, INDEX)], 0.5)
     with torch.no_grad():
         stream = model.target_encoder.hidden(x, KEPT)[-1]
         features = model.target_encoder.norm(stream)
@@ -100,23 +101,24 @@ def test_F11_goals_are_the_targets_own_features(name):
 @every
 def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
     """0.0026 -> 0.00033 was called excellent; a constant answer scored the same. Losses do not depend on the width either."""
-    output = build(name)(patches(), patches(), INDEX, 0.5)
-    baseline = content_free_baseline(name, output.masked_goal_BTD)
+    model = build(name)
+    output = model([View(patches(), patches(), INDEX)], 0.5)
+    baseline = model.baseline(output.masked_goal_BTD)
     assert baseline.shape == (2,) and (baseline > 0).all()
     if name != "data2vec":  # whose goals have a direction only, for which no constant is best in closed form
         goals = output.masked_goal_BTD.flatten(0, 1)
         best = goals.mean(0) if name == "mae" else goals.median(0).values
         for other in (best + 0.1, best - 0.1):
             assert (
-                distance(name, other.expand_as(output.masked_goal_BTD), output.masked_goal_BTD).mean() > baseline.mean()
+                model.distance(other.expand_as(output.masked_goal_BTD), output.masked_goal_BTD).mean() > baseline.mean()
             ).all()
     wide = output.masked_goal_BTD.repeat(1, 1, 4)
-    torch.testing.assert_close(content_free_baseline(name, wide), baseline)
+    torch.testing.assert_close(model.baseline(wide), baseline)
 
 
 @every
 def test_F5_step_result_is_typed(name):
-    output = build(name)(patches(), patches(), INDEX, 0.5)
+    output = build(name)([View(patches(), patches(), INDEX)], 0.5)
     width = 128 if name == "mae" else 48
     assert isinstance(output, ObjectiveOutput)
     assert output.loss.ndim == 0 and output.masked_loss_B.shape == output.context_loss_B.shape == (2,)
@@ -130,7 +132,7 @@ def test_F17_positions_cost_no_parameters_and_attention_is_fused():
     assert not any("position" in name for name in names)
     model, x = build("vjepa2"), patches()
     with torch.profiler.profile() as profile:
-        model(x, x, INDEX, 0.5)
+        model([View(x, x, INDEX)], 0.5)
     calls = {event.key: event.count for event in profile.key_averages()}
     blocks = 2 * MODEL.depth + PREDICTOR.depth
     assert calls["aten::scaled_dot_product_attention"] == blocks, "every attention is fused"
@@ -208,7 +210,7 @@ def test_masked_tokens_do_not_leak_through_repetition():
     kept = torch.tensor([[0, 2, 2, 4, 6, 6, 6, 8]])
     index = TokenIndex(kept, torch.tensor([[0, 3]]), torch.tensor([[1, 4]]))
     x = torch.randn(1, 8, 128, requires_grad=True)
-    model(x, x, index, 0.5).loss.backward()
+    model([View(x, x, index)], 0.5).loss.backward()
     assert x.grad[0, [1, 2, 4, 5, 6, 7]].abs().max() == 0
 
 
@@ -226,13 +228,13 @@ TISSUE[0, [2, 20, 5]] = True  # two of the targets of the first volume, none of 
 def test_autoencoder_predicts_hidden_voxels_by_their_own_contrast():
     """He et al.: every patch less its mean, over its deviation; brightness and contrast of a place are no part of the goal."""
     model, x = build("mae"), patches()
-    output = model(x, x, INDEX, 0.0)
+    output = model([View(x, x, INDEX)], 0.0)
     hidden = take_tokens(x, INDEX.target).numpy()
     expected = (hidden - hidden.mean(-1, keepdims=True)) / np.sqrt(hidden.var(-1, ddof=1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(output.masked_goal_BTD.numpy(), expected, atol=1e-5)
-    recoloured = model(x, 3 * x + 7, INDEX, 0.0)
+    recoloured = model([View(x, 3 * x + 7, INDEX)], 0.0)
     torch.testing.assert_close(recoloured.masked_goal_BTD, output.masked_goal_BTD, atol=1e-4, rtol=0)
-    flat = model(x, torch.zeros_like(x), INDEX, 0.0)
+    flat = model([View(x, torch.zeros_like(x), INDEX)], 0.0)
     assert flat.masked_goal_BTD.abs().max() == 0, "a patch without structure has nothing to predict"
 
 
@@ -240,22 +242,22 @@ def test_autoencoder_is_judged_on_tissue_alone():
     """Background has no say in the loss, whatever is in it; a volume without tissue is judged on all of its targets."""
     model, x, index = build("mae"), patches(), replace(INDEX, tissue=TISSUE)
     goal = x.clone()
-    before = model(x, goal, index, 0.0)
+    before = model([View(x, goal, index)], 0.0)
     assert before.masked_goal_BTD.shape == (2, 5, 128)
     background = [int(i) for i in INDEX.target[0] if not TISSUE[0, i]]
     goal[0, background] = torch.randn(len(background), 128)
-    after = model(x, goal, index, 0.0)
+    after = model([View(x, goal, index)], 0.0)
     assert torch.equal(before.masked_loss_B, after.masked_loss_B)
     goal[1, 31] += torch.randn(128)
-    assert model(x, goal, index, 0.0).masked_loss_B[1] != after.masked_loss_B[1]
+    assert model([View(x, goal, index)], 0.0).masked_loss_B[1] != after.masked_loss_B[1]
     goal[0, 20] = torch.randn(128)
-    assert model(x, goal, index, 0.0).masked_loss_B[0] != after.masked_loss_B[0]
+    assert model([View(x, goal, index)], 0.0).masked_loss_B[0] != after.masked_loss_B[0]
 
 
 def test_autoencoder_has_no_teacher_and_every_weight_learns():
     model, x = build("mae"), patches()
     assert model.target_encoder is None and not any("target" in name for name, _ in model.named_parameters())
-    output = model(x, x, replace(INDEX, tissue=TISSUE), 0.0)
+    output = model([View(x, x, replace(INDEX, tissue=TISSUE))], 0.0)
     output.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
     assert output.features_at_BM is INDEX.context and output.features_BMD.shape == (2, 4, 48)
@@ -266,16 +268,16 @@ def test_voxels_beside_tokens_add_to_the_loss_and_to_nothing_that_is_told():
     model, x, index = build("voxels"), patches(), replace(INDEX, tissue=TISSUE)
     found = []
     handle = model.predictor.register_forward_hook(lambda _, __, answer: found.append(answer))
-    output = model(x, x, index, 0.5)
+    output = model([View(x, x, index)], 0.5)
     handle.remove()
     (answers,) = found
     assert answers.shape == (2, 9, 48 + 128)
     told = output.masked_loss_B.mean() + 0.5 * output.context_loss_B.mean()
-    goal = build("mae")(x, x, index, 0.0).masked_goal_BTD
+    goal = build("mae")([View(x, x, index)], 0.0).masked_goal_BTD
     counted = torch.tensor([[1, 2, 1, 2, 1], [0, 1, 2, 3, 4]])  # where tissue is among the targets, in turn
     expected = (take_tokens(answers[:, 4:, 48:], counted) - goal).square().mean()
     torch.testing.assert_close(output.loss, told + 0.3 * expected)
-    torch.testing.assert_close(output.masked_loss_B, distance("vjepa2", answers[:, 4:, :48], output.masked_goal_BTD))
+    torch.testing.assert_close(output.masked_loss_B, absolute_error(answers[:, 4:, :48], output.masked_goal_BTD))
 
 
 # Goals without speckle -----------------------------------------------------------------------------------------------------------------
@@ -299,11 +301,11 @@ def test_goals_know_no_speckle_and_the_encoder_that_learns_sees_every_voxel(name
     """Neighbours within a block change places: no goal notices, the context does."""
     model, x = build(name), patches()
     swapped = x.unflatten(-1, (2, 8, 2, 4)).flip((2, 5)).flatten(2)
-    before, after, seen = (model(a, b, INDEX, 0.5) for a, b in ((x, x), (x, swapped), (swapped, x)))
+    before, after, seen = (model([View(a, b, INDEX)], 0.5) for a, b in ((x, x), (x, swapped), (swapped, x)))
     torch.testing.assert_close(after.masked_goal_BTD, before.masked_goal_BTD)
     torch.testing.assert_close(after.loss, before.loss)
     assert not torch.isclose(seen.loss, before.loss)
-    other = model(x, x.roll(1, -1), INDEX, 0.5)
+    other = model([View(x, x.roll(1, -1), INDEX)], 0.5)
     assert not torch.isclose(other.loss, before.loss), "goals follow what the blocks hold"
 
 
@@ -327,7 +329,7 @@ def test_activation_checkpointing_changes_no_bit_and_needs_less_memory(name, way
             lambda t, kept=kept: (kept.append(t.nbytes), t)[1], lambda t: t
         )
         with hooks, torch.autocast("cpu", enabled=precision == "bf16"):
-            loss = model(x, x, INDEX, 0.5).loss
+            loss = model([View(x, x, INDEX)], 0.5).loss
         bytes_kept = sum(kept)  # before the backward pass, which keeps what it computes again
         loss.backward()
         found[again] = (loss.detach(), bytes_kept, [p.grad for p in model.parameters() if p.grad is not None])

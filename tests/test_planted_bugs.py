@@ -89,7 +89,7 @@ BUGS = (
     ),
     Bug(
         "F11a-teacher-never-moves",
-        "models/objectives/jepa.py",
+        "models/objectives/objective.py",
         "move_average(self.target_encoder, self.encoder, momentum)",
         "pass",
         "test_objectives.py::test_F11_teacher_moves_and_gets_no_gradient",
@@ -111,15 +111,15 @@ BUGS = (
     Bug(
         "F11c-goals-of-other-places",
         "models/objectives/jepa.py",
-        "wanted = take_tokens(goal, asked)",
-        "wanted = take_tokens(goal, asked).roll(1, 1)",
+        "goals = take_tokens(goal, places)",
+        "goals = take_tokens(goal, places).roll(1, 1)",
         "test_objectives.py::test_F11_goals_are_the_targets_own_features",
     ),
     Bug(
         "F11d-loss-shrinks-with-the-width",
         "models/objectives/objective.py",
-        "(2 - 2 * F.cosine_similarity(prediction.float(), goal.float(), dim=-1)).mean(1)",
-        "(F.normalize(prediction.float(), dim=-1) - F.normalize(goal.float(), dim=-1)).pow(2).mean((1, 2))",
+        "(2 - 2 * F.cosine_similarity(prediction_BMD.float(), goal_BMD.float(), dim=-1)).mean(1)",
+        "(F.normalize(prediction_BMD.float(), dim=-1) - F.normalize(goal_BMD.float(), dim=-1)).pow(2).mean((1, 2))",
         "test_objectives.py::test_F11_loss_is_told_relative_to_a_content_free_baseline",
     ),
     Bug(

@@ -359,7 +359,8 @@ def test_F11_two_views_that_were_moved_apart_are_stopped(store, monkeypatch):
 
     def apart(*words, **more):
         inputs = make(*words, **more)
-        return replace(inputs, target_patches=inputs.target_patches.roll(1, 1))
+        (view,) = inputs.views
+        return replace(inputs, views=(view._replace(target_patches_BKP=view.target_patches_BKP.roll(1, 1)),))
 
     monkeypatch.setattr(objective, "make_inputs", apart)
     assert objective.views(config(), store, select(store, "train")).status == "FAIL"

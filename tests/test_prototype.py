@@ -12,7 +12,7 @@ from octfm.encoder.prototype import load_prototype_encoder
 from octfm.errors import CheckpointError, ConfigError
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining import preflight
-from octfm.pretraining.inputs import build_objective
+from octfm.pretraining.learner import build_objective
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import in_steps, load_config, smoke
 from octfm.run.runtime import start

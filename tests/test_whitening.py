@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from octfm.errors import ConfigError
 from octfm.models.objectives.jepa import JEPA
-from octfm.models.objectives.objective import TokenIndex
+from octfm.models.objectives.objective import View
 from octfm.models.predictor import PredictorConfig
-from octfm.models.vit3d import TokenGrid, ViTConfig
+from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig
 from octfm.models.whitening import Whitening
 from octfm.pretraining.settings import load_config
 
@@ -82,16 +82,19 @@ def test_moments_come_from_training_alone_and_travel_in_the_state():
     model, patches, index = build()
     assert model.whitening is not None
     with torch.no_grad():
-        model(patches, patches, index, 0.5)
+        model([View(patches, patches, index)], 0.5)
     model.update_target(0.9)
     assert int(model.whitening.updates) == 0, "a validation pass taught the goals something"
-    model(patches, patches, index, 0.5)
+    model([View(patches, patches, index)], 0.5)
     model.update_target(0.9)
     assert int(model.whitening.updates) == 1
     other, _, _ = build()
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(
-        other(patches, patches, index, 0.5).loss, model(patches, patches, index, 0.5).loss, rtol=0, atol=0
+        other([View(patches, patches, index)], 0.5).loss,
+        model([View(patches, patches, index)], 0.5).loss,
+        rtol=0,
+        atol=0,
     )
 
 
@@ -100,10 +103,10 @@ def test_a_batch_does_not_influence_its_own_goals():
     model, patches, index = build()
     other = patches.clone()
     other[1:] = 5.0
-    a, b = (model(x, x, index, 0.5).masked_goal_BTD[0] for x in (patches, other))
+    a, b = (model([View(x, x, index)], 0.5).masked_goal_BTD[0] for x in (patches, other))
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_whitening_is_for_vjepa2_alone():
-    with pytest.raises(ConfigError, match="target_norm whiten belongs to"):
+    with pytest.raises(ConfigError, match="target_norm belongs to"):
         load_config("data2vec_prototype", ["objective.target_norm=whiten"])

@@ -76,8 +76,15 @@ def _kinds(annotation: Any) -> set[Any]:
 C = TypeVar("C", bound=Config)
 
 
-def load(cls: type[C], source: str | Path | dict[str, Any], overrides: Iterable[str] = ()) -> C:
+def load(
+    cls: type[C],
+    source: str | Path | dict[str, Any],
+    overrides: Iterable[str] = (),
+    context: dict[str, Any] | None = None,
+) -> C:
     """Read `source` (a YAML file, the name of a packaged config, or a mapping), apply `section.key=value`, build `cls`.
+
+    `context` is passed to the validators of `cls`.
 
     Values of overrides are parsed as YAML, so `masks.budget=null` and `data.scanners=[topcon_triton]` mean what they say.
     """
@@ -90,7 +97,7 @@ def load(cls: type[C], source: str | Path | dict[str, Any], overrides: Iterable[
         _apply(values, override)
     _refuse_credentials_in(values, where)
     try:
-        return cls.model_validate(values)
+        return cls.model_validate(values, context=context)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_explain(cls, error)}") from None
 
@@ -278,7 +285,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _explain(cls: type[Config], error: ValidationError) -> str:
     """The first problem in one sentence, with the nearest key for a misspelt one."""
-    problems = error.errors(include_url=False)
+    problems = _problems(error)
     first = min(problems, key=lambda p: p["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -296,11 +303,25 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     return f"{key}: {message}, got {shown(first['input'])}{more}"
 
 
+def _problems(error: ValidationError) -> list[dict[str, Any]]:
+    """All problems; those of a section that its own validator has read are listed under the section's key."""
+    found = []
+    for problem in error.errors(include_url=False):
+        inner = problem.get("ctx", {}).get("error")
+        if isinstance(inner, ValidationError):
+            found += [p | {"loc": (*problem["loc"], *p["loc"])} for p in _problems(inner)]
+        else:
+            found.append(dict(problem))
+    return found
+
+
 def known_keys(cls: type[Config], prefix: str = "") -> list[str]:
-    """Every dotted key of a settings model."""
-    keys = []
+    """Every dotted key of a settings model. A section may be of several kinds, subclasses of its type: their keys count as well."""
+    keys: dict[str, None] = {}
     for name, field in cls.model_fields.items():
         sections = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
         section = next((t for t in sections if issubclass(t, Config)), None)
-        keys += known_keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
-    return keys
+        kinds = (section, *section.__subclasses__()) if section else ()
+        found = [key for kind in kinds for key in known_keys(kind, f"{prefix}{name}.")] or [f"{prefix}{name}"]
+        keys |= dict.fromkeys(found)
+    return list(keys)

@@ -217,7 +217,8 @@ def misbehave(
             and not failed
         ):
             failed.append(1)
-            inputs.patches[0, 0] = inputs.target_patches[0, 0] = float("nan")
+            view = inputs.views[0]
+            view.patches_BKP[0, 0] = view.target_patches_BKP[0, 0] = float("nan")
         return inputs
 
     loop.accumulate, passes.make_inputs = faulty, short

@@ -163,7 +163,8 @@ def test_an_update_in_doubt_is_skipped_by_the_device_in_the_same_program(store, 
         inputs = make_inputs(config, preprocessing, runtime, batch, *args, **kwargs)
         # A number of the program, like any other input: NaN in one step, 1 in the others.
         factor = runtime.numbers(float("nan") if batch.position[0] // 8 == 3 else 1.0)
-        return replace(inputs, patches=inputs.patches * factor)
+        (view,) = inputs.views
+        return replace(inputs, views=(view._replace(patches_BKP=view.patches_BKP * factor),))
 
     monkeypatch.setattr(passes, "make_inputs", broken)
     met.clear_all()

@@ -7,7 +7,7 @@ import xla_devices  # noqa: F401
 from typer.testing import CliRunner
 
 from octfm.cli.main import app
-from octfm.pretraining.inputs import build_objective
+from octfm.pretraining.learner import build_objective
 from octfm.pretraining.preflight import tpu
 from octfm.pretraining.settings import PretrainConfig
 from octfm.volume.preprocessing import Preprocessing

@@ -13,11 +13,11 @@ from octfm.encoder import exported
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location, location
 from octfm.models.heads import merged
+from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, pooled, width_of
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.pretraining.augment import normalise
-from octfm.pretraining.inputs import build_objective, frozen_encoder, grid_of
-from octfm.pretraining.learner import config_of
+from octfm.pretraining.learner import build_objective, config_of, grid_of
 from octfm.pretraining.masks import TISSUE, select_tokens, token_map
 from octfm.pretraining.run_folder import load_newest
 from octfm.pretraining.settings import PretrainConfig, stored_config
@@ -155,28 +155,38 @@ class Encoder:
 
 
 def load_encoder(
-    run: str | Location, *, random_init: bool = False, device: str | None = None, runtime: Runtime | None = None
+    run: str | Location,
+    *,
+    random_init: bool = False,
+    device: str | None = None,
+    runtime: Runtime | None = None,
+    objective: type[ObjectiveConfig] | None = None,
 ) -> Encoder:
     """The encoder of a run, a checkpoint file, an `octfm finetune` run or an `octfm export` folder, on a disk or in a bucket, in float32.
 
     `random_init`: before its first update. `runtime`: where to, in its precision, instead of one device in float32. A fine-tuned encoder
-    comes with its low-rank updates merged into its weights.
+    comes with its low-rank updates merged into its weights. `objective`: settings class of an objective of your own, which the weights
+    before the first update are drawn by; trained weights do not need it.
     """
     runtime = runtime or start("fp32", device)
     path, content = _open(run)
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, runtime)
-    settings = stored_config(content["settings"]) if "network" in content else config_of(content)
+    settings = stored_config(content["settings"], objective) if "network" in content else config_of(content, objective)
     preprocessing = Preprocessing.recorded(content["preprocessing"])
-    if "network" in content and not random_init:
-        network = empty_network(settings, preprocessing)
-        fill(network, content["network"], path)
+    if random_init:
+        network = build_objective(settings, preprocessing).frozen_encoder(settings.objective.frozen)
     else:
-        model = build_objective(settings, preprocessing)
-        if not random_init:
-            model.load_state_dict(content["model"])
-        network = frozen_encoder(settings, model)
+        network = empty_network(settings, preprocessing)
+        fill(network, content["network"] if "network" in content else _frozen_weights(settings, content["model"]), path)
     return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], runtime)
+
+
+def _frozen_weights(config: PretrainConfig, model: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the encoder that `objective.frozen` names, out of those of all networks; objectives without a teacher have one encoder."""
+    has_teacher = any(name.startswith("target_encoder.") for name in model)
+    prefix = "target_encoder." if has_teacher and config.objective.frozen == "target" else "encoder."
+    return {name.removeprefix(prefix): tensor for name, tensor in model.items() if name.startswith(prefix)}
 
 
 def assemble(
@@ -251,7 +261,7 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, r
     )
     tuning = content["config"]
     if random_init:
-        network = frozen_encoder(config, build_objective(config, preprocessing))
+        network = build_objective(config, preprocessing).frozen_encoder(config.objective.frozen)
         return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], runtime)
     best = content["state"]["best"]
     if best is None:

@@ -14,7 +14,7 @@ from octfm.io.location import write_whole
 from octfm.models.heads import TaskHead
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.pretraining.augment import normalise
-from octfm.pretraining.inputs import grid_of
+from octfm.pretraining.learner import grid_of
 from octfm.pretraining.settings import stored_config
 from octfm.run.runtime import start
 from octfm.volume.preprocessing import Preprocessing

@@ -23,7 +23,7 @@ from octfm.config import load
 from octfm.encoder.encoder import Encoder
 from octfm.errors import CheckpointError
 from octfm.models.vit3d import VisionTransformer3D, ViTConfig
-from octfm.pretraining.inputs import grid_of
+from octfm.pretraining.learner import grid_of
 from octfm.pretraining.masks import token_grid
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import start

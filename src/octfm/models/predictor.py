@@ -5,10 +5,18 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from octfm.config import Config
-from octfm.models.objectives.objective import TokenIndex
 from octfm.models.products import Linear
 from octfm.models.recompute import through
-from octfm.models.vit3d import Block, Rotary, VisionTransformer3D, init_weights, rotary, take_rotary, turn_qkv
+from octfm.models.vit3d import (
+    Block,
+    Rotary,
+    TokenIndex,
+    VisionTransformer3D,
+    init_weights,
+    rotary,
+    take_rotary,
+    turn_qkv,
+)
 
 
 class PredictorConfig(Config):

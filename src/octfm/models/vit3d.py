@@ -72,6 +72,20 @@ class TokenGrid:
         return axes.float() * torch.tensor(self.pitch_mm, device=index_BM.device)
 
 
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """Which tokens a step uses, as int64 tensors on the device."""
+
+    kept: Tensor
+    """[B, K] flat grid indices, sorted."""
+    context: Tensor
+    """[B, C] places within `kept` that the encoder sees."""
+    target: Tensor
+    """[B, T] places within `kept` that are hidden from it."""
+    tissue: Tensor | None = None
+    """bool [B, K]: which kept tokens are tissue; None if unknown."""
+
+
 def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor:
     """The patches [B, M, P] at flat grid indices, copied straight out of voxels [B, 1, D, H, W]; other voxels are never read."""
     pd, ph, pw = patch_size

@@ -3,11 +3,21 @@
 import torch
 from torch import Tensor
 
-from octfm.models.objectives.objective import TokenIndex, distance
-from octfm.models.vit3d import Shape3, take_tokens
+from octfm.models.objectives.objective import squared_error
+from octfm.models.vit3d import Shape3, TokenIndex, take_tokens
 
 FLAT = 1e-6
 """Added to the variance of a patch, in squared units of normalised intensity: a patch without structure has nothing to predict."""
+
+
+def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool) -> None:
+    """Raise ValueError unless blocks of voxels tile a patch, and leave something to predict where their means are predicted."""
+    if any(side % over for side, over in zip(patch_size, goal_average, strict=True)):
+        raise ValueError(f"objective.goal_average {list(goal_average)} must divide model.patch_size {list(patch_size)}")
+    if predicted and goal_average == patch_size:
+        raise ValueError(
+            f"objective.goal_average {list(goal_average)} leaves one number of a patch, which has no contrast to predict; halve it"
+        )
 
 
 def averaged(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
@@ -39,7 +49,7 @@ def hidden_voxels(answer_BTP: Tensor, patches_BKP: Tensor, index: TokenIndex) ->
     counted = tissue_first(index)
     with torch.no_grad():
         goal = take_tokens(own_contrast(take_tokens(patches_BKP, index.target)), counted)
-    return distance("mae", take_tokens(answer_BTP, counted), goal), goal
+    return squared_error(take_tokens(answer_BTP, counted), goal), goal
 
 
 def own_contrast(patches_BMP: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ volumes are put together in micro-batches and ranks, and on every kind of device
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import radians, tan
 from typing import NamedTuple
 
@@ -117,6 +117,13 @@ class Augmentation:
             return np.where(gone[:, None], 0, rows).astype(np.float32)
 
         return follow(both[0]), follow(both[1])
+
+    def at_places_of(self, other: "Augmentation | None") -> "Augmentation":
+        """These grey values with the geometry of another draw, so that both show the same places."""
+        if other is None:
+            return self
+        geometry = ("shift", "lateral_mm", "lateral_scale", "axial_scale", "slope", "mirrored")
+        return replace(self, **{name: getattr(other, name) for name in geometry})
 
     def source(self, height: int, width: int, spacing_mm: tuple[float, float, float]) -> np.ndarray:
         """float64 [B, 2, 3]: (column, row) that a column and row of the result are taken from, in voxels from the upper left corner.

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octfm.errors import CheckpointError
+from octfm.models.objectives.objective import Objective
 from octfm.models.vit3d import ViTConfig
-from octfm.pretraining.inputs import Objective
 from octfm.run.weights_file import read_weights
 
 CONTAINERS = ("target_encoder", "encoder")

@@ -1,15 +1,16 @@
-"""What learns: networks, optimizer, the next step and the run's state; everything a checkpoint saves and a rollback restores."""
+"""The networks of a run and what trains them: optimizer, step and run state, which a checkpoint saves and a rollback restores."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octfm.errors import CheckpointError
-from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.objective import Objective, ObjectiveConfig
+from octfm.models.vit3d import TokenGrid
 from octfm.pretraining.initial_weights import begin_with
-from octfm.pretraining.inputs import Objective, build_objective, optimizer_groups
+from octfm.pretraining.masks import token_grid
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint, shards
@@ -19,6 +20,34 @@ from octfm.volume.preprocessing import Preprocessing
 
 ENGINE = ("fused", "foreach", "capturable")
 """Settings of an optimizer that belong to the device it runs on, not to the run."""
+
+
+def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> TokenGrid:
+    """Token grid of volumes prepared this way."""
+    shape = token_grid(preprocessing.image_size, patch_size)
+    z, y, x = (p * mm for p, mm in zip(patch_size, preprocessing.target_spacing, strict=True))
+    return TokenGrid(shape, (z, y, x))
+
+
+def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
+    """The networks of a run at their initial weights, which are a function of the seed alone."""
+    torch.manual_seed(config.seed)
+    return config.objective.build(config.model, config.predictor, grid_of(preprocessing, config.model.patch_size))
+
+
+def blueprint(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
+    """The networks of a run without memory for their weights; leaves torch's generator as it was."""
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = build_objective(config, preprocessing)
+    torch.set_rng_state(state)
+    return model
+
+
+def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """(decayed, not decayed) parameters: biases, norms and single tokens are not pulled towards zero."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
 
 
 class Learner:
@@ -36,8 +65,7 @@ class Learner:
         if fresh and self.config.model.init is not None:
             begin_with(self.config.model.init, self.model, self.config.model)
         self.runtime.place(self.model)
-        if isinstance(self.model, JEPA) and self.model.whitening is not None:
-            self.model.whitening.over_ranks = self.runtime.sum_
+        self.model.connect(self.runtime.sum_)
         self.decayed, self.free = optimizer_groups(self.model)
         self.optimizer = self.runtime.adamw(
             [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
@@ -203,6 +231,6 @@ class Learner:
                     self.runtime.fill(tensor, content["optimizer"]["state"][i][name])
 
 
-def config_of(content: dict[str, Any]) -> PretrainConfig:
-    """The config stored in a checkpoint."""
-    return stored_config(content["config"])
+def config_of(content: dict[str, Any], objective: type[ObjectiveConfig] | None = None) -> PretrainConfig:
+    """The config stored in a checkpoint; `objective` as in `load_config`."""
+    return stored_config(content["config"], objective)

@@ -9,9 +9,8 @@ import numpy as np
 
 from octfm.errors import ConfigError, Preempted
 from octfm.io.location import BucketPath, Location, location
-from octfm.models.vit3d import count_parameters
+from octfm.models.objectives.objective import Objective
 from octfm.pretraining import preflight
-from octfm.pretraining.inputs import Objective, frozen_encoder, teacher_parameters
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import feed, health, monitors
 from octfm.pretraining.monitors.limits import limits
@@ -249,7 +248,7 @@ def _probe(
 ) -> bool:
     """Probe the encoder as it is; whether it is the best state so far, whose checkpoint is to be written and kept. All ranks are told."""
     config, runtime = learner.config, learner.runtime
-    network = frozen_encoder(config, learner.whole())
+    network = learner.whole().frozen_encoder(config.objective.frozen)
     budget_of, pool = lambda grid: config.masks.counts(grid)[0], config.objective.pool
     row = online_probe(
         cases,
@@ -311,10 +310,8 @@ def _identity(store: Store, rows: np.ndarray) -> str:
 
 
 def _facts(model: Objective, runtime: Runtime, store: Store, participants: list[str]) -> dict:
-    parts = {"encoder": count_parameters(model.encoder), "target_encoder": teacher_parameters(model)}
-    total = count_parameters(model)
     return {
-        "parameters": {**parts, "predictor": total - sum(parts.values()), "total": total},
+        "parameters": model.parameters_by_part(),
         "environment": environment(runtime),
         "store": {"volumes": len(store), "train_participants": len(participants)},
         "octfm": __version__,

@@ -62,7 +62,8 @@ def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
         # Voxels are stored as uint8, so a NaN can only arise after normalisation.
         for place, row in enumerate(batch.index):
             if name == "nan-volume" and int(row) in volume:
-                inputs.patches[place, 0] = inputs.target_patches[place, 0] = float("nan")
+                for view in inputs.views:
+                    view.patches_BKP[place, 0] = view.target_patches_BKP[place, 0] = float("nan")
         return inputs
 
     loop.accumulate, passes.make_inputs = accumulate_with_fault, make_inputs_with_fault
@@ -80,9 +81,10 @@ def _unmask_context(learner: Learner) -> None:
     """The prototype's: the context encoder receives every token."""
     forward = learner.model.forward
 
-    def seeing(patches: Any, target_patches: Any, index: Any, weight: float) -> Any:
-        everything = torch.arange(index.kept.shape[1], device=index.kept.device).expand_as(index.kept)
-        return forward(patches, target_patches, replace(index, context=everything), weight)
+    def seeing(views: Any, weight: float) -> Any:
+        kept = views[0].index.kept
+        everything = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        return forward([view._replace(index=replace(view.index, context=everything)) for view in views], weight)
 
     vars(learner.model)["forward"] = seeing
 

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from octfm.addresses import expect_local, expect_place
 from octfm.config import Config, LocalPlace, Seed, load
 from octfm.errors import ConfigError
+from octfm.models.objectives.builtin import AnyObjective
+from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig
@@ -42,7 +44,7 @@ class PretrainConfig(Config):
     data: DataConfig = DataConfig()
     model: ViTConfig = ViTConfig()
     predictor: PredictorConfig = PredictorConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: AnyObjective = JEPAConfig()
     masks: MaskConfig = MaskConfig()
     augment: AugmentConfig = AugmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -79,45 +81,12 @@ class PretrainConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _compiles(self) -> "PretrainConfig":
-        if self.runtime.parallel == "xla_spmd" and self.objective.target_norm == "whiten":
-            raise ValueError(
-                "objective.target_norm whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _predictor_heads_fit(self) -> "PretrainConfig":
+    def _networks_fit(self) -> "PretrainConfig":
         if self.predictor.width % self.predictor.heads or (self.predictor.width // self.predictor.heads) % 2:
             raise ValueError(
                 f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
             )
-        if self.objective.target_levels > self.model.depth:
-            raise ValueError(
-                f"objective.target_levels {self.objective.target_levels} exceeds the {self.model.depth} blocks of model.depth"
-            )
-        if self.objective.name != "vjepa2" and self.objective.target_norm != "layer":
-            goals = "data2vec compares directions" if self.objective.name == "data2vec" else "mae predicts voxels"
-            raise ValueError(f"objective.target_norm whiten belongs to objective.name vjepa2; {goals}")
-        if self.objective.name != "vjepa2" and self.objective.voxel_loss:
-            raise ValueError(
-                f"objective.voxel_loss belongs to objective.name vjepa2, not {self.objective.name}; set it to 0"
-            )
-        average, patch = self.objective.goal_average, self.model.patch_size
-        if self.objective.name == "data2vec" and average != (1, 1, 1):
-            raise ValueError(
-                "objective.goal_average belongs to objective.name vjepa2 or mae, not data2vec; set it to [1, 1, 1]"
-            )
-        if any(side % over for side, over in zip(patch, average, strict=True)):
-            raise ValueError(f"objective.goal_average {list(average)} must divide model.patch_size {list(patch)}")
-        if average == patch and (self.objective.name == "mae" or self.objective.voxel_loss):
-            raise ValueError(
-                f"objective.goal_average {list(average)} leaves one number of a patch, which has no contrast to predict; halve it"
-            )
-        if self.objective.name == "mae" and self.objective.target_levels != 1:
-            raise ValueError(
-                "objective.target_levels belongs to objective.name vjepa2; mae predicts voxels, set it to 1"
-            )
+        self.objective.check(self.model, compiled=self.runtime.parallel == "xla_spmd")
         return self
 
 
@@ -149,19 +118,27 @@ MAY_CHANGE = {
 """Settings that a resumed run may change without ceasing to be the same run."""
 
 
-def load_config(source: str | Path, overrides: Iterable[str] = ()) -> PretrainConfig:
-    """A pretraining config from a YAML file or the name of a packaged one (`vit_s`), with `section.key=value` overrides."""
+def load_config(
+    source: str | Path, overrides: Iterable[str] = (), *, objective: type[ObjectiveConfig] | None = None
+) -> PretrainConfig:
+    """A pretraining config from a YAML file or the name of a packaged one (`vit_s`), with `section.key=value` overrides.
+
+    `objective`: settings class of an objective of your own, for a file whose `objective.name` is its name.
+    """
     try:
-        return load(PretrainConfig, source, overrides)
+        return load(PretrainConfig, source, overrides, {"objective": objective})
     except ConfigError:
-        # Settings of the prototype are told all at once; anything else is told as it is.
+        # One error maps all settings of a prototype's YAML; any other problem is reported as it is.
         prototype_keys.refuse(source, PretrainConfig)
         raise
 
 
-def stored_config(settings: dict[str, Any]) -> PretrainConfig:
-    """The settings inside a checkpoint or an export. Paths of the machine that it was made on are not needed to read it, and earlier
-    versions took some of them for folders that are addresses."""
+def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | None = None) -> PretrainConfig:
+    """The settings inside a checkpoint or an export; `objective` as in `load_config`.
+
+    Paths that are not valid here become None: they belong to the machine that wrote the file, and earlier versions accepted bucket
+    addresses as names of folders.
+    """
     kept = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
     places = (
         (kept, "ckpt_second_dir", expect_local),
@@ -175,7 +152,7 @@ def stored_config(settings: dict[str, Any]) -> PretrainConfig:
                 expect(value)
             except ConfigError:
                 section[name] = None
-    return load(PretrainConfig, kept)
+    return load(PretrainConfig, kept, context={"objective": objective, "stored": True})
 
 
 def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:
@@ -220,9 +197,7 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
             "data": config.data.model_copy(update=data),
             "model": config.model.model_copy(update={"width": 48, "heads": 2, "depth": depth}),
             "predictor": config.predictor.model_copy(update={"width": 48, "heads": 2, "depth": 1}),
-            "objective": config.objective.model_copy(
-                update={"target_levels": min(depth, config.objective.target_levels)}
-            ),
+            "objective": config.objective.shrunk(depth),
             "masks": config.masks.model_copy(update={"budget": min(128, config.masks.budget or 128)}),
             "log_every_steps": min(2, config.log_every_steps),
             "validate_every_steps": 5,
@@ -236,7 +211,12 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
 def differences(a: PretrainConfig, b: PretrainConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ and which a resumed run must not change, with both values."""
     left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
-    return {key: (left[key], right[key]) for key in sorted(left) if left[key] != right[key] and key not in MAY_CHANGE}
+    # Another objective has other keys.
+    return {
+        key: (left.get(key), right.get(key))
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key) and key not in MAY_CHANGE
+    }
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from octfm.errors import TrainingError
-from octfm.models.objectives.objective import ObjectiveOutput, TokenIndex
-from octfm.models.vit3d import take_tokens
+from octfm.models.objectives.objective import ObjectiveOutput, View
+from octfm.models.vit3d import TokenIndex, take_tokens
 from octfm.pretraining.inputs import Inputs, make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import TokenMasks
@@ -215,19 +215,21 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
     for number, part in enumerate(microbatches(batch, learner.micro_batch), start=1):
         learner.runtime.last_pass(learner.model, number == micro_steps)
         inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
-        learner.runtime.follow(learner.trained, inputs.patches, inputs.target_patches)
+        learner.runtime.follow(learner.trained, *(x for view in inputs.views for x in view[:2]))
         examined = everything and not done
-        inputs.patches.requires_grad_(examined)
+        for view in inputs.views:
+            view.patches_BKP.requires_grad_(examined)
         with learner.runtime.autocast():
-            output = learner.model(inputs.patches, inputs.target_patches, inputs.index, context_weight)
+            output = learner.model(inputs.views, context_weight)
         looked = examined and not learner.runtime.steady
         if looked:
             output.masked_loss_B.retain_grad()
         (output.loss / micro_steps).backward()
         slope = output.masked_loss_B.grad if looked else None
         # In a compiled step it would be a share of every one: the preflight has looked at it.
-        company = _company(learner, inputs, context_weight) if looked else None
-        leak, ascent = _leak(inputs) if examined else None, -slope.min() if slope is not None else None
+        alone = looked and not learner.model.compares_volumes
+        company = _company(learner, inputs.views, context_weight) if alone else None
+        leak, ascent = _leak(learner, inputs.views) if examined else None, -slope.min() if slope is not None else None
         kept = _keep(inputs, output, part, everything=everything, leak=leak, company=company)
         done.append(replace(kept, ascent=ascent))
     if everything and not learner.runtime.steady:
@@ -235,33 +237,43 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
     return done
 
 
-def _leak(inputs: Inputs) -> torch.Tensor:
-    """Largest gradient of the loss w.r.t. a voxel that is a target."""
-    gradient = inputs.patches.grad
-    if gradient is None:
-        return torch.zeros(())
-    return take_tokens(gradient, inputs.index.target).abs().max()
+def _leak(learner: Learner, views: Sequence[View]) -> torch.Tensor | None:
+    """Largest gradient of the loss w.r.t. a voxel that the objective hides from its encoder; None if it hides nothing."""
+    found = []
+    for view in views:
+        hidden, gradient = learner.model.hidden_from_encoder(view.index), view.patches_BKP.grad
+        if hidden is not None:
+            found.append(take_tokens(gradient, hidden).abs().max() if gradient is not None else torch.zeros(()))
+    return torch.stack(found).max() if found else None
 
 
 @torch.no_grad()
-def _company(learner: Learner, inputs: Inputs, context_weight: torch.Tensor) -> torch.Tensor:
-    """By what share the loss of a volume changes when it is not alone: beside another one, or where there is none, its own negative.
+def _company(learner: Learner, views: Sequence[View], context_weight: torch.Tensor) -> torch.Tensor:
+    """Relative change of a volume's loss when a second volume, or its own negative if there is none, shares the micro-batch.
 
     In float32 whatever the run's precision, in which a leak of a percent would hide behind rounding.
     """
+    pairs = [_pair(view) for view in views]
+    together = learner.model(pairs, context_weight).masked_loss_B[0]
+    alone = learner.model([_first(pair) for pair in pairs], context_weight).masked_loss_B[0]
+    return (alone - together).abs() / together.abs().clamp_min(1e-12)
+
+
+def _pair(view: View) -> View:
+    """Two volumes with the masks of the first, thinned out to about COMPANY_TOKENS tokens."""
     # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
-    pair, target_pair = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in (inputs.patches, inputs.target_patches))
-    kept, context, target, tissue = (
-        x[:1] for x in (inputs.index.kept, inputs.index.context, inputs.index.target, inputs.tissue)
-    )
+    patches, targets = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in view[:2])
+    kept, context, target, tissue = (x[:1] for x in vars(view.index).values())
     # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
     every = -(-kept.shape[1] // COMPANY_TOKENS)
-    few_seen, few_hidden = ((x[x % every == 0] // every).unsqueeze(0) for x in (context, target))
-    if few_seen.numel() and few_hidden.numel():
-        context, target = few_seen, few_hidden
-        kept, tissue, pair, target_pair = (x[:, ::every] for x in (kept, tissue, pair, target_pair))
-    first = TokenIndex(kept, context, target, tissue)
-    index = TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue)))
-    together = learner.model(pair, target_pair, index, context_weight).masked_loss_B[0]
-    alone = learner.model(pair[:1], target_pair[:1], first, context_weight).masked_loss_B[0]
-    return (alone - together).abs() / together.abs().clamp_min(1e-12)
+    few_context, few_target = ((x[x % every == 0] // every).unsqueeze(0) for x in (context, target))
+    if few_context.numel() and few_target.numel():
+        context, target = few_context, few_target
+        kept, tissue, patches, targets = (x[:, ::every] for x in (kept, tissue, patches, targets))
+    return View(patches, targets, TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue))))
+
+
+def _first(pair: View) -> View:
+    return View(
+        pair.patches_BKP[:1], pair.target_patches_BKP[:1], TokenIndex(*(x[:1] for x in vars(pair.index).values()))
+    )

@@ -1,23 +1,72 @@
-"""The V-JEPA 2 objective: predict the target encoder's tokens where the context encoder was blind, and, as in 2.1, where it was not."""
+"""V-JEPA 2: predict the target encoder's features of hidden tokens and, as in V-JEPA 2.1, of visible ones."""
 
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from math import prod
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from pydantic import Field
+from torch import Tensor
 from torch.nn import functional as F
 
-from octfm.models.objectives.objective import ObjectiveOutput, TargetNorm, TokenIndex, distance, move_average
+from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
 from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
-from octfm.models.vit3d import Shape3, TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_rotary, take_tokens
-from octfm.models.voxels import averaged, despeckled, hidden_voxels
+from octfm.models.vit3d import (
+    Shape3,
+    Side,
+    TokenGrid,
+    VisionTransformer3D,
+    ViTConfig,
+    rotary,
+    take_rotary,
+    take_tokens,
+)
+from octfm.models.voxels import averaged, check_average, despeckled, hidden_voxels
 from octfm.models.whitening import Whitening
 
+TargetNorm = Literal["layer", "whiten"]
 
-class JEPA(nn.Module):
+
+class JEPAConfig(ObjectiveConfig):
+    """Predict the features of hidden tokens from visible ones (arXiv:2506.09985)."""
+
+    name: Literal["vjepa2"] = "vjepa2"
+    target_levels: int = Field(default=1, ge=1, le=200)
+    """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
+    target_norm: TargetNorm = "layer"
+    """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
+    the features in short runs (docs/LOG.md)."""
+    voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
+    """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that does not depend on the teacher. Not part of the
+    losses that are reported over a baseline."""
+    goal_average: tuple[Side, Side, Side] = (1, 1, 1)
+    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are predicted: averages
+    out speckle, which cannot be predicted, and keeps layers. The encoder that learns sees every voxel."""
+
+    def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "JEPA":
+        return JEPA(model, predictor, grid, self.target_levels, self.target_norm, self.voxel_loss, self.goal_average)
+
+    def check(self, model: ViTConfig, compiled: bool) -> None:
+        if compiled and self.target_norm == "whiten":
+            raise ValueError(
+                "objective.target_norm whiten needs an eigendecomposition, which XLA does not compile; "
+                "use layer with xla_spmd"
+            )
+        if self.target_levels > model.depth:
+            raise ValueError(
+                f"objective.target_levels {self.target_levels} exceeds the {model.depth} blocks of model.depth"
+            )
+        check_average(self.goal_average, model.patch_size, predicted=bool(self.voxel_loss))
+
+    def shrunk(self, depth: int) -> "JEPAConfig":
+        return self.model_copy(update={"target_levels": min(depth, self.target_levels)})
+
+
+class JEPA(Objective):
     """V-JEPA 2 (arXiv:2506.09985): context encoder, EMA target encoder, predictor."""
 
-    name = "vjepa2"
+    target_encoder: VisionTransformer3D
 
     def __init__(
         self,
@@ -29,8 +78,6 @@ class JEPA(nn.Module):
         voxel_loss: float = 0.0,
         goal_average: Shape3 = (1, 1, 1),
     ):
-        """`voxel_loss` is the weight of also predicting the voxels of hidden tissue (0: nothing predicts them); `goal_average` the voxels
-        of a patch that are averaged before the target encoder sees them, or they are predicted."""
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
         self.voxel_loss, self.goal_width = voxel_loss, model.width * target_levels
@@ -40,14 +87,11 @@ class JEPA(nn.Module):
         self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
         self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
+        self.gathers = self.whitening is not None
 
-    def forward(
-        self, patches_BKP: Tensor, target_patches_BKP: Tensor, index: TokenIndex, context_weight: float | Tensor
-    ) -> ObjectiveOutput:
-        """Losses of normalised patches of the kept tokens. The context encoder receives the context patches and nothing else.
-
-        `target_patches_BKP` are the same voxels as the target encoder is to see them (without recolouring).
-        """
+    def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
+        """Losses of one view. The context encoder receives the context patches and nothing else."""
+        ((patches_BKP, target_patches_BKP, index),) = views
         encoder, grid = self.encoder, self.encoder.grid
         table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         learns, blocks = torch.is_grad_enabled(), (encoder.config.patch_size, self.goal_average)
@@ -60,36 +104,33 @@ class JEPA(nn.Module):
         context_index = torch.gather(index.kept, 1, index.context)
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
 
-        asked = torch.cat((index.context, index.target), dim=1)
+        places = torch.cat((index.context, index.target), dim=1)
         answers = self.predictor(
-            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, asked)
+            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
         )
-        answer = answers[..., : self.goal_width]
-        wanted = take_tokens(goal, asked)
+        features_predicted = answers[..., : self.goal_width]
+        goals = take_tokens(goal, places)
         num_context = index.context.shape[1]
-        context_loss_B = distance(self.name, answer[:, :num_context], wanted[:, :num_context])
-        masked_loss_B = distance(self.name, answer[:, num_context:], wanted[:, num_context:])
+        context_loss_B = self.distance(features_predicted[:, :num_context], goals[:, :num_context])
+        masked_loss_B = self.distance(features_predicted[:, num_context:], goals[:, num_context:])
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         if self.voxel_loss:
             voxels = answers[:, num_context:, self.goal_width :]
-            loss = (
-                loss + self.voxel_loss * hidden_voxels(voxels, averaged(target_patches_BKP, *blocks), index)[0].mean()
-            )
+            voxel_loss_B, _ = hidden_voxels(voxels, averaged(target_patches_BKP, *blocks), index)
+            loss = loss + self.voxel_loss * voxel_loss_B.mean()
         return ObjectiveOutput(
-            loss, masked_loss_B, context_loss_B, wanted[:, num_context:], wanted[:, :num_context], features
+            loss, masked_loss_B, context_loss_B, goals[:, num_context:], goals[:, :num_context], features
         )
 
     def update_target(self, momentum: float | Tensor) -> None:
-        move_average(self.target_encoder, self.encoder, momentum)
+        super().update_target(momentum)
         if self.whitening is not None:
             self.whitening.update()
 
-    @property
-    def gathers(self) -> bool:
-        """Whether a step leaves more behind than gradients."""
-        return self.whitening is not None
-
     def discard_step(self) -> None:
-        """Forget what this step gathered: its update will not be made."""
         if self.whitening is not None:
             self.whitening.discard()
+
+    def connect(self, sum_over_ranks: Callable[..., None]) -> None:
+        if self.whitening is not None:
+            self.whitening.over_ranks = sum_over_ranks

@@ -1,99 +1,165 @@
-"""What every objective answers with, and the content-free baseline that its loss is measured against."""
+"""What every objective shares: base classes of its settings and its networks, the views that it receives, and what it returns."""
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.config import Config
 from octfm.models.pooling import VectorPool
-from octfm.models.vit3d import Side
-
-TargetNorm = Literal["layer", "whiten"]
+from octfm.models.predictor import PredictorConfig
+from octfm.models.vit3d import TokenGrid, TokenIndex, VisionTransformer3D, ViTConfig, count_parameters
 
 
 class ObjectiveConfig(Config):
-    """Which self-supervised objective, and its weights."""
+    """Settings that all objectives share. Each objective has a subclass with its name, its own settings and `build`.
 
-    name: Literal["vjepa2", "data2vec", "mae"] = "vjepa2"
-    """`vjepa2`: predict hidden tokens from visible ones. `data2vec`: the prototype's objective made sound. `mae`: predict hidden voxels."""
+    An objective of your own is passed as an object, `octfm.pretrain(config, store, objective=MyConfig())`; see docs/guide/plug-ins.md.
+    """
+
+    name: str
+    """What config.yaml and checkpoints call the objective."""
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
-    """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (FACTS §2)."""
-    target_levels: int = Field(default=1, ge=1, le=200)
-    """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
-    target_norm: TargetNorm = "layer"
-    """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
-    the features in short runs (docs/LOG.md); vjepa2 only."""
-    voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
-    """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that no teacher can drag away. vjepa2 only; not part
-    of the losses that are told over a baseline."""
-    goal_average: tuple[Side, Side, Side] = (1, 1, 1)
-    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are predicted: speckle,
-    which nobody can predict, is averaged away, layers stay. The encoder that learns sees every voxel."""
+    """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/LOG.md)."""
     frozen: Literal["target", "context"] = "target"
-    """Which encoder is frozen for embedding and probing: the average, or the one that learns, which is ahead where a run is too short for
-    its average to follow. mae has one encoder only."""
+    """Which encoder is frozen for embedding and probing: `target` is the average, `context` the one that learns, which is ahead in runs
+    too short for the average to follow. Without a target encoder both are the one that learns."""
     pool: VectorPool = "mean"
     """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the means of the highest
     and of the lowest fifth, twice as wide, which keeps focal lesions."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 
+    def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Objective":
+        """The networks at their initial weights, drawn from torch's global generator, which is seeded before the call."""
+        raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
-@dataclass(frozen=True, eq=False)
-class TokenIndex:
-    """Masks as int64 tensors on the device."""
+    @property
+    def num_views(self) -> int:
+        """Views of each volume per step; each has an augmentation of its own."""
+        return 1
 
-    kept: Tensor
-    """[B, K] flat grid indices, sorted."""
-    context: Tensor
-    """[B, C] places within `kept`."""
-    target: Tensor
-    """[B, T] places within `kept`."""
-    tissue: Tensor | None = None
-    """bool [B, K]: which kept tokens are tissue; None: unknown."""
+    @property
+    def shares_masks(self) -> bool:
+        """Whether all views show the same tokens at the same places, so that they differ in grey values only; else each view has its own
+        geometry and masks."""
+        return False
+
+    def check(self, model: ViTConfig, compiled: bool) -> None:
+        """Raise ValueError where these settings do not fit the encoder, or where the step is compiled (XLA) and cannot be."""
+
+    def shrunk(self, depth: int) -> Self:
+        """The same objective for a small copy of the networks with an encoder of `depth` blocks (`--smoke`, preflight)."""
+        return self
+
+
+class View(NamedTuple):
+    """One view of a micro-batch, normalised; only the kept tokens are cut out."""
+
+    patches_BKP: Tensor
+    """What the encoder that learns may see some of."""
+    target_patches_BKP: Tensor
+    """The same voxels as a target encoder sees them, or as they are to be predicted: without recolouring and noise."""
+    index: TokenIndex
 
 
 class ObjectiveOutput(NamedTuple):
     """A typed step result: no dict keys to mistype, no tuple order to confuse (F5)."""
 
     loss: Tensor
-    """Scalar to differentiate."""
+    """Scalar to differentiate; computed from masked_loss_B, so that the monitors can check its slope."""
     masked_loss_B: Tensor
+    """Loss of each volume, which the monitors compare with `Objective.baseline` of masked_goal_BTD."""
     context_loss_B: Tensor
     masked_goal_BTD: Tensor
     """What the hidden tokens should have been; detached."""
     context_goal_BCD: Tensor
     features_BMD: Tensor
-    """Target-encoder features of all kept tokens; the encoder's of the context where there is no target encoder. Detached."""
+    """Features of the first view whose health is monitored: the target encoder's of all kept tokens, or the encoder's of the context where
+    there is no target encoder. Detached."""
     features_at_BM: Tensor | None = None
     """Places within `kept` of the features; None: all of `kept`."""
 
 
-def distance(name: str, prediction: Tensor, goal: Tensor) -> Tensor:
-    """Per-volume loss [B] of tokens [B, M, D], in float32: mean |difference| for vjepa2, squared distance of unit vectors for data2vec,
-    mean squared difference for mae."""
-    if name == "data2vec":
-        # BYOL's form: 2 - 2 cos, summed over channels, so that its scale does not shrink with the width (F11 d).
-        return (2 - 2 * F.cosine_similarity(prediction.float(), goal.float(), dim=-1)).mean(1)
-    if name == "mae":
-        return (prediction.float() - goal.float()).square().mean((1, 2))
-    return (prediction.float() - goal.float()).abs().mean((1, 2))
+def absolute_error(prediction_BMD: Tensor, goal_BMD: Tensor) -> Tensor:
+    """Mean absolute error of each volume, [B], in float32."""
+    return (prediction_BMD.float() - goal_BMD.float()).abs().mean((1, 2))
 
 
-def content_free_baseline(name: str, goal_BMD: Tensor) -> Tensor:
-    """Loss [B] of the best constant answer, which needs no look at the volume: the per-channel median of the goals; for mae, whose
-    error is squared, their mean: the average patch."""
-    goals_ND = goal_BMD.float().flatten(0, 1)
-    constant_D = goals_ND.mean(0) if name == "mae" else goals_ND.median(0).values
-    return distance(name, constant_D.expand_as(goal_BMD), goal_BMD)
+def squared_error(prediction_BMD: Tensor, goal_BMD: Tensor) -> Tensor:
+    """Mean squared error of each volume, [B], in float32."""
+    return (prediction_BMD.float() - goal_BMD.float()).square().mean((1, 2))
+
+
+def cosine_error(prediction_BMD: Tensor, goal_BMD: Tensor) -> Tensor:
+    """Squared distance of unit vectors for each volume, [B], in float32."""
+    # BYOL's form: 2 - 2 cos, summed over channels, so that its scale does not shrink with the width (F11 d).
+    return (2 - 2 * F.cosine_similarity(prediction_BMD.float(), goal_BMD.float(), dim=-1)).mean(1)
+
+
+class Objective(nn.Module):
+    """Networks and loss of a self-supervised objective.
+
+    A subclass sets `encoder`, and `target_encoder` if a moving average of it is the teacher. Other networks that are only averaged are
+    attributes whose names begin with `target_`; everything else that has parameters is trained.
+    """
+
+    encoder: VisionTransformer3D
+    target_encoder: VisionTransformer3D | None
+    gathers = False
+    """Whether a training step leaves more behind than gradients, which `update_target` takes in or `discard_step` forgets."""
+    compares_volumes = False
+    """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive one does; else the monitors verify that it
+    does not."""
+    distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(absolute_error)
+    """(prediction [B, M, D], goal [B, M, D]) -> loss of each volume [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target_encoder = None
+
+    def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
+        """Losses of as many views as the settings name."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward(views, context_weight)")
+
+    def baseline(self, goal_BMD: Tensor) -> Tensor:
+        """Loss [B] of the best answer that does not depend on the volume: here the per-channel median of all goals, the best constant for
+        an absolute error. A loss near it has learned nothing of the content."""
+        constant_D = goal_BMD.float().flatten(0, 1).median(0).values
+        return self.distance(constant_D.expand_as(goal_BMD), goal_BMD)
+
+    def hidden_from_encoder(self, index: TokenIndex) -> Tensor | None:
+        """[B, T] places within `kept` whose voxels must not influence the encoder that learns, which is checked by their gradient; None if
+        nothing is hidden."""
+        return index.target
+
+    def update_target(self, momentum: float | Tensor) -> None:
+        """Move the target encoder after an update of the encoder, and take in what the step gathered."""
+        if self.target_encoder is not None:
+            move_average(self.target_encoder, self.encoder, momentum)
+
+    def discard_step(self) -> None:
+        """Forget what this step gathered: its update will not be made."""
+
+    def connect(self, sum_over_ranks: Callable[..., None]) -> None:
+        """Receive a function that sums tensors over all ranks in place, for statistics of the global batch."""
+
+    def frozen_encoder(self, which: Literal["target", "context"]) -> VisionTransformer3D:
+        """The encoder for embedding and probing (`objective.frozen`)."""
+        return self.encoder if self.target_encoder is None or which == "context" else self.target_encoder
+
+    def parameters_by_part(self) -> dict[str, int]:
+        """Numbers of parameters: encoder, target_encoder (0 if there is none), predictor (all others), total."""
+        encoder, total = count_parameters(self.encoder), count_parameters(self)
+        teacher = count_parameters(self.target_encoder) if self.target_encoder is not None else 0
+        return {"encoder": encoder, "target_encoder": teacher, "predictor": total - encoder - teacher, "total": total}
 
 
 @torch.no_grad()
-def move_average(average: torch.nn.Module, source: torch.nn.Module, momentum: float | Tensor) -> None:
+def move_average(average: nn.Module, source: nn.Module, momentum: float | Tensor) -> None:
     """average = momentum * average + (1 - momentum) * source, over all parameters; of sharded ones each rank moves its share."""
     targets, sources = ([_own(p) for p in module.parameters()] for module in (average, source))
     if isinstance(momentum, Tensor):

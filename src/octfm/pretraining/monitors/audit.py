@@ -139,7 +139,7 @@ def _matrices(learner: Learner) -> dict[str, Tensor]:
         name: p
         for name, p in learner.model.named_parameters()
         if p.ndim == 2
-        and not name.startswith("target_encoder.")
+        and not name.startswith("target_")
         and "position" not in name
         and not (alone and name.endswith("attn.qkv.weight"))
     }

@@ -1,14 +1,13 @@
 """What a step and the held-out participants are measured by: losses over their content-free baselines, health of features, speed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 import torch
 
-from octfm.models.objectives.objective import content_free_baseline
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import audit, health
@@ -41,14 +40,14 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
         batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0, acquisition=acquisition)
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
-            output = model(inputs.patches, inputs.target_patches, inputs.index, config.objective.context_loss)
+            output = model(inputs.views, config.objective.context_loss)
         outputs.append([x[:count] for x in runtime.read(*(getattr(output, name) for name in PER_VOLUME))])
     # One median over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
     whole = [runtime.gather(torch.cat(x)) for x in zip(*outputs, strict=True)]
 
     def row() -> dict[str, float]:
         masked, context = (float(x.mean()) for x in whole[:2])
-        baseline, context_baseline = (float(content_free_baseline(model.name, goal).mean()) for goal in whole[2:])
+        baseline, context_baseline = (float(model.baseline(goal).mean()) for goal in whole[2:])
         return {
             "masked_loss": masked,
             "masked_over_baseline": masked / baseline,
@@ -146,7 +145,7 @@ def train_row(
     if "teacher_asked" in measured:
         measured["teacher_asked"] *= 1 - ema
     measured["ranks_apart"] = 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1])
-    return runtime.first(lambda: _row(model.name, whole, np.array(scanners), shares) | measured | audited)
+    return runtime.first(lambda: _row(model.baseline, whole, np.array(scanners), shares) | measured | audited)
 
 
 def _tissue_features(runtime: Runtime, done: list[MicroStep]) -> torch.Tensor:
@@ -160,15 +159,20 @@ def _tissue_features(runtime: Runtime, done: list[MicroStep]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _row(name: str, whole: list[torch.Tensor], scanner: np.ndarray, shares: np.ndarray) -> dict:
+def _row(
+    baseline_of: Callable[[torch.Tensor], torch.Tensor],
+    whole: list[torch.Tensor],
+    scanner: np.ndarray,
+    shares: np.ndarray,
+) -> dict:
     masked, context, goal, context_goal, tissue = whole
-    baseline, context_baseline = content_free_baseline(name, goal), content_free_baseline(name, context_goal)
+    baseline, context_baseline = baseline_of(goal), baseline_of(context_goal)
     dead, dropped, repeated = (float(x) for x in shares[:, 1:4].mean(0))
     by_scanner = {}
     for kind in sorted(set(scanner.tolist())):
         own = torch.from_numpy(scanner == kind).to(masked.device)
         # Its own median: a scanner is not easier to predict because another one looks different.
-        by_scanner[kind] = float(masked[own].mean() / content_free_baseline(name, goal[own]).mean().clamp_min(1e-9))
+        by_scanner[kind] = float(masked[own].mean() / baseline_of(goal[own]).mean().clamp_min(1e-9))
     return {
         "loss": float(shares[:, 0].mean()),
         "masked_loss": float(masked.mean()),

@@ -8,6 +8,7 @@ import numpy as np
 
 from octfm.errors import ConfigError, StoreError, one_line
 from octfm.io.location import Location
+from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight import cohort, curves, data, objective, resources, tokens, tpu
 from octfm.pretraining.preflight.check import Check, fail
 from octfm.pretraining.preflight.tracker import probed, tracker
@@ -43,14 +44,14 @@ def checks(
     whole = data.prepared(store)
     if whole.status == "FAIL":
         return [*first, whole]  # what looks at volumes cannot read them
-    sample = data.read_sample(config, store, train_rows)
+    sample, model = data.read_sample(config, store, train_rows), blueprint(config, store.preprocessing)
     found = [
         *first,
         data.ranks(config, store, train_rows, runtime.world),
         data.order(config, store, train_rows),
         *curves.learning_rate(schedule),
         curves.weight_decay(schedule),
-        *([curves.teacher(schedule)] if config.objective.name != "mae" else []),
+        *([curves.teacher(schedule)] if model.target_encoder is not None else []),
         data.splits(store, train_rows, validation_rows),
         whole,
         *resources.destinations(config, out),

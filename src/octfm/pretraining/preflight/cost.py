@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octfm.models.objectives.objective import TokenIndex
-from octfm.models.vit3d import count_parameters, take_patches
+from octfm.models.objectives.objective import View
+from octfm.models.vit3d import TokenIndex, count_parameters, take_patches
 from octfm.pretraining import augment
-from octfm.pretraining.inputs import build_objective, teacher_parameters
+from octfm.pretraining.learner import blueprint
 from octfm.pretraining.masks import token_grid
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
@@ -55,34 +55,21 @@ def step_cost(
     allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is within 20 % of what a real
     run's process grows by (`tests/test_preflight_resources.py`).
     """
-    return _step_cost(
-        config.model_dump_json(),
-        preprocessing.model_dump_json(),
-        micro_batch,
-        micro_steps,
-        ranks,
-        sharded and ranks > 1,
-    )
+    # Frozen, so hashable, which pyright does not see.
+    return _step_cost(config, preprocessing, micro_batch, micro_steps, ranks, sharded and ranks > 1)  # pyright: ignore[reportArgumentType]
 
 
 @functools.lru_cache(maxsize=32)
 def _step_cost(
-    config_json: str, preprocessing_json: str, micro_batch: int, micro_steps: int, ranks: int, sharded: bool
+    config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int, ranks: int, sharded: bool
 ) -> Cost:
-    config, preprocessing = (
-        PretrainConfig.model_validate_json(config_json),
-        Preprocessing.model_validate_json(preprocessing_json),
-    )
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    state = torch.get_rng_state()
-    with torch.device("meta"):
-        model = build_objective(config, preprocessing)
-    torch.set_rng_state(state)
+    model = blueprint(config, preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    teacher = teacher_parameters(model)
+    teacher = model.parameters_by_part()["target_encoder"]
     shares = ranks if sharded else 1
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     kept, num_context, num_target = config.masks.heaviest.counts(grid)
@@ -107,15 +94,16 @@ def _step_cost(
             FlopCounterMode(display=False, custom_mapping=fused),
         )
         with ledger, counter:
-            inputs = _inputs(config, preprocessing, micro_batch, kept, num_context, num_target)
+            views = [
+                _view(config, preprocessing, micro_batch, kept, num_context, num_target)
+                for _ in range(config.objective.num_views)
+            ]
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
-                output = model(*inputs, config.objective.context_loss)
+                output = model(views, config.objective.context_loss)
             output.loss.backward()
-    goal = config.model.width * config.objective.target_levels
-    if config.objective.name != "vjepa2":
-        goal = prod(config.model.patch_size) if config.objective.name == "mae" else config.model.width
-    # A logged step keeps goals and tissue features of every micro-batch until its end; the ledger has seen those of one.
-    logged = 4 * micro_batch * ((num_context + num_target) * goal + kept * config.model.width)
+    # A logged step keeps goals and features of every micro-batch until its end; the ledger has seen those of one.
+    goals = 4 * (output.masked_goal_BTD.numel() + output.context_goal_BCD.numel())
+    logged = goals + 4 * output.features_BMD.numel()
     kept_bytes = (micro_steps - 1) * logged
     weights = 4 * (3 * trained + count_parameters(model)) // shares
     # With accumulation gradients are there, whole, from the second forward pass on. Without shards the ledger holds them, too, as soon as
@@ -128,7 +116,7 @@ def _step_cost(
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects those of all ranks.
     copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
     telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
-    held_out = config.validation_volumes * 4 * (num_context + num_target) * goal
+    held_out = config.validation_volumes * goals // micro_batch
     validating = weights + 2 * held_out + gathered
     # Every rank makes the same whole networks before it keeps its share of them.
     starting = 4 * count_parameters(model) if sharded else 0
@@ -155,10 +143,10 @@ def _gathered(model: torch.nn.Module) -> int:
     return 4 * (2 * (count_parameters(model) - sum(blocks)) + 4 * max(blocks, default=0))
 
 
-def _inputs(
+def _view(
     config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int
-):
-    """What `make_inputs` allocates on the device for one micro-batch, call by call."""
+) -> View:
+    """What `make_inputs` allocates on the device for one view of a micro-batch, call by call."""
     places = (torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target))
     index = TokenIndex(*places, tissue=torch.ones(batch, kept, dtype=torch.bool))
     voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
@@ -169,7 +157,7 @@ def _inputs(
     raw = take_patches(voxels, index.kept, config.model.patch_size)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     target_patches = augment.normalise(raw, mean, std)
-    return augment.recoloured(raw, index.kept, moves, mean, std), target_patches, index
+    return View(augment.recoloured(raw, index.kept, moves, mean, std), target_patches, index)
 
 
 def _fake(array: np.ndarray) -> torch.Tensor:

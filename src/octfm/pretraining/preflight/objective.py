@@ -4,10 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octfm.models.objectives.objective import TokenIndex
-from octfm.models.vit3d import take_patches
+from octfm.models.objectives.objective import Objective, View
+from octfm.models.vit3d import TokenIndex, take_patches
 from octfm.pretraining import augment
-from octfm.pretraining.inputs import Objective, build_objective, generators, make_inputs, optimizer_groups
+from octfm.pretraining.inputs import generators, make_inputs
+from octfm.pretraining.learner import build_objective, optimizer_groups
 from octfm.pretraining.masks import sample_masks, token_map
 from octfm.pretraining.monitors.feed import masks_repeat
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
@@ -30,12 +31,12 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
     """The gradient and teacher checks, in a fraction of a second."""
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
-    patches, index, leak_of = _one_volume(tiny, store, int(train_rows[0]))
-    weight = max(config.objective.context_loss, 0.0)
-    model(patches, patches, index, weight).loss.backward()
-    leak = leak_of()
-    found = []
-    if leak:
+    voxels, view = _one_volume(tiny, store, int(train_rows[0]))
+    model([view] * config.objective.num_views, config.objective.context_loss).loss.backward()
+    found, hidden = [], model.hidden_from_encoder(view.index)
+    if hidden is None:
+        found.append(passed("context is blind to targets", "this objective hides nothing from its encoder"))
+    elif leak := _gradient_at(voxels, torch.gather(view.index.kept, 1, hidden), tiny.model.patch_size):
         measured = f"gradient of the loss w.r.t. target voxels is {leak:.1e}"
         found.append(fail("context is blind to targets", measured, "the encoder sees the answers (F11)"))
     else:
@@ -70,7 +71,7 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
     # Noise may reorder grey values and moves none.
     still = config.model_copy(update={"augment": config.augment.model_copy(update={"noise": 0.0, "speckle": 0.0})})
     inputs = make_inputs(still, store.preprocessing, HOST, _batch(store, train_rows[:1]))
-    a, b = inputs.patches.flatten(), inputs.target_patches.flatten()
+    a, b = (x.flatten() for x in inputs.views[0][:2])
     # Gain and gamma keep the order of grey values; another place of a volume does not.
     order = torch.argsort(b)
     falls = float((a[order].diff() < -1e-4).float().mean())
@@ -127,19 +128,19 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
         )
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
-    patches, index = _shared_masks(tiny, store, rows)
+    views = [_shared_masks(tiny, store, rows)] * config.objective.num_views
     weight = config.objective.context_loss
     optimizer = torch.optim.AdamW(_trained(model), lr=OVERFIT_LR, weight_decay=0.0, fused=True)
     with torch.no_grad():
-        first = float(model(patches, patches, index, weight).loss)
+        first = float(model(views, weight).loss)
     own, rise, steps = first, 0.0, 0
     while steps < OVERFIT_STEPS and not rise > CLEAR_RISE:
         for _ in range(OVERFIT_STEPS // 8):
             optimizer.zero_grad(set_to_none=True)
-            model(patches, patches, index, weight).loss.backward()
+            model(views, weight).loss.backward()
             optimizer.step()
         steps += OVERFIT_STEPS // 8
-        own, other = _losses_with_shuffled_targets(model, patches, index, weight)
+        own, other = _losses_with_shuffled_targets(model, views, weight)
         rise = other / max(own, 1e-12) - 1
     if not np.isfinite(rise):
         return fail(
@@ -163,9 +164,7 @@ def _tiny(config: PretrainConfig) -> PretrainConfig:
         update={
             "model": config.model.model_copy(update={"width": width, "heads": 2, "depth": depth}),
             "predictor": config.predictor.model_copy(update={"width": 32, "heads": 1, "depth": 1}),
-            "objective": config.objective.model_copy(
-                update={"target_levels": min(depth, config.objective.target_levels)}
-            ),
+            "objective": config.objective.shrunk(depth),
             "masks": config.masks.model_copy(update={"budget": budget}),
         }
     )
@@ -191,38 +190,37 @@ def _index(masks) -> TokenIndex:
     )
 
 
-def _one_volume(config: PretrainConfig, store: Store, row: int):
-    """Normalised patches of one volume that lead back to its voxels, and a reader of the gradient at the voxels of targets."""
+def _one_volume(config: PretrainConfig, store: Store, row: int) -> tuple[Tensor, View]:
+    """Voxels of one volume that record their gradient, and a view cut out of them."""
     arrays = store.read([row])
     pre, patch = store.preprocessing, config.model.patch_size
     maps = token_map(arrays.band, arrays.valid, pre.image_size, patch)
-    masks = sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
-    index = _index(masks)
+    index = _index(sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0]))))
     voxels = torch.from_numpy(arrays.voxels).unsqueeze(1).float().requires_grad_()
     patches = (take_patches(voxels, index.kept, patch) / 255 - pre.intensity_mean) / pre.intensity_std
-
-    def leak() -> float:
-        assert voxels.grad is not None
-        return float(take_patches(voxels.grad, torch.from_numpy(masks.target), patch).abs().max())
-
-    return patches, index, leak
+    return voxels, View(patches, patches, index)
 
 
-def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> tuple[Tensor, TokenIndex]:
-    """Patches [n, K, P] of several volumes at the same tokens, those of the first volume's masks."""
+def _gradient_at(voxels: Tensor, tokens: Tensor, patch: tuple[int, int, int]) -> float:
+    """Largest gradient at a voxel of these tokens."""
+    assert voxels.grad is not None
+    return float(take_patches(voxels.grad, tokens, patch).abs().max())
+
+
+def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> View:
+    """Several volumes at the same tokens, those of the first volume's masks."""
     batch, pre, patch = _batch(store, rows), store.preprocessing, config.model.patch_size
     maps = token_map(batch.band, batch.valid, pre.image_size, patch)
     masks = sample_masks(config.masks, maps[:1], generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
     index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(_index(masks)).values()))
     raw = take_patches(torch.from_numpy(batch.voxels).unsqueeze(1), index.kept, patch)
-    return augment.normalise(raw, pre.intensity_mean, pre.intensity_std), index
+    patches = augment.normalise(raw, pre.intensity_mean, pre.intensity_std)
+    return View(patches, patches, index)
 
 
 @torch.no_grad()
-def _losses_with_shuffled_targets(
-    model: Objective, patches: Tensor, index: TokenIndex, weight: float
-) -> tuple[float, float]:
+def _losses_with_shuffled_targets(model: Objective, views: list[View], weight: float) -> tuple[float, float]:
     """Masked loss with each volume's own targets, and with those of the next volume."""
-    own = model(patches, patches, index, weight)
-    other = model(patches, patches.roll(1, 0), index, weight)
-    return float(own.masked_loss_B.mean()), float(other.masked_loss_B.mean())
+    shuffled = [view._replace(target_patches_BKP=view.target_patches_BKP.roll(1, 0)) for view in views]
+    own, other = (model(x, weight).masked_loss_B for x in (views, shuffled))
+    return float(own.mean()), float(other.mean())

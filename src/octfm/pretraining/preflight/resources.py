@@ -5,12 +5,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
-
 from octfm.errors import BucketError
 from octfm.io.location import BucketPath, Location, write_whole
 from octfm.models.vit3d import count_parameters
-from octfm.pretraining.inputs import build_objective, teacher_parameters
+from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
@@ -27,12 +25,9 @@ ACCURACY = 0.2
 
 def parameters(config: PretrainConfig, store: Store) -> Check:
     """What will really be trained (F19)."""
-    state = torch.get_rng_state()
-    with torch.device("meta"):
-        model = build_objective(config, store.preprocessing)
-    torch.set_rng_state(state)
-    encoder, teacher, total = count_parameters(model.encoder), teacher_parameters(model), count_parameters(model)
-    parts = f"encoder {encoder / 1e6:.3f}, target encoder {teacher / 1e6:.3f}, predictor {(total - encoder - teacher) / 1e6:.3f}"
+    counts = blueprint(config, store.preprocessing).parameters_by_part()
+    total = counts.pop("total")
+    parts = ", ".join(f"{name.replace('_', ' ')} {count / 1e6:.3f}" for name, count in counts.items())
     return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
 
 
@@ -143,10 +138,7 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     last = (checkpoint.everywhere(out) or [None])[-1]
     if last is not None and checkpoint.step_of(last) >= config.steps:
         return passed("disk", "the run is finished and writes no checkpoint")
-    state = torch.get_rng_state()
-    with torch.device("meta"):
-        model = build_objective(config, store.preprocessing)
-    torch.set_rng_state(state)
+    model = blueprint(config, store.preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 4 * (count_parameters(model) + 2 * trained)
     every = [
