@@ -53,7 +53,7 @@ def test_a_subject_that_counts_twice_is_two_subjects():
     )
 
 
-def test_the_one_way_form_of_incomplete_designs_is_the_complete_one_where_nothing_is_missing():
+def test_incomplete_one_way_icc_equals_the_complete_one_without_gaps():
     assert agreement.icc_one_way(np.repeat(np.arange(6), 4), JUDGES.ravel())[0] == pytest.approx(
         agreement.icc(JUDGES, "ICC(1,1)")[0]
     )
@@ -63,7 +63,7 @@ def test_the_one_way_form_of_incomplete_designs_is_the_complete_one_where_nothin
     assert agreement.icc_one_way(subject, values)[0] == pytest.approx(0.75, abs=0.02)
 
 
-def test_an_offset_between_scanners_counts_against_agreement_and_not_against_consistency():
+def test_scanner_offset_lowers_agreement_but_not_consistency():
     rng = np.random.default_rng(0)
     eye = rng.normal(size=200)
     both = np.stack([eye + 0.1 * rng.normal(size=200), eye + 2 + 0.1 * rng.normal(size=200)], axis=1)

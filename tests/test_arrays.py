@@ -57,7 +57,7 @@ def test_nifti_says_what_it_assumes(tmp_path):
     assert "axial_direction_assumed" in read_header(write_nifti(tmp_path / "a.nii", telling_voxels())).flags
 
 
-def test_millimetres_of_an_unknown_unit_are_believed_only_where_they_fit_an_oct(tmp_path):
+def test_spacing_of_unknown_unit_is_used_only_where_it_fits_an_oct(tmp_path):
     voxels = telling_voxels()
     assert read_volume(write_nifti(tmp_path / "a.nii", voxels, unit="unknown")).spacing_mm == pytest.approx(SPACING_MM)
     metres = write_nifti(tmp_path / "b.nii", voxels, tuple(mm * 1e-3 for mm in SPACING_MM), unit="unknown")
@@ -106,7 +106,7 @@ def test_arrays_that_are_no_volume(tmp_path):
 @pytest.mark.parametrize(
     ("at", "value"), [(6, b"\xc8\0"), (8, b"\x01"), (8, b"\x40"), (10, b"\x63\0"), (10, b"\x0c\0"), (10, b"\x0e\0")]
 )
-def test_an_archive_that_asks_for_a_password_or_an_unknown_method_is_a_reject(tmp_path, at, value):
+def test_an_archive_with_a_password_or_unknown_method_is_rejected(tmp_path, at, value):
     """Version, flags and method of every member, in the directory of the .npz: a flipped bit must not stop a scan (found by seed 9090)."""
     np.savez_compressed(tmp_path / "a.npz", volume=np.arange(4 * 40 * 36, dtype=np.uint16).reshape(4, 40, 36))
     content = bytearray((tmp_path / "a.npz").read_bytes())

@@ -102,7 +102,7 @@ def tilted_band(rng, d=3, h=96, w=32):
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0, 0.5), tilt=st.floats(0, 20))
-def test_F13_no_setting_turns_the_retina_upside_down_or_an_eye_that_is_known_into_the_other(seed, scale, tilt):
+def test_F13_no_setting_flips_the_retina_or_an_eye_of_known_side(seed, scale, tilt):
     """Vitreous stays above choroid in every A-scan, nasal stays where it is; an eye of unknown laterality alone may be mirrored."""
     config = EVERYTHING.model_copy(update={"lateral_scale": scale, "axial_scale": scale, "tilt_deg": tilt})
     laterality = ("R", "L", None, "R", "L", None)

@@ -20,7 +20,7 @@ from support.tiny_runs import config, quiet
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.slow
-def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned_as_on_a_disk(place, tmp_path):
+def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned(place, tmp_path):
     store = small_store(tmp_path / "prepared", darkened)
     for file in sorted(path for path in store.path.rglob("*") if path.is_file()):
         bucket.upload(file, str(place / "prepared" / str(file.relative_to(store.path))))
@@ -63,7 +63,7 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned_as_on_a_disk(plac
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_the_page_of_a_run_in_a_bucket_says_its_address_and_no_folder_of_this_machine(place, tmp_path):
+def test_the_page_of_a_run_in_a_bucket_shows_no_local_folder(place, tmp_path):
     pretrain(config(steps=1), small_store(tmp_path / "prepared"), place / "run", "cpu", echo=quiet)
     shown = CliRunner().invoke(app, ["report", str(place / "run")])
     assert shown.exit_code == 0, shown

@@ -125,9 +125,7 @@ def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, 
 
 
 @pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
-def test_with_a_tenth_of_requests_spoilt_training_loses_nothing_and_says_so(
-    faulty, store, on_disk, tmp_path, monkeypatch
-):
+def test_training_survives_a_tenth_of_requests_failing_and_reports_it(faulty, store, on_disk, tmp_path, monkeypatch):
     place, proxy = faulty
 
     def echo(text: str) -> None:
@@ -151,9 +149,7 @@ def mirror(place, tmp_path):
 
 @pytest.mark.slow
 @buckets
-def test_a_bucket_that_goes_away_never_stops_training_and_gets_everything_later(
-    place, store, on_disk, tmp_path, monkeypatch
-):
+def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, store, on_disk, tmp_path, monkeypatch):
     proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
     monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(2, 0.001, 0.01))

@@ -288,7 +288,7 @@ def test_headers_are_read_by_ranges_and_once(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
-def test_requests_of_child_processes_are_counted_and_no_file_is_left_behind(place, clinic, tmp_path, monkeypatch):
+def test_requests_of_child_processes_are_counted_without_leftover_files(place, clinic, tmp_path, monkeypatch):
     """Those of a scan that stops with an error, too: its account is not a file."""
     put_tree(clinic, place)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

@@ -182,7 +182,7 @@ def test_no_name_or_birth_date_reaches_the_catalog(tmp_path):
     assert "age" in catalog.acquisitions[0].participant_labels
 
 
-def test_the_result_does_not_depend_on_workers_and_progress_counts_every_file(tmp_path):
+def test_workers_do_not_change_the_result_and_progress_counts_all_files(tmp_path):
     for i in range(3):
         write_oct_dicom(tmp_path / f"{i}.dcm", ramp(), SPACING_MM, participant=str(i), sop_instance_uid=f"1.2.{i}")
     (tmp_path / "blank.dcm").write_bytes(b"")

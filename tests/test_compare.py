@@ -108,7 +108,7 @@ def test_page_renders(runs, tmp_path):
     assert_renders(write_compare(runs, tmp_path / "c.html", together()), "Probed together", tmp_path)
 
 
-def test_runs_are_probed_on_the_same_participants_and_a_twin_differs_by_nothing(tmp_path):
+def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     store = small_store(tmp_path / "prepared", darkened, ("train",) * 6 + ("val",) * 2 + ("test",) * 12)
     labels = tmp_path / "labels.tsv"
     labels.write_text(

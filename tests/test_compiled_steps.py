@@ -71,7 +71,7 @@ def test_limits_are_where_the_spike_detector_begins_to_find_something():
 
 
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")
-def test_where_the_libraries_are_missing_one_error_says_which_and_how_to_get_them():
+def test_one_error_names_the_missing_libraries_and_how_to_get_them():
     with pytest.raises(ConfigError, match=r"xla_spmd needs torch_xla.*tests/xla/environment\.sh"):
         join(RuntimeConfig(parallel="xla_spmd"), "fp32")
     with pytest.raises(ConfigError, match=r"torch-tpu, which could not be loaded.*untested on hardware"):

@@ -167,7 +167,7 @@ def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):
     assert f"It could not be decoded: {REASONS['empty_file'].meaning}." in text
 
 
-def test_scan_stops_a_pipeline_when_too_much_is_rejected_and_still_writes_everything(clinic, catalog, tmp_path):
+def test_scan_fails_on_too_many_rejects_but_still_writes_everything(clinic, catalog, tmp_path):
     share = catalog.reject_share
     assert share == len(catalog.rejects) / (len(catalog.rejects) + len(catalog.acquisitions)), (
         "skipped files count on neither side"

@@ -87,7 +87,7 @@ def test_content_decides_not_the_name_and_the_preamble_may_be_missing(tmp_path, 
     np.testing.assert_array_equal(read_volume(path).voxels, ramp())
 
 
-def test_white_is_full_scale_whatever_photometric_interpretation_and_bits_stored_say(tmp_path):
+def test_white_is_full_scale_for_any_photometry_and_bits_stored(tmp_path):
     inverted = write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, photometric="MONOCHROME1")
     np.testing.assert_array_equal(read_volume(inverted).voxels, 255 - ramp())
     twelve_bit = ramp(dtype=np.uint16) >> 4

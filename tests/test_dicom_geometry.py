@@ -62,7 +62,7 @@ def planes(positions_mm, axes) -> list[Dataset]:
     origin=st.tuples(*[st.floats(-80, 80)] * 3),
     order=st.permutations(range(9)),
 )
-def test_a_raster_in_any_oblique_plane_and_any_order_keeps_its_distance_and_order(spacing_mm, turned, origin, order):
+def test_an_oblique_raster_in_any_order_keeps_distance_and_order(spacing_mm, turned, origin, order):
     """LPS axes: A-scans along x, the beam along y, B-scans along z, all turned; the true order is from superior to inferior."""
     axes = rotation(*turned)
     step = -spacing_mm[0] * axes[:, 2]
@@ -180,7 +180,7 @@ def test_eye_tracking_jitter_does_not_change_the_order(jitter, spacing_mm):
     places=st.integers(3, 9),
     moved=st.lists(st.floats(-0.001, 0.001), min_size=36, max_size=36),
 )
-def test_places_that_were_scanned_again_are_no_raster_even_where_the_eye_moved(times, places, moved):
+def test_repeated_places_are_no_raster_even_where_the_eye_moved(times, places, moved):
     """Repeats for angiography: a micrometre apart, and the next place some sixty further on."""
     at = -0.06 * np.repeat(np.arange(places), times) + moved[: times * places]
     frames = planes(np.outer(at, (0, 0, 1)), [(np.eye(3)[0], np.eye(3)[1])] * len(at))
@@ -224,7 +224,7 @@ def test_a_line_scanned_again_and_again_is_never_a_raster(count, place, jitter_m
     assert read_geometry(whole, (count, *SHAPE[1:]), "any", "here", LAYOUTS).layout == "repeated"
 
 
-def test_no_space_between_slices_is_a_repeat_and_zeros_for_positions_are_flagged():
+def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
     zeros = planes(np.zeros((9, 3)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
     whole = dataset(zeros, (0.1, 0.0039, 0.0115), thickness=0.05)
     found = read_geometry(whole, SHAPE, "any", "here")
@@ -252,7 +252,7 @@ PROTOCOLS = {
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_swapped_spacing_is_known_for_every_protocol_and_the_true_one_accepted(name):
+def test_swapped_spacing_is_found_for_every_protocol_and_true_accepted(name):
     (depth, height, width), (dy, dx) = PROTOCOLS[name]
     # Spectralis scales per eye, laterally.
     for scale in (0.9, 1.0, 1.1):
@@ -315,18 +315,18 @@ def cirrus(tmp_path, frames: int, columns: int, thickness: float, **options):
     return write_oct_dicom(tmp_path / "a.dcm", voxels, (thickness, 0.00196, 6 / columns), **maker, **options)
 
 
-def test_the_cirrus_cube_whose_slice_thickness_is_a_quarter_of_the_truth_is_corrected(tmp_path):
+def test_the_cirrus_cube_with_a_quarter_of_its_thickness_is_corrected(tmp_path):
     header = read_header(cirrus(tmp_path, 128, 512, 6 / 512))
     assert header.spacing_mm[0] == pytest.approx(6 / 128) and header.flags == ("slice_thickness_corrected",)
     assert read_volume(tmp_path / "a.dcm").extent_mm[0] == pytest.approx(6)
 
 
-def test_the_cirrus_cube_of_200_b_scans_and_a_true_thickness_are_left_alone(tmp_path):
+def test_cirrus_200_b_scans_and_a_true_thickness_are_left_alone(tmp_path):
     assert read_header(cirrus(tmp_path, 200, 200, 6 / 200)).flags == ()
     assert read_header(cirrus(tmp_path, 128, 512, 6 / 128)).spacing_mm[0] == pytest.approx(6 / 128)
 
 
-def test_a_cirrus_raster_of_few_lines_is_rejected_where_its_distance_is_lost(tmp_path):
+def test_a_cirrus_raster_of_few_lines_without_distance_is_rejected(tmp_path):
     with pytest.raises(ReadError, match="repeats the lateral spacing") as refused:
         read_header(cirrus(tmp_path, 21, 1024, 6 / 1024))
     assert refused.value.code == "absurd_spacing"

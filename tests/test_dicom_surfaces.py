@@ -98,7 +98,7 @@ def test_padding_and_impossible_heights_are_no_surface(eye):
     assert np.isnan(found[0, 0, :4]).all() and np.isfinite(found[0, 0, 4:]).all()
 
 
-def test_the_row_height_comes_from_the_real_world_mapping_where_there_is_one(eye):
+def test_row_height_comes_from_the_real_world_mapping_if_present(eye):
     path, true, _ = eye
 
     def mapping(dataset):

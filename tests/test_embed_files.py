@@ -183,7 +183,7 @@ module.embed_files(sys.argv[1], sys.argv[2], sys.argv[3], workers=0, echo=print)
 
 
 @pytest.mark.slow
-def test_killed_at_every_shard_nothing_is_lost_and_one_shard_computed_twice(run, clinic, tmp_path, monkeypatch):
+def test_killed_at_every_shard_only_one_shard_is_computed_twice(run, clinic, tmp_path, monkeypatch):
     """SIGKILL while a shard is written, with half of it on the disk; each attempt finishes one more shard."""
     out = tmp_path / "out"
     attempts = []

@@ -382,7 +382,7 @@ exit $code
     shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
     reason="may not mount a small disk",
 )
-def test_a_disk_that_somebody_fills_sends_checkpoints_to_the_second_destination(store, tmp_path):
+def test_a_disk_that_fills_up_sends_checkpoints_to_the_second_destination(store, tmp_path):
     """A real one, and the kernel's own refusal: the run goes on, its earlier checkpoint stays, and the message says what to do."""
     (tmp_path / "disk").mkdir()
     settings = [

@@ -285,9 +285,7 @@ def test_the_verb(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_onnx_agrees_with_torch_for_any_batch_and_is_refused_where_it_does_not(
-    run, store, labels, tmp_path, monkeypatch
-):
+def test_onnx_agrees_with_torch_for_any_batch_or_is_refused(run, store, labels, tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")
     tuned = tune(run, store, tmp_path / "tuned", labels, pool="attention")
     out = export(tuned, tmp_path / "tuned-out", onnx=True, echo=quiet)

@@ -156,7 +156,7 @@ def test_training_stops_when_validation_participants_no_longer_gain(run, store, 
     assert best["validation_score"] == max(row["score"] for row in rows) and best["validation_participants"] == 2
 
 
-def test_F16_test_participants_are_never_trained_on_and_seen_ones_are_refused(run, store, labels, tmp_path):
+def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store, labels, tmp_path):
     task = find_task(settings(run, store, labels), store, lambda _: False, False)
     people = [set(task.cases.participant[part]) for part in (task.train, task.validation, task.test)]
     assert not people[0] & people[1] and not people[0] & people[2] and not people[1] & people[2]

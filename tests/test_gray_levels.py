@@ -77,7 +77,7 @@ def test_bits_that_dicom_states_are_believed_however_dark_the_scan(tmp_path, pho
     assert np.abs(shown(inverted)[1:].astype(int) - GRAY[1:]).max() <= 1
 
 
-def test_bits_that_a_sidecar_or_ome_states_are_believed_however_dark_the_scan(tmp_path):
+def test_stated_bits_of_a_sidecar_or_ome_hold_however_dark_the_scan(tmp_path):
     import tifffile
 
     dark = with_bits(14) // 16
@@ -104,7 +104,7 @@ def test_a_full_scale_that_is_set_overrules_what_the_file_says():
     assert 1.9 < seen.voxels.mean() / as_set.voxels.mean() < 2.1
 
 
-def test_a_store_of_version_2_goes_on_with_the_brightness_that_it_began_with():
+def test_a_store_of_version_2_keeps_the_brightness_it_began_with():
     volume, _ = phantom_volume(size=(4, 96, 64))
     small = {"image_size": (4, 48, 32), "target_spacing": (1.8, 0.04, 0.27)}
     twelve = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=4095)

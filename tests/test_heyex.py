@@ -165,7 +165,7 @@ def test_bscans_and_surfaces_follow_the_positions(tmp_path, write):
     assert surfaces.names == ("ILM", "BM") and surfaces.axial_mm == pytest.approx(SPACING_MM[1])
 
 
-def test_without_positions_the_numbers_of_an_xml_decide_and_never_the_names(tmp_path):
+def test_without_positions_xml_numbers_decide_and_never_names(tmp_path):
     uri = write_heyex_xml(tmp_path / "a", telling_voxels(), shuffle=3)
     uri.write_text(re.sub(r"<(Start|End)>.*?</\1>", "", uri.read_text()))
     header = read_header(uri)

@@ -137,7 +137,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
             begin_with(tmp_path / name, objective(), MODEL)
 
 
-def test_a_run_begins_with_the_weights_it_was_given_and_resumes_without_the_file(tmp_path):
+def test_a_run_begins_with_given_weights_and_resumes_without_the_file(tmp_path):
     store = small_store(tmp_path / "store")
     plain = pretrain(config(steps=2, ckpt_every_steps=1), store, tmp_path / "plain", "cpu", echo=quiet)
     own = checkpoint.load(checkpoint.newest(plain))["model"]

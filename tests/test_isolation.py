@@ -98,7 +98,7 @@ def fail(number: int):
     raise KeyError(number)
 
 
-def test_an_error_that_nobody_caught_stops_the_run_as_it_would_without_children():
+def test_an_uncaught_error_stops_the_run_as_without_children():
     with pytest.raises(KeyError, match="7"):
         run(fail, [7])
 

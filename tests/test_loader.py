@@ -309,7 +309,7 @@ def test_balanced_scanners_are_seen_equally_often_and_each_volume_in_turn(tmp_pa
 
 @settings(deadline=None, max_examples=10)
 @given(world=st.sampled_from([1, 2, 3]), seed=st.integers(0, 100), balance=st.booleans())
-def test_F10_the_sequence_of_volumes_does_not_depend_on_the_number_of_ranks(store, world, seed, balance):
+def test_F10_sequence_of_volumes_is_independent_of_the_number_of_ranks(store, world, seed, balance):
     def run(world):
         loaders = [Loader(store, range(VOLUMES), 6, seed, rank, world, 0, balance) for rank in range(world)]
         found = [

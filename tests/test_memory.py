@@ -34,7 +34,7 @@ def train(store, out, *limit):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the size of a process from /proc")
-def test_F7_a_real_allocation_limit_halves_the_micro_batch_and_keeps_the_maths(store, tmp_path):
+def test_F7_an_allocation_limit_halves_the_micro_batch_and_keeps_the_maths(store, tmp_path):
     needed = int(train(store, tmp_path / "whole")[-1].split()[1])
     said = train(store, tmp_path / "short", needed * 6 // 10)
     (incident,) = [row for row in rows(tmp_path / "short", "incident") if row["step"] == 0][:1]

@@ -89,7 +89,7 @@ def test_a_cut_part_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("enhanced", [True, False])
-def test_b_scans_in_files_of_their_own_become_a_volume_in_the_order_of_their_positions(tmp_path, enhanced):
+def test_single_b_scan_files_become_a_volume_ordered_by_position(tmp_path, enhanced):
     order = [3, 0, 6, 1, 5, 2, 4, 7, 11, 8, 10, 9]
     paths = series(tmp_path, cube(12), order=order, enhanced=enhanced)
     volume = read_volume(paths[5])
@@ -204,7 +204,7 @@ def medium(folder: Path) -> Path:
     return folder / "DICOMDIR"
 
 
-def test_a_medium_is_scanned_from_its_dicomdir_and_what_was_left_behind_is_named(tmp_path):
+def test_a_medium_is_scanned_from_its_dicomdir_and_omissions_named(tmp_path):
     directory = medium(tmp_path / "medium")
     assert len(scan(directory).acquisitions) == 3 and not scan(directory).rejects
     lost = sorted(path for path in directory.parent.rglob("*") if path.is_file() and path.name != "DICOMDIR")[1]

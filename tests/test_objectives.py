@@ -297,7 +297,7 @@ def test_speckle_is_averaged_over_neighbours_in_the_volume(over):
 
 
 @pytest.mark.parametrize("name", ["despeckled", "despeckled mae"])
-def test_goals_know_no_speckle_and_the_encoder_that_learns_sees_every_voxel(name):
+def test_targets_hold_no_speckle_but_the_encoder_sees_every_voxel(name):
     """Neighbours within a block change places: no goal notices, the context does."""
     model, x = build(name), patches()
     swapped = x.unflatten(-1, (2, 8, 2, 4)).flip((2, 5)).flatten(2)

@@ -123,9 +123,7 @@ def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
-def test_probe_rows_are_written_the_best_state_is_kept_and_training_does_not_feel_it(
-    store, labels, tmp_path, monkeypatch, every
-):
+def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
     monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
     scores = iter([0.1, 0.6, 0.3])
     monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)

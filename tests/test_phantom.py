@@ -165,7 +165,7 @@ def test_fellow_eyes_resemble_each_other_and_age_thins_ganglion_cells():
     assert gcl[0] > gcl[1] > gcl[2]
 
 
-def test_severity_grows_lesions_and_early_disease_is_within_normal_thickness():
+def test_severity_grows_lesions_and_early_disease_has_normal_thickness():
     healthy = np.array([central_subfield_um(an_eye(seed)) for seed in range(40)])
 
     def burden(diagnosis: str, severity: float) -> float:
@@ -215,7 +215,7 @@ def test_speckle_has_the_contrast_and_distribution_of_theory(looks):
 
 
 @pytest.mark.parametrize("looks", [1, 4])
-def test_speckle_is_as_large_as_the_point_spread_function_and_independent_between_b_scans(looks):
+def test_speckle_has_the_psf_size_and_is_independent_between_b_scans(looks):
     axial, lateral = 1.5, 2.5
     field = speckle(np.random.default_rng(0), (16, 192, 192), (axial, lateral), looks) - 1
     power = (field**2).mean()
@@ -229,7 +229,7 @@ def test_speckle_is_as_large_as_the_point_spread_function_and_independent_betwee
 
 
 @pytest.mark.parametrize("scanner", SCANNERS.values(), ids=lambda scanner: scanner.name)
-def test_speckle_of_every_scanner_has_its_looks_and_the_size_of_its_point_spread_function(scanner):
+def test_speckle_of_every_scanner_has_its_looks_and_psf_size(scanner):
     """At the instrument's own sampling: contrast 1/√looks, and an autocovariance whose full width at half maximum is √2 times
     the point spread function's, however many looks were averaged."""
     _, height, width = scanner.vendor_size

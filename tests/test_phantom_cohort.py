@@ -109,7 +109,7 @@ def test_defects_are_extra_files_so_that_nobody_is_lost(cohort):
     assert len(planted) == len(files) - len(planted)
 
 
-def test_cohort_is_balanced_split_by_participant_and_grows_without_changing():
+def test_cohort_is_balanced_split_by_participant_and_grows_unchanged():
     people = a_cohort(280)
     assert a_cohort(90) == people[:90]
     assert len({person.participant for person in people} | {p.participant for p in a_cohort(280, seed=1)}) == 560

@@ -265,7 +265,7 @@ def clinic(tmp_path_factory):
     return root
 
 
-def test_a_scan_that_looks_at_pixels_finds_copies_and_wrong_sides_and_changes_nothing(clinic):
+def test_a_pixel_audit_finds_copies_and_wrong_sides_and_changes_nothing(clinic):
     plain, looked = scan(clinic, workers=0), scan(clinic, pixels=True, workers=0)
     assert len(plain.acquisitions) == 5 and not plain.rejects
     name = {row.uri.rpartition("/")[2]: row for row in looked.acquisitions}

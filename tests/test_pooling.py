@@ -19,7 +19,7 @@ from support.tiny_runs import config, quiet
 
 @given(seed=st.integers(0, 2**31), volumes=st.integers(1, 4), tokens=st.integers(1, 40), width=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_extremes_are_the_means_of_the_sorted_ends_of_the_tokens_that_count(seed, volumes, tokens, width):
+def test_extremes_are_means_of_the_sorted_ends_of_valid_tokens(seed, volumes, tokens, width):
     rng = np.random.default_rng(seed)
     x, counts = rng.normal(size=(volumes, tokens, width)), rng.random((volumes, tokens)) < 0.6
     counts[:, rng.integers(tokens)] = True
@@ -66,7 +66,7 @@ def run(tmp_path_factory):
     return pretrain(config(steps=2), store, folder / "run", echo=quiet), store
 
 
-def test_the_pool_is_a_setting_of_the_run_and_an_option_of_embed_and_a_key_of_its_own(run, tmp_path):
+def test_the_pool_is_a_run_setting_and_an_embed_option_with_its_own_key(run, tmp_path):
     folder, store = run
     encoder = load_encoder(folder)
     other = encoder.pooling("extremes")

@@ -58,7 +58,7 @@ def test_a_step_that_fits_is_the_only_one_that_is_compiled(answers):
     )
 
 
-def test_the_first_smaller_step_that_fits_is_the_advice_and_each_refusal_is_told_as_it_comes(answers):
+def test_the_advice_is_the_first_smaller_step_that_fits(answers):
     check, asked, read = answers("needs 60", "needs 40", "needs 35", None)
     assert (check.status, check.measured) == ("FAIL", "needs 60"), "what is measured is the step that was asked about"
     assert check.advice.startswith(f"{TRIED[2]} fits: 3.00 of 30.75 GiB")
@@ -77,7 +77,7 @@ def test_a_search_that_finds_nothing_ends_with_the_last_answer(answers):
     )
 
 
-def test_where_nothing_smaller_is_left_to_try_nothing_is_said_to_have_been_tried(answers):
+def test_no_attempt_is_reported_if_nothing_smaller_is_left(answers):
     check, asked, read = answers("needs 60", config=smallest())
     assert len(asked) == 1 and read == [] and check.advice.startswith("a smaller model.width")
 
@@ -86,7 +86,7 @@ def smallest() -> PretrainConfig:
     return list(tpu.smaller_steps(CONFIG, Preprocessing()))[-1][1]
 
 
-def test_whitened_goals_are_refused_as_in_a_run_with_xla_and_before_any_library_is_looked_for():
+def test_whitened_targets_are_refused_with_xla_before_loading_libraries():
     config = PretrainConfig.model_validate({"objective": {"target_norm": "whiten"}})
     with pytest.raises(
         ConfigError, match="whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"

@@ -162,7 +162,7 @@ def test_encoder_that_saw_test_participants_is_refused_or_flagged(cohort, tmp_pa
     assert row(clean, "disease", "auroc")["seen_test_participants"] == 0
 
 
-def test_k_fold_tests_only_unseen_participants_and_refuses_when_there_are_none(cohort, tmp_path):
+def test_k_fold_tests_only_unseen_participants_or_refuses(cohort, tmp_path):
     path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
     everyone = sorted({r["participant"] for r in cohort.rows})
     result = probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50)
@@ -229,7 +229,7 @@ def test_perfect_separation_is_not_reported_as_certainty(tmp_path):
     assert "too narrow to be believed" in facts["note"]
 
 
-def test_a_target_that_cannot_be_probed_is_skipped_with_a_sentence_and_refused_when_asked_for(tmp_path):
+def test_a_target_that_cannot_be_probed_is_skipped_or_refused_by_name(tmp_path):
     cohort = Cohort()
     for r in cohort.rows:
         r["scanner"] = "zeiss_cirrus"

@@ -92,7 +92,7 @@ def test_everything_else_stays_true(catalog):
     assert len({a.sop_instance_uid for a in hidden.acquisitions}) == len(catalog.acquisitions)
 
 
-def test_layer_heights_stay_linked_to_their_volume_and_name_it_by_its_pseudonym(catalog):
+def test_layer_heights_stay_linked_to_their_volume_by_pseudonym(catalog):
     volume = catalog.acquisitions[0]
     heights = Reject(f"{catalog.root}/heights.dcm", "layer_heights", "", 9, refers_to=volume.sop_instance_uid)
     hidden = pseudonymise(replace(catalog, skipped=(heights,)), KEY)

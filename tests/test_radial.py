@@ -208,7 +208,7 @@ def test_sixteen_bits_stay_sixteen_bits(eye):
 # ---- asking ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_side_of_the_disc_is_told_of_a_star_as_of_the_raster_of_the_eye(eye):
+def test_the_disc_side_of_a_star_is_that_of_the_raster(eye):
     """Beyond a star there is padding, a quarter of the places that are compared: it is no evidence."""
     raster = to_raster(scanned(eye, lines_of(24), columns=256))
     for volume in (eye, raster):

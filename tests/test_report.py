@@ -249,7 +249,7 @@ def corner_scene(laterality: str) -> Scene:
 
 
 @pytest.mark.parametrize("laterality", ["R", "L"])
-def test_F13_pictures_are_right_side_up_in_true_proportions_and_left_eyes_are_left_eyes(laterality):
+def test_F13_pictures_have_true_orientation_proportions_and_laterality(laterality):
     (example,) = example_pictures([corner_scene(laterality)])
     bscan, *_, enface = (decoded(p) for p in example.pictures)
     if laterality == "L":

@@ -94,7 +94,7 @@ def test_only_known_words_name_a_split():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_scanner_diagnosis_and_eye_count_gets_its_share_of_every_split(seed):
+def test_scanners_diagnoses_and_eye_counts_have_their_share_of_splits(seed):
     rows = []
     for i in range(400):
         scanner = "zeiss_cirrus" if i % 4 else "topcon_triton"

@@ -156,7 +156,7 @@ def test_pairing_narrows_the_interval_of_a_difference():
     assert paired.high - paired.low < 0.5 * (loose.high - loose.low)
 
 
-def test_two_encoders_without_any_difference_are_called_inconclusive_most_of_the_time():
+def test_equal_encoders_are_called_inconclusive_most_of_the_time():
     rng = np.random.default_rng(6)
     called = 0
     for _ in range(100):
@@ -232,7 +232,7 @@ def test_delong_equals_the_published_example():
     assert not found.clustered
 
 
-def test_clustered_variance_equals_its_definition_and_delongs_when_every_eye_is_someone_elses():
+def test_clustered_variance_is_delongs_if_no_participant_has_two_eyes():
     """Obuchowski 1997, equations 2 to 6, written out case by case."""
     participant, label, score = cohort(np.random.default_rng(7), participants=24)
     label = label ^ (np.random.default_rng(8).random(len(label)) < 0.3)

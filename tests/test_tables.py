@@ -41,7 +41,7 @@ def rows(catalog: Catalog) -> list[tuple]:
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_a_written_cohort_reads_the_same_with_the_columns_of_release_2_and_3(tmp_path, zipped):
+def test_a_cohort_reads_the_same_with_columns_of_release_2_and_3(tmp_path, zipped):
     root = write_phantom(tmp_path / "cohort", 4, 6, size=(8, 64, 48), workers=1, zipped=zipped)
     release_3 = scan(root)
     for path in (root / "retinal_oct" / "manifest.tsv", root / "participants.tsv"):

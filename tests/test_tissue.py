@@ -352,7 +352,7 @@ def test_a_mirrored_view_and_its_copy_give_the_same_band(scanner):
 
 
 @pytest.mark.parametrize("dz", [0.03, 0.05])
-def test_close_bscans_are_searched_in_steps_and_keep_their_own_displacement(dz):
+def test_close_bscans_are_searched_in_steps_and_keep_their_displacement(dz):
     """B-scans nearer than 0.11 mm share a search; each is still moved back by its own eye motion, to the row."""
     volume = phantom("topcon_triton")[0]
     dense = np.repeat(volume.voxels, round(volume.spacing_mm[0] / dz), axis=0)

@@ -88,7 +88,7 @@ def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, stud
         training_sets(leaky, study, TWO[0])
 
 
-def test_a_probe_that_hangs_on_the_scanner_drops_and_one_that_does_not_claims_nothing(cohort):
+def test_only_a_probe_that_depends_on_the_scanner_drops(cohort):
     good = cohort.embeddings("run", signal=0.8, scanner=0.0, noise=1.0)
     turned = np.where((good.scanner == TWO[0])[:, None], -good.vectors, good.vectors)
     part = leave_one_scanner_out(study_of(cohort, replace(good, vectors=turned)))
@@ -157,7 +157,7 @@ def test_an_effect_is_claimed_after_holm_and_only_for_planned_comparisons(study)
     assert {r["encoder"] for r in found["results"]} == {"run", "random_init", "metadata"}
 
 
-def test_a_label_that_the_site_gives_away_is_found_by_the_metadata_baseline():
+def test_a_label_that_the_site_predicts_is_found_by_the_metadata_baseline():
     cohort = Cohort(120, TWO)
     for r in cohort.rows:
         r["labels"]["clinical_site"] = "UW" if r["ill"] else "UAB"
@@ -252,7 +252,7 @@ def test_groups_that_are_not_there_are_an_error(study):
     assert set(group_columns(study, ["diagnosis"], (60,))) == {"site", "age", "eye", "scanner", "diagnosis"}
 
 
-def test_too_sure_probabilities_are_called_overconfident_and_honest_ones_are_not():
+def test_overconfident_probabilities_are_named_and_calibrated_ones_not():
     cohort = Cohort(400, TWO[:1], test=0.9)
     study = study_of(cohort, cohort.embeddings("run"), targets=["disease"])
     task = study.tasks[0]
@@ -290,7 +290,7 @@ def test_the_calibration_line_is_logistic_regression_and_wilson_is_wilson():
     assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
 
 
-def test_the_gallery_shows_the_worst_first_and_the_worst_is_the_mislabelled_one():
+def test_the_gallery_shows_the_mislabelled_volume_first():
     cohort = Cohort(90, TWO)
     victim = next(r["participant"] for r in cohort.rows if r["split"] == "test" and not r["ill"])
     run = cohort.embeddings("run")

@@ -133,7 +133,7 @@ def test_keys_scrub_and_the_picture_follows(page):
 
 
 @needs_chromium
-def test_F13_vitreous_stays_on_top_superior_first_and_left_eyes_are_left_eyes(page):
+def test_F13_vitreous_on_top_superior_first_and_laterality_are_kept(page):
     focus(page)
     page.key("c")  # without the cursor
     page.key("Home")
@@ -267,7 +267,7 @@ def volumes_of(made) -> list[dict]:
     return json.loads(made.body.split('id="viewer-data">')[1].split("</script>")[0])["volumes"]
 
 
-def test_size_is_kept_by_giving_up_pixels_before_bscans_and_the_page_says_so():
+def test_pages_stay_small_by_dropping_pixels_before_bscans_and_say_so():
     rng = np.random.default_rng(0)
     noisy = scene(
         voxels=rng.integers(0, 255, (48, 200, 200), dtype=np.uint8), overlays=(), features=None, placement=None

@@ -130,7 +130,7 @@ def test_a_sidecar_has_it_flipped_or_accepted(tmp_path, eyes, form):
     np.testing.assert_array_equal(kept, turned(eyes[1].voxels))
 
 
-def test_what_a_catalog_says_of_a_sidecar_is_believed_where_the_file_lies_in_a_bucket(eyes):
+def test_sidecar_values_of_a_catalog_hold_for_files_in_a_bucket(eyes):
     """Sidecars in a bucket are read once, by the scan."""
     volume = replace(eyes[0], voxels=turned(eyes[0].voxels), source="s3://bucket/p1/visit")
     assert doubtful_way_up(volume, 0.5, flags=("declared_upright",)) == ()

@@ -31,7 +31,7 @@ def as_a_user_has_it(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
-def test_a_step_compiles_for_16_devices_each_with_all_weights_and_its_share_of_the_batch():
+def test_a_step_compiles_for_16_devices_with_a_share_of_the_batch_each():
     config = PretrainConfig.model_validate(SMALL)
     made = tpu.compile_step(config, VOLUMES, tpu.SLICES["v4-32"])
     assert made.trouble is None
