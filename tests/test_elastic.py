@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from support import ROOT
 from support.ranks import Ranks
 from support.small_store import small_store
 from support.tiny_runs import TINY, final, rows, tiny
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 30
@@ -68,10 +68,11 @@ def torchrun(store: Path, out: Path, *options: str) -> subprocess.Popen:
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 300
-    while not ((out / "metrics.jsonl").exists() and rows(out) and rows(out)[-1]["step"] >= step):
-        assert process.poll() is None and time.monotonic() < deadline, Path(f"{out}.said").read_text()[-3000:]
-        time.sleep(0.02)
+    def reached() -> bool:
+        assert process.poll() is None, said(out)
+        return (out / "metrics.jsonl").exists() and bool(rows(out)) and rows(out)[-1]["step"] >= step
+
+    wait_until(reached, lambda: f"step {step}: {said(out)}", 300)
 
 
 def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
@@ -89,6 +90,14 @@ def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether a process of this machine accepts connections at the port."""
+    sockets = [
+        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
 
 
 def said(out: Path) -> str:
@@ -112,7 +121,6 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(store, undisturbed, 
         wait_for_step(out, step, process)
         found = ranks_of(process)
         os.kill(found[rng.choice(sorted(found))], signal.SIGKILL)
-        time.sleep(1)
     assert process.wait(timeout=400) == 0, said(out)
     assert_undisturbed(out, undisturbed)
 
@@ -146,7 +154,7 @@ def test_a_node_that_leaves_lets_the_rest_go_on(store, undisturbed, tmp_path):
     options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "7",
                "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", patience, "--local-addr", "127.0.0.1")  # fmt: skip
     stays = torchrun(store.path, out, *options)
-    time.sleep(2)  # it hosts the rendezvous
+    wait_until(lambda: listens(port), "the rendezvous, which the first agent hosts", 120)
     leaves = torchrun(store.path, out, *options)
     try:
         wait_for_step(out, 4, stays)

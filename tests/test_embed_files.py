@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from support.codestreams import imagecodecs_encoder, picture
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_preprocessing, small_store
 from support.tiny_runs import config, quiet
+from support.waiting import planted_delay
 
 COUNT = 11
 
@@ -294,6 +294,6 @@ def test_decoding_waits_for_the_encoder(run, clinic, tmp_path, monkeypatch):
     for result in spread.stream(slow, list(range(50)), lambda item, _: item, workers=2):
         assert result == taken
         taken += 1
-        time.sleep(0.002)
+        planted_delay(0.002)
         assert len(begun) <= taken + spread.AHEAD * 2
     assert taken == 50 and os.getpid()

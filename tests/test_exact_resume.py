@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,11 +90,9 @@ def test_a_second_signal_acts_at_once():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
+            signal.raise_signal(signal.SIGINT)
             assert interruption.asked == "SIGINT"
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -146,8 +144,8 @@ def test_the_checksum_covers_everything(tmp_path, what):
 def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     """The lock goes with the process that held it, however it ended."""
     run = tmp_path / "run"
-    code = "import sys, time, pathlib; from octfm.pretraining.run_folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
-    code += "print('held', flush=True); time.sleep(60)"
+    code = "import sys, signal, pathlib; from octfm.pretraining.run_folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
+    code += "print('held', flush=True); signal.pause()"
     run.mkdir()
     other = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
     try:
@@ -419,23 +417,23 @@ def test_metrics_wait_for_a_full_disk(tmp_path):
 def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):
     """The thread must not see the next update, and one checkpoint is written at a time."""
     weights, running = torch.zeros(1000), []
+    may_write = {1: threading.Event(), 2: threading.Event()}
     write = checkpoint.write
 
-    def slow(folder, step, content):
+    def held_up(folder, step, content):
         running.append(step)
-        assert len(running) == 1
-        time.sleep(0.1)
+        assert running == [step] and may_write[step].wait(60)
         running.pop()
         return write(folder, step, content)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(checkpoint, "write", held_up)
     writer = CheckpointWriter([tmp_path], Retention(5))
-    start = time.perf_counter()
-    writer.save(1, {"model": {"w": weights}})
-    assert time.perf_counter() - start < 0.05, "writing goes on in the background"
+    writer.save(1, {"model": {"w": weights}})  # returns although nothing may be written yet
     weights += 1
+    may_write[1].set()
     writer.save(2, {"model": {"w": weights}})
     weights += 1
+    may_write[2].set()
     writer.close()
     saved = [torch.load(p, weights_only=True)["model"]["w"] for p in checkpoint.steps(tmp_path)]
     assert [float(w.unique()) for w in saved] == [0, 1]

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from support.ranks import codes
 from support.small_store import darkened, small_store
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import final, quiet
+from support.waiting import wait_until
 
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 1}
 WAYS = {"finetune": {}, "frozen": {"lr_encoder": 0, "pool": "attention"}, "lora": {"lora_rank": 2, "lr_encoder": 3e-3}}
@@ -159,9 +159,12 @@ def test_the_launcher_stops_with_75_and_the_same_command_ends_the_run(run, store
             )
 
     first = start()
-    while not (out / "checkpoints").is_dir() or not list((out / "checkpoints").glob("*.pt")):
+
+    def saved() -> bool:
         assert first.poll() is None, said.read_text()[-3000:]
-        time.sleep(0.05)
+        return (out / "checkpoints").is_dir() and any((out / "checkpoints").glob("*.pt"))
+
+    wait_until(saved, lambda: f"a checkpoint: {said.read_text()[-3000:]}", 200)
     first.terminate()
     assert first.wait(200) == 75, said.read_text()[-3000:]
     assert not (out / "finetune.json").exists()

@@ -18,6 +18,7 @@ from octfm.io.isolation import Limits, Lost, each, import_path, release
 from octfm.io.spread import spread
 from support.dicom_files import write_oct_dicom
 from support.hostile_folder import executed, octfm, plant
+from support.waiting import planted_delay, wait_until
 
 SHORT = Limits(seconds=2)
 
@@ -34,7 +35,7 @@ def misbehave(how: str):
     if how == "exit":
         os._exit(3)
     if how == "sleep":
-        time.sleep(600)
+        planted_delay(600)
     if how == "spin":
         while True:
             pass
@@ -104,7 +105,7 @@ def test_an_uncaught_error_stops_the_run_as_without_children():
 
 
 def slowly(number: int) -> int:
-    time.sleep(0.2 if number < 3 else 0)
+    planted_delay(0.2 if number < 3 else 0)
     return number
 
 
@@ -119,8 +120,8 @@ from octfm.io.isolation import Limits, each
 def pid(_):  # a function of the script itself, which has no main guard
     return os.getpid()
 print(*each(pid, [1, 2], Limits(), lambda _: 10.0), flush=True)
-import time
-time.sleep(600)
+import signal
+signal.pause()
 """
 
 
@@ -130,10 +131,7 @@ def test_a_script_without_a_main_guard_and_its_death(tmp_path):
         one, other = map(int, process.stdout.readline().split())
         assert one == other != process.pid
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{one}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{one}").exists(), "a child does not outlive its parent"
+    wait_until(lambda: not Path(f"/proc/{one}").exists(), "a child does not outlive its parent", 20)
 
 
 def children_in_a_worker() -> list:
@@ -151,14 +149,14 @@ def test_workers_of_any_start_method_may_have_children(method):
 
 
 HOOK = """
-import ctypes, time
+import ctypes, signal
 import octfm.formats as readers
 def spoil(honest):
     def read(uri, *args, **settings):
         if "crash" in str(uri):
             ctypes.string_at(0)
         if "hang" in str(uri):
-            time.sleep(600)
+            signal.pause()
         return honest(uri, *args, **settings)
     return read
 for name in ("examine", "read_header", "read_volume"):

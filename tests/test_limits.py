@@ -17,6 +17,7 @@ from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 from support.bombs import BOMBS, nifti_of_zeros
 from support.dicom_files import write_oct_dicom
+from support.waiting import planted_delay
 
 TIGHT = Limits(seconds=60, memory=3 * 10**8)
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -110,9 +111,7 @@ def test_a_file_that_takes_for_ever_is_given_up_and_named(tmp_path):
 
 
 def _sleep(uri: str) -> None:
-    import time
-
-    time.sleep(600)
+    planted_delay(600)
 
 
 def test_what_is_read_in_a_child_is_what_is_read_here(planted):

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from octfm.errors import ConfigError, StoreError
 from octfm.store.loader import DataConfig, Loader, accumulation, microbatches, select
 from octfm.store.store import Store
 from support.store_samples import SCANNERS, write_store
+from support.waiting import planted_delay, wait_until
 
 VOLUMES = 24
 
@@ -123,16 +123,21 @@ def test_an_error_of_the_reading_thread_surfaces_with_its_cause(store):
 
 
 class Slow(Broken):
+    reads = 0
+
     def read(self, index, out):
-        time.sleep(0.1)
-        return self._store.read(index, out)
+        planted_delay(0.2)
+        found = self._store.read(index, out)
+        self.reads += 1
+        return found
 
 
 def test_waiting_is_measured_and_reading_ahead_hides_it(store):
-    with Loader(Slow(store), range(VOLUMES), 2, 0, prefetch=2) as loader:
-        assert loader.batches(0).wait_s >= 0.1
-        time.sleep(0.35)
-        assert loader.batches(1).wait_s < 0.05
+    slow = Slow(store)
+    with Loader(slow, range(VOLUMES), 2, 0, prefetch=2) as loader:
+        assert loader.batches(0).wait_s >= 0.2
+        wait_until(lambda: slow.reads >= 3, "two batches read ahead")
+        assert loader.batches(1).wait_s < 0.1
 
 
 @settings(deadline=None, max_examples=15)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from octfm.run.runtime import start
 from octfm.store.loader import Loader, select
 from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
 from support.tiny_runs import config
+from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_F7_no_more_batches_are_in_memory_than_were_counted(store, monkeypatch, 
         for step in range(8):
             batch = loader.batches(step)
             assert len(batch) == 4
-            time.sleep(0.02)
+            wait_until(lambda ahead=step + prefetch + 1: len(lent) >= ahead, "batches read ahead")
     assert max(alive) <= prefetch + 2
 
 

@@ -25,6 +25,7 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Volume
 from support.dicom_files import write_oct_dicom
 from support.store_samples import SMALL, acquisition, catalog, content, read_sample
+from support.waiting import planted_delay, wait_until
 
 
 def run(acquisitions, out, *, preprocessing=SMALL, workers=1, **other) -> Store:
@@ -317,19 +318,14 @@ def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, 
     out, progress, orphans = tmp_path / "store", [0], []
     for _ in range(kills):
         process = subprocess.Popen([*victim, out, str(workers)])
-        rows, began = out / "rows.jsonl", time.monotonic()
+        rows = out / "rows.jsonl"
         size = rows.stat().st_size if rows.exists() else 0
         # Half of the kills fall anywhere, start-up included; half wait for the writing, and fall within it.
         if draw.random() < 0.5:
-            time.sleep(draw.uniform(0, duration))
+            planted_delay(draw.uniform(0, duration))
         else:
-            while (
-                process.poll() is None
-                and time.monotonic() - began < 30
-                and not (rows.exists() and rows.stat().st_size > size)
-            ):
-                time.sleep(0.0005)
-            time.sleep(draw.uniform(0, 0.02))
+            wait_until(lambda: process.poll() is not None or (rows.exists() and rows.stat().st_size > size), "a row")  # noqa: B023
+            planted_delay(draw.uniform(0, 0.02))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         orphans += children.read_text().split() if children.exists() else []
         process.send_signal(signal.SIGKILL)
@@ -342,10 +338,7 @@ def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, 
     assert any(0 < n < count - count // 7 for n in progress), f"no kill fell into the writing: {progress}"
     subprocess.run([*victim, out, str(workers)], check=True)
     assert content(out) == content(tmp_path / "whole")
-    deadline = time.monotonic() + 20
-    while any(alive(int(pid)) for pid in orphans) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in orphans if alive(int(pid))], "workers of a killed process end by themselves"
+    wait_until(lambda: not any(alive(int(pid)) for pid in orphans), "workers of a killed process end by themselves", 20)
 
 
 def test_a_line_cut_by_a_kill_is_unseen_and_replaced(tmp_path):

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
 from support.small_store import small_store
 from support.tiny_runs import Killed, config, quiet, rows
+from support.waiting import wait_until
 
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install octfm[wandb]"
@@ -79,9 +79,7 @@ def test_F10_wandb_is_one_run_that_tells_no_step_twice(store, tmp_path, monkeypa
     run = killed_and_resumed(config(tracking={"wandb": "offline"}), store, tmp_path / "run", monkeypatch)
     files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.stem for file in files}) == 1, "two processes, one run id"
-    deadline = time.monotonic() + 60
-    while not wandb_records(files[-1])[-1].HasField("exit") and time.monotonic() < deadline:
-        time.sleep(0.05)  # W&B's own process writes the file
+    wait_until(lambda: wandb_records(files[-1])[-1].HasField("exit"), "the file, which W&B's own process writes")
     told = [int(row["_step"]) for file in files for row in wandb_history(file) if "train/loss" in row]
     assert told == list(range(8))
 
@@ -191,13 +189,10 @@ def test_F8_waiting_tells_the_first_step_from_later_ones_and_grows_patient():
     waiting = Waiting(0.03, lambda what, seconds, sentence: told.append((what, sentence)))
     waiting.start()
     waiting.for_("the device")
-    deadline = time.monotonic() + 30
-    while len(told) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: len(told) >= 2, "two reports of waiting", 30)
     waiting.done()
     waiting.for_("the device")
-    while len(told) < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: len(told) >= 3, "a third report of waiting", 30)
     waiting.close()
     assert {what for what, _ in told[:2]} == {"the first step"} and "compiled on first use" in told[0][1]
     assert any(what in ("the device", "validation") for what, _ in told[2:])

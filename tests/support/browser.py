@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.waiting import wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(
@@ -99,10 +100,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not self.js(expression):
-            assert time.monotonic() < end, f"never true: {expression}"
-            time.sleep(0.02)
+        wait_until(lambda: self.js(expression), expression, seconds)
 
     def key(self, name: str, *, shift: bool = False) -> None:
         facts: dict[str, Any] = {

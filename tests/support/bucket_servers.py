@@ -6,7 +6,6 @@ import socket
 import socketserver
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 
 from octfm.io import bucket
 from octfm.io.location import location
+from support.waiting import planted_delay
 
 BUCKET = "clinic"
 ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
@@ -104,7 +104,7 @@ class FaultyProxy:
                 if fault == "lost answer" or (fault and fault.startswith("cut off") and not content):
                     return self._reset()
                 if fault == "slow":
-                    time.sleep(0.3)
+                    planted_delay(0.3)
                 if fault == "cut off, and lied about":
                     content = content[: len(content) // 2]
                 self._answer(answer.status, headers, content, cut=fault == "cut off")

@@ -16,6 +16,7 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
 from octfm.store.store import Store
 from support.tiny_runs import TINY
+from support.waiting import planted_delay
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     for kind in plan:
         pid = attempt_in_child(store, out, rng.randrange(1, 150) if kind == "save" else None)
         if kind == "time":
-            time.sleep(rng.uniform(0, 0.5 + patience))
+            planted_delay(rng.uniform(0, 0.5 + patience))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(

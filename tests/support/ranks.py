@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support import support_process
+from support.waiting import planted_delay
 
 
 class Ranks:
@@ -81,7 +82,7 @@ def serve() -> None:
         patience, killed = job["plan"].pop("kill_after", None), job["plan"].pop("killed", [])
         children = [_fork(job, rank, port) for rank in range(job["world"])]
         if patience is not None:
-            time.sleep(patience)
+            planted_delay(patience)
             for rank in killed:
                 os.kill(children[rank], signal.SIGKILL)  # one that has ended already is a zombie until it is waited for
         ended = [os.wait4(pid, 0) for pid in children]
@@ -193,7 +194,7 @@ def misbehave(
         if (here and fault in ("kill", "term")) or (fault == "kill-all" and step == at):
             os.kill(os.getpid(), signal.SIGTERM if fault == "term" else signal.SIGKILL)
         if here and fault == "sleep":
-            time.sleep(nap)
+            planted_delay(nap)
         done = accumulate(learner, batch, *args, **kwargs)
         if here and fault == "inf":
             learner.runtime.local(learner.decayed[1].grad).view(-1)[:1] = float("inf")

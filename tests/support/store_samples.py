@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from octfm.store.writer import stage
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
+from support.waiting import planted_delay
 
 NATIVE = (6, 40, 20)
 SPACING_MM = (0.25, 0.05, 0.25)
@@ -56,11 +56,11 @@ def read_sample(uri: str) -> Volume:
     if does in ends:
         os.kill(os.getpid(), ends[does])
     if does == "hangs":
-        time.sleep(600)
+        planted_delay(600)
     if does == "swallows":
         np.ones(3 * 2**30, np.uint8)
     if does == "slow":
-        time.sleep(0.3)
+        planted_delay(0.3)
     shape = (NATIVE[0] - 1, *NATIVE[1:]) if does == "shrank" else NATIVE
     voxels = np.random.default_rng(int(number)).integers(0, 255, shape, dtype=np.uint8)
     return Volume(voxels, SPACING_MM, source=uri)
