@@ -22,7 +22,9 @@ from support.small_store import small_store
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("guide/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+PAGES = sorted(
+    [*DOCS.glob("*.md"), *DOCS.glob("guide/*.md"), *DOCS.glob("log/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+)
 names = [str(page.relative_to(ROOT)) for page in PAGES]
 GUIDE = [page for page in PAGES if page.parent.name == "guide"] + [ROOT / "README.md"]
 

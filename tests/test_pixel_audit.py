@@ -212,7 +212,7 @@ def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
 
 @pytest.mark.slow
 def test_the_audit_of_laterality_hardly_ever_errs():
-    """Fresh eyes of every scanner and diagnosis; the rates are in docs/LOG.md."""
+    """Fresh eyes of every scanner and diagnosis; the rates are in docs/log."""
     verdicts: dict[str, Counter] = {}
     for seed in range(2000, 2140):
         scanner, laterality, diagnosis = list(SCANNERS)[seed % 5], "RL"[seed // 35 % 2], list(DIAGNOSES)[seed // 5 % 7]

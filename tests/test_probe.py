@@ -503,7 +503,7 @@ def test_the_demo_sized_probe_takes_under_40_seconds(tmp_path):
     ("readout", "seed"), [("linear", 0), ("linear", 1), ("ordinal", 0), ("ordinal", 1), ("knn", 1), ("knn", 6)]
 )
 def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.MonkeyPatch, readout, seed) -> None:
-    """The hardly penalised fits took half the time of a probe and were never chosen (docs/LOG.md). Neighbours are all tried: with a rare
+    """The hardly penalised fits took half the time of a probe and were never chosen (docs/log). Neighbours are all tried: with a rare
     class their loss has several valleys."""
     rng = np.random.default_rng(seed)
     y = (rng.random(300) < 0.05).astype(int) if readout == "knn" else np.arange(300) % 3
@@ -529,7 +529,7 @@ def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.Monkey
 
 
 def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that wait for each other took seven times the CPU time of one (docs/LOG.md)."""
+    """Two threads that wait for each other took seven times the CPU time of one (docs/log)."""
     from threadpoolctl import threadpool_info, threadpool_limits
 
     def blas_threads() -> set[int]:

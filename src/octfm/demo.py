@@ -32,19 +32,19 @@ class Size:
 
 FULL = Size(1000, (0.31, 0.02, 0.67))
 """690 participants that pretraining has not seen: the standard error of a paired difference of AUROC is about .015 then, a third of what
-disease gains (docs/LOG.md)."""
+disease gains (docs/log)."""
 PRESETS = {
     "mae": ("demo", "masked voxels without speckle"),
     "vjepa2": ("demo_vjepa2", "V-JEPA 2 with context loss and masked voxels"),
 }
-"""Objective to preset, and what is said of it. In minutes voxels win (docs/LOG.md); V-JEPA 2 is what long runs train."""
+"""Objective to preset, and what is said of it. In minutes voxels win (docs/log); V-JEPA 2 is what long runs train."""
 DESIGN: "Design" = "k-fold"
 """How the phantom cohort is probed: everybody whom pretraining has not seen is tested once, by a probe that learned from the others, so
-that it has more than twice the labels of the split (docs/LOG.md). Own scans keep their recommended split. Chance is a little below .5
+that it has more than twice the labels of the split (docs/log). Own scans keep their recommended split. Chance is a little below .5
 then, the same for all encoders: what one fold of a balanced cohort has too many of the others lack (docs/phantom.md)."""
 LABELLED, DRAWS = (0.1, 0.3, 1.0), 3
 """Shares of the training participants whose label the probe gets, and how often they are drawn: where labels are few, pretraining gains
-most (docs/LOG.md)."""
+most (docs/log)."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
 
 

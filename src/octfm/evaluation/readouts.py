@@ -11,7 +11,7 @@ from octfm.evaluation.cases import participant_folds
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
 
 SMALL = 1 << 22
-"""Numbers in a matrix up to which BLAS gets one thread: its threads wait for each other longer than they work (docs/LOG.md)."""
+"""Numbers in a matrix up to which BLAS gets one thread: its threads wait for each other longer than they work (docs/log)."""
 
 Readout = Literal["linear", "knn"]
 
@@ -21,10 +21,10 @@ RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
 """Largest gradient at which a logistic fit ends (scikit-learn's default), and where penalties are only compared: their losses are the same
-to 1 % by then, after two thirds of the time (docs/LOG.md)."""
+to 1 % by then, after two thirds of the time (docs/log)."""
 PAST_THE_BEST = 1.05
 """Weaker penalties are left out once inner folds lose so many times the best before: over LOGISTIC_C loss has one valley in all that was
-measured, and the fits behind it take half the time (docs/LOG.md). Over NEIGHBOURS it has several."""
+measured, and the fits behind it take half the time (docs/log). Over NEIGHBOURS it has several."""
 
 
 def choose_readout(name: str) -> Readout:

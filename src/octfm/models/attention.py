@@ -1,7 +1,7 @@
 """Attention, by the kernel that is fastest for the tensors at hand.
 
 torch's fused kernel is, but on CPUs for bfloat16, and for float32 where oneDNN multiplies faster than MKL (`products`): there plain matrix
-products over blocks of scores that stay in the cache are 1.3 to 1.9 times as fast (docs/LOG.md). Blocks keep memory bounded at any number
+products over blocks of scores that stay in the cache are 1.3 to 1.9 times as fast (docs/log). Blocks keep memory bounded at any number
 of tokens.
 """
 

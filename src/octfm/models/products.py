@@ -1,7 +1,7 @@
 """Matrix products in float32 on CPUs where MKL, which torch takes for them, leaves half of the processor unused.
 
 On AMD processors MKL keeps to AVX2. oneDNN, which torch ships with and takes for bfloat16, uses AVX-512 on any: products of our sizes take
-1.6 to 2.4 times less there (docs/LOG.md), forward and backward. Elsewhere nothing is different.
+1.6 to 2.4 times less there (docs/log), forward and backward. Elsewhere nothing is different.
 """
 
 from functools import cache

@@ -16,7 +16,7 @@ SUSPECTS = 3
 """Scans nearest to every tested one, by vectors, that are looked at."""
 SAME_SPECKLE = 0.3
 """Correlation of fine detail above which two scans are one acquisition. Speckle is drawn anew at every acquisition, and survives
-compression and changes of brightness: measured in docs/LOG.md."""
+compression and changes of brightness: measured in docs/log."""
 STRANGERS = 200
 """Pairs of different people drawn at random from the same two scanners: small or smooth volumes correlate more by chance, and raise the
 threshold. Spectralis averages speckle away, and the sharp edges of its layers remain."""

@@ -1,6 +1,6 @@
 """Compressed DICOM frames to arrays: which decoder reads which transfer syntax, fastest correct one first.
 
-Measured by benchmarks/dicom_decoders.py (docs/LOG.md). python-gdcm is not among them: it ends the process on some damaged input.
+Measured by benchmarks/dicom_decoders.py (docs/log). python-gdcm is not among them: it ends the process on some damaged input.
 """
 
 import io

@@ -36,7 +36,7 @@ class JEPAConfig(ObjectiveConfig):
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
     target_norm: TargetNorm = "layer"
     """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
-    the features in short runs (docs/LOG.md)."""
+    the features in short runs (docs/log)."""
     voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
     """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that does not depend on the teacher. Not part of the
     losses that are reported over a baseline."""

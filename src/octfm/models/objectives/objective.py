@@ -23,7 +23,7 @@ class ObjectiveConfig(Config):
     name: str
     """What config.yaml and checkpoints call the objective."""
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
-    """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/LOG.md)."""
+    """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/log)."""
     frozen: Literal["target", "context"] = "target"
     """Which encoder is frozen for embedding and probing: `target` is the average, `context` the one that learns, which is ahead in runs
     too short for the average to follow. Without a target encoder both are the one that learns."""

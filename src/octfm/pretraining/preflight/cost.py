@@ -79,7 +79,7 @@ def _step_cost(
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(_give_away)
         # Views of weights are no memory of their own. For one process they are counted all the same: its estimate agrees with its runs so,
-        # which says that something of that size is missing there (docs/LOG.md).
+        # which says that something of that size is missing there (docs/log).
         # torch counts the fused kernels of accelerators, not the CPU's.
         fused = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
