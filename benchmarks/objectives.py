@@ -306,7 +306,7 @@ def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[st
     seen = [row for row in store.rows if row.split == "train" and row.laterality == "R"][: DENSE["train"]]
     tested = [row for row in store.rows if row.split == "test" and row.scanner != HELD_OUT][: DENSE["test"]]
     segmenter = Segmenter(config, encoder)
-    segmenter.train(lambda i: store.read([seen[i].index]).voxels[0], [truth(row) for row in seen], echo=lambda _: None)
+    segmenter.train(lambda i: store.read([seen[i].index]).voxels[0], [truth(row) for row in seen])
     um = encoder.preprocessing.target_spacing[1] * 1000
     errors = []
     for row in tested:

@@ -69,7 +69,7 @@ def by_halves(
         target = to_prepared({"rows": known, "mask": None}, transform)
         for name, (encoder, tokens) in sources.items():
             segmenter = Segmenter(config, encoder, tokens)
-            segmenter.train(lambda _: prepared.voxels, [target], echo=lambda _: None)
+            segmenter.train(lambda _: prepared.voxels, [target])
             rows, _ = segmenter.predict(prepared.voxels)
             native = np.stack([transform.rows_to_native(r) for r in rows])
             table.setdefault(name, []).append(score(native, test))

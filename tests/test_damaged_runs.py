@@ -20,17 +20,18 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError
 from octfm.io import location
 from octfm.io.location import BucketPath, write_whole
-from octfm.pretraining import run_folder
 from octfm.pretraining.monitors.recovery import healthy_before
 from octfm.pretraining.preflight import resources
 from octfm.pretraining.pretrain import pretrain
-from octfm.pretraining.run_folder import RunFolder, claim
+from octfm.pretraining.resume import PRETRAINING
 from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint, checkpoint_files
+from octfm.run import folder as run_folder
 from octfm.run.bucket import BucketRun
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.run.folder import Identity, RunFolder, claim
 from octfm.run.tracking import Metrics, read_metrics
-from octfm.tasks import finetune_folder
+from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
 from support.small_store import small_store
 from support.tiny_runs import config as tiny
@@ -216,7 +217,7 @@ def test_files_that_look_like_checkpoints_are_named_and_left_alone(store, finish
     assert timeless(halted) == timeless(finished["a"])
     assert all((folder / name).read_bytes() == b"not mine" for name in ODD_NAMES)
     assert (folder / "step-00000099.pt").is_dir()
-    (warning,) = [line for line in said if "left alone" in line]
+    (warning,) = [line for line in said if "ignored" in line]
     assert "Step-00000050.pt" in warning and "and 11 more" in warning
     assert load_encoder(halted, device="cpu") is not None
 
@@ -319,7 +320,7 @@ def test_a_checkpoint_of_another_run_stops_and_is_named(store, finished, halted,
         with pytest.raises(CheckpointError, match=rf"{name}: a checkpoint of another run"):
             load_encoder(halted, device="cpu")
     with pytest.raises(CheckpointError, match="another run"):
-        healthy_before(RunFolder(halted), step)
+        healthy_before(RunFolder(halted, PRETRAINING), step)
     assert Path(foreign).read_bytes() == before
     load_encoder(foreign, device="cpu")  # named as a file, it is what was asked for
 
@@ -337,7 +338,7 @@ def test_a_renamed_checkpoint_stops(store, halted):
     newest = checkpoint.newest(halted)
     newest.rename(newest.with_name("step-00000007.pt"))
     with pytest.raises(
-        CheckpointError, match=r"its name says 7 updates and it holds 6; give it back its name, step-00000006\.pt"
+        CheckpointError, match=r"its name says 7 updates and it holds 6; rename it to step-00000006\.pt"
     ):
         pretrain(config(), store, halted, echo=quiet)
 
@@ -373,16 +374,18 @@ def test_fine_tuning_refuses_a_foreign_checkpoint_too(store, tmp_path):
 
     ours = load(FinetuneConfig, {"encoder": "runs/a", "store": "s", "from_scratch": True, "target": "grade"})
     other = ours.model_copy(update={"seed": 1})
-    folder = tmp_path / "checkpoints"
-    assert finetune_folder.newest(tmp_path, ours, store) is None
-    checkpoint.write(folder, 4, content(ours))
-    assert finetune_folder.newest(tmp_path, ours, store)["step"] == 4
-    for foreign in (content(other), content(ours, "k"), CONTENT | {"participants": {"key": "k", "hashes": []}}):
-        for step in (2, 9):
-            path = checkpoint.write(folder, step, foreign)
-            with pytest.raises(CheckpointError, match=rf"{path.name}: a checkpoint of another run"):
-                finetune_folder.newest(tmp_path, ours, store)
-            path.unlink()
+    identity = Identity(FINE_TUNING, ours, store.fingerprint, "data", "octfm-finetune")
+    with claim(tmp_path / "run", identity, echo=quiet) as run:
+        assert run.newest_whole(quiet) is None
+        checkpoint.write(run.checkpoints, 4, content(ours))
+        found = run.newest_whole(quiet)
+        assert found is not None and found[1]["step"] == 4
+        for foreign in (content(other), content(ours, "k"), CONTENT | {"participants": {"key": "k", "hashes": []}}):
+            for step in (2, 9):
+                path = checkpoint.write(run.checkpoints, step, foreign)
+                with pytest.raises(CheckpointError, match=rf"{path.name}: a checkpoint of another run"):
+                    run.newest_whole(quiet)
+                path.unlink()
 
 
 # ---- kills and power cuts between two writes -----------------------------------------------------------------------------------------
@@ -418,7 +421,7 @@ def test_what_could_not_be_written_leaves_the_old_content(tmp_path):
 
 def work(folder: Path) -> None:
     """Everything that a run writes besides tensors, twice over."""
-    with claim(folder, config(), "fingerprint", "data", echo=quiet) as run:
+    with claim(folder, Identity(PRETRAINING, config(), "fingerprint", "data"), echo=quiet) as run:
         run.write_record(parameters={"total": 1})
         metrics = Metrics(run.metrics, 2)
         for step in (2, 3):
@@ -476,12 +479,12 @@ def killed(doom, folder: Path) -> bool:
 def assert_goes_on(folder: Path, key: str | None) -> None:
     """With the key that it had."""
     if not key and (folder / "config.yaml").exists():
-        key = RunFolder(folder).key
+        key = RunFolder(folder, PRETRAINING).key
     work(folder)
-    assert not key or RunFolder(folder).key == key
+    assert not key or RunFolder(folder, PRETRAINING).key == key
     steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
-    assert set(steps) <= {2, 3} and RunFolder(folder).noted_memory() == 2
-    assert checkpoint.load(checkpoint.newest(folder))["participants"]["key"] == RunFolder(folder).key
+    assert set(steps) <= {2, 3} and RunFolder(folder, PRETRAINING).noted_memory() == 2
+    assert checkpoint.load(checkpoint.newest(folder))["participants"]["key"] == RunFolder(folder, PRETRAINING).key
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, STRIDE))])
@@ -494,7 +497,7 @@ def test_a_kill_between_any_two_writes_leaves_a_run_that_goes_on(tmp_path, monke
             folder = tmp_path / f"{begun} {operation}"
             if begun:
                 work(folder)
-            key = RunFolder(folder).key if begun else None
+            key = RunFolder(folder, PRETRAINING).key if begun else None
             if not killed_at(operation, folder):
                 break
             kills += 1
@@ -506,7 +509,7 @@ def test_a_kill_between_any_two_writes_leaves_a_run_that_goes_on(tmp_path, monke
 def test_a_kill_in_the_middle_of_a_file_leaves_a_run_that_goes_on(tmp_path, monkeypatch, size):
     monkeypatch.setattr(run_folder, "git_state", dict)
     work(tmp_path / "begun")
-    key = RunFolder(tmp_path / "begun").key
+    key = RunFolder(tmp_path / "begun", PRETRAINING).key
     for folder, known in ((tmp_path / "new", None), (tmp_path / "begun", key)):
         assert killed_within(size, folder)
         assert_goes_on(folder, known)

@@ -16,12 +16,12 @@ import torch
 
 from octfm.errors import CheckpointError, Preempted
 from octfm.pretraining.pretrain import pretrain
-from octfm.pretraining.run_folder import claim
+from octfm.pretraining.resume import PRETRAINING
 from octfm.pretraining.run_state import Rollback, RunState
-from octfm.pretraining.session import Session
 from octfm.run import checkpoint
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, keep_best
-from octfm.run.interruption import Interruption
+from octfm.run.folder import Identity, claim
+from octfm.run.loop import Interruption, Session
 from support import support_process
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quiet, rows, tiny
@@ -144,7 +144,7 @@ def test_the_checksum_covers_everything(tmp_path, what):
 def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     """The lock goes with the process that held it, however it ended."""
     run = tmp_path / "run"
-    code = "import sys, signal, pathlib; from octfm.pretraining.run_folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
+    code = "import sys, signal, pathlib; from octfm.run.folder import locked\nwith locked(pathlib.Path(sys.argv[1]), print): "
     code += "print('held', flush=True); signal.pause()"
     run.mkdir()
     other = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
@@ -165,14 +165,18 @@ def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
     from octfm.pretraining import pretrain as loop
 
     def second(*args, **kwargs):
-        with pytest.raises(CheckpointError, match="another process"), claim(tmp_path / "run", config(steps=1), "", ""):
+        with (
+            pytest.raises(CheckpointError, match="another process"),
+            claim(tmp_path / "run", Identity(PRETRAINING, config(steps=1), "", "")),
+        ):
             pass
         return accumulate(*args, **kwargs)
 
     accumulate = loop.accumulate
     monkeypatch.setattr(loop, "accumulate", second)
     run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
-    with claim(run, config(steps=1), store.fingerprint, json.loads((run / "run.json").read_text())["data"]):
+    data = json.loads((run / "run.json").read_text())["data"]
+    with claim(run, Identity(PRETRAINING, config(steps=1), store.fingerprint, data)):
         pass
 
 
@@ -327,8 +331,8 @@ def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_pa
     pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     session = found[-1]
     for lost, raises in (
-        ([100, session.learner.step], True),
-        ([session.learner.step], True),
+        ([100, session.training.step], True),
+        ([session.training.step], True),
         ([100], False),
         ([], False),
     ):

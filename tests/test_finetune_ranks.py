@@ -12,7 +12,7 @@ import torch
 
 from octfm.errors import CheckpointError, ConfigError
 from octfm.pretraining.pretrain import pretrain
-from octfm.pretraining.run_folder import locked
+from octfm.run.folder import locked
 from octfm.run.tracking import read_metrics
 from octfm.tasks.finetune import finetune
 from octfm.tasks.predictions import read_predictions
@@ -119,7 +119,7 @@ def test_two_processes_do_not_train_into_one_folder(run, store, labels, tmp_path
     finetune(config, tmp_path / "run", echo=quiet)  # what a lock leaves behind keeps nobody out
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(CheckpointError, match="not a fine-tuning run"):
+    with pytest.raises(CheckpointError, match="not a run folder"):
         finetune(config, tmp_path / "other", echo=quiet)
 
 

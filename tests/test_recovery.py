@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
@@ -212,7 +212,7 @@ def test_a_run_that_rolled_back_resumes_exactly(store, tmp_path, stop_at, monkey
         whole = pretrain(settings, store, tmp_path / "whole", echo=quiet)
         with monkeypatch.context() as patch:
             interrupted_after(stop_at, patch)
-            with pytest.raises(loop.Preempted):
+            with pytest.raises(Preempted):
                 pretrain(settings, store, tmp_path / "run", echo=quiet)
         run = pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert len(final(run)["state"]["rollbacks"]) == 1

@@ -1,6 +1,10 @@
 """The one error family: every message says where, what was expected, what was found and what to do next."""
 
 import re
+from collections.abc import Callable
+
+Echo = Callable[[str], None]
+"""Shows the user a line of text, such as `print`."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -21,6 +21,7 @@ from octfm.cli.options import (
 )
 
 Out = Annotated[Path, local_option("--out", help="Folder to write into.")]
+OutPlace = Annotated[str, place_option("--out", help="Folder, or s3:// or gs:// address, to write into.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -119,7 +120,7 @@ def finetune(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis")
     ] = None,
-    out: Out = Path("runs/finetune"),
+    out: OutPlace = "runs/finetune",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what there is.")] = None,
     allow_seen: Annotated[
         bool, typer.Option(help="Flag, instead of refusing, test participants that pretraining has seen.")
@@ -127,16 +128,17 @@ def finetune(
 ) -> None:
     """Train for one label: a head on a frozen encoder, or head first and then the encoder; the same command resumes."""
     from octfm.config import load
+    from octfm.io.location import location
     from octfm.tasks.finetune import finetune as tune
     from octfm.tasks.finetune import summary
     from octfm.tasks.finetune_settings import FinetuneConfig
 
-    tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
+    run = tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
     if os.environ.get("RANK", "0") != "0":
         return
-    for line in summary(out):
+    for line in summary(run):
         typer.echo(line)
-    typer.echo(str(out / "finetune.json"))
+    typer.echo(str(location(out) / "finetune.json"))
 
 
 def leaderboard(
@@ -269,9 +271,9 @@ def segment(
             help="key=value: encoder=runs/a store=prepared/ truth=clinic/ground_truth; or files, with --apply."
         ),
     ] = None,
-    out: Out = Path("runs/segment"),
+    out: OutPlace = "runs/segment",
     apply: Annotated[
-        Path | None, local_option(help="A finished segmentation: segment these files with it, into --out.")
+        str | None, place_option(help="A finished segmentation: segment these files with it, into the folder --out.")
     ] = None,
     dicom: Annotated[
         bool, typer.Option("--dicom", help="With --apply: also DICOM SEG and height maps, for DICOM files.")
@@ -286,9 +288,11 @@ def segment(
     file_seconds: FileSeconds = 10,
     file_gb: FileGB = 2,
 ) -> None:
-    """Layer surfaces and fluid from tokens: train and judge in µm and Dice, or apply to files and export NIfTI and DICOM."""
+    """Layer surfaces and fluid from tokens: train and judge in µm and Dice (the same command resumes), or apply to files and export NIfTI
+    and DICOM."""
     from octfm.config import load
     from octfm.formats import read_volume, within
+    from octfm.io.location import local_path, location
     from octfm.tasks.segment import load_segmenter
     from octfm.tasks.segment_export import write_dicom, write_nifti
     from octfm.tasks.segment_score import segment as run_segment
@@ -301,14 +305,15 @@ def segment(
             run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
         ):
             typer.echo(line)
-        typer.echo(str(out / "segment.json"))
+        typer.echo(str(location(out) / "segment.json"))
         return
+    folder = local_path(out)
     segmenter, limits = load_segmenter(apply, device), limits_of(file_seconds, file_gb)
     for file in [expect_place(word) for word in words or []]:
         volume = read_volume(file, limits=limits)
         found = segmenter.segment(volume)
-        written = write_nifti(found, out, Path(file).stem)
-        written += within(limits, functools.partial(write_dicom, found, folder=out), file) if dicom else []
+        written = write_nifti(found, folder, Path(file).stem)
+        written += within(limits, functools.partial(write_dicom, found, folder=folder), file) if dicom else []
         for path in written:
             typer.echo(str(path))
 

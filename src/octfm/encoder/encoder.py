@@ -19,7 +19,7 @@ from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.pretraining.augment import normalise
 from octfm.pretraining.learner import build_objective, config_of, grid_of
 from octfm.pretraining.masks import TISSUE, select_tokens, token_map
-from octfm.pretraining.run_folder import load_newest
+from octfm.pretraining.resume import load_newest
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run

@@ -1,21 +1,21 @@
-"""Self-supervised pretraining: one function, one loop."""
+"""Self-supervised pretraining: `pretrain` sets a run up, `Pretraining.update` is one step of the algorithm, run/loop.py repeats it."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from octfm.errors import ConfigError, Preempted
-from octfm.io.location import BucketPath, Location, location
+from octfm.errors import ConfigError, Echo
+from octfm.io.location import Location, location
 from octfm.models.objectives.objective import Objective
 from octfm.pretraining import preflight
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import feed, health, monitors
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.monitors.measure import Window, train_row, update, validate
-from octfm.pretraining.monitors.online_probe import Cases, find_cases, online_probe, tissue_vectors
+from octfm.pretraining.monitors.online_probe import find_cases, online_probe, tissue_vectors
 from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.preflight.ranks import (
     require_disjoint,
@@ -23,26 +23,23 @@ from octfm.pretraining.preflight.ranks import (
     require_same_folder,
     require_same_order,
 )
-from octfm.pretraining.resume import resume
-from octfm.pretraining.run_folder import RunFolder, claim_together
+from octfm.pretraining.reactions import Data, Reactions
+from octfm.pretraining.resume import PRETRAINING
 from octfm.pretraining.schedule import Schedule, ramp
-from octfm.pretraining.session import Session, open_metrics, open_writer, second_destination
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import OutOfMemory, accumulate, judge, tell
 from octfm.run import checkpoint
-from octfm.run.bucket import BucketRun, mirror_of
-from octfm.run.checkpoint_writer import keep_best
-from octfm.run.interruption import Interruption
+from octfm.run.checkpoint_writer import Retention, keep_best
+from octfm.run.folder import Identity, RunFolder, open_run, resume, volumes_digest
 from octfm.run.launch import join
+from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import Runtime, environment
-from octfm.run.tracking import Listener, Metrics, read_metrics
-from octfm.run.waiting import Waiting
+from octfm.run.trackers import open_trackers
+from octfm.run.tracking import Listener, read_metrics
 from octfm.store.exclusion import without_excluded
 from octfm.store.loader import Loader
 from octfm.store.store import Store
 from octfm.version import __version__
-
-Echo = Callable[[str], None]
 
 
 def pretrain(
@@ -55,240 +52,272 @@ def pretrain(
     override: bool = False,
     listeners: Sequence[Listener] = (),
 ) -> Path:
-    """Train until `config.steps` updates are done and return the run folder; the same call resumes an interrupted run.
+    """Train until `config.steps` updates are made and return the run folder; the same call resumes an interrupted run.
 
-    `store` and `config.data.store` are two ways to say the same thing; giving both is an error. `override` accepts a config that
-    contradicts the run's. `listeners` are told what metrics.jsonl is told, for example a progress bar. Raises Preempted after SIGTERM or
-    SIGINT, once the step is finished and saved. Under torchrun every rank makes this call; rank 0 alone speaks and writes.
+    Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts the run's.
+    `listeners` get everything that metrics.jsonl gets, for example a progress bar. Raises Preempted after SIGTERM or SIGINT, once the
+    step is finished and saved. Under torchrun every rank makes this call; only rank 0 prints and writes.
     """
     store = _one_store(config, store)
     runtime = join(config.runtime, config.precision, device)
-    aloud, echo = echo, echo if runtime.leads else lambda _: None
-    train_rows, validation_rows = preflight.training_rows(config, store)
-    config = in_steps(config, len(train_rows))
-    identity = _identity(store, train_rows)
+    echo_first = echo if runtime.leads else _silent
+    data = Data(store, *preflight.training_rows(config, store))
+    config = in_steps(config, len(data.train_rows))
+    identity = Identity(PRETRAINING, config, store.fingerprint, volumes_digest(store, data.train_rows))
     where = location(out)
-    remote = BucketRun(where) if isinstance(where, BucketPath) else None
-    folder = mirror_of(where) if isinstance(where, BucketPath) else where
 
-    def examine() -> None:
-        if remote is not None:
-            remote.begin()
+    def examine(folder: Path) -> None:
         begun = (folder / "config.yaml").is_file()
-        preflight.require(
-            preflight.checks(config, store, runtime, train_rows, validation_rows, where, resumed=begun), echo
-        )
+        found = preflight.checks(config, store, runtime, data.train_rows, data.validation_rows, where, resumed=begun)
+        preflight.require(found, echo_first)
 
     try:
         with runtime.guarded():
-            runtime.first(examine)
-            require_same_data(runtime, identity)
-            claimed = claim_together(runtime, folder, config, store.fingerprint, identity, override=override, echo=echo)
-            with claimed as run, Interruption() as interruption:
+            require_same_data(runtime, identity.data)
+            opened = open_run(where, identity, runtime, override=override, echo=echo_first, check=examine)
+            with opened as run, Interruption() as interruption:
                 require_same_folder(runtime, run)
-                _train(
-                    config,
-                    store,
-                    train_rows,
-                    validation_rows,
-                    runtime,
-                    run,
-                    interruption,
-                    echo,
-                    aloud,
-                    listeners,
-                    remote,
-                )
+                training = begin(config, data, runtime, run, echo_first)
+                with training.loader:
+                    settings = config.model_dump(mode="json")
+                    trackers = open_trackers(config.tracking, run.path, settings, training.step, runtime.rank)
+                    session = open_session(
+                        training,
+                        run,
+                        retention(config, training.loader.steps_per_epoch),
+                        echo_first,
+                        aloud=echo,
+                        listeners=(*trackers, *listeners),
+                        rollbacks=len(training.learner.state.rollbacks),
+                    )
+                    training.reactions.exclude()
+                    training.reactions.recall_memory(session)
+                    train(training, session, interruption)
+                echo_first(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
     finally:
-        if remote is not None and runtime.leads:
-            remote.end()
         runtime.close()
     return run.path
 
 
-def _train(
-    config: PretrainConfig,
-    store: Store,
-    train_rows: np.ndarray,
-    validation_rows: np.ndarray,
-    runtime: Runtime,
-    run: RunFolder,
-    interruption: Interruption,
-    echo: Echo,
-    aloud: Echo,
-    listeners: Sequence[Listener],
-    remote: BucketRun | None,
-) -> None:
-    """The loop, in a folder that is ours. All ranks run it and all come to the same decisions."""
-    schedule = Schedule(config.schedule, config.steps)
+def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, echo: Echo) -> "Pretraining":
+    """Networks at their initial weights or at the run's newest checkpoint, and the loader that feeds them."""
     fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
-    learner = Learner(config, store.preprocessing, runtime, fresh=fresh)
+    learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh)
     resume(run, learner, echo)
-    names = sorted({store.rows[row].participant for row in train_rows})
-    facts = _facts(learner.model, runtime, store, names)
+    names = sorted({data.store.rows[row].participant for row in data.train_rows})
+    facts = _facts(learner.model, runtime, data.store, names)
     runtime.first(lambda: run.write_record(**facts, precision=config.precision, **second_destination(config, run)))
     key = runtime.first(lambda: run.key)
     participants = {"key": key, "hashes": checkpoint.participant_hashes(names, key)}
-
-    size = config.data.global_batch_size
-    data = config.data
     loader = Loader(
-        store, train_rows, size, config.seed, runtime.rank, runtime.world, data.prefetch, data.balance_scanners
+        data.store,
+        data.train_rows,
+        config.data.global_batch_size,
+        config.seed,
+        runtime.rank,
+        runtime.world,
+        config.data.prefetch,
+        config.data.balance_scanners,
     )
-    require_disjoint(runtime, loader, learner.step + learner.state.offset)
-    require_same_order(runtime, loader, learner.step + learner.state.offset)
-    cases = find_cases(config.probe, store, train_rows, validation_rows)
-    metrics, writer = open_metrics(run, learner, listeners), open_writer(run, learner, loader.steps_per_epoch)
-    if metrics.broken is not None:
-        echo(f"warning: {metrics.broken}")
-    if remote is not None and runtime.leads:
-        writer.follow(remote)
-    session = Session(store, train_rows, run, learner, loader, metrics, writer, participants, echo, learner.step, aloud)
-    session.exclude()
-    session.recall_memory()
-    check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
-    fed = feed.Feed(config, store, loader, runtime)
-    waiting = Waiting(config.tracking.step_deadline_s, session.tell_waiting)
-    waiting.start()
-    try:
-        while learner.step < config.steps:
-            step = learner.step
-            at = step + learner.state.offset
-            waiting.for_("data")
-            batch = loader.batches(at)
-            rows = loader.indices(at * size + np.arange(size))
-            waiting.for_("the device")
-            lr, weight_decay, ema = (
-                schedule.lr(step) * learner.state.lr_scale,
-                schedule.weight_decay(step),
-                schedule.ema(step),
-            )
-            context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
-            logged = step % config.log_every_steps == 0 or step + 1 == config.steps
-            looked = logged or step % config.health.check_every_steps == 0
-            measured = runtime.measures(looked)
-
-            learner.set_rates(lr, weight_decay, ema)
-            micro_batch = learner.micro_batch
-            done = accumulate(learner, batch, context_weight, everything=measured)
-            waiting.for_("the other ranks")
-            runtime.average_gradients(learner.trained)
-            outcome = judge(
-                learner,
-                done,
-                runtime.clip(learner.trained, config.clip_grad_norm),
-                limits(config.health, learner.state),
-            )
-            moved = update(learner, outcome.made, look=measured, done=done)
-            excluded = bool(learner.state.excluded)
-            told = tell(
-                learner, done, outcome, interruption.asked, fed.look(at, rows, excluded, batch, done, closely=looked)
-            )
-            waiting.for_("the device")
-            if learner.micro_batch != micro_batch:
-                session.tell_memory(step, micro_batch)
-
-            rate = float(learner.optimizer.param_groups[0]["lr"])
-            finding = check_rate(step, rate) or monitors.step_findings(config, learner.state, told, rows)
-            finding = finding or feed.finding(told.fed, rows)
-            row = {}
-            if told.made:
-                learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
-            if looked and told.made:
-                row = train_row(learner, done, moved, ema, [store.rows[i].scanner for i in rows])
-                row |= {"lr": rate, "weight_decay": weight_decay, "ema": ema, "grad_norm": told.grad_norm}
-                row |= {"context_weight": context_weight, "epoch": at * size / len(train_rows)}
-                # Exactly 0, or the context encoder sees the answers (F11).
-                row |= {"target_gradient": told.leak} if told.leak is not None else {}
-                finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
-                learner.state = learner.state.look(row["effective_rank"])
-            window.add(batch, runtime.world)
-            if logged and row:
-                row |= window.close(runtime)
-                metrics.write("train", step, **row)
-                _say(metrics, step, config, row | {"step": step, "warmup_steps": schedule.warmup_steps}, echo)
-            learner.step += 1
-            waiting.done()
-            if finding is not None and session.act(step, finding):
-                check_rate, window = monitors.LearningRate(schedule.warmup_steps), Window()
-                continue
-            if _due(step, config.validate_every_steps, config.steps) and len(validation_rows):
-                metrics.write("validation", step, **validate(learner, store, validation_rows))
-                if advice := runtime.first(lambda: monitors.held_out(read_metrics(run.metrics))):
-                    session.act(step, advice)
-                if metrics.listeners:
-                    metrics.picture("masks", step, sample_picture(config, store, validation_rows[:4], step))
-                window.restart()
-            best = False
-            if cases is not None and _due(step, config.probe.every_steps or config.ckpt_every_steps, config.steps):
-                best = _probe(cases, learner, store, metrics, run, step, echo)
-                window.restart()
-            if best or _due(step, config.ckpt_every_steps, config.steps):
-                session.save()
-            session.tell_failures(step)
-            if told.asked and learner.step < config.steps:
-                session.finish()
-                raise Preempted(
-                    f"{told.asked}: saved after {learner.step} of {config.steps} updates; run again to continue"
-                )
-        session.finish()
-    except OutOfMemory as error:
-        run.note_memory(error.micro_batch)
-        raise
-    finally:
-        waiting.close()
-        loader.close()
-        writer.close()
-        metrics.close()
-    echo(f"pretraining done: {config.steps} updates, checkpoint {run.last_checkpoint()}")
+    data_step = learner.step + learner.state.offset
+    require_disjoint(runtime, loader, data_step)
+    require_same_order(runtime, loader, data_step)
+    return Pretraining(run, data, learner, loader, participants)
 
 
-def _probe(
-    cases: Cases, learner: Learner, store: Store, metrics: Metrics, run: RunFolder, step: int, echo: Echo
-) -> bool:
-    """Probe the encoder as it is; whether it is the best state so far, whose checkpoint is to be written and kept. All ranks are told."""
-    config, runtime = learner.config, learner.runtime
-    network = learner.whole().frozen_encoder(config.objective.frozen)
-    budget_of, pool = lambda grid: config.masks.counts(grid)[0], config.objective.pool
-    row = online_probe(
-        cases,
-        partial(tissue_vectors, network, budget_of, config.model.patch_size, pool, store, runtime, learner.micro_batch),
-        runtime,
-    )
+class Pretraining:
+    """A self-supervised training of run/loop.py: what learns, what it is fed, and the monitors that watch it."""
 
-    def judge() -> bool:
-        # Scores of vectors that were pooled otherwise are of another kind.
-        alike = {"kind": "probe", "target": cases.target, "pool": pool}
-        rows = ({"pool": "mean"} | r for r in read_metrics(run.metrics))
-        before = [float(r["score"]) for r in rows if alike.items() <= r.items()]
-        metrics.write("probe", step, pool=pool, **row)
-        neighbours = f"(nearest neighbours {row['knn']:.3f})"
-        echo(f"step {step + 1}: {cases.target} from frozen features: {row['metric']} {row['score']:.3f} {neighbours}")
-        best = float(row["score"]) >= max(before, default=-np.inf)
-        if best:
-            keep_best(run.checkpoints, step + 1)
-        return best
+    def __init__(
+        self, run: RunFolder, data: Data, learner: Learner, loader: Loader, participants: dict[str, Any]
+    ) -> None:
+        """`participants`: the key and the keyed hashes of those who are trained on."""
+        config = learner.config
+        self.run, self.data, self.learner, self.loader, self.participants = run, data, learner, loader, participants
+        self.config, self.runtime, self.tracking = config, learner.runtime, config.tracking
+        self.schedule = Schedule(config.schedule, config.steps)
+        self.reactions = Reactions(data, learner, loader, participants["key"])
+        self.cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
+        self.feed = feed.Feed(config, data.store, loader, self.runtime)
+        self.finding: monitors.Finding | None = None
+        """What is wrong with the last update, if anything is."""
+        self._restart_monitors()
 
-    return runtime.first(judge)
+    def _restart_monitors(self) -> None:
+        self.check_rate, self.window = monitors.LearningRate(self.schedule.warmup_steps), Window()
+
+    @property
+    def step(self) -> int:
+        return self.learner.step
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps
+
+    def update(self, session: Session, interruption: Interruption) -> str | None:
+        """One step: read a batch, compute gradients, judge them, update or not, measure, log."""
+        config, learner, runtime, step = self.config, self.learner, self.runtime, self.step
+        size = config.data.global_batch_size
+        # A rollback passes over batches: from then on data are ahead of updates.
+        data_step = step + learner.state.offset
+        session.waiting.for_("data")
+        batch = self.loader.batches(data_step)
+        rows = self.loader.indices(data_step * size + np.arange(size))
+
+        session.waiting.for_("the device")
+        rates = {"weight_decay": self.schedule.weight_decay(step), "ema": self.schedule.ema(step)}
+        context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
+        log = step % config.log_every_steps == 0 or step + 1 == config.steps
+        inspect = log or step % config.health.check_every_steps == 0
+        measured = runtime.measures(inspect)
+        learner.set_rates(self.schedule.lr(step) * learner.state.lr_scale, **rates)
+        micro_batch = learner.micro_batch
+        try:
+            micro_steps = accumulate(learner, batch, context_weight, everything=measured)
+        except OutOfMemory as error:
+            session.run.note_memory(error.micro_batch)
+            raise
+        session.waiting.for_("the other ranks")
+        runtime.average_gradients(learner.trained)
+        grad_norm = runtime.clip(learner.trained, config.clip_grad_norm)
+        outcome = judge(learner, micro_steps, grad_norm, limits(config.health, learner.state))
+        weight_change = update(learner, outcome.made, look=measured, done=micro_steps)
+        excluded = bool(learner.state.excluded)
+        fed = self.feed.look(data_step, rows, excluded, batch, micro_steps, closely=inspect)
+        # The first moment at which the host waits for the device, and the ranks for each other.
+        summary = tell(learner, micro_steps, outcome, interruption.asked, fed)
+        session.waiting.for_("the device")
+        if learner.micro_batch != micro_batch:
+            self.reactions.report_smaller(session, micro_batch)
+
+        lr = float(learner.optimizer.param_groups[0]["lr"])
+        finding = self.check_rate(step, lr) or monitors.step_findings(config, learner.state, summary, rows)
+        finding = finding or feed.finding(summary.fed, rows)
+        row: dict[str, Any] = {}
+        if summary.made:
+            learner.state = learner.state.accept(summary.loss, summary.grad_norm, config.health.window)
+        if inspect and summary.made:
+            scanners = [self.data.store.rows[i].scanner for i in rows]
+            row = train_row(learner, micro_steps, weight_change, rates["ema"], scanners)
+            row |= {"lr": lr, **rates, "grad_norm": summary.grad_norm, "context_weight": context_weight}
+            row |= {"epoch": data_step * size / len(self.data.train_rows)}
+            # Exactly 0, or the context encoder sees the answers (F11).
+            row |= {"target_gradient": summary.leak} if summary.leak is not None else {}
+            finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
+            learner.state = learner.state.look(row["effective_rank"])
+        self.window.add(batch, runtime.world)
+        if log and row:
+            row |= self.window.close(runtime)
+            session.metrics.write("train", step, **row)
+            self._report_health(session, row | {"step": step, "warmup_steps": self.schedule.warmup_steps})
+        learner.step += 1
+        self.finding = finding
+        return summary.asked
+
+    def recover(self, session: Session) -> bool:
+        """Skip, exclude, roll back or stop, as the finding demands."""
+        if self.finding is None or not self.reactions.act(session, self.step - 1, self.finding):
+            return False
+        self._restart_monitors()
+        return True
+
+    def validate(self, session: Session) -> bool:
+        """Validation loss and online probe, when they are due; True when a checkpoint is."""
+        config, step = self.config, self.step - 1
+        if self._due(config.validate_every_steps) and len(self.data.validation_rows):
+            self._validate(session, step)
+            self.window.restart()
+        best = False
+        if self.cases is not None and self._due(config.probe.every_steps or config.ckpt_every_steps):
+            best = self._probe(session, step)
+            self.window.restart()
+        return best or self._due(config.ckpt_every_steps)
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.finished
+
+    def _validate(self, session: Session, step: int) -> None:
+        store, rows, metrics = self.data.store, self.data.validation_rows, session.metrics
+        metrics.write("validation", step, **validate(self.learner, store, rows))
+        if advice := self.runtime.first(lambda: monitors.held_out(read_metrics(self.run.metrics))):
+            self.reactions.act(session, step, advice)
+        if metrics.listeners:
+            metrics.picture("masks", step, sample_picture(self.config, store, rows[:4], step))
+
+    def _probe(self, session: Session, step: int) -> bool:
+        """Probe the encoder as it is; True, on all ranks, if it is the best state so far: its checkpoint is written and kept."""
+        config, learner, runtime, cases = self.config, self.learner, self.runtime, self.cases
+        assert cases is not None
+        network, pool = learner.whole().frozen_encoder(config.objective.frozen), config.objective.pool
+        vectors_of = partial(
+            tissue_vectors,
+            network,
+            lambda grid: config.masks.counts(grid)[0],
+            config.model.patch_size,
+            pool,
+            self.data.store,
+            runtime,
+            learner.micro_batch,
+        )
+        row = online_probe(cases, vectors_of, runtime)
+
+        def is_best() -> bool:
+            # Scores of vectors that were pooled in another way are not comparable.
+            alike = {"kind": "probe", "target": cases.target, "pool": pool}
+            rows = ({"pool": "mean"} | r for r in read_metrics(self.run.metrics))
+            before = [float(r["score"]) for r in rows if alike.items() <= r.items()]
+            session.metrics.write("probe", step, pool=pool, **row)
+            score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"
+            session.echo(f"step {step + 1}: {cases.target} from frozen features: {score}")
+            best = float(row["score"]) >= max(before, default=-np.inf)
+            if best:
+                keep_best(self.run.checkpoints, step + 1)
+            return best
+
+        return runtime.first(is_best)
+
+    def _report_health(self, session: Session, row: dict[str, Any]) -> None:
+        """Log the verdicts on a logged step, and print its line."""
+        step, config = row["step"], self.config
+        for verdict in health.verdicts(row, config.model.width):
+            session.metrics.write("health", step, **verdict.row())
+            if verdict.verdict == "bad":
+                session.echo(f"step {step}: {verdict.what}: {verdict.sentence}")
+        # Without a context loss nothing lowers it.
+        context = f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""
+        session.echo(
+            f"step {step + 1:>6}/{config.steps}  masked {row['masked_over_baseline']:.3f}{context} of baseline  "
+            f"rank {row['effective_rank']:5.1f}  lr {row['lr']:.1e}  grad {row['grad_norm']:.2f}  "
+            f"{row['volumes_per_s']:.1f} volumes/s  waiting for data {row['data_wait_share']:.0%}"
+        )
+
+    def content(self) -> dict[str, Any]:
+        return self.learner.content(self.run.record, self.data.store.fingerprint, self.participants)
+
+    def restore(self, content: dict[str, Any] | None, source: Path) -> None:
+        self.learner.restore(content, source)
 
 
-def _say(metrics: Metrics, step: int, config: PretrainConfig, row: dict, echo: Echo) -> None:
-    for verdict in health.verdicts(row, config.model.width):
-        metrics.write("health", step, **verdict.row())
-        if verdict.verdict == "bad":
-            echo(f"step {step}: {verdict.what}: {verdict.sentence}")
-    context = (
-        f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""
-    )  # else nothing lowers it
-    echo(
-        f"step {step + 1:>6}/{config.steps}  masked {row['masked_over_baseline']:.3f}{context} of baseline  "
-        f"rank {row['effective_rank']:5.1f}  lr {row['lr']:.1e}  grad {row['grad_norm']:.2f}  {row['volumes_per_s']:.1f} volumes/s  "
-        f"waiting for data {row['data_wait_share']:.0%}"
-    )
+def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
+    """The config's keep_* settings in steps."""
+    intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
+    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval))
 
 
-def _due(step: int, every: int, steps: int) -> bool:
-    return (step + 1) % every == 0 or step + 1 == steps
+def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
+    """For run.json: a folder of this run's own on the other disk."""
+    if config.ckpt_second_dir is None:
+        return {}
+    name = f"{run.path.resolve().name}-{run.key[:8]}"
+    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / name)}
+
+
+def _silent(_: str) -> None:
+    """For ranks other than the first."""
 
 
 def _one_store(config: PretrainConfig, store: Store | None) -> Store:
@@ -299,14 +328,6 @@ def _one_store(config: PretrainConfig, store: Store | None) -> Store:
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
     return without_excluded(Store.open(config.data.store), config.data.exclude)
-
-
-def _identity(store: Store, rows: np.ndarray) -> str:
-    """Which volumes are trained on, in which order, down to their voxels."""
-    text = "\n".join(f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows)
-    if store.left_out:
-        text += "\nwithout " + " ".join(store.left_out)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _facts(model: Objective, runtime: Runtime, store: Store, participants: list[str]) -> dict:

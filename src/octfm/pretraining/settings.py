@@ -206,21 +206,3 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
             "ckpt_every_epochs": None,
         }
     )
-
-
-def differences(a: PretrainConfig, b: PretrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ and which a resumed run must not change, with both values."""
-    left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
-    # Another objective has other keys.
-    return {
-        key: (left.get(key), right.get(key))
-        for key in sorted(left.keys() | right.keys())
-        if left.get(key) != right.get(key) and key not in MAY_CHANGE
-    }
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

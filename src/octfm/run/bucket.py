@@ -136,6 +136,16 @@ class BucketRun:
                 self._wake.set()
         return True
 
+    def publish(self) -> None:
+        """Send files that are not checkpoints, such as results. Raises CheckpointError if the bucket does not take them."""
+        try:
+            self._lease.require()
+            self._send_files()
+        except BucketError as error:
+            raise CheckpointError(
+                f"{self.where}: results are in {self.path} and not yet in the bucket ({error}); the same command on this machine sends them"
+            ) from None
+
     def failures(self) -> list[tuple[int, str]]:
         """(step, sentence) of what went wrong since the last call."""
         with self._lock:
@@ -370,6 +380,9 @@ def _stays_here(inside: Path) -> bool:
         or inside.parts[0] == ".outbox"
         or inside.name in (MARK, VERSIONS, "run.lock")
         or inside.suffix == ".partial"
+        or inside.name.startswith(
+            "tokens-"
+        )  # features of a frozen encoder: gigabytes that any machine can compute again
     )
 
 

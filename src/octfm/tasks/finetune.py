@@ -14,40 +14,42 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octfm.catalog.labels import read_labels
+from octfm.config import load
 from octfm.encoder.embeddings import Embeddings, of_store
-from octfm.encoder.encoder import Encoder, load_encoder, seen_by
+from octfm.encoder.encoder import load_encoder, participants_of, seen_by
 from octfm.encoder.ranks import collect
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
-from octfm.errors import ConfigError, EvaluationError, Preempted
+from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, write_probe
 from octfm.evaluation.scoring import Predictions, score, to_units
-from octfm.io.location import local_path
+from octfm.io.location import Location, location
 from octfm.pretraining.preflight.ranks import require_disjoint
-from octfm.pretraining.run_folder import git_state
 from octfm.run import checkpoint
-from octfm.run.interruption import Interruption
+from octfm.run.checkpoint_writer import Retention
+from octfm.run.folder import Identity, Kind, RunFolder, git_state, open_run, resume, volumes_digest
 from octfm.run.launch import join
+from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import Runtime, environment
-from octfm.run.tracking import Metrics, Unheard
+from octfm.run.tracking import TrackingConfig
 from octfm.store.exclusion import without_excluded
 from octfm.store.loader import Loader
 from octfm.store.store import Store
-from octfm.tasks.finetune_folder import claim_together, newest, save
-from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.finetune_settings import MAY_CHANGE, FinetuneConfig
 from octfm.tasks.predictions import write_predictions
 from octfm.tasks.task_model import Features, Live, Source, TaskModel
+from octfm.version import __version__
 
-Echo = Callable[[str], None]
 STATISTICS_FROM = 128
-"""Training volumes that tokens are standardised by."""
+"""Training volumes whose tokens give the mean and deviation that the head standardises by."""
+FINE_TUNING = Kind("finetune", MAY_CHANGE, lambda settings, _: load(FinetuneConfig, settings))
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Who is trained on, validated on and tested: positions in the cases."""
+    """A label, and positions in its cases to train on, to validate on and to test."""
 
     cases: Cases
     train: np.ndarray
@@ -57,35 +59,43 @@ class Task:
 
     @property
     def log_prior(self) -> np.ndarray:
-        """[K] log of how common classes are in training."""
+        """[K] log of each class's share of the training volumes."""
         share = np.bincount(self.cases.label[self.train], minlength=len(self.cases.classes or ())) / len(self.train)
         return np.log(np.maximum(share, 1e-6))
 
 
 def finetune(
-    config: FinetuneConfig, out: str | Path, device: str | None = None, *, allow_seen: bool = False, echo: Echo = print
+    config: FinetuneConfig,
+    out: str | Location,
+    device: str | None = None,
+    *,
+    allow_seen: bool = False,
+    echo: Echo = print,
 ) -> Path:
     """Train until validation participants no longer gain and return the run folder; the same call resumes an interrupted run.
 
-    Writes config.yaml, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (as probe.json). Raises EvaluationError where a
-    test participant was in the encoder's pretraining (unless `allow_seen`), Preempted after SIGTERM or SIGINT. Under torchrun every rank
-    makes this call, takes its share of every batch, and rank 0 alone speaks and writes.
+    Writes config.yaml, run.json, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (in the format of probe.json), to
+    a folder or to an address in a bucket. Raises EvaluationError if a test participant was in the encoder's pretraining (unless
+    `allow_seen`), and Preempted after SIGTERM or SIGINT. Under torchrun every rank makes this call and takes its share of every batch;
+    only rank 0 prints and writes.
     """
     if config.encoder is None or config.store is None:
         raise ConfigError(
             "encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/"
         )
-    out, store = local_path(out), without_excluded(Store.open(config.store), config.exclude)
+    out, store = location(out), without_excluded(Store.open(config.store), config.exclude)
     runtime = join(config.runtime, config.precision, device)
     try:
         with runtime.guarded():
-            _finetune(config, out, store, runtime, allow_seen, echo if runtime.leads else lambda _: None)
+            echo_first = echo if runtime.leads else lambda _: None
+            return _finetune(config, out, store, runtime, allow_seen, echo_first)
     finally:
         runtime.close()
-    return out
 
 
-def _finetune(config: FinetuneConfig, out: Path, store: Store, runtime: Runtime, allow_seen: bool, echo: Echo) -> None:
+def _finetune(
+    config: FinetuneConfig, out: Location, store: Store, runtime: Runtime, allow_seen: bool, echo: Echo
+) -> Path:
     if config.batch_size % runtime.world:
         raise ConfigError(
             f"batch_size {config.batch_size} is not a multiple of the {runtime.world} ranks that share it"
@@ -97,31 +107,46 @@ def _finetune(config: FinetuneConfig, out: Path, store: Store, runtime: Runtime,
         )
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
-    with claim_together(runtime, out, config, echo), Interruption() as interruption:
+    known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
+    participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}
+    used = np.r_[task.train, task.validation, task.test]
+    data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
+    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"])
+    with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
+        runtime.first(lambda: run.write_record(environment=environment(runtime), octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
         source: Source = Live(encoder, store, config)
         if config.frozen:
-            kept = token_features(encoder, store, out, per_volume=config.tokens_per_volume, max_gb=config.max_cache_gb)
+            kept = token_features(
+                encoder, store, run.path, per_volume=config.tokens_per_volume, max_gb=config.max_cache_gb
+            )
             source = Features(kept, store, runtime)
-        best = _train(config, task, store, model, source, encoder, out, interruption, echo)
-        model.module.load_state_dict(best["model"])
+        training = FineTuning(task, store, model, source, participants)
+        if not resume(run, training, echo):
+            training.begin()
+        runtime.share(model.module.state_dict().values())
+        rows = task.cases.rows[task.train]
+        # The last checkpoint holds the best state as well.
+        session = open_session(training, run, Retention(1), echo)
+        with Loader(store, rows, config.batch_size, config.seed, runtime.rank, runtime.world, prefetch=0) as loader:
+            training.loader = loader
+            require_disjoint(runtime, loader, training.step)
+            train(training, session, interruption)
+        assert training.best is not None
+        model.module.load_state_dict(training.best["model"])
         predictions = _predictions(task, model, source, task.test)
-        if runtime.leads:
-            _write_result(config, task, store, predictions, best, runtime, out)
+        runtime.first(lambda: _write_result(training, predictions, run))
+    return run.path
 
 
-def _write_result(
-    config: FinetuneConfig,
-    task: Task,
-    store: Store,
-    predictions: Predictions,
-    best: dict[str, Any],
-    runtime: Runtime,
-    out: Path,
-) -> None:
+def _write_result(training: "FineTuning", predictions: Predictions, run: RunFolder) -> None:
+    task, config, best = training.task, training.config, training.best
+    assert best is not None
     prior = task.log_prior if task.cases.classes else None
-    write_predictions(out / "predictions.parquet", store, task.cases, prior, predictions, config, best["epoch"])
-    rows = [s.row for s in score(task.cases, out.name, [predictions], task.facts, RESAMPLES, 0)]
+    write_predictions(
+        run.path / "predictions.parquet", training.store, task.cases, prior, predictions, config, best["epoch"]
+    )
+    rows = [s.row for s in score(task.cases, run.path.name, [predictions], task.facts, RESAMPLES, 0)]
     result = {
         "format": "octfm-finetune",
         "version": 1,
@@ -131,10 +156,11 @@ def _write_result(
         "validation_score": best["score"],
         "validation_participants": len(np.unique(task.cases.participant[task.validation])),
         "settings": config.model_dump(mode="json"),
-        "environment": environment(runtime),
+        "environment": environment(training.runtime),
         "git": git_state(),
     }
-    write_probe(out / "finetune.json", result)
+    write_probe(run.path / "finetune.json", result)
+    run.publish()
 
 
 def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
@@ -171,102 +197,123 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
     return Task(cases, train, validation, test, facts)
 
 
-def _train(
-    config: FinetuneConfig,
-    task: Task,
-    store: Store,
-    model: TaskModel,
-    source: Source,
-    encoder: Encoder,
-    out: Path,
-    interruption: Interruption,
-    echo: Echo,
-) -> dict[str, Any]:
-    """The loop; returns the best state. All ranks run it and all come to the same decisions."""
-    runtime, train_rows = model.runtime, task.cases.rows[task.train]
-    steps = max(1, math.ceil(config.epochs * len(train_rows) / config.batch_size))
-    per_epoch = max(1, round(len(train_rows) / config.batch_size))
-    head_steps = 0 if config.frozen else min(steps, math.ceil(config.head_epochs * len(train_rows) / config.batch_size))
-    target = _Target(task, config, model)
-    participants = task.cases.participant[np.r_[task.train, task.validation]].tolist()
-    step, best, stale = 0, None, 0
-    content = runtime.first(lambda: newest(out, config, store))
-    if content is not None:
-        model.module.load_state_dict(content["model"])
-        model.optimizer.load_state_dict(content["optimizer"])
-        step, best, stale = content["step"], content["state"]["best"], content["state"]["stale"]
-        echo(f"resuming {out} after {step} updates")
-    else:
-        with torch.no_grad(), runtime.autocast():
-            rows = train_rows[np.linspace(0, len(train_rows) - 1, min(STATISTICS_FROM, len(train_rows))).astype(int)]
+class FineTuning:
+    """A fine-tuning of run/loop.py: the last state, which goes on, and the best one, which is kept."""
+
+    loader: Loader
+    tracking = TrackingConfig()
+
+    def __init__(self, task: Task, store: Store, model: TaskModel, source: Source, participants: dict[str, Any]):
+        """`participants`: the key of hashes, and the hashes of those whom the encoder has seen."""
+        self.task, self.store, self.model, self.source = task, store, model, source
+        self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model.config, model)
+        people = task.cases.participant[np.r_[task.train, task.validation]].tolist()
+        hashes = {*participants["hashes"], *checkpoint.participant_hashes(people, participants["key"])}
+        self.participants = {"key": participants["key"], "hashes": sorted(hashes)}
+        batches = len(task.train) / self.config.batch_size
+        self.per_epoch = max(1, round(batches))
+        self.steps = max(1, math.ceil(self.config.epochs * batches))
+        self.head_steps = 0 if self.config.frozen else min(self.steps, math.ceil(self.config.head_epochs * batches))
+        self.step, self.stale, self.loss = 0, 0, 0.0
+        self.best: dict[str, Any] | None = None
+        """score, loss, epoch and model of the best validation so far."""
+
+    def begin(self) -> None:
+        """Standardise tokens by those of some training volumes."""
+        config, rows = self.config, self.task.cases.rows[self.task.train]
+        rows = rows[np.linspace(0, len(rows) - 1, min(STATISTICS_FROM, len(rows))).astype(int)]
+        with torch.no_grad(), self.runtime.autocast():
             parts = [
-                source.tokens(rows[i : i + config.per_device_batch_size], None)
+                self.source.tokens(rows[i : i + config.per_device_batch_size], None)
                 for i in range(0, len(rows), config.per_device_batch_size)
             ]
-            model.head.standardise_by(torch.cat([t for t, _ in parts]), torch.cat([c for _, c in parts]))
-    runtime.share(model.module.state_dict().values())
-    metrics = Metrics(out / "metrics.jsonl", step) if runtime.leads else Unheard()
-    if metrics.broken is not None:
-        echo(f"warning: {metrics.broken}")
+            self.model.head.standardise_by(torch.cat([t for t, _ in parts]), torch.cat([c for _, c in parts]))
 
-    def keep() -> None:
-        runtime.first(lambda: save(out, step, model, best, stale, encoder, store, participants, target.answer))
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps or self.stale >= self.config.patience
 
-    with Loader(store, train_rows, config.batch_size, config.seed, runtime.rank, runtime.world, prefetch=0) as loader:
-        require_disjoint(runtime, loader, step)
-        while step < steps and stale < config.patience:
-            model.set_rates(step, steps, head_steps)
-            model.module.train()
-            position = loader.positions(step)
-            rows = loader.indices(position)
-            model.optimizer.zero_grad(set_to_none=True)
-            loss = 0.0
-            for i in range(0, len(rows), config.per_device_batch_size):
-                part = slice(i, i + config.per_device_batch_size)
-                part_loss = target.loss(model.answers(source, rows[part], position[part]), rows[part]) / len(rows)
-                part_loss.backward()
-                loss += float(part_loss.detach())
-            loss, asked = _tell(runtime, loss, interruption.asked)
-            if not math.isfinite(loss):
-                raise EvaluationError(
-                    f"{out}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32"
-                )
-            trained = [p for p in model.module.parameters() if p.grad is not None]
-            runtime.average_gradients(trained)
-            grad_norm = float(runtime.clip(trained, config.clip_grad_norm))
-            model.optimizer.step()
-            rates = {f"lr_{g['part']}": g["lr"] for g in model.optimizer.param_groups}
-            metrics.write("train", step, loss=loss, grad_norm=grad_norm, **rates)
-            step += 1
-            if step % per_epoch == 0 or step == steps:
-                value, held_out = validate(task, model, source, target)
-                metrics.write("validation", step - 1, score=value, loss=held_out)
-                if best is None or (value, -held_out) > (best["score"], -best["loss"]):
-                    state = checkpoint.snapshot(model.module.state_dict())
-                    best, stale = (
-                        {"score": value, "loss": held_out, "epoch": round(step / per_epoch), "model": state},
-                        0,
-                    )
-                else:
-                    stale += 1
-                echo(
-                    f"epoch {round(step / per_epoch):>3}  loss {loss:.3f}  validation {target.metric} {value:.3f}  best {best['score']:.3f}"
-                )
-                keep()
-            if asked and step < steps and stale < config.patience:
-                keep()
-                metrics.close()
-                raise Preempted(f"{asked}: saved after {step} of {steps} updates; run again to continue")
-    metrics.close()
-    assert best is not None
-    return best
+    def update(self, session: Session, interruption: Interruption) -> str | None:
+        """One step: this rank's share of the batch in parts, averaged gradients, clipped, AdamW."""
+        model, step = self.model, self.step
+        model.set_rates(step, self.steps, self.head_steps)
+        model.module.train()
+        session.waiting.for_("data")
+        position = self.loader.positions(step)
+        rows = self.loader.indices(position)
+        model.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for i in range(0, len(rows), self.config.per_device_batch_size):
+            part = slice(i, i + self.config.per_device_batch_size)
+            answers = model.answers(self.source, rows[part], position[part])
+            part_loss = self.target.loss(answers, rows[part]) / len(rows)
+            part_loss.backward()
+            loss += float(part_loss.detach())
+        session.waiting.for_("the other ranks")
+        loss, signal_name = _agree(self.runtime, loss, interruption.asked)
+        if not math.isfinite(loss):
+            raise EvaluationError(
+                f"{session.run.path}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32"
+            )
+        trained = [p for p in model.module.parameters() if p.grad is not None]
+        self.runtime.average_gradients(trained)
+        grad_norm = float(self.runtime.clip(trained, self.config.clip_grad_norm))
+        model.optimizer.step()
+        rates = {f"lr_{g['part']}": g["lr"] for g in model.optimizer.param_groups}
+        session.metrics.write("train", step, loss=loss, grad_norm=grad_norm, **rates)
+        self.step += 1
+        self.loss = loss
+        return signal_name
+
+    def recover(self, session: Session) -> bool:
+        return False
+
+    def validate(self, session: Session) -> bool:
+        """After every epoch: keep the state if it is the best so far; True, since the checkpoint holds it."""
+        if self.step % self.per_epoch and self.step < self.steps:
+            return False
+        value, held_out = validate(self.task, self.model, self.source, self.target)
+        session.metrics.write("validation", self.step - 1, score=value, loss=held_out)
+        epoch = round(self.step / self.per_epoch)
+        if self.best is None or (value, -held_out) > (self.best["score"], -self.best["loss"]):
+            state = checkpoint.snapshot(self.model.module.state_dict())
+            self.best = {"score": value, "loss": held_out, "epoch": epoch, "model": state}
+            self.stale = 0
+        else:
+            self.stale += 1
+        session.echo(
+            f"epoch {epoch:>3}  loss {self.loss:.3f}  validation {self.target.metric} {value:.3f}  best {self.best['score']:.3f}"
+        )
+        return True
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.model.optimizer.state_dict(),
+            "state": {"best": self.best, "stale": self.stale},
+            "config": self.config.model_dump(mode="json"),
+            "encoder_config": self.model.encoder.config.model_dump(mode="json"),
+            "answer": self.target.answer.to_dict(),
+            "preprocessing": self.store.preprocessing.model_dump(mode="json"),
+            "fingerprint": self.store.fingerprint,
+            "participants": self.participants,
+            "octfm": __version__,
+        }
+
+    def restore(self, content: dict[str, Any] | None, source: Path) -> None:
+        found = self.runtime.first(lambda: content)
+        assert found is not None
+        self.model.module.load_state_dict(found["model"])
+        self.model.optimizer.load_state_dict(found["optimizer"])
+        self.step, self.best, self.stale = found["step"], found["state"]["best"], found["state"]["stale"]
 
 
-def _tell(runtime: Runtime, loss: float, asked: str | None) -> tuple[float, str | None]:
-    """The mean loss of all ranks, and a signal that some rank was sent: the same numbers everywhere, so the same decisions."""
-    told = runtime.exchange(np.array([loss, signal.Signals[asked] if asked else 0], np.float64))
-    number = int(told[:, 1].max())
-    return float(told[:, 0].mean()), signal.Signals(number).name if number else None
+def _agree(runtime: Runtime, loss: float, signal_name: str | None) -> tuple[float, str | None]:
+    """The mean loss of all ranks and a signal that any rank was sent: the same on all ranks, so that they decide alike."""
+    own = np.array([loss, signal.Signals[signal_name] if signal_name else 0], np.float64)
+    everyone = runtime.exchange(own)
+    number = int(everyone[:, 1].max())
+    return float(everyone[:, 0].mean()), signal.Signals(number).name if number else None
 
 
 class _Target:

@@ -9,6 +9,9 @@ from octfm.models.heads import Pool
 from octfm.pretraining.augment import AugmentConfig
 from octfm.run.runtime import Precision, RuntimeConfig
 
+MAY_CHANGE = frozenset({"runtime", "max_cache_gb"})
+"""Settings that a resumed run may change and still be the same run."""
+
 
 class FinetuneConfig(Config):
     """One run."""

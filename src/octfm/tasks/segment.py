@@ -16,23 +16,23 @@ from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
 from octfm.formats.arrays import named_arrays
 from octfm.io.isolation import Limits
+from octfm.io.location import Location
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.models.vit3d import take_patches
 from octfm.pretraining.augment import normalise
 from octfm.run import checkpoint
+from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start
 from octfm.store.exclusion import without_excluded
 from octfm.store.layout import Arrays, StoreRow
 from octfm.store.store import Store
 from octfm.tasks.segment_settings import SegmentConfig
-from octfm.version import __version__
 from octfm.volume.surface import best_path
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
 
 Tokens = Literal["encoder", "voxels"]
 """What the decoder reads: the encoder's tokens, or the bare voxels of each patch (the intensity baseline)."""
-Echo = Callable[[str], None]
 STEEPEST = 2.0
 """Rise over run of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
 PATH_PENALTY = 0.2
@@ -80,7 +80,8 @@ class Segmenter:
             self.runtime.device
         )
         learns = bool(config.lr_encoder) and tokens == "encoder"
-        encoder.network.requires_grad_(learns)
+        if tokens == "encoder":  # the baseline of bare voxels shares its encoder with one that may be learning
+            encoder.network.requires_grad_(learns)
         groups = [{"params": list(self.decoder.parameters()), "lr": config.lr}]
         if learns:
             groups.append({"params": list(encoder.network.parameters()), "lr": config.lr_encoder})
@@ -102,47 +103,13 @@ class Segmenter:
                 patches = self.encoder.network(patches, index).float()
         return patches.unflatten(1, grid.shape)
 
-    def train(self, volumes: Callable[[int], np.ndarray], truth: Sequence[Labelled], echo: Echo = print) -> list[float]:
-        """Fit to labelled volumes (`volumes(i)` gives uint8 [D, H, W]); the loss of every step. Order is a function of the seed."""
-        config, cache = self.config, {}
-        size = math.prod(self.encoder.preprocessing.image_size) / math.prod(self.encoder.config.model.patch_size)
-        keeps = not self.learns and len(truth) * size * self.decoder.mean.numel() * 2 / 1e9 <= config.max_cache_gb
+    def train(self, volumes: Callable[[int], np.ndarray], truth: Sequence[Labelled]) -> list[float]:
+        """Fit to labelled volumes (`volumes(i)` gives uint8 [D, H, W]); the loss of every step."""
+        fit = Fit(self, volumes, truth)
+        fit.begin()
+        return [fit.update(step) for step in range(self.config.steps)]
 
-        def tokens(i: int) -> Tensor:
-            if i in cache:
-                return cache[i].float()
-            with torch.set_grad_enabled(self.learns):
-                found = self.grid(volumes(i)[None])[0]
-            if keeps:
-                cache[i] = found.half()
-            return found
-
-        with torch.no_grad():
-            some = [tokens(i).flatten(0, 2) for i in range(min(8, len(truth)))]
-            self.decoder.standardise_by(torch.cat(some))
-        losses: list[float] = []
-        for step in range(config.steps):
-            chosen = np.random.default_rng((config.seed, step)).permutation(len(truth))[: config.batch_size]
-            logits = self.decoder(torch.stack([tokens(int(i)) for i in chosen]))
-            loss = self._loss(logits, [truth[i] for i in chosen])
-            for group, peak in zip(self.optimizer.param_groups, (config.lr, config.lr_encoder), strict=False):
-                group["lr"] = (
-                    peak
-                    * 0.5
-                    * (1 + math.cos(math.pi * step / config.steps))
-                    * min(1.0, (step + 1) / (0.05 * config.steps + 1))
-                )
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            self.optimizer.step()
-            losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):
-                raise EvaluationError(f"segmentation: the loss is {losses[-1]} at step {step}; lower lr and lr_encoder")
-            if (step + 1) % max(1, config.steps // 5) == 0:
-                echo(f"step {step + 1:>5}/{config.steps}  loss {np.mean(losses[-20:]):.3f}")
-        return losses
-
-    def _loss(self, logits: Tensor, truth: Sequence[Labelled]) -> Tensor:
+    def loss(self, logits: Tensor, truth: Sequence[Labelled]) -> Tensor:
         count = len(self.config.surfaces)
         loss = logits.new_zeros(())
         if count:
@@ -187,35 +154,84 @@ class Segmenter:
             Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
         )
 
-    def save(self, out: Path) -> Path:
-        """Everything that `load_segmenter` needs but the pretraining run itself, whose encoder is kept as well where it has learned."""
-        model = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
+    def weights(self) -> dict[str, Tensor]:
+        """Of the decoder, and of the encoder if it has learned."""
+        found = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
         if self.learns:
-            model |= {f"encoder.{name}": tensor for name, tensor in self.encoder.network.state_dict().items()}
-        content = {
-            "model": model,
-            "optimizer": {},
-            "state": {"tokens": self.tokens},
-            "config": self.config.model_dump(mode="json"),
-            "preprocessing": self.encoder.preprocessing.model_dump(mode="json"),
-            "fingerprint": self.encoder.fingerprint,
-            "participants": {"key": "", "hashes": []},
-            "octfm": __version__,
-        }
-        return checkpoint.write(out / "checkpoints", self.config.steps, content)
+            found |= {f"encoder.{name}": tensor for name, tensor in self.encoder.network.state_dict().items()}
+        return found
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """The opposite of `weights`."""
+        for part, module in (("decoder", self.decoder), ("encoder", self.encoder.network)):
+            own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+            if own:
+                module.load_state_dict(own)
 
 
-def load_segmenter(out: str | Path, device: str | None = None) -> Segmenter:
-    """The segmenter that `octfm segment` trained into this folder."""
-    content = checkpoint.load(checkpoint.newest(Path(out)))
+class Fit:
+    """Fits a segmenter to labelled volumes; what a step draws is a function of the seed and the step."""
+
+    def __init__(self, segmenter: Segmenter, volumes: Callable[[int], np.ndarray], truth: Sequence[Labelled]):
+        """`volumes(i)` gives the uint8 [D, H, W] that belong to `truth[i]`."""
+        self.segmenter, self.volumes, self.truth = segmenter, volumes, truth
+        config, encoder = segmenter.config, segmenter.encoder
+        tokens = math.prod(encoder.preprocessing.image_size) / math.prod(encoder.config.model.patch_size)
+        size_gb = len(truth) * tokens * segmenter.decoder.mean.numel() * 2 / 1e9
+        self._keeps = not segmenter.learns and size_gb <= config.max_cache_gb
+        self._kept: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """Standardise tokens by those of the first volumes."""
+        with torch.no_grad():
+            some = [self._tokens(i).flatten(0, 2) for i in range(min(8, len(self.truth)))]
+            self.segmenter.decoder.standardise_by(torch.cat(some))
+
+    def forget(self) -> None:
+        """Free the kept tokens."""
+        self._kept.clear()
+
+    def _tokens(self, i: int) -> Tensor:
+        if i not in self._kept:
+            with torch.set_grad_enabled(self.segmenter.learns):
+                found = self.segmenter.grid(self.volumes(i)[None])[0]
+            if not self._keeps:
+                return found
+            self._kept[i] = found.half()
+        # Rounded on the first use as on any other: a resumed run, which keeps none yet, gets the same numbers.
+        return self._kept[i].float()
+
+    def update(self, step: int) -> float:
+        """One update; its loss. Raises EvaluationError if that is not finite."""
+        segmenter, config = self.segmenter, self.segmenter.config
+        chosen = np.random.default_rng((config.seed, step)).permutation(len(self.truth))[: config.batch_size]
+        logits = segmenter.decoder(torch.stack([self._tokens(int(i)) for i in chosen]))
+        loss = segmenter.loss(logits, [self.truth[i] for i in chosen])
+        # A cosine to 0 after a warm-up of 5 % of the steps.
+        cosine = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+        warmup = min(1.0, (step + 1) / (0.05 * config.steps + 1))
+        for group, peak in zip(segmenter.optimizer.param_groups, (config.lr, config.lr_encoder), strict=False):
+            group["lr"] = peak * cosine * warmup
+        segmenter.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        segmenter.optimizer.step()
+        if not math.isfinite(value := float(loss.detach())):
+            raise EvaluationError(f"segmentation: the loss is {value} at step {step}; lower lr and lr_encoder")
+        return value
+
+
+def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
+    """The segmenter that `octfm segment` trained into this folder, or into this address in a bucket."""
+    content = checkpoint.load(checkpoint.newest(local_run(out)))
     config = load(SegmentConfig, content["config"])
+    if content["step"] < config.steps:
+        raise EvaluationError(
+            f"{out}: the segmentation has made {content['step']} of {config.steps} updates; run its command again to finish it"
+        )
     segmenter = Segmenter(config, open_encoder(config, device), content["state"]["tokens"])
     if segmenter.encoder.fingerprint != content["fingerprint"]:
         raise EvaluationError(f"{out}: {config.encoder} has another Preprocessing than it was trained on (F15)")
-    for part, module in (("decoder", segmenter.decoder), ("encoder", segmenter.encoder.network)):
-        own = {name.removeprefix(f"{part}."): t for name, t in content["model"].items() if name.startswith(f"{part}.")}
-        if own:
-            module.load_state_dict(own)
+    segmenter.load_weights(content["model"])
     return segmenter
 
 

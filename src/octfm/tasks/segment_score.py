@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from octfm.config import dump
 from octfm.encoder.encoder import seen_by
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.metrics import mae
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
-from octfm.io.location import local_path, write_whole
+from octfm.io.location import Location
+from octfm.run.checkpoint_writer import Retention
+from octfm.run.folder import Identity, open_run, resume, volumes_digest
+from octfm.run.loop import Interruption, open_session, train
+from octfm.run.runtime import environment
 from octfm.store.loader import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.tasks.segment import (
+    Fit,
     Labelled,
     Segmentation,
     Segmenter,
@@ -29,17 +33,20 @@ from octfm.tasks.segment import (
     transform_of,
 )
 from octfm.tasks.segment_settings import SegmentConfig
+from octfm.tasks.segment_training import SEGMENTATION, Segmentations
+from octfm.version import __version__
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
 
-Echo = Callable[[str], None]
+Predictor = Callable[[int], Segmentation]
+"""From a row of the store to what is found there, in the native frame."""
 SOURCES = ("pretrained", "random_init", "voxels", "mean_height")
 """What is compared: the encoder, the same before its first update, a decoder on bare voxels, and the mean surface of training."""
 
 
 def segment(
     config: SegmentConfig,
-    out: str | Path,
+    out: str | Location,
     device: str | None = None,
     *,
     baselines: bool = True,
@@ -49,44 +56,72 @@ def segment(
 ) -> dict[str, Any]:
     """Train on the store's train and val participants, judge on its test participants; the result is what segment.json holds.
 
-    Raises EvaluationError where a test participant was in the encoder's pretraining (unless `allow_seen`).
+    `out` is a folder or an address in a bucket; the same call resumes an interrupted run. Raises EvaluationError if a test participant
+    was in the encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT.
     """
-    out = local_path(out)
-    if (out / "segment.json").exists():
-        raise CheckpointError(f"{out}: holds a finished segmentation; choose another --out")
     encoder = open_encoder(config, device)
     store = open_store(config, encoder)
-    train, test = _rows(store, config)
+    splits = _rows(store, config)
+    train_rows, test_rows = splits["train"], splits["test"]
     seen = seen_by(str(config.encoder))
-    known = {store.rows[i].participant for i in test if seen(store.rows[i].participant)}
+    known = {store.rows[i].participant for i in test_rows if seen(store.rows[i].participant)}
     if known and not allow_seen:
         raise EvaluationError(
             f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); or pass --allow-seen"
         )
-    truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train]
-    segmenters = {"pretrained": Segmenter(config, encoder)}
-    if baselines:
-        segmenters["random_init"] = Segmenter(config, open_encoder(config, device, random_init=True))
-        segmenters["voxels"] = Segmenter(config, encoder, "voxels")
-    for name, segmenter in segmenters.items():
-        echo(f"{name}: {len(train)} training volumes")
-        segmenter.train(lambda i: store.read([train[i]]).voxels[0], truth, echo)
-    predictors: dict[str, Callable[[int], Segmentation]] = {
-        name: (lambda i, s=s: s.in_native(store.read([i]), transform_of(store.rows[i])))
-        for name, s in segmenters.items()
-    }
-    if baselines and config.surfaces:
-        predictors["mean_height"] = mean_height(config, store, truth)
-    errors = {name: [errors_of(config, predictor(i), read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in test]
+    truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train_rows]
+    identity = Identity(
+        SEGMENTATION, config, store.fingerprint, volumes_digest(store, [*train_rows, *test_rows]), key=""
+    )
+    with (
+        open_run(out, identity, encoder.runtime, echo=echo, check=_require_unfinished) as run,
+        Interruption() as interruption,
+    ):
+        run.write_record(environment=environment(encoder.runtime), octfm=__version__)
+        segmenters = {"pretrained": Segmenter(config, encoder)}
+        if baselines:
+            segmenters["random_init"] = Segmenter(config, open_encoder(config, device, random_init=True))
+            segmenters["voxels"] = Segmenter(config, encoder, "voxels")
+        training = Segmentations(
+            {
+                name: Fit(segmenter, lambda i: store.read([train_rows[i]]).voxels[0], truth)
+                for name, segmenter in segmenters.items()
+            }
+        )
+        resume(run, training, echo)
+        train(training, open_session(training, run, Retention(1), echo), interruption)
+        predictors: dict[str, Predictor] = {
+            name: (lambda i, s=s: s.in_native(store.read([i]), transform_of(store.rows[i])))
+            for name, s in segmenters.items()
+        }
+        if baselines and config.surfaces:
+            predictors["mean_height"] = mean_height(config, store, truth)
+        participants = {split: {store.rows[i].participant for i in rows} for split, rows in splits.items()}
+        facts = {
+            "n_train_participants": len(participants["train"]),
+            "n_test_participants": len(participants["test"]),
+            "n_test_volumes": len(test_rows),
+            "seen_test_participants": len(known),
+        }
+        result = _judge(config, store, test_rows, predictors, facts, resamples)
+        write_probe(run.path / "segment.json", result)
+        run.publish()
+    return result
+
+
+def _judge(
+    config: SegmentConfig,
+    store: Store,
+    test_rows: Sequence[int],
+    predictors: dict[str, Predictor],
+    facts: dict[str, int],
+    resamples: int,
+) -> dict[str, Any]:
+    """What segment.json holds: every predictor's errors on the test volumes, and those of the encoder compared with each other one's."""
+    errors = {name: [errors_of(config, predictor(i), read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in test_rows]
               for name, predictor in predictors.items()}  # fmt: skip
-    participants = np.array([store.rows[i].participant for i in test])
-    facts = {
-        "n_train_participants": len({store.rows[i].participant for i in train}),
-        "n_test_participants": len(set(participants.tolist())),
-        "n_test_volumes": len(test),
-        "seen_test_participants": len(known),
-    }
-    scored = {name: score_errors(config, name, found, participants, facts, resamples) for name, found in errors.items()}
+    who = np.array([store.rows[i].participant for i in test_rows])
+    scored = {name: score_errors(config, name, found, who, facts, resamples) for name, found in errors.items()}
     comparisons = [
         compare_scored(a, b, leakage=False) | {"planned": True}
         for name, others in scored.items()
@@ -95,17 +130,18 @@ def segment(
         for b in others
         if (a.row["target"], a.metric) == (b.row["target"], b.metric)
     ]
-    result = {
+    return {
         "format": "octfm-segment",
         "version": 1,
         "results": [s.row for per in scored.values() for s in per],
         "comparisons": correct(comparisons),
         "settings": config.model_dump(mode="json"),
     }
-    write_whole(out / "config.yaml", dump(config).encode())
-    segmenters["pretrained"].save(out)
-    write_probe(out / "segment.json", result)
-    return result
+
+
+def _require_unfinished(folder: Path) -> None:
+    if (folder / "segment.json").exists():
+        raise CheckpointError(f"{folder}: holds a finished segmentation; choose another --out")
 
 
 def errors_of(
@@ -168,7 +204,7 @@ def dice(voxels: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.divide(2 * both, answer + real, out=np.full(len(weights), np.nan), where=answer + real > 0)
 
 
-def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Callable[[int], Segmentation]:
+def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Predictor:
     """The answer without looking: the mean surface of training volumes, in the prepared frame, which is centred on the tissue."""
     stacked = np.stack([t.rows for t in truth])
     known = np.isfinite(stacked)
@@ -213,8 +249,8 @@ def read_result(out: str | Path) -> dict[str, Any]:
     return json.loads((Path(out) / "segment.json").read_text())
 
 
-def _rows(store: Store, config: SegmentConfig) -> tuple[list[int], list[int]]:
-    """Rows to train on and to test, participants apart."""
+def _rows(store: Store, config: SegmentConfig) -> dict[str, list[int]]:
+    """Rows to `train` on and to `test`; no participant is in both."""
     assert_disjoint_splits(store)
     train = [row.index for row in store.rows if row.split in ("train", "val")]
     test = [row.index for row in store.rows if row.split == "test"]
@@ -224,4 +260,4 @@ def _rows(store: Store, config: SegmentConfig) -> tuple[list[int], list[int]]:
         train = [
             train[i] for i in np.unique(np.linspace(0, len(train) - 1, min(config.max_volumes, len(train))).astype(int))
         ]
-    return train, test
+    return {"train": train, "test": test}

@@ -20,7 +20,7 @@ from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.pretraining.learner import config_of
-from octfm.pretraining.run_folder import load_newest
+from octfm.pretraining.resume import load_newest
 from octfm.store.exclusion import without_excluded
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune

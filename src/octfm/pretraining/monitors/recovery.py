@@ -10,8 +10,8 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.resume import healthy_before
-from octfm.pretraining.run_folder import RunFolder
 from octfm.pretraining.run_state import Rollback, RunState
+from octfm.run.folder import RunFolder
 
 Action = Literal["skip", "exclude", "watch", "roll back", "stop"]
 

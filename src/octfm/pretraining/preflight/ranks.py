@@ -6,7 +6,7 @@ import numpy as np
 
 from octfm.errors import CheckpointError, ConfigError, TrainingError
 from octfm.pretraining.monitors.feed import digest
-from octfm.pretraining.run_folder import RunFolder
+from octfm.run.folder import RunFolder
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
 

@@ -1,0 +1,108 @@
+"""What a run does about findings of its monitors and about memory that ran out: exclude volumes, roll back, stop, say so."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octfm.errors import TrainingError
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.monitors.monitors import Finding
+from octfm.pretraining.monitors.recovery import respond, roll_back
+from octfm.run import checkpoint
+from octfm.run.loop import Session
+from octfm.store.loader import Loader
+from octfm.store.store import Store
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """What is trained on, and what the validation loss is measured on."""
+
+    store: Store
+    train_rows: np.ndarray
+    validation_rows: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Reactions:
+    """All ranks react alike."""
+
+    data: Data
+    learner: Learner
+    loader: Loader
+    key: str
+    """Of the run's hashes."""
+
+    def exclude(self) -> None:
+        """Have the loader leave out the volumes that the run's state excludes."""
+        if self.learner.state.excluded:
+            excluded = set(self.learner.state.excluded)
+            self.loader.exclude(row for row in self.data.train_rows if self._hashed(row) in excluded)
+
+    def _hashed(self, row: int) -> str:
+        """A volume as the run's state names it: a checkpoint must not reveal acquisitions."""
+        return checkpoint.keyed_hash(self.data.store.rows[row].acquisition, self.key)
+
+    def recall_memory(self, session: Session) -> None:
+        """Use the micro-batch that memory allows, if it ran out after the last checkpoint and that ended the job."""
+        learner = self.learner
+        noted = learner.runtime.first(session.run.noted_memory)
+        if noted is None or noted >= (before := learner.micro_batch):
+            return
+        learner.state = replace(learner.state, micro_batch=noted)
+        self._report_memory(
+            session,
+            learner.step,
+            f"memory ran out before; it goes on with {learner.micro_batch} instead of {before} volumes at a time",
+        )
+
+    def report_smaller(self, session: Session, before: int) -> None:
+        """Log that memory ran out and the step was computed again in smaller parts than `before`."""
+        size = self.learner.micro_batch
+        what = f"memory ran out; the step was computed again with {size} instead of {before} volumes at a time"
+        self._report_memory(session, self.learner.step, what)
+
+    def _report_memory(self, session: Session, step: int, what: str) -> None:
+        batch = self.learner.config.data.global_batch_size
+        sentence = f"{what}, the same global batch of {batch} and the same images (F7)"
+        facts = {"what": "memory", "verdict": "watch", "action": "smaller micro-batch", "sentence": sentence}
+        session.metrics.write("incident", step, **facts, volumes=[])
+        session.echo(f"step {step}: {sentence}")
+
+    def act(self, session: Session, step: int, finding: Finding) -> bool:
+        """Do what the policy says; True if the run went back to an earlier step. Raises TrainingError if it must not go on."""
+        learner, config, rows = self.learner, self.learner.config.health, self.data.store.rows
+        names = [self._hashed(row) for row in finding.volumes]
+        response = respond(config, finding, step, learner.state, names, len(self.data.train_rows))
+        learner.state = response.state
+        volumes = [rows[row].uri for row in finding.volumes]
+        what = f"{finding.what}: {finding.sentence}" + (f" ({', '.join(volumes)})" if volumes else "")
+        sentence, facts = response.sentence, {}
+        if response.action == "exclude":
+            self.exclude()
+        if response.action == "roll back":
+            sentence = f"{sentence}; {roll_back(config, learner, session.run, step, finding.what)}"
+            facts = {"rollback": len(learner.state.rollbacks), "to": learner.step}
+            volumes = volumes or self._volumes_of(response.state.skips or (step,), response.state.offset)
+        verdict = "watch" if response.action in ("skip", "exclude", "watch") else "bad"
+        incident = {
+            "what": finding.what,
+            "verdict": verdict,
+            "action": response.action,
+            "sentence": f"{finding.sentence}; {sentence}",
+        }
+        session.metrics.write("incident", step, **incident, volumes=volumes, **facts)
+        session.echo(f"step {step}: {what}; {sentence}")
+        if response.action == "stop":
+            last = session.run.last_checkpoint()
+            kept = f"The last checkpoint is {last}" if last else "No checkpoint was written yet"
+            raise TrainingError(f"step {step}: {what}; {sentence}. {kept}")
+        if response.action == "roll back":
+            session.rewind(len(learner.state.rollbacks))
+        return response.action == "roll back"
+
+    def _volumes_of(self, steps: tuple[int, ...], offset: int) -> list[str]:
+        """Addresses of all volumes of these steps."""
+        size = self.loader.global_batch_size
+        positions = np.concatenate([(step + offset) * size + np.arange(size) for step in steps])
+        return sorted({self.data.store.rows[row].uri for row in self.loader.indices(positions)})

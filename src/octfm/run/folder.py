@@ -1,0 +1,405 @@
+"""A run's folder: begun once, resumed by the same command, refused if it holds anything else, never overwritten.
+
+Pretraining, fine-tuning and segmentation share it; a `Kind` says in what they differ.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from octfm.config import Config, dump, read_yaml
+from octfm.errors import CheckpointError, ConfigError, Echo
+from octfm.io.location import BucketPath, Location, location, write_whole
+from octfm.run import checkpoint
+from octfm.run.bucket import BucketRun, mirror_of
+from octfm.run.checkpoint_files import set_aside, strangers
+from octfm.run.runtime import Runtime
+from octfm.store.store import Store
+
+FORMAT, VERSION = "octfm-run", 1
+LOCK = "run.lock"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of training, and what its run folders do not share with those of the others."""
+
+    name: str
+    """The command's verb, as in run.json."""
+    may_change: frozenset[str]
+    """Settings, or sections of them, that a resumed run may change and still be the same run."""
+    parse: Callable[[dict[str, Any], Any], Any]
+    """Reads settings that a run has stored. The second argument, if not None, is a config that names the same plug-ins, whose code settings
+    must not load by themselves. Raises ConfigError."""
+    own_key: bool = False
+    """Whether each run draws its own key for participants' hashes, so that the key identifies its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes a run this run: the same values resume it, any others are refused."""
+
+    kind: Kind
+    config: Any
+    fingerprint: str
+    """Of the Preprocessing."""
+    data: str
+    """Hash of the volumes in use, their order and their voxels."""
+    key: str | None = None
+    """Of participants' hashes; None draws a new one."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json if memory ran out between checkpoints."""
+
+    path: Path
+    kind: Kind
+    remote: BucketRun | None = None
+    """The bucket that this folder is copied to."""
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """run.json: what was run, on what, with which code."""
+        path = self.path / "run.json"
+        try:
+            facts = json.loads(path.read_text())
+            if not isinstance(facts, dict) or not isinstance(facts.get("participant_key"), str):
+                raise ValueError("it lacks participant_key")
+            return facts
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: missing or damaged ({error}); restore it from a copy, or choose another --out"
+            ) from None
+
+    @property
+    def key(self) -> str:
+        """The key of this run's hashes of participants."""
+        return self.record["participant_key"]
+
+    @property
+    def destinations(self) -> list[Path]:
+        """Where checkpoints go: the run folder or, if its disk is full, the second destination."""
+        second = checkpoint.second_destination(self.path)
+        return [self.checkpoints, *([second] if second else [])]
+
+    def last_checkpoint(self) -> Path | None:
+        found = checkpoint.everywhere(self.path)
+        return found[-1] if found else None
+
+    def newest_whole(self, echo: Echo) -> tuple[Path, dict[str, Any]] | None:
+        """The newest undamaged checkpoint and its content; damaged newer ones are set aside with a warning. None if there is none yet.
+
+        Raises CheckpointError if any checkpoint is another run's, or if all of them are damaged: a run that has checkpoints never
+        starts anew because none of them can be read (F18).
+        """
+        for folder in self.destinations:
+            if names := strangers(folder):
+                echo(
+                    f"warning: {folder}: ignored, since no checkpoint has such a name: {', '.join(names[:5])}"
+                    + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                )
+        found = checkpoint.everywhere(self.path)
+        # Older ones as well: a rollback may return to one, and retention deletes them.
+        for path in found:
+            content = checkpoint.header(path)
+            if content is not None and {"participants", "step"} <= content.keys():
+                self.require_own(path, content)
+        problems: list[tuple[Path, checkpoint.DamagedCheckpoint]] = []
+        for path in reversed(found):
+            try:
+                content = checkpoint.load(path)
+            except checkpoint.DamagedCheckpoint as error:
+                problems.append((path, error))
+                continue
+            for damaged, _ in problems:
+                aside = set_aside(damaged)
+                echo(f"warning: {damaged} is damaged and was set aside as {aside.name}; going back to {path}")
+            return path, content
+        if problems:
+            raise problems[0][1]
+        return None
+
+    def require_own(self, path: Path, content: dict[str, Any]) -> None:
+        """Raises CheckpointError if a checkpoint was renamed, or belongs to another run: its key or, where a key does not identify a run,
+        its settings or Preprocessing differ."""
+        if content["step"] != checkpoint.step_of(path):
+            name = checkpoint.name_of(content["step"], path.suffix)
+            raise CheckpointError(
+                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; rename it to {name}, or "
+                "move it out of this folder"
+            )
+        key = content["participants"].get("key")
+        if self.kind.own_key and key:
+            own = key == self.key
+        else:  # checkpoints of version 1 have no key
+            own = key in (None, "", self.key) and self._agrees_with(content)
+        if not own:
+            raise CheckpointError(
+                f"{path}: a checkpoint of another run (its key, settings or Preprocessing are not those of {self.path}); move it out of "
+                "this folder and run again: the run then continues from its own last checkpoint. To begin a new pretraining run with "
+                "these weights, set model.init to the file"
+            )
+
+    def _agrees_with(self, content: dict[str, Any]) -> bool:
+        try:
+            before = self.kind.parse(content["config"], None)
+            now = self.kind.parse(read_yaml(self.path / "config.yaml"), None)
+        except (ConfigError, LookupError):
+            return False
+        overridden = {key for entry in self.record.get("overrides", []) for key in entry["settings"]}
+        changed = differences(before, now, self.kind.may_change)
+        return content["fingerprint"] == self.record.get("fingerprint") and changed.keys() <= overridden
+
+    def write_record(self, **facts: Any) -> None:
+        """Add facts to run.json."""
+        path = self.path / "run.json"
+        known = self.record if path.exists() else {"format": FORMAT, "version": VERSION, "kind": self.kind.name}
+        write_whole(path, json.dumps(known | facts, indent=2).encode())
+
+    def note_memory(self, micro_batch: int) -> None:
+        """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this, not only rank 0."""
+        write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
+
+    def noted_memory(self) -> int | None:
+        """What `note_memory` wrote last; None if memory never ran out between checkpoints."""
+        try:
+            return int(json.loads((self.path / "memory.json").read_text())["micro_batch"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{self.path / 'memory.json'}: damaged ({error}); delete it") from None
+
+    def publish(self) -> None:
+        """Send result files to the bucket. Raises CheckpointError if it does not take them."""
+        if self.remote is not None:
+            self.remote.publish()
+
+
+class Resumable(Protocol):
+    """Whatever a checkpoint restores."""
+
+    runtime: Runtime
+
+    @property
+    def step(self) -> int:
+        """Updates made."""
+        ...
+
+    def restore(self, content: dict[str, Any] | None, source: Path) -> None:
+        """Take the state of a checkpoint, on all ranks; `content` is what rank 0 has read of it, and None on the others."""
+
+
+def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
+    """Restore the newest whole checkpoint on all ranks; False if there is none yet. Rank 0 chooses and reads."""
+    content: dict[str, Any] | None = None
+
+    def choose() -> Path | None:
+        nonlocal content
+        found = run.newest_whole(echo)
+        if found is None:
+            return None
+        path, content = found
+        return path
+
+    path = training.runtime.first(choose)
+    if path is None:
+        return False
+    training.restore(content, path)
+    echo(f"resuming {run.path} after {training.step} updates")
+    return True
+
+
+@contextmanager
+def open_run(
+    out: str | Location,
+    identity: Identity,
+    runtime: Runtime,
+    *,
+    override: bool = False,
+    echo: Echo = print,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Iterator[RunFolder]:
+    """The folder of a run, claimed by rank 0 for all ranks; the others may read it and never write into it.
+
+    A run in a bucket works in a local folder that is copied there in the background. Rank 0 calls `check` with the folder first.
+    """
+    where = location(out)
+    remote = BucketRun(where) if isinstance(where, BucketPath) else None
+    folder = where if isinstance(where, Path) else mirror_of(where)
+    with ExitStack() as held:
+
+        def enter() -> None:
+            if remote is not None:
+                held.callback(remote.end)
+                remote.begin()
+            check(folder)
+            held.enter_context(claim(folder, identity, override=override, echo=echo))
+
+        runtime.first(enter)
+        yield RunFolder(folder, identity.kind, remote)
+
+
+@contextmanager
+def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
+    """The folder of this run, locked for as long as the context lasts: a new one, or one that was begun with the same identity.
+
+    With `override`, other settings are accepted and recorded in run.json.
+    """
+    run = RunFolder(Path(out), identity.kind)
+    settings = run.path / "config.yaml"
+    if run.path.exists() and not settings.is_file() and not has_only(run.path, {"run.json", LOCK}):
+        raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
+    run.path.mkdir(parents=True, exist_ok=True)
+    with locked(run.path, echo):
+        if settings.is_file():
+            _continue(run, identity, override, echo)
+        else:
+            _begin_record(run, identity)
+            write_whole(settings, dump(identity.config).encode())
+        yield run
+
+
+def _begin_record(run: RunFolder, identity: Identity) -> None:
+    run.write_record(
+        command="octfm " + " ".join(sys.argv[1:]),
+        started=_now(),
+        fingerprint=identity.fingerprint,
+        data=identity.data,
+        participant_key=secrets.token_hex(16) if identity.key is None else identity.key,
+        git=git_state(),
+    )
+
+
+def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) -> None:
+    """Refuse what would make it another run, or record that the user wanted it so."""
+    kind, settings = run.kind, run.path / "config.yaml"
+    # Up to version 0.1 fine-tuning and segmentation wrote no run.json.
+    recorded = kind.own_key or (run.path / "run.json").exists()
+    if recorded:
+        _require_same(run, identity)
+    changed = differences(identity.config, kind.parse(read_yaml(settings), identity.config), kind.may_change)
+    if changed and not override:
+        accept = "accept the change with --override, " if kind.own_key else ""
+        raise CheckpointError(
+            f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, "
+            f"{accept}or choose another --out"
+        )
+    if not recorded:
+        _begin_record(run, identity)
+    if not changed:
+        return
+    last = run.last_checkpoint()
+    keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
+    step = checkpoint.step_of(last) if last else 0
+    run.write_record(
+        overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
+    )
+    write_whole(settings, dump(identity.config).encode())
+    for key, (now, before) in changed.items():
+        echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
+
+
+def _require_same(run: RunFolder, identity: Identity) -> None:
+    record = run.record
+    if (verb := record.get("kind", "pretrain")) != run.kind.name:
+        raise CheckpointError(f"{run.path}: holds a run of octfm {verb}; choose another --out")
+    if record.get("fingerprint") != identity.fingerprint:
+        raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
+    if record.get("data") != identity.data:
+        raise CheckpointError(
+            f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again, split or "
+            "labelled anew), so it would not be the same run and its list of participants would be wrong; choose another --out (F18)"
+        )
+
+
+def differences(a: Config, b: Config, may_change: frozenset[str]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values; without those in `may_change` or in a section that it names."""
+    left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
+    # One side may lack a key: another objective has other settings.
+    fixed = (key for key in sorted(left.keys() | right.keys()) if not {key, key.split(".")[0]} & may_change)
+    return {key: (left.get(key), right.get(key)) for key in fixed if left.get(key) != right.get(key)}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Sequence[Any] = ()) -> str:
+    """SHA-256 of which volumes are trained on, in which order, down to their voxels; and of their labels, if they have some."""
+    lines = [f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows]
+    if store.left_out:
+        lines.append("without " + " ".join(store.left_out))
+    return hashlib.sha256("\n".join([*lines, *map(str, labels)]).encode()).hexdigest()
+
+
+def has_only(folder: Path, beginnings: set[str]) -> bool:
+    """Whether a folder holds no more than a kill among a run's first writes leaves behind: that run has not begun yet."""
+    return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
+
+
+@contextmanager
+def locked(folder: Path, echo: Echo) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when the process ends, however it ends."""
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"{folder}: another process ({file.read().strip() or 'unknown'}) is training into this folder; "
+                "wait for it, stop it, or choose another --out"
+            ) from None
+        except OSError as error:
+            echo(
+                f"{folder} cannot be locked on this file system ({error.strerror}): let no other process train into it"
+            )
+        for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
+            partial.unlink()
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} since {_now()}\n")
+        file.flush()
+        yield
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the source tree this package runs from; None outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            ended = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return ended.stdout.strip() if ended.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", __file__) is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

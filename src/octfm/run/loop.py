@@ -1,0 +1,231 @@
+"""The loop that pretraining, fine-tuning and segmentation share: update, recover, validate, save; and what it writes to."""
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any, Protocol, Self
+
+from octfm.errors import CheckpointError, Echo, Preempted
+from octfm.io import bucket
+from octfm.run import shards
+from octfm.run.checkpoint_writer import CheckpointWriter, Retention
+from octfm.run.folder import Resumable, RunFolder
+from octfm.run.tracking import Listener, Metrics, TrackingConfig, Unheard
+from octfm.run.waiting import Waiting
+
+
+class Training(Resumable, Protocol):
+    """What is trained. Every rank holds one, and all of them come to the same decisions."""
+
+    tracking: TrackingConfig
+
+    @property
+    def steps(self) -> int:
+        """Updates in all, at most."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether no update is left to make."""
+        ...
+
+    def update(self, session: "Session", interruption: "Interruption") -> str | None:
+        """Make one update and log it; the name of a signal that any rank was sent."""
+        ...
+
+    def recover(self, session: "Session") -> bool:
+        """Act on what the update showed; True if training went back to an earlier step."""
+        ...
+
+    def validate(self, session: "Session") -> bool:
+        """Do what is due between two updates; True if a checkpoint is to be written."""
+        ...
+
+    def content(self) -> dict[str, Any]:
+        """What a checkpoint of this moment holds, for `restore`."""
+        ...
+
+
+@dataclass(eq=False)
+class Session:
+    """One rank's hold on a run: where it logs, saves and speaks. Only rank 0's writes and speaks for all."""
+
+    training: Training
+    run: RunFolder
+    metrics: Metrics
+    writer: CheckpointWriter
+    echo: Echo
+    """Speaks on rank 0 only."""
+    aloud: Echo = print
+    """Speaks on every rank, for what a rank says of itself."""
+    saved: int = -1
+    """Updates in the last checkpoint."""
+    lost: int = -1
+    """Updates in the last checkpoint that could not be written anywhere."""
+    retries: int = 0
+    """Repeated requests to buckets that were reported."""
+    requests_before: bucket.Tally = field(default_factory=bucket.tally)
+    """Requests of this process to buckets before the run began; a run in a bucket keeps its own count."""
+
+    def __post_init__(self) -> None:
+        self.saved = self.training.step
+        self.waiting = Waiting(self.training.tracking.step_deadline_s, self.report_waiting)
+
+    def save(self) -> None:
+        """Write a checkpoint in the background."""
+        step = self.training.step
+        if self.writer.places:
+            self.writer.save(step, self.training.content())
+        self.saved = step
+        self.report_requests()
+
+    def finish(self) -> None:
+        """Save what is not saved yet, and wait until it is written. Raises CheckpointError if it could not be."""
+        if self.saved != self.training.step:
+            self.save()
+        self.writer.finish()
+        self.report_requests()  # those of uploads that were under way when the last checkpoint began
+        self.training.runtime.first(self._require_written)
+
+    def rewind(self, rollbacks: int) -> None:
+        """Forget what was logged and saved after the step that training went back to, in its rollback number `rollbacks`."""
+        step = self.training.step
+        # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all this.
+        self.writer.forget_after(step)
+        self.report_failures(step)
+        self.lost = -1  # it was in the abandoned course of training
+        self.metrics.rewind(step, rollbacks)
+        self.save()
+
+    def _require_written(self) -> None:
+        step = self.training.step
+        self.report_failures(step - 1)
+        # Also if the loop has reported it already: the background write may have ended at any moment.
+        if self.lost != step:
+            return
+        last, remote = self.run.last_checkpoint(), self.writer.remote
+        if remote is not None and remote.waiting():
+            raise CheckpointError(
+                f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, and the same command on this "
+                "machine sends it"
+            )
+        raise CheckpointError(
+            f"{self.run.path}: the checkpoint after step {step} could not be written; free some space (pretraining can also use "
+            "ckpt_second_dir) and run again: "
+            + (f"it continues from {last}" if last else "it starts from the beginning")
+        )
+
+    def report_failures(self, step: int) -> None:
+        """Log which checkpoints were not written where they should be, and remember the last that was not written at all."""
+        for failure in self.writer.failures():
+            verdict = "bad" if failure.lost else "watch"
+            self.metrics.write("checkpoint", step, what="checkpoint", verdict=verdict, sentence=failure.sentence)
+            self.echo(f"step {step}: {failure.sentence}")
+            if failure.lost:
+                self.lost = failure.step  # failures arrive in the order of writing
+
+    def report_requests(self) -> None:
+        """Log how many requests to buckets had to be repeated, if there are more than before."""
+        remote = self.writer.remote
+        spent = bucket.tally() - (remote.before if remote else self.requests_before)
+        if spent.retries > self.retries:
+            self.retries = spent.retries
+            sentence = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed and were sent again; nothing is missing"
+            facts = {"verdict": "watch", "what": "bucket", "sentence": sentence}
+            self.metrics.write("bucket", self.training.step, **facts, **asdict(spent))
+
+    def report_waiting(self, what: str, seconds: float, sentence: str) -> None:
+        """Say that no step has finished for longer than the deadline (F8). Called from another thread."""
+        step, runtime = self.training.step, self.training.runtime
+        self.metrics.write("waiting", step, what=what, seconds=seconds, sentence=sentence)
+        runtime.say(f"waiting for {what} for {seconds:.0f} s when it was last heard, in step {step}")
+        self.aloud(sentence if runtime.leads else f"rank {runtime.rank}: {sentence}")
+
+    def close(self) -> None:
+        self.waiting.close()
+        self.writer.close()
+        self.metrics.close()
+
+
+def open_session(
+    training: Training,
+    run: RunFolder,
+    retention: Retention,
+    echo: Echo,
+    *,
+    aloud: Echo | None = None,
+    listeners: Sequence[Listener] = (),
+    rollbacks: int = 0,
+) -> Session:
+    """Metrics, cut back to the step that training goes on from, and the checkpoint writer. `rollbacks` stay on record."""
+    runtime = training.runtime
+    places = runtime.first(lambda: run.destinations)
+    metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else Unheard()
+    if metrics.broken is not None:
+        echo(f"warning: {metrics.broken}")
+    if runtime.sharded:
+        writer = CheckpointWriter(places, retention, shards.writer(runtime), tidies=runtime.leads)
+    else:
+        writer = CheckpointWriter(places if runtime.leads else [], retention)
+    if run.remote is not None and runtime.leads:
+        writer.follow(run.remote)
+    return Session(training, run, metrics, writer, echo, aloud or echo)
+
+
+def train(training: Training, session: Session, interruption: "Interruption") -> None:
+    """Train to the end. Raises Preempted after a signal, once the step is finished and saved."""
+    session.waiting.start()
+    try:
+        while not training.finished:
+            step = training.step
+            signal_name = training.update(session, interruption)
+            session.waiting.done()
+            if training.recover(session):
+                continue
+            if training.validate(session):
+                session.save()
+            session.report_failures(step)
+            if signal_name and not training.finished:
+                session.finish()
+                progress = f"{training.step} of {training.steps} updates"
+                raise Preempted(f"{signal_name}: saved after {progress}; run again to continue")
+        session.finish()
+    finally:
+        session.close()
+
+
+class Interruption:
+    """Remembers SIGTERM and SIGINT while entered, so that the step is finished and saved first.
+
+    A second signal acts at once, unless a launcher repeats signals. Only the main thread receives signals.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        """Name of the signal that came."""
+        # torchrun passes on a signal that the whole process group has got already; it kills by itself what takes too long.
+        self._patient = "TORCHELASTIC_RUN_ID" in os.environ
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        if not self._patient:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
