@@ -1,0 +1,172 @@
+"""Fine-tuning and segmentation go on bit for bit after signals and kills, on a disk and in a bucket."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.encoder.tuned import load_tuned
+from octfm.errors import CheckpointError
+from octfm.io import bucket
+from octfm.pretraining.pretrain import pretrain
+from octfm.run import checkpoint
+from octfm.run.bucket import local_run
+from octfm.run.tracking import read_metrics
+from octfm.tasks.finetune import finetune
+from octfm.tasks.segment import load_segmenter
+from octfm.tasks.segment_score import segment
+from small_store import GRADES, SIZE, darkened, small_store
+from test_finetune import settings as tuning_settings
+from test_pretrain import config, quiet
+from test_segment import settings as segmenting_settings
+
+SLOW = pytest.mark.slow
+SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 2}
+VERBS = ("finetune", "segment")
+
+
+class Clinic:
+    """A store with labels and surfaces, a pretrained encoder, and one finished run of either task."""
+
+    def __init__(self, folder: Path):
+        (folder / "truth").mkdir()
+
+        def edit(seed, prepared):
+            top = prepared.band[0].astype(np.float64) + 2
+            surfaces = np.stack([top + 2, top + 19])
+            lesions = np.zeros(SIZE, np.uint8)
+            names = np.array(["ilm", "bm"])
+            truth = folder / "truth" / f"1.2.3.{seed}.npz"
+            np.savez(truth, surfaces=surfaces, surface_names=names, lesions=lesions)
+            return darkened(seed, prepared)
+
+        self.store = small_store(folder / "prepared", edit)
+        self.labels = folder / "labels.tsv"
+        self.labels.write_text("participant_id\tgrade\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\n" for i in range(12)))
+        self.truth = folder / "truth"
+        self.run = pretrain(config(steps=2), self.store, folder / "run", "cpu", echo=quiet)
+        self.whole = {verb: folder / verb for verb in VERBS}
+        for verb in VERBS:
+            self.do(verb, self.whole[verb])
+
+    def config(self, verb: str, **changes):
+        if verb == "finetune":
+            return tuning_settings(self.run, self.store, self.labels, **SHORT | changes)
+        return segmenting_settings(
+            self.run, (self.store, self.truth), mask_values=[], **{"steps": 10, "lr_encoder": 1e-3} | changes
+        )
+
+    def do(self, verb: str, out, echo=quiet, **changes) -> None:
+        (finetune if verb == "finetune" else segment)(self.config(verb, **changes), out, "cpu", echo=echo)
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory):
+    return Clinic(tmp_path_factory.mktemp("clinic"))
+
+
+def assert_same(one: Path, other: Path, verb: str) -> None:
+    """Weights, optimizer, metrics and results, bit for bit."""
+    a, b = (checkpoint.load(checkpoint.newest(run)) for run in (one, other))
+    assert a["step"] == b["step"]
+    for part in ("model", "optimizer", "state"):
+        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
+    rows = [
+        [r | {"time": 0} for r in read_metrics(run / "metrics.jsonl") if r["kind"] != "bucket"] for run in (one, other)
+    ]
+    assert rows[0] == rows[1]
+    results = [json.loads((run / f"{verb}.json").read_text())["results"] for run in (one, other)]
+    for row in (*results[0], *results[1]):
+        if verb == "finetune":  # named after the folder
+            row.pop("encoder")
+    assert results[0] == results[1]
+
+
+def stopped(clinic: Clinic, verb: str, out: Path, signal_name: str, step: int) -> int:
+    script = Path(__file__).parent / "stopped_tasks.py"
+    settings = clinic.config(verb).model_dump_json()
+    ended = subprocess.run(
+        [sys.executable, str(script), verb, settings, str(out), signal_name, str(step)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert "Error" not in ended.stderr, ended.stderr
+    return ended.returncode
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(clinic, tmp_path, verb):
+    """SIGKILL in the first epoch or fifth after a checkpoint, then SIGTERM in the middle of a later one."""
+    out = tmp_path / "run"
+    assert stopped(clinic, verb, out, "SIGKILL", 7) == -9
+    assert checkpoint.step_of(checkpoint.newest(out)) < 7
+    assert stopped(clinic, verb, out, "SIGTERM", 9) == 75
+    assert checkpoint.step_of(checkpoint.newest(out)) == 10
+    if verb == "segment":
+        assert stopped(clinic, verb, out, "SIGTERM", 15) == 75, "while the first baseline is trained"
+    clinic.do(verb, out)
+    assert_same(out, clinic.whole[verb], verb)
+    assert len(checkpoint.steps(out / "checkpoints")) == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_task_with_other_settings_or_of_another_verb_is_refused(clinic, tmp_path, verb):
+    with pytest.raises(CheckpointError, match="other values of seed; restore them to resume, or choose another --out"):
+        assert stopped(clinic, verb, tmp_path / "run", "SIGTERM", 2) == 75
+        clinic.do(verb, tmp_path / "run", seed=1)
+    other = next(name for name in VERBS if name != verb)
+    with pytest.raises(CheckpointError, match=f"holds a run of octfm {verb}; choose another --out"):
+        clinic.do(other, tmp_path / "run")
+    newest = checkpoint.newest(tmp_path / "run")
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        clinic.do(verb, tmp_path / "run")
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
+def test_another_machine_goes_on_with_a_task_in_a_bucket(place, clinic, tmp_path, monkeypatch, verb):
+    seen = []
+
+    def echo(line: str) -> None:
+        seen.append(line)
+        if sum(line.startswith(("epoch", "step")) for line in seen) == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        clinic.do(verb, place / verb, echo=echo)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    seen.clear()
+    clinic.do(verb, str(place / verb), echo=seen.append)
+    assert any("resuming" in line for line in seen)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "a third machine"))
+    assert_same(local_run(place / verb), clinic.whole[verb], verb)
+    load = load_tuned if verb == "finetune" else load_segmenter
+    assert load(str(place / verb)) is not None
+    objects = {uri.removeprefix(f"{place}/{verb}/") for uri in bucket.find(str(place / verb))}
+    assert {"config.yaml", "run.json", "metrics.jsonl", f"{verb}.json"} <= objects and "run.lease" not in objects
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_features_of_a_frozen_encoder_are_not_sent_to_a_bucket(place, clinic):
+    clinic.do("finetune", place / "frozen", lr_encoder=0, epochs=1)
+    assert not [uri for uri in bucket.find(str(place / "frozen")) if "tokens-" in uri]
+
+
+def test_a_segmentation_that_is_not_finished_finds_nothing_yet(clinic, tmp_path):
+    assert stopped(clinic, "segment", tmp_path / "run", "SIGTERM", 4) == 75
+    from octfm.errors import EvaluationError
+
+    with pytest.raises(EvaluationError, match="has made 5 of 10 updates; run its command again"):
+        load_segmenter(tmp_path / "run")
