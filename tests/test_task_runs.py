@@ -1,17 +1,16 @@
 """Fine-tuning and segmentation go on bit for bit after signals and kills, on a disk and in a bucket."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from octfm.config import load
 from octfm.encoder.tuned import load_tuned
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, EvaluationError
 from octfm.io import bucket
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
@@ -20,10 +19,10 @@ from octfm.run.tracking import read_metrics
 from octfm.tasks.finetune import finetune
 from octfm.tasks.segment import load_segmenter
 from octfm.tasks.segment_score import segment
-from small_store import GRADES, SIZE, darkened, small_store
-from test_finetune import settings as tuning_settings
-from test_pretrain import config, quiet
-from test_segment import settings as segmenting_settings
+from octfm.tasks.segment_settings import SegmentConfig
+from support import finetune_runs, support_process
+from support.small_store import SIZE, darkened, small_store
+from support.tiny_runs import config, quiet
 
 SLOW = pytest.mark.slow
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 2}
@@ -46,8 +45,7 @@ class Clinic:
             return darkened(seed, prepared)
 
         self.store = small_store(folder / "prepared", edit)
-        self.labels = folder / "labels.tsv"
-        self.labels.write_text("participant_id\tgrade\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\n" for i in range(12)))
+        self.labels = finetune_runs.write_labels(folder / "labels.tsv")
         self.truth = folder / "truth"
         self.run = pretrain(config(steps=2), self.store, folder / "run", "cpu", echo=quiet)
         self.whole = {verb: folder / verb for verb in VERBS}
@@ -56,10 +54,9 @@ class Clinic:
 
     def config(self, verb: str, **changes):
         if verb == "finetune":
-            return tuning_settings(self.run, self.store, self.labels, **SHORT | changes)
-        return segmenting_settings(
-            self.run, (self.store, self.truth), mask_values=[], **{"steps": 10, "lr_encoder": 1e-3} | changes
-        )
+            return finetune_runs.settings(self.run, self.store, self.labels, **SHORT | changes)
+        settings = {"encoder": str(self.run), "store": str(self.store.path), "truth": str(self.truth), "steps": 10}
+        return load(SegmentConfig, settings | {"surfaces": ["ilm", "bm"], "lr": 1e-2, "lr_encoder": 1e-3} | changes)
 
     def do(self, verb: str, out, echo=quiet, **changes) -> None:
         (finetune if verb == "finetune" else segment)(self.config(verb, **changes), out, "cpu", echo=echo)
@@ -88,15 +85,8 @@ def assert_same(one: Path, other: Path, verb: str) -> None:
 
 
 def stopped(clinic: Clinic, verb: str, out: Path, signal_name: str, step: int) -> int:
-    script = Path(__file__).parent / "stopped_tasks.py"
-    settings = clinic.config(verb).model_dump_json()
-    ended = subprocess.run(
-        [sys.executable, str(script), verb, settings, str(out), signal_name, str(step)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = support_process("stopped_tasks", verb, clinic.config(verb).model_dump_json(), out, signal_name, step)
+    ended = subprocess.run(**process, capture_output=True, text=True, timeout=300)
     assert "Error" not in ended.stderr, ended.stderr
     return ended.returncode
 
@@ -152,8 +142,8 @@ def test_another_machine_goes_on_with_a_task_in_a_bucket(place, clinic, tmp_path
     assert any("resuming" in line for line in seen)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "a third machine"))
     assert_same(local_run(place / verb), clinic.whole[verb], verb)
-    load = load_tuned if verb == "finetune" else load_segmenter
-    assert load(str(place / verb)) is not None
+    loaded = (load_tuned if verb == "finetune" else load_segmenter)(str(place / verb))
+    assert loaded is not None
     objects = {uri.removeprefix(f"{place}/{verb}/") for uri in bucket.find(str(place / verb))}
     assert {"config.yaml", "run.json", "metrics.jsonl", f"{verb}.json"} <= objects and "run.lease" not in objects
 
@@ -166,7 +156,5 @@ def test_features_of_a_frozen_encoder_are_not_sent_to_a_bucket(place, clinic):
 
 def test_a_segmentation_that_is_not_finished_finds_nothing_yet(clinic, tmp_path):
     assert stopped(clinic, "segment", tmp_path / "run", "SIGTERM", 4) == 75
-    from octfm.errors import EvaluationError
-
     with pytest.raises(EvaluationError, match="has made 5 of 10 updates; run its command again"):
         load_segmenter(tmp_path / "run")

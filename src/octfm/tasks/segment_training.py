@@ -15,7 +15,7 @@ from octfm.tasks.segment_settings import SegmentConfig
 from octfm.version import __version__
 
 # Not even max_cache_gb may change: tokens that are kept are rounded, and others are not.
-SEGMENTATION = Kind("segment", SegmentConfig, frozenset(), lambda settings: load(SegmentConfig, settings))
+SEGMENTATION = Kind("segment", frozenset(), lambda settings, _: load(SegmentConfig, settings))
 
 
 class Segmentations:

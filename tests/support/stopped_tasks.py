@@ -1,4 +1,4 @@
-"""One fine-tuning or segmentation that sends itself a signal: `python stopped_tasks.py finetune|segment SETTINGS OUT SIGNAL STEP`.
+"""One fine-tuning or segmentation that sends itself a signal: `python -m support.stopped_tasks finetune|segment SETTINGS OUT SIGNAL STEP`.
 
 Exits like the command: 0, or 75 after a signal that was obeyed.
 """
