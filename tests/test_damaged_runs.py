@@ -433,6 +433,49 @@ def work(folder: Path) -> None:
         metrics.close()
 
 
+def half_safe(folder: Path, monkeypatch) -> list[str]:
+    """Files of `work` that took their name before their bytes were on the disk, or whose name was not brought there after it."""
+    happened: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def flushed(descriptor):
+        happened.append(("flush", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        fsync(descriptor)
+
+    def renamed(self, target):
+        happened.extend([("rename", str(self)), ("name", str(target))])
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", flushed)
+        patch.setattr(Path, "replace", renamed)
+        work(folder)
+    found = []
+    for file in (
+        path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.lock", "metrics.jsonl")
+    ):
+        named = max((i for i, event in enumerate(happened) if event == ("name", str(file))), default=None)
+        if named is None or ("flush", happened[named - 1][1]) not in happened[:named]:
+            found.append(f"{file.name} before")
+        if named is None or ("flush", str(file.parent)) not in happened[named:]:
+            found.append(f"{file.name} after")
+    return found
+
+
+def test_every_file_of_a_run_is_on_the_disk_before_and_after_it_takes_its_name(tmp_path, monkeypatch):
+    assert half_safe(tmp_path / "run", monkeypatch) == []
+    names = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert names > {"run.json", "config.yaml", "memory.json", "best.json", "step-00000003.pt"}
+
+
+@pytest.mark.parametrize("lost", ["file", "folder"])
+def test_a_flush_that_is_left_out_would_be_noticed(tmp_path, monkeypatch, lost):
+    flush = location.flush
+    monkeypatch.setattr(location, "flush", lambda path: flush(path) if path.is_dir() == (lost == "file") else None)
+    found = half_safe(tmp_path / "run", monkeypatch)
+    assert len(found) >= 5 and {line.split()[1] for line in found} == {"before" if lost == "file" else "after"}
+
+
 def killed_at(operation: int, folder: Path) -> bool:
     """Do `work` in a child that gets a SIGKILL before its n-th opening, flushing or renaming of a file; whether it came to that."""
     left = [operation]

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octfm.errors import ConfigError, EvaluationError
+from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.io.location import local_path
 
 if TYPE_CHECKING:
     from octfm.evaluation.cases import Design
 
-Echo = Callable[[str], None]
 
 PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.1875, 0.0104, 0.031]}
 """The central 3 x 2 x 4 mm at about the scanners' own sampling: lesions stay larger than tokens, and a CPU can afford it."""

@@ -81,8 +81,8 @@ def die_while_saving(operation: int) -> None:
 
     checkpoint._Sink.write = fatal(checkpoint._Sink.write)
     filesystem._write_item = fatal(filesystem._write_item)
-    shards._sha256, shards.shutil.rmtree = fatal(shards._sha256), fatal(shards.shutil.rmtree)
-    checkpoint.os.fsync = fatal(os.fsync)
+    shards.hash_file, shards.shutil.rmtree = fatal(shards.hash_file), fatal(shards.shutil.rmtree)
+    os.fsync = fatal(os.fsync)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Catalog: one row per accepted acquisition, one reject with a reason per other file, and nothing in between."""
 
 import functools
-import hashlib
 import io
 import json
 import os
@@ -27,6 +26,7 @@ from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, unpack
 from octfm.io.bucket import Account
+from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location, write_whole
 from octfm.io.ranged import recall
@@ -175,7 +175,7 @@ class Catalog:
             for row in self._rows()
         ]
         content = json.dumps([self.root, self.companions, rows, self._left_out()], default=list)
-        return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return hash_text(content)[:16]
 
 
 def scan(

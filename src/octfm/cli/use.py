@@ -144,9 +144,10 @@ def export(
     from octfm.encoder.export import usage
     from octfm.io.location import location
     from octfm.report.card.model_card import model_card
+    from octfm.report.sources import is_pretraining
 
     text = _text(card) if card is not None else None
-    if text is None and (location(run) / "run.json").is_file() and "://" not in run:
+    if text is None and "://" not in run and is_pretraining(location(run)):
         text = model_card(run, usage=usage(out.name), name=out.name)
     path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=typer.echo)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6

@@ -1,6 +1,5 @@
 """One vector per acquisition of a store, written as parquet with the key of what made it; aligned by id, never by order."""
 
-import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,8 @@ import numpy as np
 
 from octfm.encoder.budget import budget_facts, dropped_of
 from octfm.encoder.encoder import Encoder
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
+from octfm.io.hashing import hash_text
 from octfm.io.location import Location, location, write_whole
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
@@ -35,9 +35,7 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     return found
 
 
-def embed_store(
-    encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Callable[[str], None] = print
-) -> Path:
+def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
@@ -106,9 +104,7 @@ def histogram_facts(fingerprint: str) -> dict[str, str]:
 
 def _voxels_of(store: Store) -> str:
     """Identifies the volumes of a store and their order."""
-    return hashlib.sha256("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows).encode()).hexdigest()[
-        :16
-    ]
+    return hash_text("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows))[:16]
 
 
 def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:

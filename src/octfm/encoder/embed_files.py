@@ -8,7 +8,6 @@ OUT/failures.parquet     one row per file without a vector: code, sentence, what
 """
 
 import functools
-import hashlib
 import io
 import json
 import math
@@ -30,9 +29,10 @@ from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.encoder.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.encoder.exported import refuse_inside_export
-from octfm.errors import BucketError, EvaluationError
+from octfm.errors import BucketError, Echo, EvaluationError
 from octfm.formats.reasons import REASONS
 from octfm.io.bucket import Account
+from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, location, write_whole
@@ -90,7 +90,7 @@ def embed_files(
     device: str | None = None,
     follow_links: bool = True,
     exclude: str | Path | None = None,
-    echo: Callable[[str], None] = print,
+    echo: Echo = print,
 ) -> dict[str, Any]:
     """Embed every OCT volume below `source` (a folder, s3:// or gs://, or a Catalog) into `out`, a folder or an address in a bucket.
 
@@ -208,7 +208,7 @@ def _catalog(
     workers: int | None,
     limits: Limits,
     follow_links: bool,
-    echo: Callable[[str], None],
+    echo: Echo,
 ) -> tuple[Catalog, Callable[[str], str]]:
     """What there is to embed, and the version of each of its files. A scan is kept, and used again while no file below has changed."""
     if isinstance(source, Catalog):
@@ -225,11 +225,8 @@ def _catalog(
                 f"{out}: lies among the files that are to be embedded; choose an --out outside {root}"
             )
     listing = listing_of(root)
-    digest = hashlib.sha256(
-        json.dumps([str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]).encode(
-            "utf-8", "surrogateescape"
-        )
-    ).hexdigest()
+    scanned = [str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]
+    digest = hash_text(json.dumps(scanned))
     kept = out / "catalog"
     try:
         if json.loads((kept / "listing.json").read_bytes())["digest"] == digest:
@@ -364,7 +361,7 @@ def _finish(
     codes = [tables[number].column("code")[row].as_py() for number, row in found]
     good = [i for i, code in enumerate(codes) if not code]
     identities = "\n".join(" ".join(_identity(tasks[i])) for i in good)
-    volumes = hashlib.sha256(identities.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    volumes = hash_text(identities)[:16]
     rows = [words(tasks[i].acquisition) for i in good]
     for kind in kinds:
         if good:
@@ -412,7 +409,7 @@ def _failure_row(uri: str, acquisition: Acquisition | None, code: str, sentence:
 class _Progress:
     """A line now and then, with the time to go."""
 
-    def __init__(self, total: int, echo: Callable[[str], None], pause_s: float = 10):
+    def __init__(self, total: int, echo: Echo, pause_s: float = 10):
         self._total, self._echo, self._pause = total, echo, pause_s
         self._done = self._failed = 0
         self._start = self._last = time.monotonic()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
-from octfm.store.exclusion import Echo, excluded, to_stderr
+from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
 
 COLUMNS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "split", "participant_labels", "vector")

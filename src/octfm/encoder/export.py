@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from octfm.catalog.participants.safe_values import is_known_name, is_known_scann
 from octfm.encoder import exported
 from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
 from octfm.encoder.tuned import TunedModel, load_tuned
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
@@ -27,7 +26,7 @@ def export(
     card: str | None = None,
     keep_key: str | Path | None = None,
     keep_names: bool = False,
-    echo: Callable[[str], None] = print,
+    echo: Echo = print,
 ) -> Path:
     """Write a new folder `out` that `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained` load offline; it appears whole or not.
 

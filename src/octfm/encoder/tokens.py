@@ -1,6 +1,5 @@
 """Token features of a store, computed once: float16, tissue only, so many per volume; keyed by what made them, read by acquisition id."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 from octfm.encoder.encoder import SELECTION_SEED, Encoder
 from octfm.encoder.ranks import collect
 from octfm.errors import EvaluationError
+from octfm.io.hashing import hash_text
 from octfm.io.location import flush, write_whole
 from octfm.store.store import Store
 
@@ -52,7 +52,7 @@ def token_features(
             f"set tokens_per_volume={fits} or raise the limit"
         )
     volumes = "\n".join(sorted(f"{row.acquisition} {row.checksum}" for row in store.rows))
-    key = hashlib.sha256(f"{encoder.key}|{per_volume}|{volumes}".encode()).hexdigest()[:24]
+    key = hash_text(f"{encoder.key}|{per_volume}|{volumes}")[:24]
     path = Path(folder) / f"tokens-{key}.npy"
     record = path.with_suffix(".json")
     kept = collect(encoder.runtime, np.array([record.is_file()]))

@@ -5,7 +5,6 @@ object's address, size and version, so that an object that changed is another fi
 """
 
 import fcntl
-import hashlib
 import os
 import secrets
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from octfm.errors import BucketError
 from octfm.io import bucket
+from octfm.io.hashing import hash_text
 
 DEFAULT_GB = 50.0
 KEEP = 0.9
@@ -52,7 +52,7 @@ def local_copy(uri: str, found: bucket.Object | None = None) -> Iterator[Path]:
 
 
 def key(uri: str, found: bucket.Object) -> str:
-    return hashlib.sha256(f"{uri}\0{found.size}\0{found.version}".encode()).hexdigest()
+    return hash_text(f"{uri}\0{found.size}\0{found.version}")
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Which version of a file this is, without reading it: size and time on a disk, what a listing says in a bucket."""
 
 import bisect
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from octfm.errors import ReadError
 from octfm.io import bucket
 from octfm.io.archive import list_folder, split_uri
+from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location
 
 
@@ -44,6 +44,6 @@ def versions(listing: dict[str, str]) -> Callable[[str], str]:
                 )
             except (OSError, ReadError):
                 return "gone"
-        return hashlib.sha256("\n".join(below).encode()).hexdigest()[:24]
+        return hash_text("\n".join(below))[:24]
 
     return version_of

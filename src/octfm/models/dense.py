@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.products import Linear
-from octfm.models.vit3d import Shape3
+from octfm.volume.volume import Shape3
 
 Decoder = Literal["linear", "light"]
 

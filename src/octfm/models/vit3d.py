@@ -16,8 +16,8 @@ from octfm.config import Config, LocalPlace
 from octfm.models.attention import attend
 from octfm.models.products import Linear
 from octfm.models.recompute import through
+from octfm.volume.volume import Shape3
 
-Shape3 = tuple[int, int, int]
 Rotary = tuple[Tensor, Tensor]
 
 

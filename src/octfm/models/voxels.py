@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from octfm.models.objectives.objective import squared_error
-from octfm.models.vit3d import Shape3, TokenIndex, take_tokens
+from octfm.models.vit3d import TokenIndex, take_tokens
+from octfm.volume.volume import Shape3
 
 FLAT = 1e-6
 """Added to the variance of a patch, in squared units of normalised intensity: a patch without structure has nothing to predict."""

@@ -2,14 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from octfm.config import load
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import ConfigError, Echo, TrainingError
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import token_grid
 from octfm.pretraining.preflight import training_rows
@@ -120,7 +119,7 @@ def bench(
     store: Store | None = None,
     device: str | None = None,
     steps: int = 3,
-    echo: Callable[[str], None] = print,
+    echo: Echo = print,
 ) -> Bench:
     """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the micro-batch.
 

@@ -10,8 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from octfm.config import Config
 from octfm.errors import StoreError
-
-Shape3 = tuple[int, int, int]
+from octfm.volume.volume import Shape3
 
 PADDING, BACKGROUND, TISSUE = 0, 1, 2
 """Values of a token map."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octfm.errors import TrainingError
+from octfm.io.hashing import keyed_hash
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.monitors.recovery import respond, roll_back
-from octfm.run import checkpoint
 from octfm.run.loop import Session
 from octfm.store.loader import Loader
 from octfm.store.store import Store
@@ -41,7 +41,7 @@ class Reactions:
 
     def _hashed(self, row: int) -> str:
         """A volume as the run's state names it: a checkpoint must not reveal acquisitions."""
-        return checkpoint.keyed_hash(self.data.store.rows[row].acquisition, self.key)
+        return keyed_hash(self.data.store.rows[row].acquisition, self.key)
 
     def recall_memory(self, session: Session) -> None:
         """Use the micro-batch that memory allows, if it ran out after the last checkpoint and that ended the job."""

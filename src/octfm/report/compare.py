@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from octfm.errors import EvaluationError
+from octfm.evaluation.scoring import HEADLINE
 from octfm.io.location import Location, location
 from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, render, write_page
@@ -140,7 +141,7 @@ def _own_probes(sources: Mapping[str, Sources]) -> list[dict[str, Any]]:
     for name, s in sources.items():
         rows = s.probe["results"] if s.probe is not None else []
         for r in rows:
-            if r["encoder"] == rows[0]["encoder"] and r["metric"] in words.HEADLINE:
+            if r["encoder"] == rows[0]["encoder"] and r["metric"] in HEADLINE:
                 found.setdefault((r["target"], r["metric"]), {})[name] = r
     return [
         {
@@ -158,7 +159,7 @@ def _together(result: dict[str, Any]) -> dict[str, Any]:
     names = list(dict.fromkeys(r["encoder"] for r in result["results"]))
     rows = []
     for target, metric in dict.fromkeys(
-        (r["target"], r["metric"]) for r in result["results"] if r["metric"] in words.HEADLINE
+        (r["target"], r["metric"]) for r in result["results"] if r["metric"] in HEADLINE
     ):
         cells = {r["encoder"]: r for r in result["results"] if (r["target"], r["metric"]) == (target, metric)}
         any_row = next(iter(cells.values()))
@@ -174,7 +175,7 @@ def _together(result: dict[str, Any]) -> dict[str, Any]:
     comparisons = [
         {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c)}
         for c in result["comparisons"]
-        if c["metric"] in words.HEADLINE
+        if c["metric"] in HEADLINE
     ]
     forests = [
         figures.forest_plot(result["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")

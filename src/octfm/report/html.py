@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.errors import EvaluationError
+from octfm.evaluation.scoring import HEADLINE
 from octfm.io.location import Location, location
 from octfm.report import figures, images, words
 from octfm.report.overview import two_minutes
@@ -175,7 +176,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
         return [
             {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c)}
             for c in probe.get(name, [])
-            if c["metric"] in words.HEADLINE
+            if c["metric"] in HEADLINE
         ]
 
     forests = [

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from octfm.evaluation.scoring import HEADLINE
 from octfm.report import figures, words
 from octfm.report.page import render, write_page
 
@@ -21,9 +22,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
     rows = {(r["encoder"], r["metric"]): r for r in result["results"]}
     metrics = list(dict.fromkeys(r["metric"] for r in result["results"]))
     shown = sorted(result["results"], key=lambda r: order.index(r["encoder"]))
-    forests = [
-        figures.forest_plot(shown, metric, words.METRICS[metric]) for metric in metrics if metric in words.HEADLINE
-    ]
+    forests = [figures.forest_plot(shown, metric, words.METRICS[metric]) for metric in metrics if metric in HEADLINE]
     first = result["results"][0]
     facts = {
         "target": result["target"],
@@ -45,7 +44,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "comparisons": [
             {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c)}
             for c in result["comparisons"]
-            if c["metric"] in words.HEADLINE
+            if c["metric"] in HEADLINE
         ],
         "notes": sorted({r["note"] for r in result["results"] if r["note"]}),
         "forests": [f for f in forests if f is not None],

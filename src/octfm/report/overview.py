@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from octfm.evaluation.scoring import HEADLINE
 from octfm.report import words
 from octfm.report.participants import by_split, characteristics
 from octfm.report.sources import Sources
@@ -96,7 +97,7 @@ def _sure(sources: Sources) -> str:
     parts = [
         "The numbers in brackets are 95\u00a0% intervals: with other participants the result would probably lie there."
     ]
-    compared = [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in words.HEADLINE]
+    compared = [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in HEADLINE]
     undecided = sum(c["verdict"] == "inconclusive" for c in compared)
     if compared:
         parts.append(f"Of {len(compared)} comparisons with simpler methods, {undecided} are inconclusive.")

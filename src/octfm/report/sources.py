@@ -39,9 +39,20 @@ class Sources:
     """A few volumes of each scanner with what the encoder makes of them."""
 
 
+def is_pretraining(run: Location) -> bool:
+    """Whether this is a run folder of octfm pretrain; those of fine-tuning and segmentation have a run.json as well."""
+    try:
+        record = json.loads((run / "run.json").read_text())
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True  # whoever reads more of it says that it is damaged
+    return not isinstance(record, dict) or record.get("kind", "pretrain") == "pretrain"
+
+
 def gather(run: Path, catalog: Location | None, store: Location | None) -> Sources:
     """Raises EvaluationError where `run` is no run folder; a catalog or store that was named but cannot be read is an error as well."""
-    if not (run / "run.json").is_file():
+    if not is_pretraining(run):
         raise EvaluationError(f"{run}: expected a run folder with a run.json; make one with octfm pretrain")
     metrics = run / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if isinstance(row, dict)] if metrics.is_file() else []

@@ -18,8 +18,6 @@ METRICS = {
     "r2": "R²",
     "mae": "mean absolute error",
 }
-HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
-"""Metrics whose comparisons a page shows; probe.json has them all."""
 ENCODERS = {
     "pretrained": "the pretrained encoder",
     "random_init": "the same encoder at random initialisation",

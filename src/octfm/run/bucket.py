@@ -5,7 +5,6 @@ with the SHA-256 of its files; only what the pointer names counts. On another ma
 No upload ever stops training: it is sent again with the next checkpoint, and `failures` tells.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -20,6 +19,7 @@ from typing import Any
 
 from octfm.errors import BucketError, CheckpointError
 from octfm.io import bucket, bucket_cache
+from octfm.io.hashing import hash_file, hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, location, write_whole
 from octfm.run import checkpoint_files
@@ -190,7 +190,7 @@ class BucketRun:
                 inside = "" if file.name == "whole" and file.parent == outbox else f"/{file.relative_to(outbox)}"
                 key = f"checkpoints/{name}{inside}"
                 bucket.upload(file, str(self.where / key))
-                entries.append({"key": key, "bytes": file.stat().st_size, "sha256": _sha256(file)})
+                entries.append({"key": key, "bytes": file.stat().st_size, "sha256": hash_file(file)})
             with self._lock:
                 if self._waiting.get(name) == outbox:  # not abandoned in the meantime
                     self._sent[name] = entries
@@ -268,8 +268,7 @@ class BucketRun:
 
 def mirror_of(where: BucketPath) -> Path:
     """The local folder of a run in a bucket."""
-    digest = hashlib.sha256(str(where).encode()).hexdigest()[:16]
-    return bucket_cache.folder() / "runs" / digest / where.name
+    return bucket_cache.folder() / "runs" / hash_text(str(where))[:16] / where.name
 
 
 def local_run(run: str | Path | BucketPath) -> Path:
@@ -356,7 +355,7 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
             bucket.download(str(where / entry["key"]), file, bucket.stat(str(where / entry["key"])).size)
         except FileNotFoundError:
             break
-        if _sha256(file) != entry["sha256"]:
+        if hash_file(file) != entry["sha256"]:
             break
     else:
         return True
@@ -384,8 +383,3 @@ def _stays_here(inside: Path) -> bool:
             "tokens-"
         )  # features of a frozen encoder: gigabytes that any machine can compute again
     )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,9 +1,7 @@
 """Checkpoints: one file each, written beside and renamed, with a checksum over all that is in it: whole, or known to be damaged."""
 
 import hashlib
-import hmac
 import json
-import os
 import pickle
 import struct
 import zipfile
@@ -14,7 +12,8 @@ import torch
 from torch import Tensor
 
 from octfm.errors import CheckpointError
-from octfm.io.location import flush
+from octfm.io.hashing import keyed_hash
+from octfm.io.location import replacing
 from octfm.run import shards
 from octfm.run.checkpoint_files import name_of, step_of, steps
 
@@ -47,26 +46,16 @@ class DamagedCheckpoint(CheckpointError):
 
 def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """Write `step-XXXXXXXX.pt` after `step` updates. OSError when the disk will not take it; nothing is left behind then."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name_of(step)
-    partial = path.with_suffix(".partial")
     whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
     whole["checksum"] = checksum(whole)
-    try:
-        with partial.open("wb") as file:
-            sink = _Sink(file)
-            try:
-                torch.save(whole, sink)  # pyright: ignore[reportArgumentType]  (it needs write and flush only)
-            except RuntimeError as error:
-                # torch reports a failed write as a broken archive; the operating system's reason is the useful one.
-                raise sink.error or error from None
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(path)
-    flush(folder)
+    with replacing(path) as partial, partial.open("wb") as file:
+        sink = _Sink(file)
+        try:
+            torch.save(whole, sink)  # pyright: ignore[reportArgumentType]  (it needs write and flush only)
+        except RuntimeError as error:
+            # torch reports a failed write as a broken archive; the operating system's reason is the useful one.
+            raise sink.error or error from None
     return path
 
 
@@ -158,10 +147,6 @@ def second_destination(run: Path) -> Path | None:
 def participant_hashes(participants: list[str], key: str) -> list[str]:
     """Keyed hashes (HMAC-SHA256) of participant ids: membership can be tested, ids cannot be read off."""
     return sorted(keyed_hash(p, key) for p in set(participants))
-
-
-def keyed_hash(name: str, key: str) -> str:
-    return hmac.new(key.encode(), name.encode(), hashlib.sha256).hexdigest()
 
 
 class _Sink:

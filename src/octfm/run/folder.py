@@ -4,7 +4,6 @@ Pretraining, fine-tuning and segmentation share it; a `Kind` says in what they d
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ import numpy as np
 
 from octfm.config import Config, dump, read_yaml
 from octfm.errors import CheckpointError, ConfigError, Echo
+from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, write_whole
 from octfm.run import checkpoint
 from octfm.run.bucket import BucketRun, mirror_of
@@ -353,7 +353,7 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
     lines = [f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows]
     if store.left_out:
         lines.append("without " + " ".join(store.left_out))
-    return hashlib.sha256("\n".join([*lines, *map(str, labels)]).encode()).hexdigest()
+    return hash_text("\n".join([*lines, *map(str, labels)]))
 
 
 def has_only(folder: Path, beginnings: set[str]) -> bool:

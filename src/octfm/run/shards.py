@@ -4,7 +4,6 @@
 SHA-256 of each. It is written under another name and renamed when it is whole. Any number of ranks reads it, one alone as well.
 """
 
-import hashlib
 import json
 import pickle
 import shutil
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octfm.errors import CheckpointError
+from octfm.io.hashing import hash_file
 from octfm.io.location import flush
 from octfm.run.checkpoint_files import SHARDS as SUFFIX
 from octfm.run.checkpoint_files import name_of
@@ -59,7 +59,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
         rest = {"format": FORMAT, "version": VERSION, "step": step, **content, **tensorless, "checksum": ""}
         torch.save(rest, partial / REST)
         names = sorted(p.name for p in partial.iterdir())
-        (partial / MANIFEST).write_text(json.dumps({name: _sha256(partial / name) for name in names}))
+        (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}))
         for name in (REST, INDEX, MANIFEST):
             flush(partial / name)
         shutil.rmtree(path, ignore_errors=True)  # of an abandoned course of training
@@ -101,7 +101,7 @@ def verify(path: Path) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name, wanted in manifest.items():
-            if (found := _sha256(path / name)) != wanted:
+            if (found := hash_file(path / name)) != wanted:
                 raise DamagedShards(f"{name}: its checksum is {found[:12]} and should be {wanted[:12]}")
     except (OSError, ValueError) as error:
         raise DamagedShards(f"{type(error).__name__}: {error}") from None
@@ -208,8 +208,3 @@ def _first(work: Callable[[], None], runtime: Runtime) -> None:
     told = runtime.told_by_first(told)
     if told is not None:
         raise OSError(None, told)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

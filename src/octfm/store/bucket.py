@@ -1,6 +1,5 @@
 """Stores in a bucket: written shard by shard and visible row by row, read through verified copies on the local disk."""
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ import numpy as np
 
 from octfm.errors import StoreError
 from octfm.io import bucket, bucket_cache
+from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
 from octfm.store.layout import ARRAYS, Compression, StoreRow, checksum, read_rows, shapes, shard_key
@@ -133,7 +133,7 @@ class BucketStoreWriter(StoreWriter):
 
     def __init__(self, where: BucketPath, preprocessing: "Preprocessing", compression: Compression | None = None):
         self.where = where
-        mirror = bucket_cache.folder() / "stores" / hashlib.sha256(str(where).encode()).hexdigest()[:24]
+        mirror = bucket_cache.folder() / "stores" / hash_text(str(where))[:24]
         super().__init__(mirror, preprocessing, compression)
 
     def __enter__(self) -> Self:

@@ -1,17 +1,15 @@
 """A list of volumes to leave out: an acquisition, a uri or a participant per line; `#` begins a comment."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, Echo
 from octfm.store.store import Store
-
-Echo = Callable[[str], None]
 
 
 def to_stderr(line: str) -> None:

@@ -1,12 +1,12 @@
 """What is rotten in a store, and which of it can be prepared again: `octfm prepare --verify`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octfm.errors import BucketError, StoreError
+from octfm.errors import BucketError, Echo, StoreError
 from octfm.io import bucket
 from octfm.io.lease import Lease
 from octfm.io.location import Location, listed, write_whole
@@ -21,8 +21,6 @@ AT_ONCE = 256
 """Volumes between two reports of progress."""
 MOST = 0.5
 """Where a larger share of the volumes differs, the volumes are not what is rotten."""
-
-Echo = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """Embed a store with a run's encoder and its baselines, and draw what the encoder sees."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.exported import is_export, refuse_inside_export
 from octfm.encoder.trained_head import load_head
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
 from octfm.models.pooling import VectorPool
 from octfm.store.exclusion import without_excluded
@@ -26,7 +25,7 @@ def embed_all(
     segmenter: str | Path | None = None,
     pool: VectorPool | None = None,
     exclude: str | Path | None = None,
-    echo: Callable[[str], None] = print,
+    echo: Echo = print,
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from octfm.config import load
 from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.cases import Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
 from octfm.evaluation.scoring import HEADLINE, Scored, compare_scored, correct, score
@@ -53,7 +53,7 @@ def leaderboard(
     resamples: int = RESAMPLES,
     seed: int = 0,
     commands: Sequence[str] = (),
-    echo: Callable[[str], None] = print,
+    echo: Echo = print,
 ) -> dict[str, Any]:
     """Judge every entry on the test participants of the recommended split; the first entry is compared with each of the others.
 
@@ -239,9 +239,7 @@ def entry_name(path: Path) -> str:
     return f"{path.parent.parent.name}:{path.stem}" if path.is_file() else path.resolve().name
 
 
-def _embed(
-    paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Callable[[str], None]
-) -> list[Embeddings]:
+def _embed(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Echo) -> list[Embeddings]:
     """The vectors of every checkpoint, then those of the first one's random initialisation."""
     names = [entry_name(path) for path in paths]
     if repeated := {name for name in names if names.count(name) > 1}:

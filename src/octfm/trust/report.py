@@ -1,7 +1,7 @@
 """Everything that trust.json holds: one call asks all questions about one run."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
 from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
 from octfm.evaluation.tissue_map import tissue_map
@@ -40,7 +40,6 @@ RESAMPLES = 4000
 """More than elsewhere: the smallest p, 2 / 4,001, has to survive Holm over some sixty comparisons."""
 FROM_SCRATCH_EPOCHS = 60.0
 RESERVED = ("random_init", "histogram", "tissue_map", "metadata", FROM_SCRATCH, "label")
-Echo = Callable[[str], None]
 
 
 def trust(

@@ -1,6 +1,5 @@
 """Preprocessing: the one home of everything that happens to a Volume before the model sees it (F15)."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from octfm.config import Config, load
 from octfm.errors import ReadError
+from octfm.io.hashing import hash_text
 from octfm.volume.laterality import Side, disc_side
 from octfm.volume.planes import Planes, eight_bit
 from octfm.volume.radial import to_raster
@@ -113,7 +113,7 @@ class Preprocessing(Config):
     def fingerprint(self) -> str:
         """Stable hash of every setting and of the algorithm's version: equal exactly when stores are interchangeable."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hash_text(text)[:16]
 
     def __call__(self, volume: Volume) -> Prepared:
         """Prepare one volume, a star (radial) as the raster that it shows. Raises ReadError for one that is neither or has too few lines,

@@ -6,8 +6,6 @@ the same participant the same pseudonym in every data set, and shifts all of a p
 stay true. Of what tables and headers say, only what is known to be safe passes (octfm.catalog.participants.safe_values), or what the user names.
 """
 
-import hashlib
-import hmac
 import re
 import secrets
 from collections import Counter
@@ -32,6 +30,7 @@ from octfm.catalog.walk import walk
 from octfm.errors import ConfigError, ReadError
 from octfm.formats import volumes_in
 from octfm.formats.reasons import REASONS
+from octfm.io.hashing import keyed_hash
 from octfm.io.isolation import Limits
 from octfm.io.location import Location, listed, location
 
@@ -199,4 +198,4 @@ def _place(uri: str, root: Location, key: bytes) -> str:
 
 
 def _hash(key: bytes, kind: str, text: str, digits: int) -> str:
-    return hmac.new(key, f"{kind}\0{text}".encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()[:digits]
+    return keyed_hash(f"{kind}\0{text}", key)[:digits]

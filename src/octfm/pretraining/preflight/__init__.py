@@ -1,12 +1,11 @@
 """Everything that can be known to be wrong before step 0: each check says what was measured and what to do."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from octfm.errors import ConfigError, StoreError, one_line
+from octfm.errors import ConfigError, Echo, StoreError, one_line
 from octfm.io.location import Location
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight import cohort, curves, data, objective, resources, tokens, tpu
@@ -106,7 +105,7 @@ def examine(
     return found
 
 
-def examine_tpu(config: PretrainConfig, name: str, echo: Callable[[str], None]) -> list[Check]:
+def examine_tpu(config: PretrainConfig, name: str, echo: Echo) -> list[Check]:
     """Whether the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`; of the store only the size of its
     volumes matters, the default one where none is named."""
     preprocessing = Preprocessing() if config.data.store is None else Store.open(config.data.store).preprocessing  # pyright: ignore[reportCallIssue]
@@ -127,7 +126,7 @@ def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.
     return train, validation
 
 
-def require(found: list[Check], echo: Callable[[str], None]) -> None:
+def require(found: list[Check], echo: Echo) -> None:
     """Say what is not right, and stop before step 0 when anything failed."""
     for check in found:
         if check.status != "PASS":

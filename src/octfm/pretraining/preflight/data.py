@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from octfm.errors import ConfigError, StoreError
-from octfm.pretraining.masks import PADDING, Shape3, TooFewTokens, token_grid, token_map
+from octfm.pretraining.masks import PADDING, TooFewTokens, token_grid, token_map
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
 from octfm.store.loader import Loader, accumulation
 from octfm.store.store import Store
+from octfm.volume.volume import Shape3
 
 SAMPLE = 32
 """Volumes that are read to count tokens."""

@@ -8,13 +8,13 @@ the devices and fits; it proves nothing about speed or numerics.
 import importlib.util
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octfm.config import load
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, Echo
 from octfm.pretraining.masks import token_grid
 from octfm.pretraining.preflight.check import Check, fail, passed
 from octfm.pretraining.preflight.tpu_program import run
@@ -70,9 +70,7 @@ class Compiled:
         return f"{self.total / GIB:.2f} of {HBM / GIB:.2f} GiB per device ({parts})"
 
 
-def examine(
-    config: PretrainConfig, preprocessing: Preprocessing, name: str, echo: Callable[[str], None]
-) -> list[Check]:
+def examine(config: PretrainConfig, preprocessing: Preprocessing, name: str, echo: Echo) -> list[Check]:
     """Whether the step of this config compiles for and fits a TPU slice, and if not, what does. Takes minutes per attempt, of which `echo`
     hears. ConfigError for a slice or libraries that are not there, and for settings that no run with XLA accepts."""
     values = config.model_dump(mode="json")

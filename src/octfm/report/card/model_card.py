@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from octfm.evaluation.scoring import HEADLINE
 from octfm.io.location import Location, location, write_whole
 from octfm.report import words
 from octfm.report.card.paper import bibtex, setting
@@ -270,7 +271,7 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
     )
     rows = []
     for target, metric in dict.fromkeys(
-        (r["target"], r["metric"]) for r in probe["results"] if r["metric"] in words.HEADLINE
+        (r["target"], r["metric"]) for r in probe["results"] if r["metric"] in HEADLINE
     ):
         cells = {r["encoder"]: r for r in probe["results"] if (r["target"], r["metric"]) == (target, metric)}
         any_row = next(iter(cells.values()))
@@ -280,7 +281,7 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
             (what, words.METRICS[metric], *scores, f"{any_row['chance']:.2f}", str(any_row["n_test_participants"]))
         )
     text += "\n\n" + _table(("Target", "Metric", *encoders, "Chance", "Participants"), rows)
-    compared = [c for c in probe["comparisons"] if c["metric"] in words.HEADLINE and not c.get("leakage")]
+    compared = [c for c in probe["comparisons"] if c["metric"] in HEADLINE and not c.get("leakage")]
     if compared:
         rows = [
             (c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c), _verdict(c))
