@@ -148,7 +148,7 @@ def test_a_tracker_that_fails_does_not_stop_training(store, tmp_path):
     run = pretrain(config(), store, tmp_path / "run", echo=quiet, listeners=[Failing()])
     assert len(rows(run)) == 8
     (told,) = rows(run, "tracker")
-    assert "Failing failed and is told nothing more: the server is gone" in told["sentence"]
+    assert "Failing failed and gets no more rows: the server is gone" in told["sentence"]
 
 
 def test_settings_of_trackers_may_change_when_a_run_resumes(store, tmp_path):

@@ -1,4 +1,5 @@
-"""Where things are: a path on a disk, or an address in a bucket that can be used like one."""
+"""Locations: a path on a disk, or an address in a bucket that can be used like one; and how files are written
+atomically."""
 
 import errno
 import os
@@ -19,24 +20,27 @@ def is_remote(where: Any) -> bool:
 
 
 def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
-    """What a user names: a Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes and for credentials."""
+    """The place that a user names: a Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes
+    and for credentials."""
     if isinstance(where, BucketPath):
         return where
     return listed(expect_place(str(where)))
 
 
 def local_path(where: "str | Path") -> Path:
-    """What a user names and only a disk can have. Raises ConfigError for an address, of which a folder called s3: would be made."""
+    """A path that a user names and that must be on a disk. Raises ConfigError for an address, which would create a
+    folder called s3:."""
     return Path(expect_local(str(where)))
 
 
 def listed(uri: str) -> "Path | BucketPath":
-    """What a listing, a catalog or a path that was checked before names."""
+    """The place that a listing, a catalog or a path that is checked already names."""
     return BucketPath.of(uri) if is_remote(uri) else Path(uri)
 
 
 def write_whole(where: "Path | BucketPath", data: bytes) -> None:
-    """The old content or the new, whatever happens in between; durable when this returns."""
+    """Replace a file: it holds the old content or the new, whatever happens in between; the new one is on the disk
+    when this returns."""
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
@@ -46,26 +50,28 @@ def write_whole(where: "Path | BucketPath", data: bytes) -> None:
 
 @contextmanager
 def replacing(where: Path) -> Iterator[Path]:
-    """A new file to write into, which takes the place of `where` at the end of the context: the old content or the new, and durable then."""
+    """A path to write a new file to, which replaces `where` when the context ends, as in `write_whole`."""
     where.parent.mkdir(parents=True, exist_ok=True)
     partial = where.with_name(f".{where.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
+        # Before the rename: a power cut must not leave the name on an empty file.
         flush(partial)
         partial.replace(where)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    # A power cut may undo the rename until the folder is on the disk as well.
     flush(where.parent)
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk: a rename survives a power cut only when its folder was flushed."""
+    """Bring a file's bytes, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot flush a folder, and keep its names by other means.
+        # Some network file systems cannot sync a folder, and keep its names by other means.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -74,13 +80,16 @@ def flush(path: Path) -> None:
 
 @dataclass(frozen=True, order=True)
 class BucketPath:
-    """The part of pathlib that makes sense for objects. Not os.PathLike: what insists on a disk fails at once, and not halfway."""
+    """An address of an object or a prefix, with the part of pathlib that makes sense for them.
+
+    Not os.PathLike: code that needs a disk fails at once, not halfway.
+    """
 
     scheme: str
     inside: PurePosixPath
     """bucket/key"""
     facts: Any = field(default=None, compare=False)
-    """octfm.io.bucket.Object, where a listing told: of the object, or of the archive that it is a member of."""
+    """octfm.io.bucket.Object if a listing has given it: of the object, or of the archive that it is a member of."""
 
     @staticmethod
     def of(uri: str) -> "BucketPath":
@@ -146,7 +155,7 @@ class BucketPath:
         return True
 
     def exists(self) -> bool:
-        """An object, or a prefix of some."""
+        """Whether this is an object or a prefix of objects."""
         return self.is_file() or self.is_dir()
 
     def is_dir(self) -> bool:
@@ -159,7 +168,7 @@ class BucketPath:
         return (BucketPath.of(uri) for uri in sorted(bucket.find(str(self))))
 
     def mkdir(self, **_: Any) -> None:
-        """Nothing: a prefix exists with its first object."""
+        """Does nothing: a prefix exists once it has an object."""
 
     def read_bytes(self) -> bytes:
         from octfm.io import bucket

@@ -1,4 +1,5 @@
-"""What this machine does with a config: volumes per second, share of its matrix peak, data wait, memory, hours; what to change first."""
+"""Measure a config on this machine: volumes per second, share of the matrix peak, data wait, memory, hours; and what
+to change first."""
 
 import statistics
 import time
@@ -22,12 +23,12 @@ from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
 CLEARLY = 1.1
-"""A trial is called faster than another from this ratio on."""
+"""Ratio of speeds from which a trial counts as faster."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to run the config, and what a step took."""
+    """A variant of the config, and what one of its steps took."""
 
     name: str
     precision: str
@@ -36,7 +37,8 @@ class Trial:
     """Seconds of one optimizer step; None if it did not fit."""
     volumes_per_s: float
     mfu: float
-    """Arithmetic of matrix products and attention per second, over what a matrix product of the run's width reaches here."""
+    """Floating-point operations per second of matrix products and attention, over those of a matrix product of the
+    run's width here."""
     estimated_gb: float
     """Peak memory of a step, weights included (estimate, see `octfm doctor`)."""
     trouble: str = ""
@@ -44,13 +46,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that was measured."""
+    """The measurements of all variants."""
 
     config: PretrainConfig
     trials: list[Trial]
-    """The config as it is first."""
+    """First the config as it is."""
     read_volumes_per_s: float | None
-    """What the store delivers with nobody else at work; None without a store."""
+    """Volumes per second of the store, read with nothing else to do; None without a store."""
 
     @property
     def as_configured(self) -> Trial:
@@ -58,14 +60,14 @@ class Bench:
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the run's time that the device would wait for the store."""
+        """Share of the time for which the device would wait for the store."""
         if self.read_volumes_per_s is None or not self.as_configured.volumes_per_s:
             return None
         return max(0.0, 1 - self.read_volumes_per_s / self.as_configured.volumes_per_s)
 
     @property
     def run_s(self) -> float | None:
-        """Seconds that the run would take on this one device, validation and checkpoints aside."""
+        """Seconds that the run would take on this device alone, without validation and checkpoints."""
         if self.as_configured.step_s is None:
             return None
         reading = self.config.data.global_batch_size / self.read_volumes_per_s if self.read_volumes_per_s else 0.0
@@ -80,38 +82,48 @@ class Bench:
             else f"{t.name:<22}{t.trouble}"
             for t in self.trials
         ]
-        said = [head, *rows]
+        lines = [head, *rows]
         if self.read_volumes_per_s is not None:
             wait = (
                 f"; the device would wait {self.data_wait_share:.0%} of the time"
                 if self.data_wait_share is not None
                 else ""
             )
-            said.append(f"the store delivers {self.read_volumes_per_s:.3g} volumes/s{wait}")
+            lines.append(f"the store delivers {self.read_volumes_per_s:.3g} volumes/s{wait}")
         if self.run_s is not None:
             seen = self.config.steps * self.config.data.global_batch_size
-            said.append(
+            lines.append(
                 f"{self.config.steps:,} steps ({seen:,} volumes) take about {duration(self.run_s)} on this device"
             )
-        return [*said, f"change first: {self.advice()}"]
+        return [*lines, f"change first: {self.advice()}"]
 
     def advice(self) -> str:
-        """The one change that would gain most, in words."""
+        """The one change that would gain most, as a sentence."""
         now, fitting = self.as_configured, [t for t in self.trials if t.step_s is not None]
         if now.step_s is None:
             if not fitting:
                 return "a smaller masks.budget or model.width: no variant fits this device"
-            return f"{_difference(max(fitting, key=lambda t: t.volumes_per_s), now)}; as configured it does not fit this device"
+            fastest = max(fitting, key=lambda t: t.volumes_per_s)
+            return f"{_difference(fastest, now)}; as configured it does not fit this device"
         wait = self.data_wait_share or 0.0
         best = max(fitting, key=lambda t: t.volumes_per_s)
         gain = best.volumes_per_s / now.volumes_per_s
         if wait > 1 - 1 / CLEARLY:
-            return f"the store: the device would wait for it {wait:.0%} of the time; prepare it with --compression none on a local disk"
+            return (
+                f"the store: the device would wait for it {wait:.0%} of the time; prepare it with --compression none on a "
+                "local disk"
+            )
         if gain >= CLEARLY:
             return f"{_difference(best, now)}: {gain:.2f} times the volumes per second"
         if self.config.masks.budget is None:
-            return "masks.budget: the whole grid is encoded, most of it background (see the token budget that octfm doctor prints)"
-        return "nothing stands out: the step runs as well as this device lets it; more devices are the next gain (docs/guide/scale-out.md)"
+            return (
+                "masks.budget: the whole grid is encoded, most of it background (see the token budget that octfm doctor "
+                "prints)"
+            )
+        return (
+            "nothing stands out: the step runs as well as this device lets it; more devices are the next gain "
+            "(docs/guide/scale-out.md)"
+        )
 
 
 def bench(
@@ -121,10 +133,12 @@ def bench(
     steps: int = 3,
     echo: Echo = print,
 ) -> Bench:
-    """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the micro-batch.
+    """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the
+    micro-batch.
 
-    With a store, its volumes are trained on and its reading is timed; without one, random voxels of the default Preprocessing are.
-    Each trial makes one step that is not counted and `steps` that are; the median counts. Nothing is written.
+    Steps train on volumes of the store, whose reading is timed as well, or without a store on random voxels of the
+    default Preprocessing. Each trial makes one step to warm up, then `steps`, of which the median counts. Nothing is
+    written.
     """
     if steps < 1:
         raise ConfigError(f"--steps: expected 1 or more, got {steps}")
@@ -154,7 +168,7 @@ def bench(
 
 
 def _variants(config: PretrainConfig) -> list[tuple[str, PretrainConfig]]:
-    """The config as it is, and what differs from it in one setting."""
+    """The config as it is, and variants that differ in one setting."""
     data = config.data
     accumulation(data.global_batch_size, data.per_device_batch_size, 1)
     other = "fp32" if config.precision == "bf16" else "bf16"
@@ -198,7 +212,7 @@ def _trial(
         for _ in range(steps + 1):
             begun = time.perf_counter()
             loss = accumulate(learner, batch, config.objective.context_loss, everything=False)[0].loss
-            float(loss)  # waits for the device
+            float(loss)  # reading a number waits for the device
             passed = time.perf_counter()
             float(runtime.clip(learner.trained, config.clip_grad_norm))
             learner.update(torch.ones((), dtype=torch.bool, device=runtime.device))
@@ -212,14 +226,14 @@ def _trial(
     finally:
         del learner
         runtime.release()
-    # One micro-batch was timed; a step has several, and one update.
+    # One micro-batch was timed; a step has several, and a single update.
     step_s = micro_steps * statistics.median(passes[1:]) + statistics.median(updates[1:])
     peak = measure_speed(runtime, config.model.width, tokens).flops_per_s
     return replace(trial, step_s=step_s, volumes_per_s=data.global_batch_size / step_s, mfu=cost.flops / step_s / peak)
 
 
 def _batch(config: PretrainConfig, preprocessing: Preprocessing, store: Store | None, rows: np.ndarray) -> Batch:
-    """One micro-batch: of the store, or random voxels with a tissue band in the middle."""
+    """One micro-batch of the store, or of random voxels with a tissue band in the middle."""
     size = config.data.per_device_batch_size
     if store is not None:
         with Loader(store, rows, size, config.seed, prefetch=0) as loader:
@@ -231,7 +245,7 @@ def _batch(config: PretrainConfig, preprocessing: Preprocessing, store: Store | 
 
 
 def _reading(config: PretrainConfig, store: Store, rows: np.ndarray, steps: int) -> float:
-    """Volumes per second of the store, read as training does, with nothing else to do."""
+    """Volumes per second of the store, read as in training."""
     with Loader(store, rows, config.data.global_batch_size, config.seed, prefetch=0) as loader:
         loader.batches(0)
         begun = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Self-supervised pretraining: `pretrain` sets a run up, `Pretraining.update` is one step of the algorithm, run/loop.py repeats it."""
+"""Self-supervised pretraining: `pretrain` sets a run up, `Pretraining.update` is one step of the algorithm,
+run/loop.py repeats it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -54,9 +55,10 @@ def pretrain(
 ) -> Path:
     """Train until `config.steps` updates are made and return the run folder; the same call resumes an interrupted run.
 
-    Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts the run's.
-    `listeners` get everything that metrics.jsonl gets, for example a progress bar. Raises Preempted after SIGTERM or SIGINT, once the
-    step is finished and saved. Under torchrun every rank makes this call; only rank 0 prints and writes.
+    Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts
+    the run's. `listeners` get everything that metrics.jsonl gets, for example a progress bar. Raises Preempted after
+    SIGTERM or SIGINT, once the step is finished and saved. Under torchrun every rank makes this call; only rank 0
+    prints and writes.
     """
     store = _one_store(config, store)
     runtime = join(config.runtime, config.precision, device)
@@ -249,7 +251,8 @@ class Pretraining:
             metrics.picture("masks", step, sample_picture(self.config, store, rows[:4], step))
 
     def _probe(self, session: Session, step: int) -> bool:
-        """Probe the encoder as it is; True, on all ranks, if it is the best state so far: its checkpoint is written and kept."""
+        """Probe the encoder as it is; True, on all ranks, if it is the best state so far: its checkpoint is written
+        and kept."""
         config, learner, runtime, cases = self.config, self.learner, self.runtime, self.cases
         assert cases is not None
         network, pool = learner.whole().frozen_encoder(config.objective.frozen), config.objective.pool

@@ -1,4 +1,5 @@
-"""What a run does about findings of its monitors and about memory that ran out: exclude volumes, roll back, stop, say so."""
+"""What a run does about findings of its monitors and about memory that ran out: exclude volumes, roll back, stop,
+say so."""
 
 from dataclasses import dataclass, replace
 
@@ -70,7 +71,8 @@ class Reactions:
         session.echo(f"step {step}: {sentence}")
 
     def act(self, session: Session, step: int, finding: Finding) -> bool:
-        """Do what the policy says; True if the run went back to an earlier step. Raises TrainingError if it must not go on."""
+        """Do what the policy says; True if the run went back to an earlier step. Raises TrainingError if it must not
+        go on."""
         learner, config, rows = self.learner, self.learner.config.health, self.data.store.rows
         names = [self._hashed(row) for row in finding.volumes]
         response = respond(config, finding, step, learner.state, names, len(self.data.train_rows))

@@ -1,4 +1,5 @@
-"""What of a run cannot be a function of its step: a small value that travels in every checkpoint."""
+"""Run state that is no function of the step, and so is saved in every checkpoint: rollbacks, excluded volumes,
+micro-batch size."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -11,56 +12,55 @@ class Rollback:
     """One return to an earlier checkpoint."""
 
     at: int
-    """The step that was not believed any more."""
+    """The step at which training went back."""
     to: int
-    """The step that training went on from."""
+    """The step from which it went on."""
     what: str
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The batch of step s is the loader's batch s + offset, without the excluded volumes, in micro-batches of `micro_batch`."""
+    """Step s trains on the loader's batch s + offset, without excluded volumes, in micro-batches of `micro_batch`."""
 
     offset: int = 0
-    """Steps of data that were passed over: batches before a rollback are not repeated after it."""
+    """Batches that rollbacks passed over: those before a rollback are not repeated after it."""
     excluded: tuple[str, ...] = ()
-    """Keyed hashes of acquisitions that are not trained on any more."""
+    """Keyed hashes of acquisitions that are no longer trained on."""
     suspects: tuple[str, ...] = ()
-    """Keyed hashes of acquisitions whose loss was not finite once."""
+    """Keyed hashes of acquisitions whose loss was once not finite."""
     lr_scale: float = 1.0
     """Factor on the schedule's learning rate."""
     micro_batch: int | None = None
-    """Volumes per forward pass after memory ran out; None is the config's."""
+    """Volumes per forward pass, once memory ran out; None uses the config's."""
     skips: tuple[int, ...] = ()
-    """Recent steps whose update was not made because the weights were in doubt."""
+    """Recent steps whose update was not made, because it might have damaged the weights."""
     doubts: tuple[int, ...] = ()
-    """Recent steps whose features were found to be collapsing."""
+    """Recent steps at which features were collapsing."""
     faults: tuple[int, ...] = ()
-    """Recent steps at which something was found not to be computed as it should be."""
+    """Recent steps at which something was computed wrongly."""
     rollbacks: tuple[Rollback, ...] = ()
     losses: tuple[float, ...] = ()
-    """Masked loss of the last accepted steps, which the next ones are measured against."""
+    """Masked loss of the last updates, with which the next ones are compared."""
     grad_norms: tuple[float, ...] = ()
-    """Gradient norm before clipping of the last accepted steps."""
-
+    """Gradient norm before clipping of the last updates."""
     ranks: tuple[float, ...] = ()
-    """Effective rank of tissue tokens at the last looks."""
+    """Effective rank of tissue tokens at the last inspections."""
 
     @property
     def healthy(self) -> bool:
-        """Whether a checkpoint of this moment is one to return to."""
+        """Whether a checkpoint of this moment may be returned to."""
         return not (self.skips or self.doubts or self.faults)
 
     def accept(self, loss: float, grad_norm: float, window: int) -> "RunState":
-        """After an update that was made."""
+        """The state after an update."""
         return replace(self, losses=(*self.losses, loss)[-window:], grad_norms=(*self.grad_norms, grad_norm)[-window:])
 
     def look(self, rank: float) -> "RunState":
-        """After the features were looked at."""
+        """The state after an inspection of the features."""
         return replace(self, ranks=(*self.ranks, rank)[-8:])
 
     def forget_before(self, step: int, config: HealthConfig) -> "RunState":
-        """What happened too long before `step` does not count any more."""
+        """The state without what happened too long before `step` to count."""
         looks = 2 * config.check_every_steps
         recent = {
             "skips": tuple(s for s in self.skips if s > step - config.skip_window),

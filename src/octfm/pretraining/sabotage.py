@@ -1,4 +1,5 @@
-"""Faults planted on purpose, to show and to test that the monitors name them: patched in from outside, the loop knows nothing of them."""
+"""Plant faults on purpose, to show and to test that the monitors name them; patched in from outside, without a trace
+in the loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,14 +25,15 @@ NAMES = {
     "bf16-underflow": "underflow",
     "hidden-lr": "update",
 }
-"""What the monitors have to call each fault."""
+"""Name of each fault in the monitors' findings."""
 
 
 @contextmanager
 def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
-    """Every training in this process has this fault from step `at` of its data on, and before step `until`.
+    """Give every training in this process a fault, from step `at` of its data until before step `until`.
 
-    Steps of data are counted on through a rollback, so a fault with an end is one of some batches, which a rollback leaves behind.
+    Steps of data go on counting through a rollback: a fault that ends belongs to some batches, which a rollback
+    leaves behind.
     """
     if name not in NAMES:
         raise ConfigError(f"sabotage: expected one of {', '.join(NAMES)}; got {name!r}")
@@ -48,12 +50,12 @@ def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
             if name == "lr-restart":
                 for group in learner.optimizer.param_groups:
                     group["lr"] = group["lr"] * 100
-        done = accumulate(learner, batch, *args, **kwargs)
+        micro_steps = accumulate(learner, batch, *args, **kwargs)
         if faulty and name == "inf-gradient":
             gradient = learner.decayed[1].grad
             assert gradient is not None
             learner.runtime.local(gradient).view(-1)[:1] = float("inf")
-        return done
+        return micro_steps
 
     def make_inputs_with_fault(
         config: Any, preprocessing: Any, runtime: Any, batch: Any, *args: Any, **kwargs: Any
@@ -78,7 +80,7 @@ def _freeze_teacher(learner: Learner) -> None:
 
 
 def _unmask_context(learner: Learner) -> None:
-    """The prototype's: the context encoder receives every token."""
+    """A fault that a prototype had: the context encoder receives every token."""
     forward = learner.model.forward
 
     def seeing(views: Any, weight: float) -> Any:
@@ -108,7 +110,7 @@ def _normalise_over_batch(learner: Learner) -> None:
 
 
 def _round_weights(learner: Learner) -> None:
-    """Weights kept in bfloat16: three digits, so that most updates vanish."""
+    """Keep weights in bfloat16, with three digits, so that most updates vanish."""
     update = learner.optimizer.step
 
     @torch.no_grad()
@@ -124,15 +126,15 @@ def _round_weights(learner: Learner) -> None:
 
 
 def _hide_learning_rate(learner: Learner) -> None:
-    """A hundred times the rate that the optimizer seems to have."""
+    """Update with a hundred times the rate that the optimizer shows."""
     update = learner.optimizer.step
 
     def faster(*args: Any, **kwargs: Any) -> None:
-        told = [group["lr"] for group in learner.optimizer.param_groups]
+        shown = [group["lr"] for group in learner.optimizer.param_groups]
         for group in learner.optimizer.param_groups:
             group["lr"] = group["lr"] * 100
         update(*args, **kwargs)
-        for group, lr in zip(learner.optimizer.param_groups, told, strict=True):
+        for group, lr in zip(learner.optimizer.param_groups, shown, strict=True):
             group["lr"] = lr
 
     learner.optimizer.step = faster

@@ -1,1 +1,1 @@
-"""What any training needs, whatever it trains: devices, ranks, checkpoints, run folder, metrics."""
+"""What any training needs, whatever it trains: devices, ranks, run folder, loop, checkpoints, metrics."""

@@ -1,8 +1,10 @@
-"""A run in a bucket: it works in a local folder like any run, and what it writes there follows into the bucket in the background.
+"""Runs in buckets: a run works in a local folder like any other, and its files are copied to the bucket in the
+background.
 
-Layout: the files of a run folder, and checkpoints.json, the pointer. A checkpoint is uploaded, compared and then named in the pointer
-with the SHA-256 of its files; only what the pointer names counts. On another machine the folder is made again from the bucket.
-No upload ever stops training: it is sent again with the next checkpoint, and `failures` tells.
+Layout: the files of a run folder, and checkpoints.json, the pointer. A checkpoint is uploaded, compared and then
+named in the pointer with the SHA-256 of its files; only checkpoints that the pointer names count. Another machine
+makes the folder anew from the bucket. A failed upload never stops training: it is repeated with the next checkpoint,
+and `failures` reports it.
 """
 
 import json
@@ -28,11 +30,11 @@ from octfm.run.checkpoint_files import is_name, step_of
 POINTER, MARK, VERSIONS = "checkpoints.json", ".bucket.json", ".versions.json"
 FORMAT, VERSION = "octfm-bucket-run", 1
 FETCHED = 2
-"""Checkpoints that another machine fetches: the newest, and one to go back to."""
+"""Checkpoints that another machine fetches: the newest, and an older one in case it is damaged."""
 WAITING = 2
-"""Checkpoints that wait to be sent, at most; older ones are left out when the bucket is away for long."""
+"""Most checkpoints that wait to be sent; while the bucket is unreachable, older ones are dropped."""
 PATIENCE_S = 600.0
-"""How long a run that is done or stopped tries to get its last checkpoint into the bucket."""
+"""How long a run that has ended tries to send its last checkpoint."""
 
 Surplus = Callable[[Sequence[Path]], list[Path]]
 
@@ -53,11 +55,11 @@ class BucketRun:
         self._sending: str | None = None
         self._closing = self._gave_up = False
         self.before = bucket.tally()
-        """What this process had asked of buckets before the run began."""
+        """Requests of this process to buckets before the run began."""
         self._stale_pointer = False
 
     def begin(self) -> None:
-        """Take the lease and bring the local folder to what the bucket says. Raises BucketError."""
+        """Take the lease and bring the local folder up to date with the bucket. Raises BucketError."""
         self._lease = Lease(self.where / "run.lease", "training into this run").__enter__()
         try:
             self._pull()
@@ -68,7 +70,7 @@ class BucketRun:
             raise
 
     def end(self) -> None:
-        """Send what is left, for a while, and give the lease back."""
+        """Send what is left, for at most PATIENCE_S, and give the lease back."""
         if not hasattr(self, "_thread"):
             return
         if not self._gave_up:
@@ -81,25 +83,26 @@ class BucketRun:
         self._lease.__exit__()
 
     def keep(self, surplus: Surplus) -> None:
-        """`surplus` says which of the checkpoints in the bucket may be deleted. Those in the folder are the run's own by now."""
+        """Begin to send checkpoints; `surplus` chooses those in the bucket to delete. Call it once the folder's
+        checkpoints were checked."""
         self._surplus = surplus
         last = max(map(step_of, self._sent), default=-1)
         for path in checkpoint_files.steps(self.path / "checkpoints"):
             if step_of(path) > last:
-                self.offer(path)  # written, and not sent before the process ended
+                self.offer(path)  # the last process ended before it was sent
 
     def require(self) -> None:
         """Raises BucketError once another process trains into this run."""
         self._lease.require()
 
     def offer(self, path: Path) -> None:
-        """A checkpoint is whole on the local disk: it will be sent. Returns at once."""
+        """Send a checkpoint that is complete on the local disk, in the background. Returns at once."""
         outbox = self.path / ".outbox" / f"{path.name}.{secrets.token_hex(4)}"
         outbox.mkdir(parents=True)
         for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
             target = outbox / ("whole" if path.is_file() else str(file.relative_to(path)))
             target.parent.mkdir(parents=True, exist_ok=True)
-            # The local retention may delete the file before it is sent; a link keeps its bytes.
+            # The local retention may delete the file before it is sent: a hard link keeps its bytes.
             try:
                 os.link(file, target)
             except OSError:
@@ -109,13 +112,13 @@ class BucketRun:
             for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
                 shutil.rmtree(self._waiting.pop(name), ignore_errors=True)
                 self._failures.append(
-                    (step_of(name), f"checkpoint {name} was never sent to {self.where}: newer ones are waiting already")
+                    (step_of(name), f"checkpoint {name} was not sent to {self.where}: newer ones are waiting already")
                 )
             self._idle.clear()
         self._wake.set()
 
     def forget_after(self, step: int) -> None:
-        """Checkpoints of an abandoned course of training count no longer."""
+        """Drop checkpoints after `step`: training went back to it."""
         with self._lock:
             for name in [name for name in self._waiting if step_of(name) > step]:
                 self._waiting.pop(name)
@@ -126,7 +129,7 @@ class BucketRun:
         self._wake.set()
 
     def flush(self) -> bool:
-        """Wait until all checkpoints are in the bucket; False where they are not after PATIENCE_S."""
+        """Wait until all checkpoints are in the bucket; False if some are not after PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._idle.wait(0.2):
             if time.monotonic() > deadline or not self._thread.is_alive():
@@ -137,17 +140,19 @@ class BucketRun:
         return True
 
     def publish(self) -> None:
-        """Send files that are not checkpoints, such as results. Raises CheckpointError if the bucket does not take them."""
+        """Send files that are not checkpoints, such as results. Raises CheckpointError if the bucket does not take
+        them."""
         try:
             self._lease.require()
             self._send_files()
         except BucketError as error:
             raise CheckpointError(
-                f"{self.where}: results are in {self.path} and not yet in the bucket ({error}); the same command on this machine sends them"
+                f"{self.where}: results are in {self.path} and not yet in the bucket ({error}); the same command on "
+                "this machine sends them"
             ) from None
 
     def failures(self) -> list[tuple[int, str]]:
-        """(step, sentence) of what went wrong since the last call."""
+        """(step, sentence) for everything that went wrong since the last call."""
         with self._lock:
             found, self._failures = self._failures, []
         return found
@@ -157,7 +162,8 @@ class BucketRun:
         with self._lock:
             return sorted(self._waiting)
 
-    # ---- in the thread ---------------------------------------------------------------------------------------------------------------
+    # ---- in the thread
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while not self._closing:
@@ -174,7 +180,8 @@ class BucketRun:
                 self._lease.require()
                 self._send(name, outbox)
             except (BucketError, OSError) as error:
-                sentence = f"the checkpoint is on the local disk and not yet in {self.where}: {error}; training goes on, it is sent again"
+                problem = f"the checkpoint is on the local disk and not yet in {self.where}: {error}"
+                sentence = f"{problem}; training goes on, it is sent again"
                 with self._lock:
                     self._failures.append((step_of(name) if name else 0, sentence))
                 self._wake.clear()
@@ -182,7 +189,7 @@ class BucketRun:
             self._wake.set()
 
     def _send(self, name: str | None, outbox: Path | None) -> None:
-        """Files, the checkpoint, the pointer, and only then are old checkpoints deleted."""
+        """Send files, then the checkpoint, then the pointer; only then delete old checkpoints."""
         self._send_files()
         if name is not None and outbox is not None:
             entries = []
@@ -192,7 +199,7 @@ class BucketRun:
                 bucket.upload(file, str(self.where / key))
                 entries.append({"key": key, "bytes": file.stat().st_size, "sha256": hash_file(file)})
             with self._lock:
-                if self._waiting.get(name) == outbox:  # not abandoned in the meantime
+                if self._waiting.get(name) == outbox:  # training did not go back behind it in the meantime
                     self._sent[name] = entries
         with self._lock:
             gone = {path.name for path in self._surplus([Path(known) for known in sorted(self._sent)])}
@@ -213,7 +220,8 @@ class BucketRun:
                 self._idle.set()
 
     def _send_files(self) -> None:
-        """Everything but checkpoints that changed since it was sent: metrics, settings, the record, trackers' files."""
+        """Send files other than checkpoints that have changed: metrics, settings, run.json, trackers' files,
+        results."""
         for file in sorted(self.path.rglob("*")):
             inside = file.relative_to(self.path)
             if file.is_file() and not _stays_here(inside):
@@ -231,15 +239,18 @@ class BucketRun:
             "token": token,
             "requests": asdict(bucket.tally() - self.before),
         }
-        # Whichever of the two the bucket has when the process ends here: it was our word.
+        # Noted before it is written: whichever pointer the bucket has if the process is killed here, this folder knows
+        # it.
         _mark(self.path, [*self._tokens[-1:], token])
         self._tokens.append(token)
         bucket.write(str(self.where / POINTER), json.dumps(pointer | {"checkpoints": listed}, indent=1).encode())
 
-    # ---- at the beginning --------------------------------------------------------------------------------------------------------------
+    # ---- at the beginning
+    # --------------------------------------------------------------------------------------------------------------
 
     def _pull(self) -> None:
-        """The bucket is right, unless the local folder wrote its last word: then the folder may be ahead, and stays."""
+        """Fetch the run, unless this folder wrote the bucket's pointer: then it may be ahead of the bucket, and is
+        kept."""
         pointer = read_pointer(self.where)
         try:
             ours = json.loads((self.path / MARK).read_text())["tokens"]
@@ -250,19 +261,20 @@ class BucketRun:
             if pointer["token"] not in ours:
                 _fetch(self.where, pointer, self.path)
         elif ours:
-            shutil.rmtree(self.path)  # its copy in the bucket was deleted: this is another run
+            shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
         else:
             self._refuse_foreign()
         shutil.rmtree(self.path / ".outbox", ignore_errors=True)
 
     def _refuse_foreign(self) -> None:
-        """Without a pointer nothing of a run counts yet; whatever else lies at the address is not ours to mix with."""
+        """Raises CheckpointError if the address holds other objects and no run; what a run wrote before its first
+        pointer is allowed."""
         root = f"{self.where}/"
         found = {uri.removeprefix(root) for uri in bucket.find(str(self.where))} - {"run.lease"}
         found = {name for name in found if not name.startswith(".octfm-probe-")}
         if found and not found & {"config.yaml", "run.json", "metrics.jsonl"}:
             raise CheckpointError(
-                f"{self.where}: there are objects here ({min(found)}, ...) and no run; choose another --out"
+                f"{self.where}: holds objects that are no run ({min(found)}, …); choose another --out"
             )
 
 
@@ -272,8 +284,8 @@ def mirror_of(where: BucketPath) -> Path:
 
 
 def local_run(run: str | Path | BucketPath) -> Path:
-    """A folder to read a run from: itself, or its copy fetched from the bucket, with its newest checkpoints and all other files as they
-    are there now. Raises CheckpointError."""
+    """A folder to read a run from: the run's own or, for a bucket, a copy with its newest checkpoints and all other
+    files as they are there now. Raises CheckpointError."""
     where = location(run)
     if isinstance(where, Path):
         return where
@@ -306,7 +318,8 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
 
 
 def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
-    """The run as the pointer tells it, beside `folder` and then in its place."""
+    """Fetch the files and checkpoints that the pointer names, into another folder that then takes the place of
+    `folder`."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "checkpoints").mkdir(parents=True)
@@ -318,7 +331,8 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
         whole += _fetch_checkpoint(where, pointer["checkpoints"][name], partial)
     if pointer["checkpoints"] and not whole:
         raise CheckpointError(
-            f"{where}: none of {len(pointer['checkpoints'])} checkpoints is as {POINTER} says; restore one from a copy"
+            f"{where}: all {len(pointer['checkpoints'])} checkpoints differ from what {POINTER} says; restore one from "
+            "a copy"
         )
     _mark(partial, [pointer["token"]])
     shutil.rmtree(folder, ignore_errors=True)
@@ -326,7 +340,7 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
 
 
 def _fetch_files(where: BucketPath, folder: Path) -> None:
-    """Everything but checkpoints that is not here yet or has changed since."""
+    """Fetch files other than checkpoints that are not here yet or have changed since."""
     try:
         known = json.loads((folder / VERSIONS).read_text())
     except (OSError, ValueError):
@@ -345,7 +359,7 @@ def _fetch_files(where: BucketPath, folder: Path) -> None:
 
 
 def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: Path) -> bool:
-    """False where it is not what was uploaded; nothing of it is left then."""
+    """Fetch a checkpoint; False, leaving nothing, if it is not what was uploaded."""
     files = []
     for entry in entries:
         file = folder / entry["key"]
@@ -367,12 +381,13 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
 
 
 def _mark(folder: Path, tokens: list[str]) -> None:
-    """Which pointers of the bucket this folder is as new as, or newer."""
+    """Note the pointers that this folder has written or was made from: it is at least as new as they are."""
     write_whole(folder / MARK, json.dumps({"tokens": tokens}).encode())
 
 
 def _stays_here(inside: Path) -> bool:
-    """Checkpoints go by the pointer; locks, half-written files and our own notes go nowhere."""
+    """Whether a file is not sent with the others: checkpoints are sent with the pointer; locks, partial files and
+    notes stay local."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
     return (
         of_checkpoint

@@ -1,4 +1,5 @@
-"""Checkpoints: one file each, written beside and renamed, with a checksum over all that is in it: whole, or known to be damaged."""
+"""Checkpoints: one file each, written under another name and renamed, with a checksum over its content: complete, or
+known to be damaged."""
 
 import hashlib
 import json
@@ -37,15 +38,17 @@ DAMAGE = (
     ArithmeticError,
     AssertionError,
 )
-"""What torch and pickle make of bytes that are no checkpoint."""
+"""Errors that torch and pickle raise for bytes that are no checkpoint."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not what was written: cut off, changed, or no checkpoint at all. The one before it may be whole."""
+    """A checkpoint that is not what was written: cut off, changed, or no checkpoint at all. The one before it may be
+    intact."""
 
 
 def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
-    """Write `step-XXXXXXXX.pt` after `step` updates. OSError when the disk will not take it; nothing is left behind then."""
+    """Write `step-XXXXXXXX.pt` after `step` updates. Raises OSError, leaving nothing behind, if the disk does not
+    take it."""
     path = folder / name_of(step)
     whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
     whole["checksum"] = checksum(whole)
@@ -60,13 +63,15 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Everything `write` was given, verified. Tensors and plain values only: no code in a checkpoint is ever run."""
+    """The content that `write` was given, verified. Tensors and plain values only: code in a checkpoint is never
+    run."""
     try:
         content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGE as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise DamagedCheckpoint(
-            f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore it from a copy"
+            f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore "
+            "it from a copy"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
@@ -84,7 +89,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def header(path: Path) -> dict[str, Any] | None:
-    """Whose a checkpoint is: its content, neither verified nor read into memory; None where it is too damaged to tell."""
+    """A checkpoint's content, memory-mapped and not verified, to identify it; None if it is too damaged."""
     try:
         content = (
             shards.load_rest(path)
@@ -97,14 +102,14 @@ def header(path: Path) -> dict[str, Any] | None:
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """SHA-256 over names, types, shapes and bytes of everything but the checksum itself; torch verifies none of these."""
+    """SHA-256 of names, types, shapes and bytes of everything but the checksum itself; torch verifies none of these."""
     digest = hashlib.sha256()
     _feed(digest, {name: value for name, value in content.items() if name != "checksum"})
     return digest.hexdigest()
 
 
 def snapshot(value: Any) -> Any:
-    """A copy on the host that later updates do not touch."""
+    """A copy on the host, which later updates do not change."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -115,7 +120,7 @@ def snapshot(value: Any) -> Any:
 
 
 def newest(run: Path) -> Path:
-    """The last checkpoint of a run folder; a checkpoint file is its own answer."""
+    """The last checkpoint of a run folder, or the checkpoint file itself."""
     if run.is_file() or run.suffix == shards.SUFFIX:
         return run
     found = everywhere(run)
@@ -127,7 +132,8 @@ def newest(run: Path) -> Path:
 
 
 def everywhere(run: Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first, in its folder and in its second destination; at equal steps the run folder's counts."""
+    """Complete checkpoints of a run, oldest first, in its folder and its second destination; of two with one step,
+    the run folder's."""
     second = second_destination(run)
     found = {
         path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)
@@ -136,7 +142,7 @@ def everywhere(run: Path) -> list[Path]:
 
 
 def second_destination(run: Path) -> Path | None:
-    """Where checkpoints of this run went when its own disk was full, as run.json says."""
+    """Folder for checkpoints that the run's own disk had no room for, as run.json says."""
     try:
         name = json.loads((run / "run.json").read_text()).get("second_destination")
     except (OSError, ValueError):
@@ -145,12 +151,12 @@ def second_destination(run: Path) -> Path | None:
 
 
 def participant_hashes(participants: list[str], key: str) -> list[str]:
-    """Keyed hashes (HMAC-SHA256) of participant ids: membership can be tested, ids cannot be read off."""
+    """Keyed hashes of participant ids, sorted."""
     return sorted(keyed_hash(p, key) for p in set(participants))
 
 
 class _Sink:
-    """A file that remembers why it could not be written."""
+    """A file that keeps the error with which writing failed."""
 
     def __init__(self, file: BinaryIO):
         self._file, self.error = file, None

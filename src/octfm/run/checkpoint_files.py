@@ -1,4 +1,4 @@
-"""Which files of a folder are checkpoints: by their exact names, and nothing that only looks like one."""
+"""Which files of a folder are checkpoints: those with exactly such a name, and none that only look like one."""
 
 import re
 import shutil
@@ -15,35 +15,36 @@ def name_of(step: int, suffix: str = FILE) -> str:
 
 
 def step_of(path: Path | str) -> int:
-    """Updates done when this checkpoint was written, as its name says."""
+    """Updates made when this checkpoint was written, by its name."""
     return int(Path(path).name.split(".")[0].removeprefix("step-"))
 
 
 def is_name(name: str) -> bool:
-    """Whether it is the one name that a checkpoint of its step has."""
+    """Whether this is exactly the name of a checkpoint."""
     match = _NAME.fullmatch(name)
     return match is not None and name == name_of(int(match[1]), match[2])
 
 
 def is_checkpoint(path: Path) -> bool:
-    """A file, or a folder of shards, under such a name."""
+    """Whether this is a file, or a folder of shards, with such a name."""
     return is_name(path.name) and (path.is_dir() if path.suffix == SHARDS else path.is_file())
 
 
 def steps(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first: files, and folders of shards."""
+    """Complete checkpoints, oldest first: files, and folders of shards."""
     return sorted((p for p in folder.glob("step-*") if is_checkpoint(p)), key=lambda p: (step_of(p), p.name))
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names of what lies in a folder of checkpoints and is none: copies, downloads, other spellings. Nobody reads or deletes them."""
+    """Names in a folder of checkpoints that are none: copies, downloads, other spellings. They are neither read nor
+    deleted."""
     if not folder.is_dir():
         return []
     return sorted(p.name for p in folder.iterdir() if not (_KNOWN.fullmatch(p.name) or is_checkpoint(p)))
 
 
 def left_over(folder: Path) -> list[Path]:
-    """What a process that was killed while it wrote has left."""
+    """Partial files of a process that was killed while it wrote."""
     return [p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)] if folder.is_dir() else []
 
 
@@ -53,7 +54,7 @@ def size_of(path: Path) -> int:
 
 
 def delete(path: Path) -> None:
-    """A file, or a folder of shards."""
+    """Delete a file or a folder of shards."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -61,7 +62,7 @@ def delete(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it counts no longer; returns the new path."""
+    """Rename a damaged checkpoint, so that it no longer counts as one; returns the new path."""
     aside, number = path.with_suffix(".damaged"), 1
     while aside.exists():
         number += 1

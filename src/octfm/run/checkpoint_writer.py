@@ -1,4 +1,5 @@
-"""Writing checkpoints while training goes on: a copy on the host, then a thread; what may be deleted; what happens when a disk is full."""
+"""Write checkpoints while training goes on: copy to the host, write in a thread, delete old ones, use another disk
+if one is full."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,14 +19,14 @@ Write = Callable[[Path, int, dict[str, Any]], Path]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last `last`, the first in every interval, and the best one."""
+    """Which checkpoints are kept: the last `last`, the first in every interval, and the best one."""
 
     last: int
     intervals: tuple[float, ...] = ()
     """In steps; of each interval after the first, the earliest checkpoint is kept for good."""
 
     def surplus(self, found: Sequence[Path], best: int | None) -> list[Path]:
-        """What may be deleted of these, oldest first."""
+        """Those of `found`, oldest first, that may be deleted."""
         kept = set(found[-self.last :])
         for interval in self.intervals:
             first: dict[int, Path] = {}
@@ -36,7 +37,7 @@ class Retention:
 
 
 def keep_best(folder: Path, step: int) -> None:
-    """Name the checkpoint after `step` updates the best so far: it is never deleted, until another one is named."""
+    """Name the checkpoint after `step` updates the best so far; it is kept until another one is named."""
     write_whole(folder / BEST, json.dumps({"step": step}).encode())
 
 
@@ -55,31 +56,32 @@ class Failure:
     step: int
     sentence: str
     lost: bool
-    """It was not written anywhere."""
+    """Not written to any other place either."""
 
 
 class CheckpointWriter:
     """Writes into the first of `places` that takes a checkpoint, in a thread, one at a time.
 
-    A failure never stops training: it is told by `failures`, and the checkpoints written before are left as they are.
+    A failure never stops training: `failures` reports it, and earlier checkpoints stay as they are.
     """
 
     def __init__(
         self, places: Sequence[Path], retention: Retention, write: Write | None = None, *, tidies: bool = True
     ):
-        """`write` replaces checkpoint.write; `tidies` is false where another process deletes what is not kept."""
+        """`write` replaces checkpoint.write; `tidies` is false if another process deletes what is not kept."""
         self.places, self.retention, self._write_into, self._tidies = tuple(places), retention, write, tidies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
         self._in_flight: Future | None = None
         self._failures: list[Failure] = []
         self.remote: BucketRun | None = None
-        """Where each checkpoint goes after it was written, for a run in a bucket."""
+        """The bucket that each checkpoint is sent to once it is written."""
         for place in self.places if tidies else ():
             for partial in left_over(place):
                 delete(partial)
 
     def save(self, step: int, content: dict[str, Any]) -> None:
-        """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being written."""
+        """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being
+        written."""
         self.wait()
         if self.remote is not None:
             self.remote.require()
@@ -87,25 +89,25 @@ class CheckpointWriter:
         self._in_flight = self._thread.submit(self._write, step, copy)
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._in_flight is not None:
-            self._in_flight.result()  # raises only for a mistake of ours: what the disk refuses is a Failure
+            self._in_flight.result()  # raises only for a bug: what the disk refuses becomes a Failure
             self._in_flight = None
 
     def failures(self) -> list[Failure]:
-        """What went wrong since the last call."""
+        """Failures since the last call."""
         found, self._failures = self._failures, []
         if self.remote is not None:
             found += [Failure(step, sentence, lost=False) for step, sentence in self.remote.failures()]
         return found
 
     def follow(self, remote: BucketRun) -> None:
-        """Send every checkpoint into a bucket as well, which keeps the same ones."""
+        """Send every checkpoint to a bucket as well, where the same retention applies."""
         self.remote = remote
         remote.keep(lambda found: self.retention.surplus(found, best_step(self.places[0])))
 
     def finish(self) -> None:
-        """Until the last checkpoint is where it should be; what is not becomes a failure."""
+        """Wait until the last checkpoint is written and sent; one that is not sent becomes a failure."""
         self.wait()
         if self.remote is not None and not self.remote.flush():
             for name in self.remote.waiting():
@@ -113,7 +115,7 @@ class CheckpointWriter:
                 self._failures.append(Failure(checkpoint.step_of(Path(name)), sentence, lost=True))
 
     def forget_after(self, step: int) -> None:
-        """Delete the checkpoints of an abandoned course of training."""
+        """Delete checkpoints after `step`: training went back to it."""
         self.wait()
         for place in self.places if self._tidies else ():
             for path in checkpoint.steps(place):

@@ -41,8 +41,8 @@ class Kind:
     may_change: frozenset[str]
     """Settings, or sections of them, that a resumed run may change and still be the same run."""
     parse: Callable[[dict[str, Any], Any], Any]
-    """Reads settings that a run has stored. The second argument, if not None, is a config that names the same plug-ins, whose code settings
-    must not load by themselves. Raises ConfigError."""
+    """Reads settings that a run has stored. The second argument, if not None, is a config that names the same
+    plug-ins, whose code settings must not load by themselves. Raises ConfigError."""
     own_key: bool = False
     """Whether each run draws its own key for participants' hashes, so that the key identifies its checkpoints."""
 
@@ -63,7 +63,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json if memory ran out between checkpoints."""
+    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json if memory ran out between
+    checkpoints."""
 
     path: Path
     kind: Kind
@@ -108,10 +109,11 @@ class RunFolder:
         return found[-1] if found else None
 
     def newest_whole(self, echo: Echo) -> tuple[Path, dict[str, Any]] | None:
-        """The newest undamaged checkpoint and its content; damaged newer ones are set aside with a warning. None if there is none yet.
+        """The newest undamaged checkpoint and its content; damaged newer ones are set aside with a warning. None if
+        there is none yet.
 
-        Raises CheckpointError if any checkpoint is another run's, or if all of them are damaged: a run that has checkpoints never
-        starts anew because none of them can be read (F18).
+        Raises CheckpointError if any checkpoint is another run's, or if all of them are damaged: a run that has
+        checkpoints never starts anew because none of them can be read (F18).
         """
         for folder in self.destinations:
             if names := strangers(folder):
@@ -141,12 +143,13 @@ class RunFolder:
         return None
 
     def require_own(self, path: Path, content: dict[str, Any]) -> None:
-        """Raises CheckpointError if a checkpoint was renamed, or belongs to another run: its key or, where a key does not identify a run,
-        its settings or Preprocessing differ."""
+        """Raises CheckpointError if a checkpoint was renamed, or belongs to another run: its key or, where a key
+        does not identify a run, its settings or Preprocessing differ."""
         if content["step"] != checkpoint.step_of(path):
             name = checkpoint.name_of(content["step"], path.suffix)
             raise CheckpointError(
-                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; rename it to {name}, or "
+                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; rename it "
+                f"to {name}, or "
                 "move it out of this folder"
             )
         key = content["participants"].get("key")
@@ -156,8 +159,10 @@ class RunFolder:
             own = key in (None, "", self.key) and self._agrees_with(content)
         if not own:
             raise CheckpointError(
-                f"{path}: a checkpoint of another run (its key, settings or Preprocessing are not those of {self.path}); move it out of "
-                "this folder and run again: the run then continues from its own last checkpoint. To begin a new pretraining run with "
+                f"{path}: a checkpoint of another run (its key, settings or Preprocessing are not those of "
+                f"{self.path}); move it out of "
+                "this folder and run again: the run then continues from its own last checkpoint. To begin a new "
+                "pretraining run with "
                 "these weights, set model.init to the file"
             )
 
@@ -178,7 +183,8 @@ class RunFolder:
         write_whole(path, json.dumps(known | facts, indent=2).encode())
 
     def note_memory(self, micro_batch: int) -> None:
-        """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this, not only rank 0."""
+        """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this, not only
+        rank 0."""
         write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
 
     def noted_memory(self) -> int | None:
@@ -207,7 +213,8 @@ class Resumable(Protocol):
         ...
 
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
-        """Take the state of a checkpoint, on all ranks; `content` is what rank 0 has read of it, and None on the others."""
+        """Take the state of a checkpoint, on all ranks; `content` is what rank 0 has read of it, and None on the
+        others."""
 
 
 def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
@@ -242,7 +249,8 @@ def open_run(
 ) -> Iterator[RunFolder]:
     """The folder of a run, claimed by rank 0 for all ranks; the others may read it and never write into it.
 
-    A run in a bucket works in a local folder that is copied there in the background. Rank 0 calls `check` with the folder first.
+    A run in a bucket works in a local folder that is copied there in the background. Rank 0 calls `check` with the
+    folder first.
     """
     where = location(out)
     remote = BucketRun(where) if isinstance(where, BucketPath) else None
@@ -262,7 +270,8 @@ def open_run(
 
 @contextmanager
 def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
-    """The folder of this run, locked for as long as the context lasts: a new one, or one that was begun with the same identity.
+    """The folder of this run, locked for as long as the context lasts: a new one, or one that was begun with the same
+    identity.
 
     With `override`, other settings are accepted and recorded in run.json.
     """
@@ -328,13 +337,16 @@ def _require_same(run: RunFolder, identity: Identity) -> None:
         raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
     if record.get("data") != identity.data:
         raise CheckpointError(
-            f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again, split or "
-            "labelled anew), so it would not be the same run and its list of participants would be wrong; choose another --out (F18)"
+            f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again, "
+            "split or "
+            "labelled anew), so it would not be the same run and its list of participants would be wrong; choose "
+            "another --out (F18)"
         )
 
 
 def differences(a: Config, b: Config, may_change: frozenset[str]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values; without those in `may_change` or in a section that it names."""
+    """Dotted keys whose values differ, with both values; without those in `may_change` or in a section that it
+    names."""
     left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
     # One side may lack a key: another objective has other settings.
     fixed = (key for key in sorted(left.keys() | right.keys()) if not {key, key.split(".")[0]} & may_change)
@@ -349,7 +361,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Sequence[Any] = ()) -> str:
-    """SHA-256 of which volumes are trained on, in which order, down to their voxels; and of their labels, if they have some."""
+    """SHA-256 of which volumes are trained on, in which order, down to their voxels; and of their labels, if they
+    have some."""
     lines = [f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows]
     if store.left_out:
         lines.append("without " + " ".join(store.left_out))
@@ -357,7 +370,8 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
 
 
 def has_only(folder: Path, beginnings: set[str]) -> bool:
-    """Whether a folder holds no more than a kill among a run's first writes leaves behind: that run has not begun yet."""
+    """Whether a folder holds no more than a kill among a run's first writes leaves behind: that run has not begun
+    yet."""
     return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Join the job that this process is part of: one device, one of torchrun's ranks, or a host of XLA devices."""
+"""Join the job that this process is part of: a single device, one of torchrun's ranks, or a host of XLA devices."""
 
 import os
 from datetime import timedelta
@@ -11,9 +11,9 @@ from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named
 
 
 def join(config: RuntimeConfig, precision: Precision, device: str | None = None) -> Runtime:
-    """One device, or, under torchrun, this rank among the others, each with its own device."""
+    """The runtime of this process: a single device or, under torchrun, this rank's own."""
     if config.parallel in ("xla_spmd", "tpu"):
-        from octfm.run import runtime_xla  # torch_xla lives in an environment of its own
+        from octfm.run import runtime_xla  # torch_xla needs an environment of its own
 
         if config.parallel == "xla_spmd":
             return runtime_xla.join(precision, config.timeout_s)
@@ -22,7 +22,8 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
-            f"SLURM started {tasks} tasks and none of them knows its rank: each would believe to be alone and train the same (F10); "
+            f"SLURM started {tasks} tasks and none of them knows its rank: each would train the whole run by itself "
+            "(F10); "
             "start torchrun with one task per node, as launch/slurm.sbatch does"
         )
     tpu = config.parallel == "tpu"
@@ -31,12 +32,14 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun (launch/torchrun.sh)"
+            f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun "
+            "(launch/torchrun.sh)"
         )
     local = int(os.environ["LOCAL_RANK"])
     chosen = torch.device("tpu", local) if tpu else device_named(device, local)
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=config.timeout_s)
-    # After a restart the launcher's store still holds what the last attempt wrote: every attempt gets keys of its own.
+    # After a restart the launcher's store still holds what the last attempt wrote, so every attempt uses keys of its
+    # own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

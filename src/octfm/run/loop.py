@@ -1,4 +1,5 @@
-"""The loop that pretraining, fine-tuning and segmentation share: update, recover, validate, save; and what it writes to."""
+"""The loop that pretraining, fine-tuning and segmentation share: update, recover, validate, save; and what it writes
+to."""
 
 import os
 import signal
@@ -91,9 +92,11 @@ class Session:
         self.training.runtime.first(self._require_written)
 
     def rewind(self, rollbacks: int) -> None:
-        """Forget what was logged and saved after the step that training went back to, in its rollback number `rollbacks`."""
+        """Forget what was logged and saved after the step that training went back to, in its rollback number
+        `rollbacks`."""
         step = self.training.step
-        # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all this.
+        # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all
+        # this.
         self.writer.forget_after(step)
         self.report_failures(step)
         self.lost = -1  # it was in the abandoned course of training
@@ -109,17 +112,20 @@ class Session:
         last, remote = self.run.last_checkpoint(), self.writer.remote
         if remote is not None and remote.waiting():
             raise CheckpointError(
-                f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, and the same command on this "
+                f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, and the same "
+                "command on this "
                 "machine sends it"
             )
         raise CheckpointError(
-            f"{self.run.path}: the checkpoint after step {step} could not be written; free some space (pretraining can also use "
+            f"{self.run.path}: the checkpoint after step {step} could not be written; free some space (pretraining can "
+            "also use "
             "ckpt_second_dir) and run again: "
             + (f"it continues from {last}" if last else "it starts from the beginning")
         )
 
     def report_failures(self, step: int) -> None:
-        """Log which checkpoints were not written where they should be, and remember the last that was not written at all."""
+        """Log which checkpoints were not written where they should be, and remember the last that was not written at
+        all."""
         for failure in self.writer.failures():
             verdict = "bad" if failure.lost else "watch"
             self.metrics.write("checkpoint", step, what="checkpoint", verdict=verdict, sentence=failure.sentence)
@@ -133,7 +139,8 @@ class Session:
         spent = bucket.tally() - (remote.before if remote else self.requests_before)
         if spent.retries > self.retries:
             self.retries = spent.retries
-            sentence = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed and were sent again; nothing is missing"
+            failed = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed"
+            sentence = f"{failed} and were sent again; nothing is missing"
             facts = {"verdict": "watch", "what": "bucket", "sentence": sentence}
             self.metrics.write("bucket", self.training.step, **facts, **asdict(spent))
 
@@ -160,7 +167,8 @@ def open_session(
     listeners: Sequence[Listener] = (),
     rollbacks: int = 0,
 ) -> Session:
-    """Metrics, cut back to the step that training goes on from, and the checkpoint writer. `rollbacks` stay on record."""
+    """Metrics, cut back to the step that training goes on from, and the checkpoint writer. `rollbacks` stay on
+    record."""
     runtime = training.runtime
     places = runtime.first(lambda: run.destinations)
     metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else Unheard()
@@ -208,7 +216,8 @@ class Interruption:
     def __init__(self) -> None:
         self.asked: str | None = None
         """Name of the signal that came."""
-        # torchrun passes on a signal that the whole process group has got already; it kills by itself what takes too long.
+        # torchrun passes on a signal that the whole process group has got already; it kills by itself what takes too
+        # long.
         self._patient = "TORCHELASTIC_RUN_ID" in os.environ
         self._before: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""What the host's memory says of itself, and how an error says that there was none."""
+"""Host memory queries and out-of-memory detection."""
 
 import os
 import resource
@@ -8,34 +8,35 @@ from pathlib import Path
 import torch
 
 GROUP = Path("/sys/fs/cgroup")
-"""Of the container that this process is in."""
+"""Control group of the container that this process is in."""
 
 
 def host_bytes_at_peak() -> int:
-    """Most resident memory that this process has had."""
+    """Peak resident memory of this process."""
     with suppress(OSError, ValueError, StopIteration):
-        # Not ru_maxrss where it can be helped: a process inherits that from whoever started it.
+        # Rather than ru_maxrss, which a process inherits from its parent.
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def host_bytes_available() -> int:
-    """Memory that could be had without swapping: the system's own estimate (page cache counts as free), or less inside a container."""
+    """Memory available without swapping: the system's own estimate (page cache counts as free), or less inside a
+    container."""
     bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    with suppress(OSError, ValueError, LookupError):  # "max" where a control group sets no limit
+    with suppress(OSError, ValueError, LookupError):  # "max" if a control group sets no limit
         most, current = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         parts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-        # Files that were read count as used there, such as the store that has just been prepared.
+        # Cached files count as used there, such as a store that has just been prepared.
         bounds.append(most - current + int(parts["active_file"]) + int(parts["inactive_file"]))
     return max(0, min(bounds))
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that memory could not be had: on CUDA by its type, on CPU by the allocator's words."""
+    """Whether an error means that memory ran out: on CUDA by its type, on CPU by the allocator's words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The last two are oneDNN's, whose own allocations fail without saying so.

@@ -1,4 +1,5 @@
-"""AdamW in two forms that torch does not have: of plain tensor operations for compiled steps, and fused on shards (FSDP2)."""
+"""AdamW in two forms that torch lacks: plain tensor operations for compiled steps, and the fused kernel on shards
+(FSDP2)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +9,9 @@ from torch import Tensor
 
 
 class CompiledAdamW(torch.optim.AdamW):
-    """arXiv:1711.05101 as torch's fused kernel does it, `found_inf` and the names of its state included.
+    """AdamW (arXiv:1711.05101) like torch's fused kernel, with `found_inf` and the same names of its state.
 
-    Moments exist from the start: a first step that made them would be another program than the second.
+    Moments exist from the start: a first step that created them would compile to another program than the second.
     """
 
     found_inf: Tensor
@@ -18,9 +19,9 @@ class CompiledAdamW(torch.optim.AdamW):
     def __init__(
         self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float], send: Callable[[Tensor], Tensor]
     ):
-        """`send` brings a tensor of the host to the device."""
+        """`send` copies a tensor from the host to the device."""
         self.send = send
-        # Not with `lr` yet: it would be looked at, and be a program of its own.
+        # Without `lr` yet: torch would read its value, which compiles a program of its own.
         super().__init__(groups, betas=betas, weight_decay=0.0, foreach=False, capturable=True)
         for group in self.param_groups:
             group["lr"] = lr
@@ -28,7 +29,7 @@ class CompiledAdamW(torch.optim.AdamW):
                 self._begin(p)
 
     def _begin(self, p: Tensor) -> None:
-        # Made on the host: zeros that a device computes would be one more program to compile.
+        # Created on the host: zeros computed on the device would be one more program to compile.
         self.state[p] = {
             "step": self.send(torch.zeros(())),
             **{n: self.send(torch.zeros(p.shape)) for n in ("exp_avg", "exp_avg_sq")},
@@ -36,7 +37,8 @@ class CompiledAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update where `found_inf` is 0; the same operations and no change where it is 1, whatever the gradients hold."""
+        """One update if `found_inf` is 0; if it is 1, the same operations without any change, whatever the gradients
+        hold."""
         yes = self.found_inf == 0
         for group in self.param_groups:
             rate, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
@@ -53,17 +55,18 @@ class CompiledAdamW(torch.optim.AdamW):
                 )
                 bias1, bias2 = (1 - beta**count for beta in (beta1, beta2))
                 change = rate / bias1 * mean / (square.sqrt() / bias2.sqrt() + eps)
-                # In a step that is not made, change may be no number: it is not chosen.
+                # In a step that is not made, `change` may be NaN: torch.where does not choose it.
                 p.copy_(torch.where(yes, p - change, p))
                 for name, value in (("step", count), ("exp_avg", mean), ("exp_avg_sq", square)):
                     state[name].copy_(value)
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, bit for bit, without its first step: given DTensors, that one asks a fake tensor what the kernel returns.
+    """torch's fused AdamW, bit for bit, called on this rank's shares instead of on DTensors.
 
-    For the fused kernels nobody has written that down, so torch computes it on real zeros of the whole shapes (torch 2.13): weights,
-    gradients and both moments of the whole model at once, on every rank, in a mode whose point is that they do not fit.
+    On the first step with DTensors, torch (2.13) infers what the fused kernel returns by running it on zeros of the
+    whole shapes: weights, gradients and both moments of the whole model at once, on every rank, where they need not
+    fit.
     """
 
     found_inf: Tensor | None = None
@@ -77,7 +80,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update; where `found_inf` is 1 the same kernel runs and changes nothing."""
+        """One update; if `found_inf` is 1, the same kernel runs and changes nothing."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             for p in trained:
@@ -96,8 +99,9 @@ class ShardedAdamW(torch.optim.AdamW):
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                weights, gradients, means, squares, [], steps, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
-                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False, found_inf=self.found_inf,
+                weights, gradients, means, squares, [], steps, lr=group["lr"],
+                beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+                amsgrad=False, maximize=False, found_inf=self.found_inf,
             )  # fmt: skip
             if self.found_inf is not None:
                 torch._foreach_sub_(steps, [self.found_inf] * len(steps))

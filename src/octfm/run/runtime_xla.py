@@ -1,9 +1,9 @@
-"""The half of runtime.py for XLA: TPUs, or several virtual devices of one CPU, as one program over all devices of all hosts (SPMD).
+"""The XLA runtime: TPUs, or several virtual devices of one CPU, run one program over all devices of all hosts (SPMD).
 
-One process runs on each host, and tensors are those of all of them: a batch is split along its volumes, every device holds all weights,
-and the compiler puts in what has to be sent. Operations are recorded, compiled as one program when a step is `read`, and run again from
-then on; whatever changes from step to step is therefore a tensor. Trained and tested on virtual devices of one host; several hosts and
-TPUs are untested on hardware.
+One process runs on each host, and tensors span all of them: a batch is split along its volumes, every device holds
+all weights, and the compiler inserts the communication. Operations are recorded, compiled as one program when a step
+is `read`, and run again from then on; whatever changes from step to step must therefore be a tensor. Tested on
+virtual devices of one host; several hosts and TPUs are untested on hardware.
 """
 
 # torch_xla lives in an environment of its own.
@@ -28,15 +28,16 @@ from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import Precision, Runtime
 
 NEEDED = (
-    "runtime.parallel xla_spmd needs torch_xla, which exists for torch 2.9 only: an environment of its own, for a CPU made by "
+    "runtime.parallel xla_spmd needs torch_xla, which exists for torch 2.9 only: an environment of its own, for a CPU "
+    "made by "
     "tests/xla/environment.sh, on a TPU by `pip install torch==2.9.0 'torch_xla[tpu]==2.9.0' octfm`"
 )
 NO_DEVICE = (
-    "runtime.parallel xla_spmd: no TPU is found here; on a CPU, say so and how many devices it shall be: "
+    "runtime.parallel xla_spmd: no TPU is found here; on a CPU, set the number of virtual devices: "
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 octfm pretrain …"
 )
 PORT = 12380
-"""Where hosts meet, unless MASTER_PORT names another."""
+"""Port at which hosts meet, unless MASTER_PORT names another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class XLARuntime(Runtime):
         return nullcontext() if self.precision == "fp32" else torch.autocast("xla", dtype=torch.bfloat16)
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """This host's volumes, as its part of a tensor [volumes of all hosts, …] that is split along them."""
+        """This host's part of a tensor [volumes of all hosts, …], which is split along volumes."""
         import torch_xla.core.xla_model as xm
         import torch_xla.distributed.spmd as xs
 
@@ -65,14 +66,15 @@ class XLARuntime(Runtime):
         return self._sent(torch.zeros(()))
 
     def set(self, scalar: Tensor, value: float) -> None:
-        # By way of a list: a 0 or a 1 by itself would be a constant, and so another program than any other number.
+        # As a one-element list: a scalar 0 or 1 would become a constant, and compile another program than other
+        # numbers.
         scalar.copy_(self.numbers(value)[0])
 
     def numbers(self, *values: float) -> Tensor:
         return self._sent(torch.tensor(values, dtype=torch.float32))
 
     def _sent(self, host: Tensor) -> Tensor:
-        """The same on every device."""
+        """The tensor, whole on every device."""
         import torch_xla.core.xla_model as xm
         import torch_xla.distributed.spmd as xs
 
@@ -85,7 +87,8 @@ class XLARuntime(Runtime):
         return [self._own(t.detach()) for t in tensors]
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """The rows of this host's volumes, put together from the devices' parts: asking for a whole tensor would compile a program."""
+        """The rows of this host's volumes, joined from the devices' parts: gathering a whole tensor would compile
+        another program."""
         import torch_xla
 
         if tensor.device.type != "xla":
@@ -96,7 +99,7 @@ class XLARuntime(Runtime):
             return parts[0]
         box = [(min(i[d].start for i in where), max(i[d].stop for i in where)) for d in range(tensor.ndim)]
         if any(stop - start < n for (start, stop), n in zip(box[1:], tensor.shape[1:], strict=True)):
-            # The compiler has split more than volumes, and among hosts.
+            # The compiler has split another axis than volumes, across hosts.
             whole = tensor.cpu()
             return whole.unflatten(0, (self.world, -1))[self.rank]
         found = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
@@ -111,7 +114,8 @@ class XLARuntime(Runtime):
         return CompiledAdamW(groups, lr, betas, self._sent)
 
     def _hold_whole(self, tensors: Iterable[Tensor]) -> None:
-        """On every device. Without a word the compiler might split what a step returns, and the next step would be another program."""
+        """Hold tensors whole on every device. Otherwise the compiler may split what a step returns, and compile the
+        next step anew."""
         import torch_xla.distributed.spmd as xs
 
         for tensor in tensors:
@@ -120,7 +124,7 @@ class XLARuntime(Runtime):
     def follow(self, parameters: Iterable[Tensor], *inputs: Tensor) -> None:
         import torch_xla.core.xla_model as xm
 
-        # The compiler may otherwise begin all micro-batches at once, and hold the activations of all of them.
+        # Otherwise the compiler may begin all micro-batches at once, and hold the activations of all of them.
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             xm.optimization_barrier_([*gradients, *inputs])
@@ -137,17 +141,17 @@ class XLARuntime(Runtime):
         )
 
     def release(self) -> None:
-        """Nothing is cached outside the compiler's own plan."""
+        """Does nothing: the compiler plans all memory."""
 
     def place(self, model: nn.Module) -> None:
         model.to(self.device)
         self._hold_whole([*model.parameters(), *model.buffers()])
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """The loss was the mean over all devices."""
+        """Does nothing: the loss is the mean over all devices already."""
 
     def sum_(self, *tensors: Tensor) -> None:
-        """Sums were over all devices."""
+        """Does nothing: sums are over all devices already."""
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         if self.world == 1:
@@ -165,7 +169,7 @@ class XLARuntime(Runtime):
 
 
 def _memory() -> dict[str, int]:
-    """Of the first device of this host; nothing where it does not say."""
+    """Memory of this host's first device; empty if it does not say."""
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -175,7 +179,7 @@ def _memory() -> dict[str, int]:
 
 
 def join(precision: Precision, timeout_s: float) -> Runtime:
-    """This host among the others, as the TPU knows them; alone on a CPU."""
+    """The runtime of this host, one of those that the TPU connects, or of a CPU."""
     try:
         import torch_xla.backends
         import torch_xla.distributed.spmd as xs
@@ -187,7 +191,7 @@ def join(precision: Precision, timeout_s: float) -> Runtime:
         raise ConfigError(NO_DEVICE)
     xr.use_spmd()
     if precision == "fp32" and xr.device_type() == "TPU":
-        # It multiplies float32 in bfloat16 unless it is told otherwise.
+        # By default it multiplies float32 in bfloat16.
         torch_xla.backends.set_mat_mul_precision("highest")
     world, rank, devices = xr.process_count(), xr.process_index(), xr.addressable_runtime_device_count()
     mesh = xs.Mesh(np.arange(xr.global_runtime_device_count()), (xr.global_runtime_device_count(),), ("data",))
@@ -200,7 +204,7 @@ def join(precision: Precision, timeout_s: float) -> Runtime:
 
 
 def _meet(runtime: XLARuntime, leader: str) -> None:
-    """What hosts tell each other apart from tensors goes over their network (gloo)."""
+    """Connect the hosts over their network (gloo), for everything they exchange besides tensors."""
     host, port = os.environ.get("MASTER_ADDR", leader), int(os.environ.get("MASTER_PORT", PORT))
     timeout = timedelta(seconds=runtime.timeout_s)
     try:
@@ -208,19 +212,22 @@ def _meet(runtime: XLARuntime, leader: str) -> None:
         dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.world, timeout=timeout)
     except (RuntimeError, dist.DistError) as error:
         raise TrainingError(
-            f"host {runtime.rank} of {runtime.world}: the hosts did not find each other at {host}:{port} within {runtime.timeout_s:g} s "
+            f"host {runtime.rank} of {runtime.world}: the hosts did not find each other at {host}:{port} within "
+            f"{runtime.timeout_s:g} s "
             f"({' '.join(str(error).split())[:160]}); was the run started on all of them (launch/tpu_pod.sh)?"
         ) from None
 
 
 def load_torch_tpu() -> None:
-    """PyTorch's own TPU device (torch-tpu, torch 2.11 to 2.15), one rank for each chip like DDP. Untested on hardware."""
+    """PyTorch's own TPU device (torch-tpu, torch 2.11 to 2.15), one rank for each chip like DDP. Untested on
+    hardware."""
     try:
         importlib.import_module("torch_tpu")
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             "runtime.parallel tpu needs a TPU and the package torch-tpu, which could not be loaded "
-            f"({' '.join(str(error).split())[:160]}); it is untested on hardware: xla_spmd is the way that has been tried "
+            f"({' '.join(str(error).split())[:160]}); it is untested on hardware: xla_spmd is the way that has been "
+            "tried "
             "without one, ddp and fsdp are for CPU and CUDA"
         ) from None
     warnings.warn(

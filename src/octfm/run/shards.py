@@ -1,7 +1,9 @@
-"""Checkpoints of models that no rank holds: a folder of shards (PyTorch DCP), whole or known to be damaged like the single files.
+"""Sharded checkpoints (PyTorch DCP), for models that no rank holds as a whole; like single files, complete or known to
+be damaged.
 
-`step-XXXXXXXX.dcp/` holds one file of tensors per rank, DCP's index of them, everything else in rest.pt, and manifest.json with the
-SHA-256 of each. It is written under another name and renamed when it is whole. Any number of ranks reads it, one alone as well.
+`step-XXXXXXXX.dcp/` holds one file of tensors per rank, DCP's index of them, everything else in rest.pt, and
+manifest.json with the SHA-256 of each. It is written under another name and renamed when it is complete. Any number
+of ranks can read it, a single one as well.
 """
 
 import json
@@ -25,15 +27,15 @@ from octfm.run.runtime import Runtime
 REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
 FORMAT, VERSION = "octfm-checkpoint", 2
-"""As of checkpoint.py, whose content this is."""
+"""The same as in checkpoint.py, whose content shards hold."""
 
 
 class DamagedShards(Exception):
-    """Something in the folder is not what was written; `checkpoint.load` says so."""
+    """The folder is not what was written; `checkpoint.load` turns this into a DamagedCheckpoint."""
 
 
 def writer(runtime: Runtime) -> Callable[[Path, int, dict[str, Any]], Path]:
-    """What writes checkpoints of this runtime, called by all ranks at once, from a thread."""
+    """A function that writes sharded checkpoints; all ranks call it at once, each from a thread."""
 
     def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
         return _write(folder, step, content, runtime)
@@ -42,7 +44,7 @@ def writer(runtime: Runtime) -> Callable[[Path, int, dict[str, Any]], Path]:
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -> Path:
-    """OSError on every rank when any of them cannot write."""
+    """Raises OSError on every rank if any of them cannot write."""
     import torch.distributed.checkpoint as dcp
 
     path = folder / name_of(step, SUFFIX)
@@ -62,7 +64,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
         (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}))
         for name in (REST, INDEX, MANIFEST):
             flush(partial / name)
-        shutil.rmtree(path, ignore_errors=True)  # of an abandoned course of training
+        shutil.rmtree(path, ignore_errors=True)  # one that training went back behind
         partial.replace(path)
         flush(folder)
 
@@ -81,7 +83,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The same content that a checkpoint of one file has, whole tensors on the host. DamagedShards if it is not what was written."""
+    """The same content as that of a single file, with whole tensors on the host. Raises DamagedShards."""
     verify(path)
     content = load_rest(path)
     found = _read(path, {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _index(path).items()}, None)
@@ -97,7 +99,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Every file is there and is what was written."""
+    """Raises DamagedShards if a file is missing or is not what was written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name, wanted in manifest.items():
@@ -113,14 +115,14 @@ def load_rest(path: Path) -> dict[str, Any]:
 
 
 def load_into(path: Path, tensors: dict[str, Tensor], runtime: Runtime) -> None:
-    """Fill live, possibly sharded tensors by name, each rank reading what it holds; of a folder that was verified."""
+    """Fill live tensors, which may be sharded, by name from a verified folder; each rank reads its own shares."""
     if missing := tensors.keys() - _index(path).keys():
         raise CheckpointError(f"{path}: lacks {sorted(missing)[0]}; choose another --out")
     _read(path, dict(tensors), runtime)
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of the networks' tensors."""
+    """Shapes of the networks' tensors."""
     return {
         name.removeprefix("model."): tuple(shape)
         for name, (shape, _) in _index(path).items()
@@ -154,7 +156,7 @@ def _read(path: Path, tensors: dict[str, Tensor], runtime: Runtime | None) -> di
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled"
-        )  # one process reads alone, as is meant
+        )  # a single process reads, as intended
         dcp.load(tensors, storage_reader=_reader(path), process_group=group, no_dist=runtime is None)
     return tensors
 
@@ -164,7 +166,7 @@ def _reader(path: Path) -> Any:
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     class Reader(FileSystemReader):
-        """DCP's index is a pickle: of it only DCP's own plain classes are accepted, so that no code in a checkpoint is ever run."""
+        """Accepts only DCP's own plain classes in the index, which is a pickle: code in a checkpoint is never run."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with (path / INDEX).open("rb") as file:
@@ -198,13 +200,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _first(work: Callable[[], None], runtime: Runtime) -> None:
-    """On rank 0, in the writers' own group; its OSError is everyone's."""
-    told: str | None = None
+    """Call `work` on rank 0, in the writers' own process group; its OSError is raised on every rank."""
+    reason: str | None = None
     if runtime.leads:
         try:
             work()
         except OSError as error:
-            told = f"{error.strerror or error}"
-    told = runtime.told_by_first(told)
-    if told is not None:
-        raise OSError(None, told)
+            reason = f"{error.strerror or error}"
+    reason = runtime.told_by_first(reason)
+    if reason is not None:
+        raise OSError(None, reason)

@@ -1,4 +1,5 @@
-"""TensorBoard and Weights & Biases: one run per job, rank 0 only, and no step told twice, however often the job is resumed (F10)."""
+"""TensorBoard and Weights & Biases: one run per job, rank 0 only, and no step logged twice, however often the job is
+resumed (F10)."""
 
 import importlib.util
 import json
@@ -23,7 +24,7 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 def open_trackers(
     config: TrackingConfig, run: Path, settings: dict[str, Any], first_step: int, rank: int = 0
 ) -> list[Listener]:
-    """The trackers that were asked for; none on other ranks than 0. ConfigError where a package is missing."""
+    """The configured trackers; none on other ranks than 0. Raises ConfigError if a package is missing."""
     if rank != 0:
         return []
     for name in missing(config):
@@ -39,13 +40,13 @@ def open_trackers(
 
 
 def missing(config: TrackingConfig) -> list[str]:
-    """Trackers that were asked for and are not installed."""
-    asked = [name for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if wanted]
-    return [name for name in asked if importlib.util.find_spec(PACKAGES[name]) is None]
+    """Configured trackers that are not installed."""
+    configured = [name for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if wanted]
+    return [name for name in configured if importlib.util.find_spec(PACKAGES[name]) is None]
 
 
 def reachable(url: str | None = None, timeout_s: float = 3.0) -> str | None:
-    """None when the Weights & Biases server takes a connection, else why not."""
+    """None if the Weights & Biases server accepts a connection, else the reason."""
     parts = urlsplit(url or os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     host, port = parts.hostname or "api.wandb.ai", parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -56,12 +57,12 @@ def reachable(url: str | None = None, timeout_s: float = 3.0) -> str | None:
 
 
 def mode(config: TrackingConfig) -> str | None:
-    """online, offline or None: what was asked for, as WANDB_MODE changes it."""
+    """online, offline or None: as configured, and offline if WANDB_MODE says so."""
     return "offline" if config.wandb and os.environ.get("WANDB_MODE") == "offline" else config.wandb
 
 
 def unusable() -> str | None:
-    """None when Weights & Biases can be used online, else why not: no key is known, or its server does not answer."""
+    """None if Weights & Biases can be used online, else the reason: no key is set, or the server does not answer."""
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if why := reachable(url):
         return f"Weights & Biases cannot be reached ({why})"
@@ -78,7 +79,7 @@ def unusable() -> str | None:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard; of a resumed run, what was logged after the checkpoint is struck out and logged anew."""
+    """Event files in RUN/tensorboard; when a run resumes, steps after the checkpoint are purged and logged anew."""
 
     def __init__(self, run: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -99,7 +100,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder. W&B cannot take a step back, so a resumed run tells only steps that it has not told before."""
+    """One W&B run per run folder. W&B cannot go back in steps, so a resumed run logs only those that it has not
+    logged yet."""
 
     def __init__(self, config: TrackingConfig, run: Path, settings: dict[str, Any]):
         import wandb
@@ -107,21 +109,23 @@ class WeightsAndBiases:
         self._file = run / STATE
         known = json.loads(self._file.read_text()) if self._file.is_file() else {}
         self._id: str = known.get("wandb_id") or secrets.token_hex(8)
-        self._told: int = known.get("told", -1)
-        self._first_unheard = self._told + 1
-        self._note(self._told)
+        self._logged: int = known.get("told", -1)
+        self._first_new = self._logged + 1
+        self._note(self._logged)
         self._wandb = wandb
-        # Without a key W&B would ask for one at a terminal that nobody watches.
+        # Without a key W&B would prompt for one, at a terminal that nobody watches.
         how = "offline" if mode(config) == "online" and unusable() else mode(config)
         try:
             self._run = wandb.init(
-                project=config.project, id=self._id, name=run.resolve().name, dir=str(run), mode=how, resume="allow", config=settings,
+                project=config.project, id=self._id, name=run.resolve().name, dir=str(run), mode=how, resume="allow",
+                config=settings,
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, init_timeout=60),
             )  # fmt: skip
         except wandb.Error as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); see tracking.project and `wandb login`, or set "
+                f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); see tracking.project and `wandb "
+                "login`, or set "
                 "tracking.wandb=offline"
             ) from None
 
@@ -135,20 +139,21 @@ class WeightsAndBiases:
         self._run.finish()
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        if not values or step < self._first_unheard:
+        if not values or step < self._first_new:
             return
-        if step > self._told:
-            self._told = step
-            # Before it is told: a kill in between loses one row of W&B and repeats none.
+        if step > self._logged:
+            self._logged = step
+            # Before logging: a kill in between loses one row of W&B and repeats none.
             self._note(step)
         self._run.log(values, step=step)
 
-    def _note(self, told: int) -> None:
-        write_whole(self._file, json.dumps({"wandb_id": self._id, "told": told}).encode())
+    def _note(self, step: int) -> None:
+        write_whole(self._file, json.dumps({"wandb_id": self._id, "told": step}).encode())
 
 
 def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
-    """`train/loss`, `train/by_scanner/topcon_triton`, ...: the numbers of a row; health verdicts as 0 ok, 1 watch, 2 bad."""
+    """The numbers of a row as `train/loss`, `train/by_scanner/topcon_triton`, …; health verdicts as 0 (ok), 1
+    (watch), 2 (bad)."""
     if kind == "health":
         return {f"health/{values['what'].replace(' ', '_')}": float(("ok", "watch", "bad").index(values["verdict"]))}
     flat: dict[str, float] = {}

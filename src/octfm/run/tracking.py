@@ -1,4 +1,5 @@
-"""metrics.jsonl, always: one line per event, flushed at once, and cut back to the checkpoint on resume so that no step is told twice."""
+"""metrics.jsonl: one line per event, written at once, and cut back to the checkpoint on resume, so that no step is
+in it twice."""
 
 import json
 import math
@@ -15,20 +16,20 @@ from octfm.io.location import write_whole
 
 
 class TrackingConfig(Config):
-    """Who is told besides metrics.jsonl, which is always written."""
+    """Where metrics go besides metrics.jsonl, which is always written."""
 
     tensorboard: bool = False
     """Event files in RUN/tensorboard (needs octfm[tensorboard])."""
     wandb: Literal["online", "offline"] | None = None
     """Weights & Biases: one run per job, also after resuming (needs octfm[wandb])."""
     project: str = "octfm"
-    """Of Weights & Biases."""
+    """Project name in Weights & Biases."""
     step_deadline_s: Seconds = 120.0
-    """When no step finishes for so long, say what is being waited for (F8)."""
+    """If no step finishes for so long, say what the run is waiting for (F8)."""
 
 
 class Listener(Protocol):
-    """Somebody who wants to know what goes into metrics.jsonl: a tracker, a progress bar."""
+    """Receives everything that goes into metrics.jsonl: a tracker or a progress bar."""
 
     def row(self, kind: str, step: int, values: dict[str, Any]) -> None: ...
     def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
@@ -41,7 +42,8 @@ class Metrics:
     """Appends rows to a run's metrics.jsonl and passes them on."""
 
     def __init__(self, path: Path, first_step: int = 0, rollbacks: int = 0, listeners: Sequence[Listener] = ()):
-        """Rows of `first_step` and later are told anew, except for the first `rollbacks` rollbacks, which stay on record."""
+        """Cut rows of `first_step` and later, which will be written anew; those about the first `rollbacks`
+        rollbacks stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._unwritten = path, b""
         self.listeners = list(listeners)
@@ -51,11 +53,11 @@ class Metrics:
         broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
         self._file = path.open("ab", buffering=0)
         self.broken = broken
-        """A sentence about lines that are no rows and were set aside; None where there were none."""
+        """A sentence about lines that are no rows and were set aside; None if there were none."""
         self._name(broken, first_step)
 
     def rewind(self, first_step: int, rollbacks: int) -> None:
-        """Training goes on from an earlier step: what was told since is moved to abandoned-N.jsonl. Trackers keep what they were told."""
+        """Go back to an earlier step: rows since then move to abandoned-N.jsonl. Trackers keep theirs."""
         with self._lock:
             self._file.close()
             rows = [(text, row) for _, text, row in _lines(self._path) if row is not None]
@@ -71,7 +73,8 @@ class Metrics:
             self.write("incident", step, **facts)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append a row. Rows that a full disk does not take are kept until it does: metrics are no reason to stop training."""
+        """Append a row. Rows that a full disk does not take wait until it does: metrics are no reason to stop
+        training."""
         row = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
         with self._lock:
             self._unwritten += json.dumps(row).encode() + b"\n"
@@ -81,7 +84,7 @@ class Metrics:
             self._tell(step, lambda listener: listener.row(kind, step, values))
 
     def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
-        """For those who show pictures; metrics.jsonl holds numbers only."""
+        """Pass a picture on to listeners; metrics.jsonl holds numbers only."""
         self._tell(step, lambda listener: listener.picture(name, step, pixels))
 
     def close(self) -> None:
@@ -93,8 +96,8 @@ class Metrics:
             try:
                 tell(listener)
             except Exception as error:
-                # Foreign code, often with a network behind it: it may fail in any way, and none is worth a month of training. It is
-                # dropped, and metrics.jsonl says so.
+                # Foreign code, often with a network behind it, may fail in any way, and must not end a month of
+                # training: it is dropped, and metrics.jsonl says so.
                 self.listeners.remove(listener)
                 what = type(listener).__name__
                 reason = " ".join(str(error).split())[:200]
@@ -102,12 +105,12 @@ class Metrics:
                     "tracker",
                     step,
                     verdict="watch",
-                    sentence=f"{what} failed and is told nothing more: {reason}; metrics.jsonl goes on",
+                    sentence=f"{what} failed and gets no more rows: {reason}; metrics.jsonl goes on",
                 )
 
 
 class Unheard(Metrics):
-    """What other ranks than the first tell: nothing, so that a job is told once (F10)."""
+    """The metrics of other ranks than 0: nothing is written, so that a job logs once (F10)."""
 
     def __init__(self) -> None:
         self.listeners, self.broken = [], None
@@ -119,14 +122,14 @@ class Unheard(Metrics):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a metrics.jsonl. Lines that are no rows are left out: the next start of the run sets them aside and names them."""
+    """Rows of a metrics.jsonl, without damaged lines: the next start of the run sets those aside and names them."""
     for _, _, row in _lines(path):
         if row is not None:
             yield row
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Number and bytes of each line, and the row that it is, or None. A last line that was cut off by a kill is left out."""
+    """Number, bytes and row (None if damaged) of each line; without a last line that a kill cut off."""
     texts = path.read_bytes().split(b"\n")
     for number, text in enumerate(texts, 1):
         row = _row(text)
@@ -149,13 +152,14 @@ def _stays(row: dict[str, Any], first_step: int, rollbacks: int) -> bool:
 
 
 def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
-    """Cut what is told anew, and only that: a line that is no row goes to metrics.broken.txt. A sentence about those lines, if any."""
+    """Cut rows that will be written anew, and move damaged lines to metrics.broken.txt; a sentence about those
+    lines, if any."""
     lines = list(_lines(path))
     broken = [(number, text) for number, text, row in lines if row is None]
     aside = path.with_suffix(".broken.txt")
     if broken:
         before = aside.read_bytes() if aside.exists() else b""
-        # First, so that a kill in between loses nothing; the next start may find the same lines again.
+        # Before the rows: a kill in between loses nothing, and the next start finds the same lines again.
         known = set(before.split(b"\n"))
         write_whole(aside, before + b"".join(text + b"\n" for _, text in broken if text not in known))
     kept = [text + b"\n" for _, text, row in lines if row is not None and _stays(row, first_step, rollbacks)]
@@ -164,13 +168,14 @@ def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
         return None
     places = ", ".join(str(number) for number, _ in broken[:5]) + (" …" if len(broken) > 5 else "")
     return (
-        f"{path}: {len(broken)} damaged {'line was' if len(broken) == 1 else 'lines were'} moved to {aside.name} (line {places}); "
+        f"{path}: {len(broken)} damaged {'line was' if len(broken) == 1 else 'lines were'} moved to {aside.name} (line "
+        f"{places}); "
         "all other rows are kept"
     )
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are written as words."""
+    """A value for JSON, which has no NaN or infinity: they become words."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

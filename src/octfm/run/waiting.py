@@ -1,4 +1,5 @@
-"""Says what a run is waiting for when no step finishes: silence for minutes is how the prototype hid a dead data path (F8)."""
+"""Says what a run is waiting for if no step finishes: a prototype hid a dead data path behind minutes of silence
+(F8)."""
 
 import threading
 import time
@@ -6,15 +7,16 @@ from collections.abc import Callable
 
 ADVICE = {
     "data": "reading volumes takes this long: use a local prepared store, and see the forecast of octfm doctor",
-    "the first step": "kernels are chosen and compiled on first use; if it stays like this the device hangs or the step is too large",
-    "the other ranks": "another rank is slower, hangs or has died: its own lines tell; see runtime.timeout_s",
+    "the first step": "kernels are chosen and compiled on first use; if it stays so, the device hangs or the step is too large",
+    "the other ranks": "another rank is slower, hangs or has died: see its own output, and runtime.timeout_s",
     "the device": "a step takes this long or the device hangs: see volumes_per_s and octfm doctor's forecast",
     "validation": "or for a checkpoint being written: lower validation_volumes, or validate and save less often",
 }
 
 
 class Waiting:
-    """A thread that speaks up after `deadline_s` without a finished step, then at twice, four times, ... the deadline."""
+    """A thread that calls `tell` after `deadline_s` without a finished step, then at twice, four times, … the
+    deadline."""
 
     def __init__(self, deadline_s: float, tell: Callable[[str, float, str], None]):
         """`tell(what, seconds, sentence)` is called from the thread."""
@@ -34,11 +36,11 @@ class Waiting:
         self._thread.join()
 
     def for_(self, what: str) -> None:
-        """From now on it waits for `data`, `the device` or `the other ranks`."""
+        """Note what the step waits for from now on: `data`, `the device` or `the other ranks`."""
         self._what = "the first step" if what == "the device" and self._steps == 0 else what
 
     def done(self) -> None:
-        """A step is finished."""
+        """Note that a step is finished."""
         with self._changed:
             self._steps += 1
             self._what, self._since = "validation", time.monotonic()

@@ -1,4 +1,4 @@
-"""Tensors out of a `.pt` file that others wrote: weights only, no code of the file is ever run."""
+"""Read tensors from a `.pt` file that others wrote: weights only; its code is never run."""
 
 import pickle
 import zipfile
@@ -13,9 +13,10 @@ from octfm.errors import CheckpointError
 
 
 def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[str, Tensor]:
-    """Tensors by name: those of the file, or, as deep as they go, of the first of `containers` that it holds.
+    """Tensors by name. While the file's content has one of `containers` (the first counts), its tensors are read
+    instead.
 
-    Raises CheckpointError naming the file; `expected` says which kind of file was asked for.
+    Raises CheckpointError naming the file; `expected` says in it what kind of file should be there.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected {expected}")
@@ -24,7 +25,8 @@ def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[s
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0][:160]
         raise CheckpointError(
-            f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's state_dict alone"
+            f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's "
+            "state_dict alone"
         ) from None
     except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
         raise CheckpointError(

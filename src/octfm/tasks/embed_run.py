@@ -1,4 +1,4 @@
-"""Embed a store with a run's encoder and its baselines, and draw what the encoder sees."""
+"""Embed a store with a run's encoder and baselines, and draw what the encoder sees."""
 
 from pathlib import Path
 
@@ -27,17 +27,20 @@ def embed_all(
     exclude: str | Path | None = None,
     echo: Echo = print,
 ) -> list[Path]:
-    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a histogram.
+    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a
+    histogram.
 
-    Into `out`, or RUN/embeddings, never into an export, which may be published; beside it, in `figures`, what the encoder is shown and
-    what it sees (for the report); with `head`, a run of octfm finetune on this encoder, also what its answers depend on, and with
-    `segmenter`, a run of octfm segment, what it finds.
-    `pool`: instead of the run's own objective.pool. `exclude`: a file that names volumes to leave out.
+    Vectors go to `out`, or RUN/embeddings, and pictures for the report to the folder `figures` next to it; never
+    into an export, which may be published. Pictures show the encoder's inputs and features; with `head`, a run of
+    octfm finetune on this encoder, also which tokens its answers depend on; with `segmenter`, a run of octfm
+    segment, also the surfaces and masks that it finds. `pool` replaces the run's objective.pool. `exclude` is a file
+    that names volumes to leave out.
     """
     home = location(run)
     if out is None and is_export(home):
         raise EvaluationError(
-            f"{run}: an export, which may be published; name another folder for embeddings and pictures of people with --out"
+            f"{run}: an export, which may be published; name another folder for embeddings and pictures of people with "
+            "--out"
         )
     if out is not None:
         refuse_inside_export(out)
@@ -50,7 +53,7 @@ def embed_all(
         raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
     trained = load_head(head, encoder) if head is not None else None
-    finder = _segmenter(segmenter, opened)  # what is refused is refused before anything is computed
+    finder = _segmenter(segmenter, opened)  # before anything is computed, in case it is refused
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         written.append(

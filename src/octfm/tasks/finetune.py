@@ -1,4 +1,5 @@
-"""Fine-tuning for one label: head first, then the encoder; chosen on validation participants, judged once on test participants."""
+"""Fine-tuning for one label: head first, then the encoder; chosen on validation participants, judged once on test
+participants."""
 
 import json
 import math
@@ -72,12 +73,13 @@ def finetune(
     allow_seen: bool = False,
     echo: Echo = print,
 ) -> Path:
-    """Train until validation participants no longer gain and return the run folder; the same call resumes an interrupted run.
+    """Train until validation participants no longer gain and return the run folder; the same call resumes an
+    interrupted run.
 
-    Writes config.yaml, run.json, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (in the format of probe.json), to
-    a folder or to an address in a bucket. Raises EvaluationError if a test participant was in the encoder's pretraining (unless
-    `allow_seen`), and Preempted after SIGTERM or SIGINT. Under torchrun every rank makes this call and takes its share of every batch;
-    only rank 0 prints and writes.
+    Writes config.yaml, run.json, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (in the format
+    of probe.json), to a folder or to an address in a bucket. Raises EvaluationError if a test participant was in the
+    encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT. Under torchrun every rank
+    makes this call and takes its share of every batch; only rank 0 prints and writes.
     """
     if config.encoder is None or config.store is None:
         raise ConfigError(
@@ -103,7 +105,8 @@ def _finetune(
     encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
-            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like (F15)"
+            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like "
+            "(F15)"
         )
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
@@ -164,16 +167,20 @@ def _write_result(training: "FineTuning", predictions: Predictions, run: RunFold
 
 
 def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
-    """The participants of the store's splits that have the label; without a val split, a fifth of the training participants validates."""
+    """Labelled participants of the store's splits; without a val split, a fifth of the training participants is used
+    to validate."""
     data: Embeddings = of_store(store)
     table = read_labels(config.labels) if config.labels is not None else None
     orders = {config.target: config.order} if config.order else None
     targets = find_targets([config.target], data, table, orders)
     if len(targets) != 1:
-        raise EvaluationError(f"target {config.target}: its cells hold several labels; give a column of one label each")
+        raise EvaluationError(
+            f"target {config.target}: its cells hold several labels; name a column with one label per cell"
+        )
     if not {"train", "test"} <= set(data.split):
         raise EvaluationError(
-            f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan makes them"
+            f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan "
+            "makes them"
         )
     seen_rows = rows_seen(data, seen)
     try:
@@ -191,7 +198,10 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
         validates = fold == 0
     train, validation = learning[~validates], learning[validates]
     if not len(train) or (cases.classes is not None and len(np.unique(cases.label[train])) < len(cases.classes)):
-        raise EvaluationError(f"target {config.target}: some class has no training participant outside validation")
+        raise EvaluationError(
+            f"target {config.target}: some class has no training participant outside the validation set; label more "
+            "participants"
+        )
     facts = describe(cases, [Round(train, test)], "recommended_split", seen_rows)
     facts["readout"] = "attention" if config.pool == "attention" else "mean"
     return Task(cases, train, validation, test, facts)
@@ -253,7 +263,8 @@ class FineTuning:
         loss, signal_name = _agree(self.runtime, loss, interruption.asked)
         if not math.isfinite(loss):
             raise EvaluationError(
-                f"{session.run.path}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use precision fp32"
+                f"{session.run.path}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use "
+                "precision fp32"
             )
         trained = [p for p in model.module.parameters() if p.grad is not None]
         self.runtime.average_gradients(trained)
@@ -282,7 +293,8 @@ class FineTuning:
         else:
             self.stale += 1
         session.echo(
-            f"epoch {epoch:>3}  loss {self.loss:.3f}  validation {self.target.metric} {value:.3f}  best {self.best['score']:.3f}"
+            f"epoch {epoch:>3}  loss {self.loss:.3f}  validation {self.target.metric} {value:.3f}  best "
+            f"{self.best['score']:.3f}"
         )
         return True
 
@@ -309,7 +321,8 @@ class FineTuning:
 
 
 def _agree(runtime: Runtime, loss: float, signal_name: str | None) -> tuple[float, str | None]:
-    """The mean loss of all ranks and a signal that any rank was sent: the same on all ranks, so that they decide alike."""
+    """The mean loss of all ranks and a signal that any rank was sent: the same on all ranks, so that they decide
+    alike."""
     own = np.array([loss, signal.Signals[signal_name] if signal_name else 0], np.float64)
     everyone = runtime.exchange(own)
     number = int(everyone[:, 1].max())
@@ -325,7 +338,7 @@ class _Target:
         self._case = np.full(int(task.cases.rows.max()) + 1, -1)
         self._case[task.cases.rows] = np.arange(len(task.cases.rows))
         self.weight: Tensor | None = None
-        self.answer = what_is_answered(task, config)
+        self.answer = meaning_of_outputs(task, config)
         if task.cases.classes is not None and config.class_weights:
             count = np.bincount(labels[task.train], minlength=len(task.cases.classes))
             self.weight = self.runtime.tensor((len(task.train) / (len(count) * count)).astype(np.float32))
@@ -345,8 +358,8 @@ class _Target:
         return (each if self.weight is None else each * self.weight[truth]).sum()
 
 
-def what_is_answered(task: Task, config: FinetuneConfig) -> Answer:
-    """The meaning of the head's outputs: for a number the mean and deviation of its training labels, for classes their names."""
+def meaning_of_outputs(task: Task, config: FinetuneConfig) -> Answer:
+    """What the head's outputs mean: for a number the mean and deviation of training labels, for classes their names."""
     cases, labels = task.cases, task.cases.label[task.train]
     if cases.classes is None:
         return Answer(cases.target.name, mean=float(labels.mean()), std=float(max(labels.std(), 1e-9)))
@@ -357,7 +370,8 @@ def what_is_answered(task: Task, config: FinetuneConfig) -> Answer:
 
 
 def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> tuple[float, float]:
-    """Balanced accuracy (R²) of validation participants, scored as the probe scores them; and the mean loss per volume."""
+    """Balanced accuracy (R² for a number) of validation participants, scored like the probe, and the mean loss per
+    volume."""
     rows = task.cases.rows[task.validation]
     answers = _answers(model, source, rows)
     loss = float(target.loss(model.runtime.tensor(answers), rows)) / len(rows)
@@ -381,7 +395,7 @@ def _predictions(task: Task, model: TaskModel, source: Source, positions: np.nda
 
 @torch.no_grad()
 def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
-    """float32 [n, O] without augmentation, computed by all ranks and known to all."""
+    """float32 [n, O] without augmentation, on all ranks, which share the work."""
     model.module.eval()
     size = model.config.per_device_batch_size
     own = model.runtime.part(np.arange(0, len(rows), size))

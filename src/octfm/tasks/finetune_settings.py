@@ -1,4 +1,4 @@
-"""All settings of a fine-tuning run; a frozen probe is one whose encoder never moves."""
+"""Settings of a fine-tuning run; with a frozen encoder it is a probe."""
 
 from typing import Any
 
@@ -14,26 +14,26 @@ MAY_CHANGE = frozenset({"runtime", "max_cache_gb"})
 
 
 class FinetuneConfig(Config):
-    """One run."""
+    """Settings of one run."""
 
     encoder: Place | None = None
     """Run folder or checkpoint of pretraining, or the address of a run in a bucket."""
     from_scratch: bool = False
-    """Begin at the encoder's random initialisation: the supervised baseline."""
+    """Start from the encoder's random initialisation, for the supervised baseline."""
     store: Place | None = None
     """Folder of a store prepared with the encoder's Preprocessing."""
     exclude: LocalPlace | None = None
-    """File with an acquisition, uri or participant per line: their volumes are left out."""
+    """File that names an acquisition, uri or participant per line; their volumes are left out."""
     labels: LocalPlace | None = None
-    """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
+    """CSV or TSV with participant_id (and laterality); null uses the labels in the store."""
     target: str = "study_group"
     order: tuple[str, ...] = ()
-    """Grades of the target, lowest first, where they are not known already."""
+    """Grades of the target, lowest first, if octfm does not know them."""
     seed: Seed = 0
     epochs: float = Field(default=30, gt=0, le=1e5)
     """Passes over the training volumes, at most."""
     head_epochs: float = Field(default=3, ge=0, le=1e5)
-    """The head alone learns first; then the encoder is unfrozen."""
+    """Passes in which the head learns alone, before the encoder is unfrozen."""
     patience: int = Field(default=8, ge=1, le=1_000_000)
     """Stop after so many epochs without a better balanced accuracy (R² for numbers) of validation participants."""
     batch_size: int = Field(default=16, ge=1, le=1_000_000)
@@ -44,23 +44,23 @@ class FinetuneConfig(Config):
     pool: Pool = "mean"
     lr_head: LearningRate = 1e-3
     lr_encoder: float = Field(default=3e-5, ge=0, le=1)
-    """0: the encoder is frozen, and its token features are computed once."""
+    """With 0 the encoder is frozen, and its token features are computed once."""
     layer_decay: float = Field(default=0.75, gt=0, le=1)
-    """Every block learns at this share of the rate of the block after it."""
+    """Ratio of each block's learning rate to that of the block after it."""
     lora_rank: int | None = Field(default=None, ge=1, le=16_384)
     """Train low-rank updates of the attention projections instead of the encoder's own weights."""
     weight_decay: float = Field(default=0.05, ge=0, le=100)
     warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
     clip_grad_norm: float = Field(default=3.0, gt=0, le=1e12)
     class_weights: bool = True
-    """Classes count the same however rare."""
+    """Weigh all classes alike, however rare."""
     augment: AugmentConfig = AugmentConfig()
-    """Not used while the encoder is frozen."""
+    """Unused if the encoder is frozen."""
     tokens_per_volume: int = Field(default=256, ge=1, le=10_000_000)
-    """Tissue tokens of each volume that a frozen encoder's features are kept of."""
+    """Tissue tokens per volume whose features a frozen encoder keeps."""
     max_cache_gb: float = Field(default=16.0, gt=0, le=1e6)
     runtime: RuntimeConfig = RuntimeConfig()
-    """Of several ranks under torchrun; each holds the whole model (`ddp`)."""
+    """For several ranks under torchrun; each holds the whole model (`ddp`)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "FinetuneConfig":
@@ -83,5 +83,5 @@ class FinetuneConfig(Config):
         return self.lr_encoder == 0
 
     def recipe(self) -> dict[str, Any]:
-        """What makes two runs the same recipe with different seeds."""
+        """The settings that runs of one recipe share, whatever their seed."""
         return self.model_dump(mode="json", exclude={"seed", "store", "runtime"})

@@ -1,4 +1,5 @@
-"""What a fine-tuned model said about every tested acquisition: a table that the leaderboard reads back by acquisition id."""
+"""Predictions of a fine-tuned model for every tested acquisition: a table that the leaderboard reads by acquisition
+id."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """predictions.parquet, read back."""
+    """The content of a predictions.parquet."""
 
     path: str
     facts: dict[str, Any]
@@ -27,16 +28,19 @@ class Said:
     """Value [K] and grade."""
 
     def for_cases(self, cases: Cases, data: Embeddings, tested: np.ndarray) -> Predictions:
-        """The predictions of these tested positions; EvaluationError where the run was made for other people or classes."""
+        """Predictions for these tested positions. Raises EvaluationError if the run was made for other participants
+        or classes."""
         if (self.facts["target"], tuple(self.facts["classes"])) != (cases.target.name, cases.classes or ()):
             raise EvaluationError(
-                f"{self.path}: made for {self.facts['target']} with classes {', '.join(self.facts['classes']) or 'none'}, expected "
-                f"{cases.target.name} with {', '.join(cases.classes or ()) or 'none'}; the order of fine-tuning and --order here must agree"
+                f"{self.path}: made for {self.facts['target']} with classes "
+                f"{', '.join(self.facts['classes']) or 'none'}, expected "
+                f"{cases.target.name} with {', '.join(cases.classes or ()) or 'none'}; the order of fine-tuning and "
+                "--order here must agree"
             )
         names = data.acquisition[cases.rows[tested]].tolist()
         if absent := [name for name in names if name not in self.of_acquisition]:
             raise EvaluationError(
-                f"{self.path}: says nothing about {len(absent)} test acquisitions ({absent[0]} …); fine-tune on this data"
+                f"{self.path}: lacks {len(absent)} test acquisitions ({absent[0]} …); fine-tune on this data"
             )
         value = np.stack([self.of_acquisition[name][0] for name in names])
         grades = [self.of_acquisition[name][1] for name in names]
@@ -53,7 +57,7 @@ def write_predictions(
     config: FinetuneConfig,
     best_epoch: int,
 ) -> None:
-    """One row per tested acquisition: ids, label, value, and winning class where there are classes."""
+    """One row per tested acquisition: ids, label, value and, for classes, the most probable one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -77,13 +81,13 @@ def write_predictions(
         "best_epoch": best_epoch,
         "log_prior": log_prior.tolist() if log_prior is not None else [],
     }
-    # Opened here: pyarrow would take a path with a colon for an address.
+    # As an open file: pyarrow would read a path with a colon as an address.
     with replacing(path) as partial, partial.open("wb") as file:
         pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), file)
 
 
 def read_predictions(path: Path) -> Said:
-    """Read what `write_predictions` wrote."""
+    """Read a predictions.parquet. Raises EvaluationError if it is none."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,5 @@
-"""Layer surfaces and lesion masks from tokens: trained on labelled volumes, answered in the native frame of any volume."""
+"""Layer surfaces and lesion masks from tokens: trained on labelled volumes, found in any volume, in its native
+frame."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,16 +33,16 @@ from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
 
 Tokens = Literal["encoder", "voxels"]
-"""What the decoder reads: the encoder's tokens, or the bare voxels of each patch (the intensity baseline)."""
+"""Input of the decoder: the encoder's tokens, or the voxels of each patch (the intensity baseline)."""
 STEEPEST = 2.0
-"""Rise over run of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
+"""Steepest slope (rise over run) of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
 PATH_PENALTY = 0.2
-"""Log-likelihood that a path pays for every row it moves between neighbouring A-scans."""
+"""Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """Truth of one prepared volume."""
+    """Ground truth of one prepared volume."""
 
     rows: np.ndarray
     """float32 [S, D, W] in prepared rows; NaN where unknown or outside the scan."""
@@ -51,10 +52,10 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False)
 class Segmentation:
-    """What was found in one volume, in its native frame."""
+    """Surfaces and masks found in one volume, in its native frame."""
 
     surfaces: dict[str, np.ndarray]
-    """float [D, W]: native row of each surface; NaN on A-scans outside the prepared field."""
+    """float [D, W]: native row of each surface; NaN for A-scans outside the prepared field."""
     masks: dict[str, np.ndarray]
     """bool [D, H, W]"""
     spacing_mm: tuple[float, float, float]
@@ -128,27 +129,28 @@ class Segmenter:
         rows = np.zeros((0, *voxels.shape[::2]), np.float32)
         if count:
             _, dy, dx = self.encoder.preprocessing.target_spacing
-            # The best path per B-scan: a surface is continuous, and where two layers look alike its neighbours decide.
+            # The best path per B-scan: a surface is continuous, so neighbours decide between layers that look alike.
             score = logits[0, :count].log_softmax(2).transpose(2, 3).cpu().numpy()
             path = np.stack([best_path(s, max(1, math.ceil(STEEPEST * dx / dy)), PATH_PENALTY) for s in score])
             rows = surface_rows(logits[:, :count], self.runtime.tensor(path[None]))[0].cpu().numpy()
         return rows, (logits[0, count] > 0).cpu().numpy() if self.config.mask_values else None
 
     def in_prepared(self, arrays: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Surfaces, rows [D, W] with NaN on padded A-scans, and masks bool [D, H, W], of one prepared volume, in its frame."""
+        """Surfaces, rows [D, W] with NaN for padded A-scans, and masks bool [D, H, W] of one prepared volume, in its
+        frame."""
         rows, mask = self.predict(arrays.voxels[0])
         rows[:, arrays.valid[0, 1] <= arrays.valid[0, 0]] = np.nan
         return dict(zip(self.config.surfaces, rows, strict=True)), {} if mask is None else {self.config.mask_name: mask}
 
     def in_native(self, arrays: Arrays, transform: Transform) -> Segmentation:
-        """What is found in one prepared volume, back in the frame it was scanned in."""
+        """Surfaces and masks of one prepared volume, in its native frame."""
         rows, found = self.in_prepared(arrays)
         surfaces = {name: transform.rows_to_native(row) for name, row in rows.items()}
         masks = {name: transform.to_native(mask.astype(np.uint8)).astype(bool) for name, mask in found.items()}
         return Segmentation(surfaces, masks, transform.native_spacing_mm)
 
     def segment(self, volume: Volume) -> Segmentation:
-        """Surfaces and masks of any volume, in its own frame."""
+        """Surfaces and masks of any volume, in its native frame."""
         prepared = self.encoder.preprocessing(volume)
         return self.in_native(
             Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
@@ -226,7 +228,8 @@ def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
     config = load(SegmentConfig, content["config"])
     if content["step"] < config.steps:
         raise EvaluationError(
-            f"{out}: the segmentation has made {content['step']} of {config.steps} updates; run its command again to finish it"
+            f"{out}: the segmentation has made {content['step']} of {config.steps} updates; run its command again to "
+            "finish it"
         )
     segmenter = Segmenter(config, open_encoder(config, device), content["state"]["tokens"])
     if segmenter.encoder.fingerprint != content["fingerprint"]:
@@ -236,7 +239,7 @@ def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
 
 
 def open_encoder(config: SegmentConfig, device: str | None = None, *, random_init: bool = False) -> Encoder:
-    """The encoder that the settings name, in their precision."""
+    """The encoder and the precision that the settings name."""
     if config.encoder is None:
         raise ConfigError("encoder: name a pretraining run or checkpoint, encoder=runs/a")
     return replace(
@@ -245,14 +248,12 @@ def open_encoder(config: SegmentConfig, device: str | None = None, *, random_ini
 
 
 def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
-    """Native truth of one acquisition: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
+    """Ground truth of one acquisition in its native frame: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
     if config.truth is None:
         raise ConfigError("truth: name a folder with <acquisition>.npz, truth=clinic/ground_truth")
     path = Path(config.truth) / f"{row.acquisition}.npz"
     if not path.is_file():
-        raise EvaluationError(
-            f"{path}: no truth for this acquisition; every volume that is trained or tested on needs one"
-        )
+        raise EvaluationError(f"{path}: no truth for this acquisition; every volume to train or test on needs one")
     file = within(Limits(), named_arrays, str(path))
     names = file["surface_names"].tolist() if "surface_names" in file else []
     if absent := [name for name in config.surfaces if name not in names]:
@@ -270,7 +271,7 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
 
 
 def to_prepared(truth: dict[str, Any], transform: Transform) -> Labelled:
-    """Native truth in the prepared frame."""
+    """Transform ground truth from the native to the prepared frame."""
     rows = [transform.rows_to_prepared(surface) for surface in truth["rows"]]
     shape = (0, transform.shape[0], transform.shape[2])
     mask = None if truth["mask"] is None else transform.to_prepared(truth["mask"].astype(np.uint8)).astype(bool)
@@ -278,17 +279,18 @@ def to_prepared(truth: dict[str, Any], transform: Transform) -> Labelled:
 
 
 def transform_of(row: StoreRow) -> Transform:
-    """The way back of one row of a store."""
+    """The transform between native and prepared frame of one row of a store."""
     return Transform.from_dict(row.transform)
 
 
 def open_store(config: SegmentConfig, encoder: Encoder) -> Store:
-    """The store that the settings name, if it was prepared as the encoder expects."""
+    """The store that the settings name. Raises EvaluationError if the encoder expects another Preprocessing."""
     if config.store is None:
         raise ConfigError("store: name a prepared store, store=prepared/")
     store = without_excluded(Store.open(config.store), config.exclude)
     if store.fingerprint != encoder.fingerprint:
         raise EvaluationError(
-            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like (F15)"
+            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like "
+            "(F15)"
         )
     return store

@@ -1,4 +1,4 @@
-"""Segmentations for other programs: NIfTI height and label maps, DICOM SEG through highdicom, DICOM height maps."""
+"""Export segmentations: NIfTI height and label maps, DICOM SEG (with highdicom), DICOM height maps."""
 
 import gzip
 from itertools import pairwise
@@ -16,11 +16,12 @@ HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
 
 
 def label_map(found: Segmentation) -> tuple[np.ndarray, dict[int, str]]:
-    """uint8 [D, H, W] in the native frame, and what its values are: 1.. between consecutive surfaces, then masks; 0 is anything else."""
+    """uint8 [D, H, W] in the native frame and the names of its values: layers between consecutive surfaces, then
+    masks; 0 is the rest."""
     names = list(found.surfaces)
     shape = next(iter(found.masks.values())).shape if found.masks else None
     depth, width = next(iter(found.surfaces.values())).shape if names else (shape or (0, 0, 0))[::2]
-    # Without a mask nothing tells how many rows the volume has; the lowest surface does.
+    # Without a mask the number of rows is unknown; the lowest surface is within them.
     height = shape[1] if shape else int(np.nanmax([np.nanmax(s) for s in found.surfaces.values()])) + 2
     labels = np.zeros((depth, height, width), np.uint8)
     meaning: dict[int, str] = {}
@@ -36,9 +37,10 @@ def label_map(found: Segmentation) -> tuple[np.ndarray, dict[int, str]]:
 
 
 def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path]:
-    """<stem>_heights_um.nii.gz, float32 [A-scan, B-scan, surface], and <stem>_labels.nii.gz, uint8 [A-scan, row, B-scan].
+    """<stem>_heights_um.nii.gz, float32 [A-scan, B-scan, surface], and <stem>_labels.nii.gz, uint8 [A-scan, row,
+    B-scan].
 
-    Distances are the volume's, in mm; the frame is the image's own (x along A-scans, y downwards, z along B-scans), not the patient's.
+    Spacing is in mm, in the frame of the image (x along A-scans, y downwards, z along B-scans), not of the patient.
     """
     try:
         import nibabel
@@ -59,10 +61,12 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
 
 
 def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> list[Path]:
-    """<stem>_seg.dcm and, with surfaces, <stem>_heights.dcm, both referring to the DICOM file `source` that was segmented.
+    """<stem>_seg.dcm and, with surfaces, <stem>_heights.dcm, both referring to the DICOM file `source` that was
+    segmented.
 
-    The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in FloatPixelData, laid out as
-    in AI-READI; it has been read back with pydicom, not validated against the IOD. EvaluationError where the source has no geometry for it.
+    The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in
+    FloatPixelData, laid out as in AI-READI; it has been read back with pydicom, not validated against the IOD.
+    EvaluationError where the source has no geometry for it.
     """
     try:
         import highdicom
@@ -150,7 +154,7 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
     heights = np.stack(list(found.surfaces.values())).astype("<f4")
     ds.NumberOfFrames, ds.Rows, ds.Columns = heights.shape
     ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.BitsAllocated = 1, "MONOCHROME2", 32
-    # NaN: outside the field that was analysed.
+    # NaN marks A-scans outside the field that was analysed.
     ds.FloatPixelPaddingValue = float("nan")
     ds.FloatPixelData = heights.tobytes()
     ds.file_meta = FileMetaDataset()

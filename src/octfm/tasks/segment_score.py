@@ -1,4 +1,5 @@
-"""How well surfaces and masks are found: µm and Dice in the native frame of test participants, beside baselines, with intervals."""
+"""Train segmenters and score them: µm and Dice in the native frame of test participants, with baselines and
+intervals."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -41,7 +42,8 @@ from octfm.volume.volume import Volume
 Predictor = Callable[[int], Segmentation]
 """From a row of the store to what is found there, in the native frame."""
 SOURCES = ("pretrained", "random_init", "voxels", "mean_height")
-"""What is compared: the encoder, the same before its first update, a decoder on bare voxels, and the mean surface of training."""
+"""Sources that are compared: the encoder, the same before its first update, a decoder on voxels, the mean surface of
+training volumes."""
 
 
 def segment(
@@ -54,10 +56,11 @@ def segment(
     resamples: int = RESAMPLES,
     echo: Echo = print,
 ) -> dict[str, Any]:
-    """Train on the store's train and val participants, judge on its test participants; the result is what segment.json holds.
+    """Train on the store's train and val participants, judge on its test participants; the result is what segment.json
+    holds.
 
-    `out` is a folder or an address in a bucket; the same call resumes an interrupted run. Raises EvaluationError if a test participant
-    was in the encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT.
+    `out` is a folder or an address in a bucket; the same call resumes an interrupted run. Raises EvaluationError if
+    a test participant was in the encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT.
     """
     encoder = open_encoder(config, device)
     store = open_store(config, encoder)
@@ -117,11 +120,17 @@ def _judge(
     facts: dict[str, int],
     resamples: int,
 ) -> dict[str, Any]:
-    """What segment.json holds: every predictor's errors on the test volumes, and those of the encoder compared with each other one's."""
-    errors = {name: [errors_of(config, predictor(i), read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in test_rows]
-              for name, predictor in predictors.items()}  # fmt: skip
+    """What segment.json holds: errors of every predictor on the test volumes, and comparisons with the encoder's."""
+
+    def errors(predictor: Predictor) -> list[dict[str, Any]]:
+        rows = [store.rows[i] for i in test_rows]
+        return [errors_of(config, predictor(row.index), read_truth(config, row), transform_of(row)) for row in rows]
+
     who = np.array([store.rows[i].participant for i in test_rows])
-    scored = {name: score_errors(config, name, found, who, facts, resamples) for name, found in errors.items()}
+    scored = {
+        name: score_errors(config, name, errors(predictor), who, facts, resamples)
+        for name, predictor in predictors.items()
+    }
     comparisons = [
         compare_scored(a, b, leakage=False) | {"planned": True}
         for name, others in scored.items()
@@ -147,11 +156,12 @@ def _require_unfinished(folder: Path) -> None:
 def errors_of(
     config: SegmentConfig, found: Segmentation, truth: dict[str, Any], transform: Transform
 ) -> dict[str, Any]:
-    """One volume: mean absolute error of every surface in µm, over A-scans where truth and answer are known; voxels for Dice."""
+    """Errors in one volume: mean absolute error of each surface in µm, over A-scans with truth and prediction; voxel
+    counts for Dice."""
     dy_um = found.spacing_mm[1] * 1000
     errors: dict[str, Any] = {}
     for name, rows in zip(config.surfaces, truth["rows"], strict=True):
-        # A surface outside the image cannot be seen by anybody.
+        # A surface outside the image cannot be seen.
         visible = (rows >= 0) & (rows <= transform.native_shape[1] - 1)
         gap = np.abs(found.surfaces[name] - rows)[visible & np.isfinite(found.surfaces[name])]
         errors[name] = float(gap.mean() * dy_um) if gap.size else float("nan")
@@ -170,7 +180,7 @@ def score_errors(
     facts: dict[str, Any],
     resamples: int,
 ) -> list[Scored]:
-    """Mean over volumes of the error in µm, and Dice of all test voxels together, with intervals over participants."""
+    """Mean error in µm over volumes, and Dice over all test voxels together, with intervals over participants."""
     scored = []
     wanted = [(surface, "mae") for surface in config.surfaces] + [(config.mask_name, "dice")] * bool(config.mask_values)
     for target, metric in wanted:
@@ -199,13 +209,15 @@ def score_errors(
 
 
 def dice(voxels: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """2 |A ∩ B| / (|A| + |B|) over all volumes, under weights [R, n]; `voxels` [n, 3] holds |A ∩ B|, |A|, |B|. NaN where both are empty."""
+    """2 |A ∩ B| / (|A| + |B|) over all volumes, under weights [R, n]; `voxels` [n, 3] holds |A ∩ B|, |A|, |B|. NaN
+    where both are empty."""
     both, answer, real = (weights @ column for column in voxels.T)
     return np.divide(2 * both, answer + real, out=np.full(len(weights), np.nan), where=answer + real > 0)
 
 
 def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Predictor:
-    """The answer without looking: the mean surface of training volumes, in the prepared frame, which is centred on the tissue."""
+    """A predictor that ignores the image: the mean surface of training volumes, in the prepared frame, which is
+    centred on the tissue."""
     stacked = np.stack([t.rows for t in truth])
     known = np.isfinite(stacked)
     mean = np.where(known, stacked, 0).sum(0) / np.maximum(known.sum(0), 1)
@@ -220,7 +232,7 @@ def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) 
 
 
 def without_labels(volume: Volume) -> dict[str, np.ndarray]:
-    """ILM and BM as `octfm prepare` finds them for its tissue band, with no label at all: native rows float [D, W]."""
+    """ILM and BM as `octfm prepare` finds them for its tissue band, without labels: native rows float [D, W]."""
     from octfm.volume.tissue import find_tissue
 
     tissue = find_tissue(volume.voxels, volume.spacing_mm)
@@ -239,13 +251,14 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         )
     for c in result["comparisons"]:
         if c["low"] is not None:
-            numbers = f"{c['difference']:+.2f} ({c['low']:+.2f} to {c['high']:+.2f}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
+            between = f"{c['low']:+.2f} to {c['high']:+.2f}"
+            numbers = f"{c['difference']:+.2f} ({between}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
             lines.append(f"{c['target']:<12} {c['metric']:<5} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
     return lines
 
 
 def read_result(out: str | Path) -> dict[str, Any]:
-    """segment.json of a finished run."""
+    """The segment.json of a finished run."""
     return json.loads((Path(out) / "segment.json").read_text())
 
 

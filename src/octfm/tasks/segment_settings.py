@@ -1,4 +1,4 @@
-"""Settings of a segmentation: what is found, by which decoder, on which volumes."""
+"""Settings of a segmentation: what to find, with which decoder, on which volumes."""
 
 from pydantic import Field, model_validator
 
@@ -8,21 +8,21 @@ from octfm.run.runtime import Precision
 
 
 class SegmentConfig(Config):
-    """One run."""
+    """Settings of one run."""
 
     encoder: Place | None = None
     """Run folder or checkpoint of pretraining."""
     store: Place | None = None
     """Folder of a store prepared with the encoder's Preprocessing."""
     exclude: LocalPlace | None = None
-    """File with an acquisition, uri or participant per line: their volumes are left out."""
+    """File that names an acquisition, uri or participant per line; their volumes are left out."""
     truth: LocalPlace | None = None
-    """Folder with <acquisition>.npz: `surfaces` float [S, D, W] in native rows (NaN where unknown), `surface_names`, and `lesions` uint8
-    [D, H, W] where masks are wanted. Phantom cohorts come with it."""
+    """Folder with <acquisition>.npz: `surfaces` float [S, D, W] in native rows (NaN if unknown), `surface_names`
+    and, for masks, `lesions` uint8 [D, H, W]. Phantom cohorts have one."""
     surfaces: tuple[str, ...] = ("ilm", "rpe", "bm")
     """Names from `surface_names`, from the vitreous downwards."""
     mask_values: tuple[int, ...] = ()
-    """Values of `lesions` that together are the mask; phantoms: 1 and 2 are fluid. Empty: no mask."""
+    """Values of `lesions` that make up the mask, for phantoms 1 and 2 for fluid; empty for no mask."""
     mask_name: str = "fluid"
     decoder: Decoder = "linear"
     seed: Seed = 0
@@ -31,12 +31,12 @@ class SegmentConfig(Config):
     """Volumes per step."""
     lr: LearningRate = 2e-3
     lr_encoder: float = Field(default=0.0, ge=0, le=1)
-    """0: the encoder is frozen and every grid is encoded once."""
+    """With 0 the encoder is frozen, and every volume is encoded once."""
     precision: Precision = "fp32"
     max_volumes: int | None = Field(default=None, ge=1, le=10**12)
-    """At most so many training volumes, the same ones every time."""
+    """Most training volumes, the same ones every time."""
     max_cache_gb: float = Field(default=8.0, gt=0, le=1e6)
-    """Of memory, for the token grids of a frozen encoder."""
+    """Memory for the token grids of a frozen encoder."""
 
     @model_validator(mode="after")
     def _something_to_find(self) -> "SegmentConfig":

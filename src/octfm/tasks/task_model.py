@@ -1,4 +1,4 @@
-"""The networks of fine-tuning with their optimizer: an encoder (or its features, once and for all) and a head."""
+"""The networks of fine-tuning with their optimizer: an encoder, or its features computed once, and a head."""
 
 from typing import Protocol
 
@@ -21,15 +21,15 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 
 
 class Source(Protocol):
-    """Where tokens come from: rows of the store in, tokens [B, M, D] and which count [B, M] out."""
+    """Gives tokens [B, M, D] for rows of the store, and bool [B, M]: which of them are tissue."""
 
     def tokens(self, rows: np.ndarray, position: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """`position` seeds the augmentation of each volume; None: no augmentation."""
+        """`position` seeds the augmentation of each volume; None for no augmentation."""
         ...
 
 
 class Features:
-    """A frozen encoder's tokens, from the cache."""
+    """Cached tokens of a frozen encoder."""
 
     def __init__(self, features: TokenFeatures, store: Store, runtime: Runtime):
         self.features, self.store, self.runtime = features, store, runtime
@@ -40,7 +40,7 @@ class Features:
 
 
 class Live:
-    """An encoder that learns: volumes are read, shifted and recoloured, and encoded."""
+    """Tokens of an encoder that learns: volumes are read, augmented and encoded."""
 
     def __init__(self, encoder: Encoder, store: Store, config: FinetuneConfig):
         self.encoder, self.store, self.config = encoder, store, config
@@ -70,7 +70,7 @@ class Live:
 
 
 class TaskModel:
-    """Head, encoder where it learns, and one AdamW over both with a rate for every depth."""
+    """The head, the encoder if it learns, and one AdamW for both, with a learning rate per depth."""
 
     def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
         self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs
@@ -83,13 +83,13 @@ class TaskModel:
             network.requires_grad_(True)
             if config.lora_rank is not None:
                 add_low_rank(network, config.lora_rank).to(self.runtime.device)
-        # Inside a frozen encoder nothing is trained, so it is not part of what is saved either.
+        # A frozen encoder is not saved: its run has it.
         self.module = nn.ModuleDict({"head": self.head} if config.frozen else {"head": self.head, "encoder": network})
         self.learning = [p for p in network.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self._groups(), lr=config.lr_head, betas=(0.9, 0.999))
 
     def _groups(self) -> list[dict]:
-        """Parameters by role: `rate` is the peak learning rate, `part` who they belong to."""
+        """Parameter groups: `rate` is the peak learning rate, `part` is head or encoder."""
         config, groups = self.config, []
         named = [("head", 0, p) for p in self.head.parameters()]
         depth = self.encoder.config.model.depth
@@ -109,7 +109,7 @@ class TaskModel:
         return groups
 
     def set_rates(self, step: int, steps: int, head_steps: int) -> None:
-        """Every group's rate at this step; the encoder stands still for `head_steps` and then warms up on its own."""
+        """Set the learning rates of this step; the encoder rests for `head_steps` and then has a warm-up of its own."""
         curve = ScheduleConfig(base_lr=1.0, warmup_ratio=self.config.warmup_ratio, min_lr_ratio=0.01)
         moving = step >= head_steps
         for p in self.learning:
