@@ -462,7 +462,7 @@ def half_safe(folder: Path, monkeypatch) -> list[str]:
     return found
 
 
-def test_every_file_of_a_run_is_on_the_disk_before_and_after_it_takes_its_name(tmp_path, monkeypatch):
+def test_files_of_a_run_reach_the_disk_before_and_after_their_rename(tmp_path, monkeypatch):
     assert half_safe(tmp_path / "run", monkeypatch) == []
     names = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert names > {"run.json", "config.yaml", "memory.json", "best.json", "step-00000003.pt"}
