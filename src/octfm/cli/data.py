@@ -1,0 +1,323 @@
+"""The verbs that make and prepare data: phantom, scan, prepare."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octfm.cli import options as opt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from octfm.catalog.catalog import Catalog
+
+
+def phantom(
+    out: Annotated[Path, opt.local_argument(help="New folder for the cohort.")],
+    participants: Annotated[
+        int, typer.Option(help="Number of participants; both eyes of each are scanned.", min=1, max=10**6)
+    ] = 20,
+    seed: Annotated[
+        int, typer.Option(help="0-99 for development, 100 and above for reported results.", min=0, max=opt.MAX_SEED)
+    ] = 0,
+    size: Annotated[
+        str, typer.Option(help="B-scans x rows x columns, or `native` for the size each scanner writes.")
+    ] = "32x256x192",
+    defects: Annotated[float, typer.Option(help="Number of defective files per good one.", min=0, max=100)] = 0.0,
+    zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
+    diagnosis: Annotated[
+        list[str] | None, typer.Option(help="Draw only this diagnosis; repeat for several. Default: all seven.")
+    ] = None,
+    scanner: Annotated[
+        list[str] | None,
+        typer.Option(help="Simulate this scanner; repeat for several. Default: the four of AI-READI."),
+    ] = None,
+    null_effect: Annotated[
+        bool, typer.Option("--null-effect", help="Draw labels as usual, but render every eye as healthy.")
+    ] = False,
+    workers: opt.Workers = None,
+) -> None:
+    """Write a synthetic cohort with known ground truth, in the folder layout of AI-READI."""
+    from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
+
+    path = write_phantom(
+        out,
+        participants,
+        seed,
+        size=None if size == "native" else _size(size),
+        scanners=scanner or DEFAULT_SCANNERS,
+        diagnoses=diagnosis or DIAGNOSES,
+        defects=defects,
+        effect=not null_effect,
+        zipped=zipped,
+        workers=workers,
+    )
+    typer.echo(f"{path}: {participants} participants; truth in {path / 'ground_truth'}")
+
+
+def scan(
+    root: Annotated[
+        str,
+        opt.place_argument(
+            help="Folder, or s3:// or gs:// address, of DICOM, vendor or image files; any folder layout."
+        ),
+    ],
+    out: opt.OutPlace = Path("catalog"),
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the split by participant, where the data set does not recommend one.", min=0, max=opt.MAX_SEED
+        ),
+    ] = 0,
+    table: Annotated[
+        opt.Place, typer.Option(parser=opt.place, metavar="FILE", help="Your own CSV or TSV with one row per file.")
+    ] = None,
+    participants: Annotated[
+        opt.Place,
+        typer.Option(parser=opt.place, metavar="FILE", help="Your own CSV or TSV with one row per participant."),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(help="Their column names, as FIELD=COLUMN: participant=pid,file=path,laterality=eye"),
+    ] = None,
+    participant_from: opt.ParticipantFrom = None,
+    nominal_spacing: Annotated[
+        str | None,
+        typer.Option(help="dz,dy,dx in mm for images and arrays without spacing, for example 0.12,0.0039,0.0115."),
+    ] = None,
+    layouts: Annotated[
+        str,
+        typer.Option(help="raster, or raster,radial to accept radial (star) scans too; octfm prepare resamples them."),
+    ] = "raster",
+    extract: Annotated[
+        Path | None, opt.local_option(help="Unpack ZIP archives into this folder; default: read inside the archives.")
+    ] = None,
+    pixels: Annotated[
+        bool,
+        typer.Option(
+            help="Also decode every volume: finds copies, mislabelled eyes (by the optic disc's side) and "
+            "upside-down scans."
+        ),
+    ] = False,
+    keep_upside_down: opt.KeepUpsideDown = False,
+    follow_links: Annotated[
+        bool, typer.Option(help="Follow symbolic links below ROOT, including links that lead out of it.")
+    ] = True,
+    max_reject: Annotated[
+        float | None,
+        typer.Option(help="Exit with 1 if more than this share is rejected, for example 0.2.", min=0, max=1),
+    ] = None,
+    images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
+    pseudonymise: Annotated[
+        Path | None,
+        opt.local_option(
+            help="Key file, created if missing: hash ids, UIDs and paths with it, shift dates, and keep only those "
+            "table values that are known to identify nobody."
+        ),
+    ] = None,
+    keep_columns: Annotated[
+        list[str] | None,
+        typer.Option(help="With --pseudonymise: participant columns to keep unchanged: visus,lens_type"),
+    ] = None,
+    workers: opt.Workers = None,
+    file_seconds: opt.FileSeconds = 10,
+    file_gb: opt.FileGB = 2,
+) -> None:
+    """List every OCT acquisition in a catalog, and every unusable file with a reason; data_health.html shows both."""
+    from octfm.catalog.catalog import NothingAccepted
+    from octfm.catalog.catalog import scan as scan_root
+    from octfm.catalog.columns import Columns
+    from octfm.catalog.participants.people import AmbiguousPeople
+    from octfm.errors import ConfigError
+    from octfm.report.data_health import write_data_health
+
+    if pseudonymise is not None and extract is not None:
+        raise ConfigError(
+            "--pseudonymise and --extract: unpacked files would keep their names; leave out --extract to read the "
+            "archives without unpacking"
+        )
+    if keep_columns and pseudonymise is None:
+        raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
+    failure = None
+    try:
+        catalog = scan_root(
+            root,
+            seed=seed,
+            table=table,
+            participants=participants,
+            columns=Columns.parse(columns or []).of_field,
+            participant_from=participant_from or (),
+            extract=extract,
+            nominal_spacing_mm=opt.parse_spacing(nominal_spacing, "--nominal-spacing"),
+            layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
+            pixels=pixels,
+            keep_upside_down=keep_upside_down,
+            follow_links=follow_links,
+            workers=workers,
+            limits=opt.limits_of(file_seconds, file_gb),
+        )
+    except AmbiguousPeople as ambiguous:
+        typer.echo(ambiguous.guess.table())
+        accept = [word for pattern in ambiguous.guess.patterns for word in ("--participant-from", pattern)]
+        if accept and not ambiguous.guess.without_person:
+            typer.echo(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
+        raise
+    except NothingAccepted as nothing:
+        # Write catalog and page all the same: they hold the reason of every reject.
+        catalog, failure = nothing.catalog, nothing
+    locations = {}
+    if pseudonymise is not None:
+        from octfm.catalog.participants import pseudonyms
+
+        kept = [name.strip() for text in keep_columns or [] for name in text.split(",") if name.strip()]
+        _print_withheld(pseudonyms.withheld(catalog, kept))
+        key = pseudonyms.read_key(pseudonymise)
+        catalog = pseudonyms.pseudonymise(catalog, key, kept)
+        locations = pseudonyms.locate(catalog, root, key)
+    catalog.save(out)
+    page = write_data_health(
+        catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
+    )
+    if failure is not None:
+        typer.echo(page)
+        raise failure
+    _print_summary(catalog, out)
+    typer.echo(page)
+    if max_reject is not None:
+        catalog.expect_few_rejects(max_reject, f"see {page}")
+
+
+def prepare(
+    catalog: Annotated[
+        opt.Place, typer.Argument(parser=opt.place, metavar="CATALOG", help="Folder written by `octfm scan`.")
+    ],
+    out: opt.OutPlace = Path("prepared"),
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")
+    ] = None,
+    like: Annotated[
+        Path | None, opt.local_option(help="Use the preprocessing settings of this run, checkpoint or export.")
+    ] = None,
+    compression: Annotated[
+        str | None,
+        typer.Option(help="none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."),
+    ] = None,
+    key: Annotated[Path | None, opt.local_option(help="Key file of a pseudonymised catalog; requires --root.")] = None,
+    root: Annotated[
+        opt.Place,
+        typer.Option(parser=opt.place, metavar="PLACE", help="ROOT from which a pseudonymised catalog was scanned."),
+    ] = None,
+    keep_upside_down: opt.KeepUpsideDown = False,
+    exclude: opt.Exclude = None,
+    workers: opt.Workers = None,
+    file_seconds: opt.FileSeconds = 10,
+    file_gb: opt.FileGB = 2,
+    dask: Annotated[
+        str | None, typer.Option(help="Address of a dask cluster (tcp://host:port) that sees the same paths.")
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Only check the store at --out: read all of it, list damaged volumes, mark them for the next prepare.",
+        ),
+    ] = False,
+) -> None:
+    """Convert the volumes of a catalog to one size and spacing; run it again to add only what is missing."""
+    from octfm.catalog.catalog import Catalog
+    from octfm.config import load
+    from octfm.errors import ConfigError
+    from octfm.store.prepare import prepare as prepare_catalog
+    from octfm.volume.preprocessing import Preprocessing
+
+    if compression not in (None, "none", "zstd"):
+        raise ConfigError(f"--compression: expected none or zstd, got {compression!r}")
+    base = {}
+    if like is not None:
+        from octfm.encoder.encoder import preprocessing_of
+
+        base = preprocessing_of(like)
+    preprocessing = load(Preprocessing, base, settings or [])
+    scanned, locations = Catalog.load(catalog), None
+    if key is not None or root is not None:
+        from octfm.catalog.participants import pseudonyms
+
+        if key is None or root is None:
+            raise ConfigError(
+                "--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither"
+            )
+        locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
+    if verify:
+        from octfm.store import verify as store_verify
+
+        found = store_verify.verify(out, scanned.acquisitions, locations, typer.echo)
+        store_verify.require_whole(found, out)
+        typer.echo(f"{out}: all {found.volumes:,} volumes are as they were written")
+        return
+    store = prepare_catalog(
+        scanned,
+        out,
+        preprocessing,
+        workers=workers,
+        compression=compression,
+        locations=locations,
+        limits=opt.limits_of(file_seconds, file_gb),
+        cluster=dask,
+        keep_upside_down=keep_upside_down,
+        exclude=exclude,
+    )
+    typer.echo(f"{store.path}: {len(store)} volumes")
+
+
+def _size(text: str) -> tuple[int, int, int]:
+    from octfm.errors import ConfigError
+
+    try:
+        d, h, w = (int(n) for n in text.split("x"))
+    except ValueError:
+        raise ConfigError(
+            f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}"
+        ) from None
+    return d, h, w
+
+
+def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
+    counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
+    typer.echo(f"{out}: {counts}")
+    summary = catalog.summary()
+    disc_sides = summary.pop("disc_sides", {})
+    for name, value in summary.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
+        typer.echo(f"  {name.replace('_', ' ')}: {value}")
+    _print_disc_sides(disc_sides)
+    of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
+    for reject in of_two[:3]:
+        typer.echo(reject.sentence)
+
+
+def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:
+    """Print verdicts per scanner, and what the check requires if some eyes could not be checked."""
+    from octfm.volume.laterality import CANNOT_TELL, NEEDS
+
+    for scanner, counts in of_scanner.items():
+        unclear = ", ".join(f"{name} {counts[name]}" for name in CANNOT_TELL.values() if counts[name])
+        verdicts = ", ".join(f"{name} {n}" for name, n in counts.items() if name not in CANNOT_TELL.values())
+        typer.echo(f"  side of the optic disc, {scanner}: {verdicts}{f' ({unclear})' if unclear else ''}")
+    if any(counts["cannot tell"] for counts in of_scanner.values()):
+        typer.echo(f"  where it cannot tell, a wrong eye label goes unnoticed; the check needs {NEEDS}")
+
+
+def _print_withheld(withheld: "Mapping[str, tuple[int, int]]") -> None:
+    """Print to stderr only, never into the catalog: a column's name may itself be private."""
+    if not withheld:
+        return
+    columns = ", ".join(f"{column!a} ({few} of {many} participants)" for column, (few, many) in withheld.items())
+    typer.echo(
+        f"withheld values that are not known to be safe, in {len(withheld)} columns: {columns}; "
+        "--keep-columns NAME,NAME keeps a column unchanged",
+        err=True,
+    )

@@ -1,0 +1,241 @@
+"""The verbs that train: demo, doctor, pretrain, bench, watch."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octfm.cli import options as opt
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from octfm.store.store import Store
+
+
+def demo(
+    out: opt.Out = Path("demo"),
+    data: Annotated[
+        Path | None, opt.local_option(help="Your own folder of OCT files instead of the phantom cohort.")
+    ] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(help="Use at most this many acquisitions of --data.", min=1, max=10**9)
+    ] = None,
+    participant_from: opt.ParticipantFrom = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the phantom cohort and of training; reported results use 100 and above.",
+            min=0,
+            max=opt.MAX_SEED,
+        ),
+    ] = 100,
+    quick: Annotated[
+        bool, typer.Option(help="Few participants and steps, in a minute; the results mean nothing.")
+    ] = False,
+    objective: Annotated[str, typer.Option(help="Pretraining objective: mae (best within minutes) or vjepa2.")] = "mae",
+    sabotage: Annotated[
+        str | None,
+        typer.Option(
+            help="Plant a fault and see it detected: teacher-frozen, context-unmasked, lr-restart or nan-volume."
+        ),
+    ] = None,
+) -> None:
+    """Run everything in ten minutes: cohort, catalog, store, pretraining, probe, report."""
+    from octfm.demo import run_demo, run_sabotage
+    from octfm.errors import ConfigError
+
+    if sabotage is None:
+        run_demo(
+            out,
+            data=data,
+            max_samples=max_samples,
+            participant_from=participant_from or (),
+            seed=seed,
+            quick=quick,
+            objective=objective,
+            echo=opt.echo_line,
+        )
+        return
+    if data is not None or max_samples is not None or participant_from or objective != "mae":
+        raise ConfigError(
+            "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples, --participant-from and "
+            "--objective out"
+        )
+    run_sabotage(sabotage, out, echo=opt.echo_line)
+
+
+def doctor(
+    context: typer.Context,
+    config: opt.Config,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
+    out: opt.OutPlace = Path("runs/run"),
+    device: opt.Device = None,
+    plot: Annotated[
+        Path | None, opt.local_option(help="Also draw the schedules and the mask coverage into this PNG file.")
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(min=1, max=100_000, help="Check for a job of this many ranks, each on a device like this one."),
+    ] = 1,
+    tpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: compile the step for this TPU slice (v4-32), without a TPU, and print the memory per "
+            "device. Takes minutes."
+        ),
+    ] = None,
+) -> None:
+    """Check a config before step 0: PASS, WARN or FAIL, what was measured and what to do."""
+    from octfm.errors import ConfigError, one_line
+    from octfm.pretraining.preflight import examine, examine_tpu
+    from octfm.pretraining.settings import load_config
+
+    sources = {name: context.get_parameter_source(name) for name in ("out", "device", "plot", "ranks")}
+    given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    if tpu is not None and given:
+        raise ConfigError(
+            f"--tpu compiles the step for a slice and does nothing with {', '.join(given)}; leave out one or the other"
+        )
+    settings = load_config(config, overrides or [])
+    checks = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        typer.echo(f"{check.status}  {check.name:<{width}}  {one_line(check.measured)}")
+        if check.advice:
+            typer.echo(f"{'':{width + 6}}  -> {one_line(check.advice)}")
+    count = {status: sum(check.status == status for check in checks) for status in ("PASS", "WARN", "FAIL")}
+    typer.echo(f"{len(checks)} checks: {count['PASS']} passed, {count['WARN']} to look at, {count['FAIL']} failed")
+    if plot is not None and plot.is_file():
+        typer.echo(plot)
+    if count["FAIL"]:
+        raise typer.Exit(1)
+
+
+def pretrain(
+    config: opt.Config,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")
+    ] = None,
+    out: opt.OutPlace = Path("runs/run"),
+    device: opt.Device = None,
+    override: Annotated[
+        bool, typer.Option("--override", help="Resume although settings differ from the run's; run.json records both.")
+    ] = False,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="A tiny version of the run, under a minute on a CPU; on phantoms if no store is set."
+        ),
+    ] = False,
+) -> None:
+    """Pretrain an encoder; the same command resumes an interrupted run."""
+    from octfm.errors import ConfigError
+    from octfm.pretraining.pretrain import pretrain as train
+    from octfm.pretraining.settings import load_config
+    from octfm.pretraining.settings import smoke as shrink
+
+    settings, store = load_config(config, overrides or []), None
+    if smoke:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and settings.data.store is None:
+            raise ConfigError(
+                "--smoke with several ranks: every rank would write phantoms into the same folder; set data.store"
+            )
+        settings = shrink(settings)
+        if settings.data.store is None:
+            local_out = out if isinstance(out, Path) else Path(out.name)
+            store = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
+    if not sys.stdout.isatty() or os.environ.get("RANK", "0") != "0":
+        train(settings, store, out, device, echo=opt.echo_line, override=override)
+        return
+    bar = ProgressBar(settings.steps if settings.epochs is None else None)
+    try:
+        train(settings, store, out, device, echo=bar.echo, override=override, listeners=[bar])
+    finally:
+        bar.close()
+
+
+def bench(
+    config: opt.Config,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value; without data.store, random volumes are used.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps per trial.", min=1, max=10_000)] = 3,
+    device: opt.Device = None,
+) -> None:
+    """Measure a config on this machine: volumes/s, MFU, data wait, memory, hours, and what to change first."""
+    from octfm.pretraining.bench import bench as measure
+    from octfm.pretraining.settings import load_config
+    from octfm.store.exclusion import without_excluded
+    from octfm.store.store import Store
+
+    settings, store = load_config(config, overrides or []), None
+    if settings.data.store is not None:
+        store = without_excluded(Store.open(settings.data.store), settings.data.exclude)
+    for line in measure(settings, store, device, steps, echo=typer.echo).lines():
+        typer.echo(line)
+
+
+def watch(
+    run: Annotated[
+        opt.Place,
+        typer.Argument(parser=opt.place, metavar="RUN", help="Folder or address of a run, in progress or finished."),
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and exit, for scripts.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between updates.", min=0.05, max=86_400)] = 2.0,
+) -> None:
+    """Show a run live in the terminal: curves, verdicts, events, time left."""
+    from octfm.report.watch import watch as follow
+
+    follow(run, once=once, every_s=every)
+
+
+class ProgressBar:
+    """A listener of pretraining: progress bar with time left and data-wait share; `echo` prints lines above the bar."""
+
+    def __init__(self, steps: int | None):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[tail]}"),
+        )
+        # A long window for the estimate: steps that validate or save would make a short one jump.
+        self._bar = Progress(*columns, console=Console(stderr=False), speed_estimate_period=600)
+        self._task = self._bar.add_task("training", total=steps, tail="")
+        self._bar.start()
+
+    def echo(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def row(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if kind == "train":
+            tail = f"{values['volumes_per_s']:.3g} volumes/s, {values['data_wait_share']:.0%} waiting for data"
+            self._bar.update(self._task, completed=step + 1, tail=tail)
+
+    def picture(self, name: str, step: int, pixels: "np.ndarray") -> None:
+        pass
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def _phantom_store(folder: Path) -> "Store":
+    """Two dozen small phantom volumes, prepared: the training data of `--smoke` if no store is set."""
+    from octfm.catalog.catalog import scan as scan_root
+    from octfm.config import load
+    from octfm.phantom import write_phantom
+    from octfm.pretraining.settings import SMOKE_IMAGE_SIZE, SMOKE_SPACING
+    from octfm.store.prepare import prepare as prepare_catalog
+    from octfm.volume.preprocessing import Preprocessing
+
+    if not (folder / "clinic").is_dir():
+        write_phantom(folder / "clinic", 12, 0, size=(16, 160, 128), fractions=(0.6, 0.25, 0.15))
+    preprocessing = load(Preprocessing, {"image_size": SMOKE_IMAGE_SIZE, "target_spacing": SMOKE_SPACING})
+    return prepare_catalog(scan_root(str(folder / "clinic")), folder / "prepared", preprocessing, progress=False)
