@@ -1,22 +1,26 @@
-"""Do two scanners say the same of one eye? Intraclass correlation in its six forms, and Bland and Altman's limits of agreement."""
+"""Agreement between scanners on the same eyes: six forms of intraclass correlation, and Bland-Altman limits."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from octfm.errors import EvaluationError
+from octfm.evaluation.metrics import ratio
 
 Form = Literal["ICC(1,1)", "ICC(2,1)", "ICC(3,1)", "ICC(1,k)", "ICC(2,k)", "ICC(3,k)"]
 MEANING: dict[Form, str] = {
     "ICC(1,1)": "one-way random effects, absolute agreement, single measurement: each eye has its own set of scanners",
-    "ICC(2,1)": "two-way random effects, absolute agreement, single measurement: an offset between scanners counts against it",
-    "ICC(3,1)": "two-way mixed effects, consistency, single measurement: a constant offset between scanners is forgiven",
+    "ICC(2,1)": "two-way random effects, absolute agreement, single measurement: "
+    "an offset between scanners counts against it",
+    "ICC(3,1)": "two-way mixed effects, consistency, single measurement: "
+    "a constant offset between scanners is forgiven",
     "ICC(1,k)": "one-way random effects, absolute agreement, mean of k measurements",
     "ICC(2,k)": "two-way random effects, absolute agreement, mean of k measurements",
     "ICC(3,k)": "two-way mixed effects, consistency, mean of k measurements",
 }
-"""Names of Shrout & Fleiss (Psychological Bulletin 1979); (2,1) is ICC(A,1) and (3,1) is ICC(C,1) of McGraw & Wong (1996)."""
+"""Names of Shrout & Fleiss (Psychological Bulletin 1979); (2,1) is ICC(A,1) and (3,1) is ICC(C,1) of McGraw & Wong
+(1996)."""
 
 
 @dataclass(frozen=True)
@@ -26,64 +30,61 @@ class FInterval:
 
 
 def icc(values: np.ndarray, form: Form, weights: np.ndarray | None = None) -> np.ndarray:
-    """Intraclass correlation of `values` [n subjects, k measurements], under case weights [R, n]: [R], or [1] without weights.
+    """Intraclass correlation of `values` [n subjects, k measurements] under case weights [R, n]: [R], or [1] without.
 
-    Mean squares of Shrout & Fleiss (1979); a subject that counts w times is w subjects. NaN where a resample holds fewer than two subjects,
-    or nothing differs. Missing values are an error: see `icc_one_way` for incomplete designs.
+    Mean squares of Shrout & Fleiss (1979); a subject of weight w counts as w subjects. NaN for a resample with fewer
+    than two subjects or without any variance. Raises EvaluationError for missing values; use `icc_one_way` for
+    incomplete designs.
     """
     values = np.asarray(values, float)
     if values.ndim != 2 or values.shape[1] < 2 or not np.isfinite(values).all():
         raise EvaluationError(
             f"ICC: expected finite values [subjects, two or more measurements], got shape {values.shape}"
         )
-    between, columns, residual, within, n = _mean_squares(values, _ones(values) if weights is None else weights)
+    if form not in MEANING:
+        raise EvaluationError(f"ICC: expected one of {', '.join(MEANING)}, got {form!r}")
+    between, columns, residual, within, n = _mean_squares(values, _weights(values, weights))
     k = values.shape[1]
-    if form == "ICC(1,1)":
-        return _over(between - within, between + (k - 1) * within)
-    if form == "ICC(2,1)":
-        return _over(between - residual, between + (k - 1) * residual + k * (columns - residual) / n)
-    if form == "ICC(3,1)":
-        return _over(between - residual, between + (k - 1) * residual)
-    if form == "ICC(1,k)":
-        return _over(between - within, between)
-    if form == "ICC(2,k)":
-        return _over(between - residual, between + (columns - residual) / n)
-    if form == "ICC(3,k)":
-        return _over(between - residual, between)
-    raise EvaluationError(f"ICC: expected one of {', '.join(get_args(Form))}, got {form!r}")
+    error = within if form.startswith("ICC(1") else residual
+    # Absolute agreement between fixed scanners: an offset between them (the mean square of columns) counts as error.
+    offset = columns - residual if form.startswith("ICC(2") else np.zeros_like(n)
+    if form.endswith(",1)"):
+        return ratio(between - error, between + (k - 1) * error + k * offset / n)
+    return ratio(between - error, between + offset / n)
 
 
 def icc_one_way(subject: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """ICC(1,1) of an incomplete design: `values` [n] of `subject` [n], each with any number of measurements; `weights` [R, n] -> [R].
+    """ICC(1,1) of an incomplete design: `values` [n] of `subject` [n], any number per subject; `weights` [R, n] -> [R].
 
-    One-way analysis of variance with the mean group size n0 of unequal groups (Donner, International Statistical Review 1986). Rows of a
-    subject must weigh the same: they are resampled together.
+    One-way analysis of variance with the effective group size n0 of unequal groups (Donner, International Statistical
+    Review 1986). All rows of a subject must have the same weight, because they are resampled together.
     """
     values = np.asarray(values, float)
-    names, first, member = np.unique(subject, return_index=True, return_inverse=True)
+    _, first, member = np.unique(subject, return_index=True, return_inverse=True)
     size = np.bincount(member)
     centred = values - values.mean()
     mean = np.bincount(member, weights=centred) / size
     inside = np.bincount(member, weights=(centred - mean[member]) ** 2)
-    W = np.ones((1, len(names))) if weights is None else np.asarray(weights, float)[:, first]
+    W = _weights(values, weights)[:, first]
     subjects, total = W.sum(1), W @ size
-    grand = _over(W @ (size * mean), total)
-    between = _over(W @ (size * mean**2) - total * grand**2, subjects - 1)
-    within = _over(W @ inside, total - subjects)
-    n0 = _over(total - _over(W @ size**2.0, total), subjects - 1)
-    return _over(between - within, between + (n0 - 1) * within)
+    grand = ratio(W @ (size * mean), total)
+    between = ratio(W @ (size * mean**2) - total * grand**2, subjects - 1)
+    within = ratio(W @ inside, total - subjects)
+    n0 = ratio(total - ratio(W @ size**2.0, total), subjects - 1)
+    return ratio(between - within, between + (n0 - 1) * within)
 
 
 def f_interval(values: np.ndarray, form: Form, level: float = 0.95) -> FInterval:
-    """The interval by F distributions (Shrout & Fleiss 1979; McGraw & Wong 1996), for independent subjects.
+    """Confidence interval from F distributions (Shrout & Fleiss 1979; McGraw & Wong 1996), for independent subjects.
 
-    Both eyes of a participant are not independent: the participant-level bootstrap is what reports show, this is its cross-check.
+    A cross-check only: the two eyes of a participant are not independent, so reports show the participant-level
+    bootstrap.
     """
     from scipy.stats import f as F
 
     values = np.asarray(values, float)
     n, k = values.shape
-    between, columns, residual, within, _ = (float(x[0]) for x in _mean_squares(values, _ones(values)))
+    between, columns, residual, within, _ = (float(x[0]) for x in _mean_squares(values, _weights(values, None)))
     tail = (1 + level) / 2
     if form in ("ICC(1,1)", "ICC(1,k)", "ICC(3,1)", "ICC(3,k)"):
         one_way = form.startswith("ICC(1")
@@ -99,27 +100,27 @@ def f_interval(values: np.ndarray, form: Form, level: float = 0.95) -> FInterval
     low = n * (between - low_f * residual) / (low_f * (k * columns + (k * n - k - n) * residual) + n * between)
     high = n * (high_f * between - residual) / (k * columns + (k * n - k - n) * residual + n * high_f * between)
     if form == "ICC(2,k)":
-        # Spearman and Brown: the mean of k measurements.
+        # Spearman-Brown formula: from one measurement to the mean of k.
         return FInterval(k * low / (1 + (k - 1) * low), k * high / (1 + (k - 1) * high))
     return FInterval(low, high)
 
 
 LIMITS = 1.96
-"""Standard deviations between bias and limits: 95 % of differences, where they are normal."""
+"""Standard deviations between bias and limits: these contain 95 % of normally distributed differences."""
 
 
 def bias(difference: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Mean difference [R] under case weights [R, n] (Bland & Altman, Lancet 1986)."""
-    W = np.ones((1, len(difference))) if weights is None else weights
-    return _over(W @ difference, W.sum(1))
+    W = _weights(difference, weights)
+    return ratio(W @ difference, W.sum(1))
 
 
 def spread(difference: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Standard deviation of differences [R], with n − 1."""
-    W = np.ones((1, len(difference))) if weights is None else weights
+    W = _weights(difference, weights)
     centred = difference - difference.mean()
-    squares = W @ centred**2 - _over((W @ centred) ** 2, W.sum(1))
-    return np.sqrt(np.maximum(0, _over(squares, W.sum(1) - 1)))
+    squares = W @ centred**2 - ratio((W @ centred) ** 2, W.sum(1))
+    return np.sqrt(np.maximum(0, ratio(squares, W.sum(1) - 1)))
 
 
 def limit(difference: np.ndarray, side: int, weights: np.ndarray | None = None) -> np.ndarray:
@@ -130,26 +131,21 @@ def limit(difference: np.ndarray, side: int, weights: np.ndarray | None = None) 
 def _mean_squares(
     values: np.ndarray, W: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Between subjects, between measurements, residual, within subjects [R], and the number of subjects [R]."""
+    """Mean squares between subjects, between measurements, residual and within subjects, and number of subjects; [R]."""
     k = values.shape[1]
-    # The origin does not matter to any of them, and large offsets would cost digits below.
+    # Mean squares do not depend on the origin; centring avoids cancellation of large numbers below.
     centred = values - values.mean()
     n = W.sum(1)
     mean, squares = centred.mean(1), (centred**2).sum(1)
-    column = _over(W @ centred, n[:, None])
-    grand = _over(W @ mean, n)
+    column = ratio(W @ centred, n[:, None])
+    grand = ratio(W @ mean, n)
     between = k * (W @ mean**2 - n * grand**2)
     columns = n * (column**2).sum(1) - n * k * grand**2
     total = W @ squares - n * k * grand**2
     within = np.maximum(0, total - between)
     residual = np.maximum(0, within - columns)
-    return _over(between, n - 1), columns / (k - 1), _over(residual, (n - 1) * (k - 1)), _over(within, n * (k - 1)), n
+    return ratio(between, n - 1), columns / (k - 1), ratio(residual, (n - 1) * (k - 1)), ratio(within, n * (k - 1)), n
 
 
-def _ones(values: np.ndarray) -> np.ndarray:
-    return np.ones((1, len(values)))
-
-
-def _over(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    a, b = np.asarray(a, float), np.asarray(b, float)
-    return np.divide(a, b, out=np.full(np.broadcast(a, b).shape, np.nan), where=b > 0)
+def _weights(values: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+    return np.ones((1, len(values))) if weights is None else np.asarray(weights, float)

@@ -1,4 +1,4 @@
-"""Who is tested, on which label, after training on whom: the cases of a probe target and its rounds of fitting."""
+"""The labelled cases of a probe target, and which participants each fit trains on and tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ Design = Literal["recommended_split", "k-fold"]
 Unit = Literal["participant", "eye", "acquisition"]
 
 HEALTHY = ("healthy", "normal", "control", "none", "no disease")
-"""Diagnoses that count as no disease, lower case."""
+"""Diagnoses that mean no disease, in lower case."""
 
 MANY_NUMBERS = 10
-"""A column of more different numbers than this is regressed; of fewer, it is a grade and classified."""
+"""Numeric columns with more distinct values than this are regressed; with fewer, values are grades and classified."""
 
 SEPARATOR = ";"
-"""Between the labels of a cell that holds several (`drusen;dme`): each becomes a yes-or-no target of its own."""
+"""Separator of several labels in one cell (`drusen;dme`); each label becomes a binary target."""
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "study_group": (
@@ -30,24 +30,24 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "insulin_dependent",
     )
 }
-"""Columns whose classes are grades, lowest first: scored in their order as well. AI-READI's study group is a diabetes status, and
-no diagnosis of an eye."""
+"""Columns whose classes are grades, lowest first; they also get an ordinal score. AI-READI's study group is the
+diabetes status of the participant, not a diagnosis of the eye."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a probe predicts, and the unit at which it is scored."""
+    """A label column to predict, and the unit at which it is scored."""
 
     name: str
     column: str
     unit: Unit
-    """Coarsest unit at which the label may be scored; finer where labels differ inside a unit."""
+    """Coarsest unit at which the label may be scored; a finer one is used if labels differ inside a unit."""
     leakage: bool = False
-    """Something an encoder should not know: a higher score is worse."""
+    """True for nuisance information such as the scanner: a higher score is worse."""
     order: tuple[str, ...] = ()
-    """Grades, lowest first, where the classes have an order."""
+    """Grades, lowest first; empty if the classes have no order."""
     label: str | None = None
-    """Of a cell with several labels, the one that this target asks for."""
+    """In a column of multi-label cells, the label this binary target predicts."""
 
 
 TARGETS = (
@@ -69,19 +69,21 @@ class Cases:
     label: np.ndarray
     """[n] class index, or the number itself for regression."""
     classes: tuple[str, ...] | None
-    """None: regression."""
+    """None for regression."""
     participant: np.ndarray
     """[n]"""
     unit: np.ndarray
-    """[n] id of the participant, eye or acquisition that the row is scored with."""
+    """[n] id of the participant, eye or acquisition; rows of one unit are scored as one case."""
     unit_name: Unit
     unlabelled: int
+    """Number of acquisitions without a label."""
     left_out: tuple[str, ...] = ()
-    """Classes with too few participants for the design."""
+    """Classes excluded for having too few participants for the design."""
     ordered: bool = False
     """The classes are grades, lowest first."""
     eye: np.ndarray | None = None
-    """[n] the eye of each row where a unit is as ill as its worse eye, and is scored by it; None: by the mean of its rows."""
+    """[n] the eye of each row, for targets scored by the worse eye of a unit; None: a unit is scored by the mean of its
+    rows."""
 
     @property
     def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:
@@ -92,14 +94,14 @@ class Cases:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One fit: positions in the cases to train on and to predict."""
+    """Train and test rows of one fit, as positions in the cases."""
 
     train: np.ndarray
     test: np.ndarray
 
 
 class Skip(Exception):
-    """This target cannot be probed here; the message is the sentence that the report shows."""
+    """Raised for a target that cannot be probed on this data; the report shows the message."""
 
 
 def find_targets(
@@ -108,7 +110,10 @@ def find_targets(
     table: LabelTable | None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Target]:
-    """The named targets, else those of TARGETS whose column exists. Any label column can be a target; `orders` adds to ORDERS."""
+    """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
+
+    Any label column can be a target. `orders` adds to ORDERS. Raises EvaluationError for a name without a column.
+    """
     columns = {
         "scanner",
         *(key for labels in data.participant_labels for key in labels),
@@ -126,15 +131,10 @@ def find_targets(
                 f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}"
             )
         target = replace(target, order=grades.get(target.column, ()))
-        several = {
-            part.strip()
-            for v in _column(target.column, data, table)
-            if v and SEPARATOR in v
-            for part in v.split(SEPARATOR)
-        }
-        if several:
-            cells = {part.strip() for v in _column(target.column, data, table) if v for part in v.split(SEPARATOR)}
-            labels = sorted(cells - {"", *(c for c in cells if c.lower() in HEALTHY)})
+        cells = [cell for cell in _column(target.column, data, table) if cell]
+        if any(SEPARATOR in cell for cell in cells):
+            parts = {part.strip() for cell in cells for part in cell.split(SEPARATOR)}
+            labels = sorted(part for part in parts if part and part.lower() not in HEALTHY)
             found += [replace(target, name=f"{target.name}:{label}", label=label) for label in labels]
         else:
             found.append(target)
@@ -142,7 +142,7 @@ def find_targets(
 
 
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
-    """Join the target's labels to the embeddings. Raises Skip where there is nothing to learn."""
+    """Join the target's labels to the embeddings. Raises Skip without labels, or for `disease` with only one class."""
     values = _column(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
     if rows.size == 0:
@@ -153,16 +153,17 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         healthy = [v.lower() in HEALTHY for v in kept]
         if all(healthy) or not any(healthy):
             raise Skip(
-                f"Column {target.column} does not hold both healthy and diseased eyes (healthy is spelt {', '.join(HEALTHY)})."
+                f"Column {target.column} does not hold both healthy and diseased eyes "
+                f"(healthy is spelt {', '.join(HEALTHY)})."
             )
-        # The probe is trained on each eye's own label; the participant is scored, and is diseased when any eye is.
+        # Training uses each eye's label; scoring is per participant, who counts as diseased if either eye is.
         ill, eye = 1 - np.array(healthy, dtype=int), data.eye_id[rows]
         return Cases(
             target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye
         )
     numbers = [as_number(v) for v in kept]
     if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
-        # A number measured on an eye is not averaged over both eyes of a participant.
+        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant.
         label, classes = np.array(numbers, dtype=float), None
         unit, unit_name = (
             (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
@@ -180,7 +181,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
 
 
 def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """The classes in their order, and whether that order means something."""
+    """The classes in order, and whether the order is one of grades."""
     present = set(values)
     if target.label is not None:
         return (f"no {target.label}", target.label), False
@@ -188,22 +189,23 @@ def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bo
         return tuple(name for name in target.order if name in present), True
     if target.order and target.column not in ORDERS:
         raise EvaluationError(
-            f"target {target.name}: {min(present - set(target.order))} is not among the grades {', '.join(target.order)}"
+            f"target {target.name}: {min(present - set(target.order))} is not among the grades "
+            f"{', '.join(target.order)}"
         )
     numbers = {name: as_number(name) for name in present}
     if all(n is not None for n in numbers.values()):
         return tuple(sorted(present, key=lambda name: numbers[name] or 0.0)), True
-    # Healthy first, so that it is class 0 of a binary target.
+    # Healthy first: class 1 of a binary target is then the disease.
     return tuple(sorted(present, key=lambda name: (name.lower() not in HEALTHY, name))), False
 
 
 def make_rounds(
     cases: Cases, data: Embeddings, design: Design, seen: np.ndarray, allow_seen: bool, folds: int, seed: int
 ) -> tuple[Cases, list[Round]]:
-    """The cases without classes too rare for the design, and the rounds that test each tested row exactly once.
+    """The cases without classes too rare for the design, and rounds that together test every test row exactly once.
 
-    `seen` bool [N] marks the rows of participants that an encoder was pretrained on. Raises EvaluationError on leakage, Skip where too
-    few participants remain.
+    `seen` bool [N] marks rows of participants used in an encoder's pretraining. Raises EvaluationError on leakage, and
+    Skip if too few participants remain.
     """
     splits = np.array([data.split[i] or "" for i in cases.rows])
     seen = seen[cases.rows]
@@ -213,14 +215,14 @@ def make_rounds(
         train, tested = np.isin(splits, ("train", "val")), splits == "test"
         _refuse_leakage(cases.participant, train, tested, seen, allow_seen)
     else:
-        # Seen participants help to train in every round and are never tested.
+        # Participants seen in pretraining are in the training part of every round and never tested.
         train, tested = np.ones(len(seen), bool), np.ones(len(seen), bool) if allow_seen else ~seen
         if not tested.any():
             raise EvaluationError(
                 f"k-fold: all {len(np.unique(cases.participant))} participants were in the encoder's pretraining; "
-                "embed participants that it has not seen, or pass --allow-seen to get the result flagged"
+                "embed participants that were not, or pass --allow-seen to get the result flagged"
             )
-    # A class needs participants to learn from in every round; rarer ones are left out and the result says so.
+    # Every round needs participants of a class to train on; rarer classes are excluded and listed in the result.
     if cases.classes is not None:
         needed, counted = (2, train) if design == "recommended_split" else (folds, tested)
         enough = [
@@ -253,25 +255,31 @@ def make_rounds(
 def participant_folds(
     participant: np.ndarray, label: np.ndarray, folds: int, seed: int, *, stratify: bool
 ) -> np.ndarray:
-    """Fold of every row, int [n]; a participant is in one fold, and classes (or quantiles, unless `stratify`) are spread evenly over folds.
+    """Fold of every row, int [n]; rows of a participant share a fold, and folds are balanced by class.
 
-    Depends on the set of (participant, label) and the seed, not on the order of rows.
+    With `stratify` False (regression), folds are balanced by fifths of the participants' mean label. Depends on the set
+    of (participant, label) and the seed, not on the order of rows.
     """
     names, member = np.unique(participant, return_inverse=True)
     if stratify:
-        # A participant with two classes counts for the rarer one, which is harder to spread.
+        # A participant with rows of two classes counts as the rarer class, which is harder to balance.
         rarity = np.bincount(label)[label]
         order = np.lexsort((label, rarity))
         first = np.unique(member[order], return_index=True)[1]
         stratum = label[order][first]
     else:
-        mean = np.bincount(member, weights=label) / np.bincount(member)
-        stratum = np.argsort(np.argsort(mean, kind="stable")) * 5 // len(names)
+        stratum = fifths(member, label)
     shuffled = np.random.default_rng(seed).permutation(len(names))
     dealt = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     fold = np.empty(len(names), dtype=int)
     fold[dealt] = np.arange(len(names)) % folds
     return fold[member]
+
+
+def fifths(member: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Fifth (0..4) of each group by the mean label of its rows; `member` [n] is the group of each row."""
+    mean = np.bincount(member, weights=label) / np.bincount(member)
+    return np.argsort(np.argsort(mean, kind="stable")) * 5 // len(mean)
 
 
 def _refuse_leakage(
@@ -280,18 +288,20 @@ def _refuse_leakage(
     crossing = set(participant[tested].tolist()) & set(participant[train].tolist())
     if crossing:
         raise EvaluationError(
-            f"participant {min(crossing)} is in the test split and in train or val; split by participant, then embed again"
+            f"participant {min(crossing)} is both in the test split and in train or val; split by participant and "
+            "embed again"
         )
     leaked = set(participant[tested & seen].tolist())
     if leaked and not allow_seen:
         raise EvaluationError(
-            f"{len(leaked)} of {len(np.unique(participant[tested]))} test participants were in the encoder's pretraining "
-            f"({min(leaked)} …); the result would be too good: hold them out of pretraining, or pass --allow-seen to get it flagged"
+            f"{len(leaked)} of {len(np.unique(participant[tested]))} test participants were in the encoder's "
+            f"pretraining ({min(leaked)} …), so the result would be too good; hold them out of pretraining, or pass "
+            "--allow-seen to get the result flagged"
         )
 
 
 def _column(name: str, data: Embeddings, table: LabelTable | None) -> list[str | None]:
-    """The label of every row: from the label table, else the participant's own columns. The scanner is what the header said."""
+    """Label of every row: from the label table, else the participant's columns; the scanner is the file header's."""
     if name == "scanner":
         return list(data.scanner)
     if table is not None and name in table.columns:
@@ -300,7 +310,7 @@ def _column(name: str, data: Embeddings, table: LabelTable | None) -> list[str |
 
 
 def _unit(coarsest: Unit, data: Embeddings, rows: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, Unit]:
-    """The coarsest unit, at most `coarsest`, inside which no two rows carry different labels."""
+    """The coarsest unit, `coarsest` or finer, whose rows all have the same label."""
     units: tuple[tuple[Unit, np.ndarray], ...] = (("participant", data.participant[rows]), ("eye", data.eye_id[rows]))
     start = {"participant": 0, "eye": 1, "acquisition": 2}[coarsest]
     for name, ids in units[start:]:

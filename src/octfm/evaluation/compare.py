@@ -1,4 +1,4 @@
-"""Several pretraining runs probed together: identical participants, folds and resamples, so that their differences are paired."""
+"""Probe several pretraining runs on identical participants, folds and resamples, so that differences are paired."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,18 +20,19 @@ def probe_together(
     allow_seen: bool = False,
     resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """What `octfm.evaluation.probe` finds for the pretrained encoder of every run, by name; the first is compared with each of the others.
+    """The result of `octfm.evaluation.probe` for the pretrained encoders of `runs`; the first is the reference.
 
-    Designed as the runs' own probes were where these agree, so that their numbers are found again; else by the recommended split, or folds.
-    Raises EvaluationError where a run has no embeddings, where they are not of the same acquisitions, or where any of the runs was
-    pretrained on a test participant (unless `allow_seen`): then a difference would mean nothing.
+    If the runs' own probes used one design, it is used again and reproduces their numbers; otherwise the design is
+    "auto". Raises EvaluationError if a run has no embeddings, if they are not of the same acquisitions, or if any run
+    was pretrained on a test participant (unless `allow_seen`).
     """
     encoders = []
     for name, run in runs.items():
         path = run / "embeddings" / "pretrained.parquet"
         if not path.is_file():
             raise EvaluationError(
-                f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, the same store for all runs"
+                f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, "
+                "the same store for all runs"
             )
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]

@@ -1,4 +1,4 @@
-"""AUROC's variance without resampling, as a cross-check: DeLong for independent cases, Obuchowski where both eyes are scored."""
+"""Variance of AUROC by formula, to cross-check the bootstrap: DeLong for independent cases, Obuchowski for clusters."""
 
 from dataclasses import dataclass
 
@@ -16,25 +16,26 @@ class Areas:
     covariance: np.ndarray
     """[M, M]"""
     clustered: bool
-    """True: some cluster holds several cases (Obuchowski 1997); False: DeLong 1988."""
+    """True if a cluster has several cases (Obuchowski 1997); False if none has (DeLong 1988)."""
 
     def interval(self, which: int = 0, level: float = 0.95) -> tuple[float, float]:
-        """Wald interval, cut to 0..1. Too narrow near 1 and with few cases; the bootstrap is what we report."""
+        """Wald interval, clipped to 0..1. Too narrow near 1 and for few cases; reports show the bootstrap interval."""
         half = ndtri((1 + level) / 2) * np.sqrt(self.covariance[which, which])
         return float(max(0, self.area[which] - half)), float(min(1, self.area[which] + half))
 
     def p(self, a: int = 0, b: int = 1) -> float:
-        """Two-sided p of no difference between two of the areas; 1 where the two never differ."""
+        """Two-sided p value for a difference between two of the areas; 1 if their difference has no variance."""
         variance = self.covariance[a, a] + self.covariance[b, b] - 2 * self.covariance[a, b]
         difference = abs(self.area[a] - self.area[b])
         return 1.0 if variance <= 1e-15 else float(2 * ndtr(-difference / np.sqrt(variance)))
 
 
 def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | None = None) -> Areas:
-    """AUROC of every column of `scores_nM` with its covariance; `positive` bool [n]; `cluster` [n] names the participant of each case.
+    """AUROC of every column of `scores_nM` and their covariance; `positive` bool [n], `cluster` [n]: participant ids.
 
-    The structural components of DeLong, DeLong & Clarke-Pearson (Biometrics 1988), from ranks, summed inside clusters and with the
-    covariance of a cluster's positive and negative cases (Obuchowski, Biometrics 1997). Clusters of one case give DeLong's variance.
+    Structural components of DeLong, DeLong & Clarke-Pearson (Biometrics 1988), computed from ranks, summed within
+    clusters, and with the covariance of a cluster's positive and negative cases (Obuchowski, Biometrics 1997). Clusters
+    of one case give DeLong's variance. Raises ValueError for fewer than two cases, or clusters, of either class.
     """
     positive = np.asarray(positive, bool)
     scores_nM = np.asarray(scores_nM, float).reshape(len(positive), -1)
@@ -43,7 +44,8 @@ def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | Non
         raise ValueError(f"expected two cases or more of either class, got {m} positive and {n} negative")
     member = np.unique(np.arange(len(positive)) if cluster is None else cluster, return_inverse=True)[1]
     ranks = rankdata(scores_nM, axis=0)
-    # How often a positive case wins against the negative ones, and a negative case against the positive ones.
+    # The structural components: the share of negatives that each positive beats, and of positives that beat each
+    # negative.
     wins = np.empty_like(scores_nM)
     wins[positive] = (ranks[positive] - rankdata(scores_nM[positive], axis=0)) / n
     wins[~positive] = 1 - (ranks[~positive] - rankdata(scores_nM[~positive], axis=0)) / m
@@ -58,7 +60,7 @@ def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | Non
     clusters = len(np.unique(member))
     (x, y), (with_positive, with_negative) = parts, present
     if min(with_positive, with_negative) < 2:
-        raise ValueError("all cases of one class belong to one cluster; its variance cannot be told")
+        raise ValueError("all cases of one class belong to one cluster; its variance cannot be estimated")
     covariance = (
         x.T @ x * with_positive / (with_positive - 1) / m**2 + y.T @ y * with_negative / (with_negative - 1) / n**2
     )

@@ -1,4 +1,4 @@
-"""Label efficiency: how good a frozen probe is with 1 % to 100 % of the training participants, in nested subsets and with several seeds."""
+"""Label efficiency: frozen probes fitted on nested subsets of 1 % to 100 % of the training participants."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Design, Round, Skip, fifths, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, predict, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, correct, score
@@ -34,12 +34,13 @@ def label_efficiency(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """One row per target, encoder, fraction and planned metric, as in probe.json, with `fraction` and `n_train_participants`; and the first
-    encoder compared with each of the others at every fraction, on the same draws, participants and resamples, corrected for all looks.
+    """Probe with fractions of the training participants: (results, comparisons), as in probe.json.
 
-    Every seed draws its own order of participants, and a larger fraction holds all of a smaller one. The test participants stay the same;
-    in `design` k-fold the subset is drawn for every fold, from those whom it trains on.
-    Intervals hold for other participants and other draws of the subset together.
+    There is one result per target, encoder, fraction and planned metric, with `fraction` and `n_train_participants`
+    added. At every fraction, the first encoder is compared with each of the others on the same subsets, participants
+    and resamples; p values are corrected over all comparisons. Each seed draws its own order of participants, and
+    larger fractions contain the smaller ones. The test participants stay the same; in k-fold, each fold draws its
+    subset from its training participants. Intervals cover both other participants and other draws of the subset.
     """
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
@@ -74,15 +75,14 @@ def label_efficiency(
 
 
 def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
-    """The round with this share of its training participants of every class (or fifth of the numbers), at least two of each.
+    """The round with a fraction of the training participants of each class (regression: fifth), at least two of each.
 
-    Nested: with one seed, a larger fraction holds every participant of a smaller one.
+    Nested: with the same seed, a larger fraction contains every participant of a smaller one.
     """
     participant, label = cases.participant[whole.train], cases.label[whole.train]
     names, first, member = np.unique(participant, return_index=True, return_inverse=True)
     if cases.classes is None:
-        mean = np.bincount(member, weights=label) / np.bincount(member)
-        stratum = np.argsort(np.argsort(mean, kind="stable")) * 5 // len(names)
+        stratum = fifths(member, label)
     else:
         stratum = label[first]
     kept = np.zeros(len(names), bool)
@@ -94,7 +94,7 @@ def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
 
 
 def curve_lines(rows: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per target, metric and encoder for a terminal: the estimate at every fraction; then one per comparison."""
+    """Lines for a terminal: per target, metric and encoder the estimate at every fraction, then the comparisons."""
     lines = []
     for key in dict.fromkeys((r["target"], r["metric"], r["encoder"]) for r in rows):
         own = [r for r in rows if (r["target"], r["metric"], r["encoder"]) == key]

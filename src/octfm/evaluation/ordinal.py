@@ -1,4 +1,4 @@
-"""Proportional odds (McCullagh 1980): one direction and K − 1 thresholds for grades in their order."""
+"""Proportional-odds regression (McCullagh 1980) for ordered grades: one direction and K − 1 thresholds."""
 
 import numpy as np
 from scipy.special import expit
@@ -9,14 +9,15 @@ def proportional_odds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(direction [width], thresholds [num_grades − 1]) of P(grade ≤ k) = σ(threshold_k − x · direction).
 
-    Minimises ½ |direction|² + C · Σ weight · negative log-likelihood, as scikit-learn's logistic regression does. Every grade needs a case.
+    Minimises ½ |direction|² + C · Σ weight · negative log-likelihood, with the penalty of scikit-learn's logistic
+    regression. Every grade must occur.
     """
     from scipy.optimize import minimize
 
     w = np.ones(len(x)) if weight is None else weight
     share = np.cumsum(np.bincount(grade, weights=w, minlength=num_grades))[:-1] / w.sum()
     start = np.log(share / (1 - share))
-    # The first threshold, then the logarithms of the gaps: thresholds stay in order.
+    # Parametrised by the first threshold and the logarithms of the gaps, so that thresholds stay in order.
     begin = np.concatenate([np.zeros(x.shape[1]), start[:1], np.log(np.maximum(np.diff(start), 1e-3))])
 
     def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
@@ -29,7 +30,7 @@ def proportional_odds(
         d_upper, d_lower = w * upper * (1 - upper) / p, w * lower * (1 - lower) / p
         above, below = (np.bincount(grade, weights=d, minlength=num_grades) for d in (d_upper, d_lower))
         by_edge = above[:-1] - below[1:]
-        # A gap moves its own threshold and all that follow.
+        # Chain rule: a gap moves its own threshold and all that follow.
         following = np.cumsum(by_edge[::-1])[::-1]
         by_threshold = np.concatenate([following[:1], following[1:] * np.exp(gaps)])
         gradient = np.concatenate([direction + c * (x.T @ (d_upper - d_lower)), -c * by_threshold])

@@ -1,4 +1,4 @@
-"""Frozen probe: simple models on the embeddings of several encoders side by side, same participants, folds and resamples."""
+"""Frozen probes: simple models on the embeddings of encoders, with identical participants, folds and resamples."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,12 +20,15 @@ from octfm.io.location import Location, location, write_whole
 RESAMPLES = 2000
 FOLDS = 5
 INTERVAL_MEANING = {
-    "recommended_split": "Intervals answer: what if other participants had been tested? The fitted probe is taken as given.",
-    "k-fold": "Intervals answer: what if other participants had been tested? They leave out that the folds' probes would differ too, "
+    "recommended_split": "Intervals answer: what if other participants had been tested? "
+    "The fitted probe is taken as given.",
+    "k-fold": "Intervals answer: what if other participants had been tested? "
+    "They leave out that the folds' probes would differ too, "
     "so with weak probes (AUROC below about 0.7) or under 100 participants they are up to a third too narrow.",
 }
-"""Measured on simulated cohorts: with five folds, equal encoders are told apart in 7 % (AUROC 0.77, 160 participants) to 20 % (chance
-level, 60 participants) of cohorts instead of 5 %. A jackknife that refits the probe has the opposite fault (0–3 %)."""
+"""Measured on simulated cohorts: with five folds, equal encoders differ significantly in 7 % (AUROC 0.77, 160
+participants) to 20 % (chance level, 60 participants) of cohorts instead of 5 %. A jackknife that refits the probe errs
+the other way (0–3 %)."""
 
 
 def probe(
@@ -44,13 +47,17 @@ def probe(
     seed: int = 0,
     commands: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Probe every encoder on every target; the first encoder is compared with each of the others. The result is what probe.json holds.
+    """Probe every encoder on every target, and compare the first with each of the others; returns probe.json's content.
 
-    `seen` tells which participants any of the encoders was pretrained on. Under `recommended_split` (train + val against test; chosen by
-    `auto` when both exist) a test participant among them raises EvaluationError, or is counted in the result when `allow_seen`. Under
-    `k-fold`, seen participants only ever help to train the probe: the `folds` (5) are made of the others. `seeds` repeats the folds and
-    resamples seeds with participants. `orders` names columns whose classes are grades, lowest first.
-    A target named in `targets` that cannot be probed is an error; one found by itself is listed under "skipped" with a sentence.
+    seen: participants that any encoder was pretrained on. In `recommended_split`, a seen test participant raises
+        EvaluationError, or is counted in the result if `allow_seen`. In `k-fold`, seen participants are in every
+        training part, and the folds are made of the others.
+    design: `recommended_split` fits on train and val and tests on test; `auto` chooses it if the data have both sides,
+        and `k-fold` otherwise (`folds`, default 5).
+    seeds: repeat folds with this many seeds; intervals then resample seeds as well as participants.
+    orders: columns whose classes are grades, lowest first.
+    targets: label columns; one that cannot be probed raises EvaluationError. None takes every known column that is
+        present and lists those that cannot be probed under "skipped".
     """
     if isinstance(seen, str):
         raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
@@ -111,7 +118,7 @@ def probe(
 
 
 def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
-    """Write the result as JSON, whole or not at all."""
+    """Write the result as JSON, atomically."""
     where = location(path)
     where.parent.mkdir(parents=True, exist_ok=True)
     write_whole(where, f"{json.dumps(result, indent=1, allow_nan=False)}\n".encode())
@@ -119,7 +126,7 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
-    """One line per target, encoder and headline metric, then one per comparison, for a terminal."""
+    """Lines for a terminal: one per target, encoder and headline metric, then one per comparison."""
     lines = []
     for r in result["results"]:
         if r["metric"] not in HEADLINE:
@@ -142,14 +149,17 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
 
 
 def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = None) -> tuple[Design, int]:
-    """The design of this name and its folds, or EvaluationError; `auto` is the recommended split where it has both sides, else folds."""
+    """Resolve `auto` and default folds: the recommended split if the data have both sides of it, otherwise k-fold.
+
+    Raises EvaluationError for an unknown design, or folds without k-fold.
+    """
     if wanted != "auto" and wanted not in get_args(Design):
         raise EvaluationError(f"design: expected auto, {' or '.join(get_args(Design))}, got {wanted!r}")
     recommended = {"train", "val"} & set(data.split) and "test" in data.split
     chosen: Design = "k-fold" if wanted == "k-fold" or (wanted == "auto" and not recommended) else "recommended_split"
     if folds is not None and chosen != "k-fold":
         raise EvaluationError(
-            "folds: these embeddings are probed by their recommended split, which has none; ask for design k-fold"
+            "folds: these embeddings are probed by their recommended split, which has no folds; choose design k-fold"
         )
     return chosen, FOLDS if folds is None else folds
 
@@ -161,7 +171,7 @@ def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -
 
 
 def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.ndarray) -> dict[str, Any]:
-    """What a result says about whom it was measured on; the same for every encoder and metric."""
+    """The part of a result that is the same for every encoder and metric: target, design, and participants counted."""
     tested = np.concatenate([r.test for r in rounds])
     participant = cases.participant
     trained = [len(np.unique(participant[r.train])) for r in rounds]
@@ -173,7 +183,7 @@ def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.nd
         "leakage": cases.target.leakage,
         "design": design,
         "unit": cases.unit_name,
-        "n_train_participants": round(float(np.mean(trained))),  # of one probe, where each fold has its own
+        "n_train_participants": round(float(np.mean(trained))),  # per fold
         "n_test_participants": len(np.unique(participant[tested])),
         "n_test_units": len(np.unique(cases.unit[tested])),
         "n_test_acquisitions": len(tested),
@@ -184,7 +194,7 @@ def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.nd
 
 
 def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout: Readout, seed: int) -> Predictions:
-    """What is said about every tested row by a model fitted on its round's training rows."""
+    """Predictions for every test row, each by the model fitted on the training rows of its round."""
     vectors, num_classes = encoder.vectors[cases.rows], len(cases.classes or ())
     values, priors, grades, chosen = [], [], [], []
     for r in rounds:
@@ -193,6 +203,7 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
         values.append(value)
         chosen.append(setting)
         if num_classes:
+            # Floor: a class that is absent from a small training subset must not give −inf.
             share = np.bincount(y, minlength=num_classes) / len(y)
             priors.append(np.tile(np.log(np.maximum(share, 1e-6)), (len(new), 1)))
         if cases.kind == "ordinal":
@@ -209,13 +220,13 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
 
 
 def against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[dict[str, Any]]:
-    """The first encoder compared with each of the others, metric by metric."""
+    """Compare the first encoder with each of the others on every metric."""
     first, *others = per_encoder
     return [compare_scored(a, b, leakage=leakage) for other in others for a, b in zip(first, other, strict=True)]
 
 
 def _over_labels(name: str, per_label: list[list[Scored]]) -> list[Scored]:
-    """The mean over the labels of a multi-label target, for every metric."""
+    """Mean over the labels of a multi-label target, for every metric."""
     rows = [{s.metric: s for s in scored} for scored in per_label]
     means = []
     for metric, any_scored in rows[0].items():

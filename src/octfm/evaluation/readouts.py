@@ -1,4 +1,4 @@
-"""What is fitted on frozen vectors: logistic or ridge regression, nearest neighbours, proportional odds; settings chosen by inner folds."""
+"""Models on frozen embeddings: logistic, ridge and ordinal regression, nearest neighbours; tuned by inner folds."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,7 +11,8 @@ from octfm.evaluation.cases import participant_folds
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
 
 SMALL = 1 << 22
-"""Numbers in a matrix up to which BLAS gets one thread: its threads wait for each other longer than they work (docs/log)."""
+"""Size of a matrix, in elements, up to which BLAS gets one thread: more threads lose more time waiting than
+they save (docs/log)."""
 
 Readout = Literal["linear", "knn"]
 
@@ -20,15 +21,16 @@ LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
-"""Largest gradient at which a logistic fit ends (scikit-learn's default), and where penalties are only compared: their losses are the same
-to 1 % by then, after two thirds of the time (docs/log)."""
+"""Largest gradient at which a logistic fit stops (scikit-learn's default), for the final fit and for comparing
+penalties. With the larger one, losses agree within 1 % and fits take two thirds of the time (docs/log)."""
 PAST_THE_BEST = 1.05
-"""Weaker penalties are left out once inner folds lose so many times the best before: over LOGISTIC_C loss has one valley in all that was
-measured, and the fits behind it take half the time (docs/log). Over NEIGHBOURS it has several."""
+"""The search over LOGISTIC_C stops once the inner-fold loss exceeds this multiple of the best so far. In every
+measurement the loss had a single minimum over LOGISTIC_C, and fits with weaker penalties took half of the time; over
+NEIGHBOURS it has several minima (docs/log)."""
 
 
 def choose_readout(name: str) -> Readout:
-    """The readout of this name, or EvaluationError."""
+    """Check the name of a readout. Raises EvaluationError."""
     if name not in get_args(Readout):
         raise EvaluationError(f"--readout: expected {' or '.join(get_args(Readout))}, got {name!r}")
     return name  # pyright: ignore[reportReturnType]
@@ -43,9 +45,9 @@ def fit_predict(
     num_classes: int,
     seed: int,
 ) -> tuple[np.ndarray, float]:
-    """Log-probabilities [new, K] (or predicted numbers [new, 1]) and the setting that inner participant folds chose.
+    """Log-probabilities [new, K] (or predicted numbers [new, 1]), and the setting chosen by inner participant folds.
 
-    Classes count the same however rare. `num_classes` 0: regression.
+    Classes have equal total weight. `num_classes` 0: regression.
     """
     from threadpoolctl import threadpool_limits
 
@@ -57,11 +59,11 @@ def fit_predict(
         grid, path = (LOGISTIC_C if num_classes else RIDGE_ALPHA), _linear
     search = partial(_linear, tolerance=WHILE_SEARCHING) if path is _linear else path
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
-    held_out = [
-        h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()
-    ]  # fewer participants than folds
+    # With fewer participants than folds, some folds are empty.
+    held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
         paths = [search(*_standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
+        # Each path yields its predictions for one setting of the grid after the other, so the search can stop early.
         losses: list[float] = []
         for predicted in zip(*paths, strict=True):
             losses.append(sum(_loss(p, y[h], y, num_classes) for p, h in zip(predicted, held_out, strict=True)))
@@ -72,9 +74,9 @@ def fit_predict(
 
 
 def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By the training rows alone."""
+    """Both scaled by mean and standard deviation of the training rows `x`."""
     mean, scale = x.mean(0), x.std(0)
-    # A channel without spread carries nothing; dividing by its rounding noise would make it the loudest.
+    # A constant channel becomes 0; dividing it by its rounding noise would make it dominate.
     scale[scale <= 1e-6 * np.abs(mean)] = np.inf
     return (x - mean) / scale, (x_new - mean) / scale
 
@@ -94,7 +96,7 @@ def _linear(
         return
     present = np.unique(y)
     for c in grid:
-        # Classes weigh the same however rare: balanced accuracy is reported, and a screening cohort is mostly healthy.
+        # Balanced, because balanced accuracy is reported and a screening cohort is mostly healthy.
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
             fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000, tol=tolerance).fit(x, y)
@@ -105,7 +107,7 @@ def _linear(
 def _neighbours(
     x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]
 ) -> Iterator[np.ndarray]:
-    """Votes of the nearest training rows by cosine; a rare class's vote weighs more."""
+    """Votes of the nearest training rows by cosine similarity, weighted by the inverse class frequency."""
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
     if num_classes == 0:
@@ -113,7 +115,7 @@ def _neighbours(
         return
     vote = np.eye(num_classes)[y] / np.maximum(1, np.bincount(y, minlength=num_classes)) * len(y) / num_classes
     for k in grid:
-        # Half a vote for every class, so that no class is ever impossible.
+        # Half a vote for every class, so that no probability is zero.
         counted = vote[order[:, : int(k)]].sum(1) + 0.5
         yield np.log(counted / counted.sum(1, keepdims=True))
 
@@ -121,6 +123,7 @@ def _neighbours(
 def _ordinal(
     x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]
 ) -> Iterator[np.ndarray]:
+    # A small training part may lack a grade; thresholds exist only between grades that occur.
     present, grade = np.unique(y, return_inverse=True)
     weight = (len(y) / (len(present) * np.bincount(grade)))[grade]
     for c in grid:
@@ -135,7 +138,7 @@ def _nothing_known(rows: int, num_classes: int) -> np.ndarray:
 
 
 def _loss(predicted: np.ndarray, y: np.ndarray, y_all: np.ndarray, num_classes: int) -> float:
-    """Summed squared error, or class-balanced log loss."""
+    """Sum of squared errors, or class-balanced log loss."""
     if num_classes == 0:
         return float(((predicted[:, 0] - y) ** 2).sum())
     weight = 1 / np.bincount(y_all, minlength=num_classes)[y]

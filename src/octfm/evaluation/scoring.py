@@ -1,4 +1,4 @@
-"""From predictions to numbers with intervals: every metric of a target at its unit, and paired comparisons of encoders."""
+"""Metrics with intervals from predictions, at the unit of the target, and paired comparisons of encoders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,31 +22,31 @@ from octfm.evaluation.statistics import (
 )
 
 PLANNED = ("auroc", "kappa", "r2")
-"""Metrics whose comparisons are planned, so corrected for their number; the others describe."""
+"""Metrics whose comparisons are planned, so p values are corrected for their number; the others are descriptive."""
 HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
-"""What terminals and pages show first."""
+"""Metrics shown first in terminals and on pages."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What one fit (or the folds of one seed) said about every tested row."""
+    """Predictions of one fit, or of all folds of one seed, for every test row."""
 
     rows: np.ndarray
     """[n] positions in the cases."""
     value: np.ndarray
     """[n, K] log-probabilities as if classes were equally common, or [n, 1] predicted numbers."""
     log_prior: np.ndarray | None = None
-    """[n, K] log of how common classes were in training: what calibration needs and ranking does not."""
+    """[n, K] log of the class frequencies in training: calibrated probabilities need it, ranking does not."""
     grade: np.ndarray | None = None
     """[n] expected grade 0..K-1 of an ordinal target."""
     settings: tuple = ()
-    """What inner folds chose, for the record."""
+    """Hyperparameters chosen by inner folds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What is scored: participants, eyes or acquisitions, as `to_units` makes them of their rows."""
+    """The cases that are scored: participants, eyes or acquisitions, each aggregated from its rows by `to_units`."""
 
     truth: np.ndarray
     participant: np.ndarray
@@ -62,10 +62,10 @@ class Scored:
     metric: str
     encoder: str
     bootstrap: Bootstrap | None
-    """None: too few participants for an interval."""
+    """None if there are too few participants for an interval."""
     row: dict[str, Any]
     ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    """Positive, score and participant of each unit, where DeLong's variance can be had."""
+    """Positive, score and participant of each unit, if DeLong's variance applies (binary AUROC, one seed)."""
 
 
 def score(
@@ -77,7 +77,7 @@ def score(
     seed: int,
     only: Sequence[str] = (),
 ) -> list[Scored]:
-    """Every metric of the target; with several runs (training seeds) their mean, with seeds and participants resampled together."""
+    """Score every metric of the target. With several runs (seeds): their mean, resampling seeds and participants."""
     units = [to_units(cases, run) for run in runs]
     first = units[0]
     named = [metrics_of(cases, u) for u in units]
@@ -125,7 +125,7 @@ def score(
 
 
 def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
-    """a − b on the same participants and resamples, with the verdict in words; "better" is lower for an error and for leakage."""
+    """Compare a with b (a − b) on the same participants and resamples; for errors and leakage, lower is "better"."""
     planned = a.metric in PLANNED and not leakage
     row = {
         "target": a.row["target"],
@@ -151,7 +151,7 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
     c = compare(a.bootstrap, b.bootstrap)
     verdict = c.verdict
     if (leakage != (a.metric in LOWER_IS_BETTER)) and verdict != "inconclusive":
-        # Telling scanners apart more easily is not an achievement.
+        # Lower is better: for an error, and for leakage such as recognising the scanner.
         verdict = "worse" if verdict == "better" else "better"
     both = _areas(a.ranked, b.ranked) if a.ranked and b.ranked else None
     return {
@@ -167,7 +167,7 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
 
 
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with `p_holm` on planned comparisons that have a p; None on the others."""
+    """Add `p_holm` to every comparison: the p value after Holm's correction, or None if unplanned or without p."""
     planned = [i for i, c in enumerate(comparisons) if c["planned"] and c["p"] is not None]
     adjusted = dict(zip(planned, holm([comparisons[i]["p"] for i in planned]), strict=True))
     return [{**c, "p_holm": adjusted.get(i)} for i, c in enumerate(comparisons)]
@@ -178,25 +178,24 @@ def finite(value: float | None) -> float | None:
 
 
 def to_units(cases: Cases, run: Predictions) -> Units:
-    """The mean of each unit's rows; where a unit is as ill as its worse eye, that of the eye whose rows speak most for illness."""
+    """Average rows per unit; for targets scored by the worse eye, use the eye with the highest predicted log-odds."""
     label = cases.label[run.rows]
     ids, first, member = np.unique(cases.unit[run.rows], return_index=True, return_inverse=True)
-    heard = np.ones(len(label)) if cases.eye is None else _of_the_worse_eye(cases.eye[run.rows], member, run.value)
-    size = np.bincount(member, weights=heard)
+    weight = np.ones(len(label)) if cases.eye is None else _of_the_worse_eye(cases.eye[run.rows], member, run.value)
+    size = np.bincount(member, weights=weight)
 
     def mean(values: np.ndarray | None) -> np.ndarray | None:
         if values is None:
             return None
         columns = values.reshape(len(values), -1)
-        return np.stack([np.bincount(member, weights=heard * c) / size for c in columns.T], axis=1).reshape(
-            len(ids), *values.shape[1:]
-        )
+        means = [np.bincount(member, weights=weight * c) / size for c in columns.T]
+        return np.stack(means, axis=1).reshape(len(ids), *values.shape[1:])
 
     if cases.classes is None:
         truth = np.bincount(member, weights=label) / size
     else:
         truth = np.zeros(len(ids), dtype=int)
-        # Labels agree inside a unit, except that a participant with one diseased eye is diseased.
+        # Rows of a unit share their label, except in target `disease`: a participant with one diseased eye is diseased.
         np.maximum.at(truth, member, label)
     value = mean(run.value)
     assert value is not None
@@ -204,8 +203,7 @@ def to_units(cases: Cases, run: Predictions) -> Units:
 
 
 def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """1.0 for the rows [n] of each unit's eye with the highest mean log-odds of the last class, 0.0 for those of the other; the first
-    of equals."""
+    """Row weights [n]: 1.0 for each unit's eye with the higher mean log-odds of the last class (first of ties), or 0.0."""
     _, member = np.unique(eye, return_inverse=True)
     odds = (np.bincount(member, weights=value[:, -1] - value[:, 0]) / np.bincount(member))[member]
     order = np.lexsort((member, -odds, unit))
@@ -264,7 +262,7 @@ def _areas(*ranked: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Areas | None:
 
 
 def _delong(ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None) -> dict[str, Any] | None:
-    """The interval by formula, to set beside the bootstrap's: they should agree to a few hundredths."""
+    """Interval by formula, a cross-check of the bootstrap interval: they should agree within a few hundredths."""
     found = _areas(ranked) if ranked else None
     if found is None:
         return None
@@ -279,5 +277,8 @@ def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
         )
         return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
     if boot is not None and np.ptp(boot.resampled[np.isfinite(boot.resampled)]) == 0:
-        return "Every resample gave the same value, so the interval is too narrow to be believed; only more participants can tell."
+        return (
+            "Every resample gave the same value, so the interval is too narrow to be believed; "
+            "only more participants can tell."
+        )
     return None

@@ -1,4 +1,4 @@
-"""How sure a number is: bootstrap over participants, because the eyes and scans of one participant are not independent cases."""
+"""Bootstrap intervals and comparisons over participants, because a participant's eyes and scans are not independent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 Metric = Callable[[np.ndarray], np.ndarray]
-"""Case weights [R, n] -> the metric on each of R resamples [R]."""
+"""From case weights [R, n] to the metric on each of R resamples [R]."""
 
 Verdict = Literal["better", "worse", "inconclusive"]
 Method = Literal["bca", "percentile"]
 
 MIN_PARTICIPANTS = 10
-"""Per class. With fewer, an interval would look exact and mean little, so none is given."""
+"""Minimum participants per class. With fewer, an interval would look exact but be unreliable, so none is given."""
 
 MAX_WEIGHTS = 4_000_000
-"""Resamples × cases held in memory at once (float64: 32 MB)."""
+"""Resamples × cases in memory at once (32 MB as float64)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bootstrap:
-    """One metric on the resamples that every encoder shares."""
+    """One metric on the resamples shared by all encoders."""
 
     estimate: float
     resampled: np.ndarray
-    """[R]; NaN where a resample holds no case of some class."""
+    """[R]; NaN if a resample lacks a class."""
     leave_one_out: np.ndarray
-    """[participants]: the metric without each of them, for BCa's acceleration."""
+    """[participants] the metric without each participant, for the acceleration of BCa."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Comparison:
 def bootstrap(
     metric: Metric, participants: np.ndarray, *, resamples: int = 2000, seed: int = 0, among: np.ndarray | None = None
 ) -> Bootstrap:
-    """Resample participants with replacement; a participant brings all their cases along. `participants` [n], one id per case.
+    """Resample participants with replacement, each with all their cases. `participants` [n]: id of each case.
 
-    The resamples depend only on (seed, set of participants), so two metrics or two encoders are compared on the same ones. `among`:
-    ids to draw from where they are more than those of the cases at hand.
+    Resamples depend only on the seed and the set of participants, so two metrics or encoders are compared on the same
+    ones. `among`: ids to draw from, if that is a larger set than `participants`.
     """
     names = np.unique(participants if among is None else among)
     member = np.searchsorted(names, participants)
@@ -65,12 +65,12 @@ def bootstrap(
 
 
 def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> tuple[float, float]:
-    """BCa interval (bias-corrected and accelerated, Efron 1987), with better coverage near the ends of AUROC's range; or percentiles."""
+    """Percentile or BCa interval (bias-corrected, accelerated; Efron 1987), which covers better near AUROC 0 and 1."""
     values = result.resampled[np.isfinite(result.resampled)]
     if values.size == 0:
         return float("nan"), float("nan")
     tails = np.array([(1 - level) / 2, (1 + level) / 2])
-    # Ties count half, otherwise a discrete metric such as balanced accuracy would look biased.
+    # Ties count half; otherwise a discrete metric such as balanced accuracy would appear biased.
     below = (np.mean(values < result.estimate) + np.mean(values <= result.estimate)) / 2
     jackknife = result.leave_one_out[np.isfinite(result.leave_one_out)]
     if method == "bca" and 0 < below < 1 and jackknife.size > 1 and np.ptp(jackknife) > 0:
@@ -86,9 +86,9 @@ def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> 
 def bootstrap_together(
     parts: Sequence[tuple[Metric, np.ndarray]], *, resamples: int = 2000, seed: int = 0
 ) -> list[Bootstrap]:
-    """Several metrics, each on cases of its own (`participants` [n] of each), on the same resamples of all their participants together.
+    """Bootstrap several (metric, `participants` [n]) pairs over the same resamples of all their participants.
 
-    Groups that share participants (right and left eyes, scanners) are paired by that, and groups that share none stay independent.
+    This pairs groups that share participants (right and left eyes, scanners); groups that share none stay independent.
     """
     everyone = np.unique(np.concatenate([participants for _, participants in parts]))
     return [
@@ -98,7 +98,7 @@ def bootstrap_together(
 
 
 def mean_of(results: Sequence[Bootstrap]) -> Bootstrap:
-    """The mean of several metrics on the same resamples, for example over the labels of a multi-label target."""
+    """Mean of several metrics on the same resamples, for example over the labels of a multi-label target."""
     return Bootstrap(
         float(np.mean([r.estimate for r in results])),
         np.mean([r.resampled for r in results], axis=0),
@@ -107,10 +107,11 @@ def mean_of(results: Sequence[Bootstrap]) -> Bootstrap:
 
 
 def over_seeds(results: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
-    """The mean over S training seeds, seeds and participants resampled together: each resample of participants meets its own draw of seeds.
+    """Mean over S training seeds; each resample of participants also draws its own seeds.
 
-    S − 1 seeds are drawn, not S: with a handful of seeds the plain bootstrap is too narrow by (S − 1) / S in variance, and this is not
-    (Rao & Wu 1988). Two models are paired over seeds by the same `seed` here; where their seeds have nothing in common give another.
+    S − 1 seeds are drawn rather than S: with few seeds, the variance of the plain bootstrap is too small by (S − 1) /
+    S, and this corrects it (Rao & Wu 1988). Equal `seed` pairs two models over their training seeds; pass different
+    ones if their training seeds are unrelated.
     """
     count = len(results)
     if count == 1:
@@ -122,7 +123,7 @@ def over_seeds(results: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p values adjusted for their number (Holm 1979): the chance of any false positive stays below the level they are held to."""
+    """p values adjusted for multiple comparisons (Holm 1979); controls the probability of any false positive."""
     order = np.argsort(p, kind="stable")
     stepped = np.maximum.accumulate(np.asarray(p, float)[order] * np.arange(len(p), 0, -1))
     adjusted = np.empty(len(p))
@@ -131,12 +132,13 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def compare(a: Bootstrap, b: Bootstrap, level: float = 0.95) -> Comparison:
-    """a − b on the same resamples: percentile interval, two-sided bootstrap p (Davison & Hinkley 1997, §4.2) and a verdict in words.
+    """Compare a with b (a − b) on the same resamples: percentile interval, two-sided bootstrap p, verdict.
 
-    Percentiles, not BCa: interval and p then read the same distribution and cannot contradict each other.
+    p follows Davison & Hinkley (1997, §4.2). The interval uses percentiles rather than BCa, so that it and p are
+    computed from the same distribution and cannot contradict each other.
     """
     if len(a.resampled) != len(b.resampled):
-        raise ValueError(f"paired comparison needs the same resamples, got {len(a.resampled)} and {len(b.resampled)}")
+        raise ValueError(f"a paired comparison needs the same resamples, got {len(a.resampled)} and {len(b.resampled)}")
     differences = a.resampled - b.resampled
     differences = differences[np.isfinite(differences)]
     difference = a.estimate - b.estimate

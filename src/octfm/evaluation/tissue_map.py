@@ -1,4 +1,7 @@
-"""What the tissue band alone tells, without one voxel: the kept positions leak anatomy, and an encoder has to beat that."""
+"""A baseline from the tissue band alone, without voxels.
+
+Which token positions are kept already reveals anatomy; an encoder has to do better than that.
+"""
 
 from dataclasses import replace
 
@@ -8,14 +11,16 @@ from octfm.encoder.embeddings import Embeddings
 from octfm.store.store import Store
 
 GRID = 8
-"""Cells along either side of the en-face plane."""
+"""Cells per side of the en-face grid."""
 BATCH = 16
+"""Volumes read at once."""
 
 
 def tissue_map(store: Store, data: Embeddings) -> Embeddings:
-    """Thickness of the band in µm and the height of its upper surface over its own mean, in 8 × 8 en-face cells, and the spread of both.
+    """Per volume: thickness of the band, and height of its upper surface relative to its mean, in µm.
 
-    Rows in the order of `data`. Cells without image take the volume's mean; without any band the whole vector is 0.
+    Each is given in 8 × 8 en-face cells, followed by its standard deviation. Rows are in the order of `data`. Cells
+    without image take the volume's mean; volumes without a band give zeros.
     """
     place = {row.acquisition: row.index for row in store.rows}
     rows = np.array([place[name] for name in data.acquisition.tolist()])
@@ -42,7 +47,7 @@ def _described(store: Store, rows: np.ndarray) -> np.ndarray:
 
 
 def _cells(surface: np.ndarray) -> np.ndarray:
-    """[B, 64]: means over the cells of the en-face grid; fewer B-scans or A-scans than cells repeat their neighbours."""
+    """Means over the cells of the en-face grid [B, 64]; with fewer B-scans or A-scans than cells, cells share them."""
     _, d, w = surface.shape
     z, x = (np.minimum(np.arange(GRID + 1) * n // GRID, n) for n in (d, w))
     return np.stack(
@@ -56,7 +61,7 @@ def _cells(surface: np.ndarray) -> np.ndarray:
 
 
 def _mean(surface: np.ndarray) -> np.ndarray:
-    """[B]: mean of what is finite, NaN where nothing is."""
+    """Mean of the finite values [B]; NaN if there is none. Unlike np.nanmean, without a warning."""
     known = np.isfinite(surface)
     count = known.sum((1, 2))
     return np.divide(np.where(known, surface, 0).sum((1, 2)), count, out=np.full(len(surface), np.nan), where=count > 0)
