@@ -191,7 +191,7 @@ def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
     )
     other = next(line for line in lines if line.startswith("side of the optic disc, heidelberg_spectralis"))
     assert other.endswith("checked 1, agrees 0, contradicts 0, only anatomy tells 0, cannot tell 1 (band unsure 1)")
-    assert any("a wrong eye goes unnoticed" in line and line.endswith(NEEDS) for line in lines)
+    assert any("a wrong eye label goes unnoticed" in line and line.endswith(NEEDS) for line in lines)
 
     catalog = Catalog.load(tmp_path / "a")
     flags = {a.uri.rpartition("/")[2]: a.flags for a in catalog.acquisitions}

@@ -247,7 +247,7 @@ def test_groups_that_are_not_there_are_an_error(study):
         EvaluationError, match="--group ethnicity: no label column ethnicity; columns: age, clinical_site"
     ):
         group_columns(study, ["ethnicity"], (60,))
-    with pytest.raises(EvaluationError, match="expected rising years"):
+    with pytest.raises(EvaluationError, match="expected years in ascending order"):
         group_columns(study, [], (60, 50))
     assert set(group_columns(study, ["diagnosis"], (60,))) == {"site", "age", "eye", "scanner", "diagnosis"}
 
@@ -511,8 +511,8 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, m
     )
     assert "<img" not in (folder / "out" / "trust.html").read_text()
     for words_, message in (
-        (["--age-bands", "young"], "expected rising years"),
-        (["--other", str(run)], "two encoders are called several"),
+        (["--age-bands", "young"], "expected years in ascending order"),
+        (["--other", str(run)], "two encoders are named several"),
     ):
         done = CliRunner().invoke(app, [*base, *words_])
         assert done.exit_code != 0 and message in str(done.exception)

@@ -131,7 +131,7 @@ def limit(difference: np.ndarray, side: int, weights: np.ndarray | None = None) 
 def _mean_squares(
     values: np.ndarray, W: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Mean squares between subjects, between measurements, residual and within subjects, and number of subjects; [R]."""
+    """Mean squares between subjects, between measurements, residual and within subjects; number of subjects. [R]"""
     k = values.shape[1]
     # Mean squares do not depend on the origin; centring avoids cancellation of large numbers below.
     centred = values - values.mean()

@@ -131,7 +131,7 @@ def find_targets(
                 f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}"
             )
         target = replace(target, order=grades.get(target.column, ()))
-        cells = [cell for cell in _column(target.column, data, table) if cell]
+        cells = [cell for cell in column_values(target.column, data, table) if cell]
         if any(SEPARATOR in cell for cell in cells):
             parts = {part.strip() for cell in cells for part in cell.split(SEPARATOR)}
             labels = sorted(part for part in parts if part and part.lower() not in HEALTHY)
@@ -143,7 +143,7 @@ def find_targets(
 
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
     """Join the target's labels to the embeddings. Raises Skip without labels, or for `disease` with only one class."""
-    values = _column(target.column, data, table)
+    values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
@@ -300,7 +300,7 @@ def _refuse_leakage(
         )
 
 
-def _column(name: str, data: Embeddings, table: LabelTable | None) -> list[str | None]:
+def column_values(name: str, data: Embeddings, table: LabelTable | None) -> list[str | None]:
     """Label of every row: from the label table, else the participant's columns; the scanner is the file header's."""
     if name == "scanner":
         return list(data.scanner)

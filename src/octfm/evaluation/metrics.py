@@ -119,10 +119,14 @@ def ece(label: Array, probability: Array, W: Array) -> Array:
     the same cases.
     """
     confidence, right = probability.max(1), probability.argmax(1) == label
-    # Bins exclude their lower and include their upper edge, as in the paper.
-    which = np.clip(np.ceil(confidence * ECE_BINS).astype(int) - 1, 0, ECE_BINS - 1)
+    which = ece_bin(confidence)
     gaps = [np.abs(W @ ((confidence - right) * (which == b))) for b in range(ECE_BINS)]
     return ratio(np.sum(gaps, axis=0), W.sum(1))
+
+
+def ece_bin(probability: Array) -> Array:
+    """Bin 0..9 of each probability; bins exclude their lower and include their upper edge (Guo et al. 2017)."""
+    return np.clip(np.ceil(probability * ECE_BINS).astype(int) - 1, 0, ECE_BINS - 1)
 
 
 @_weighted

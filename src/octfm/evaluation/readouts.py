@@ -62,7 +62,7 @@ def fit_predict(
     # With fewer participants than folds, some folds are empty.
     held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
-        paths = [search(*_standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
+        paths = [search(*standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
         # Each path yields its predictions for one setting of the grid after the other, so the search can stop early.
         losses: list[float] = []
         for predicted in zip(*paths, strict=True):
@@ -70,10 +70,10 @@ def fit_predict(
             if grid is LOGISTIC_C and losses[-1] > PAST_THE_BEST * min(losses):
                 break
         best = grid[int(np.argmin(losses))] if losses else grid[0]
-        return next(path(*_standardised(x, x_new), y, num_classes, (best,))), best
+        return next(path(*standardised(x, x_new), y, num_classes, (best,))), best
 
 
-def _standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both scaled by mean and standard deviation of the training rows `x`."""
     mean, scale = x.mean(0), x.std(0)
     # A constant channel becomes 0; dividing it by its rounding noise would make it dominate.

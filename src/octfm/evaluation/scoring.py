@@ -81,10 +81,7 @@ def score(
     units = [to_units(cases, run) for run in runs]
     first = units[0]
     named = [metrics_of(cases, u) for u in units]
-    counts = {"": len(np.unique(first.participant))}
-    if cases.classes is not None:
-        counts = {name: len(np.unique(first.participant[first.truth == k])) for k, name in enumerate(cases.classes)}
-    rare = {name: n for name, n in counts.items() if n < MIN_PARTICIPANTS}
+    counts, rare = count_participants(cases, first)
     scored = []
     for i, (name, _, chance) in enumerate(named[0]):
         if only and name not in only:
@@ -202,8 +199,16 @@ def to_units(cases: Cases, run: Predictions) -> Units:
     return Units(truth, cases.participant[run.rows][first], value, mean(run.log_prior), mean(run.grade))
 
 
+def count_participants(cases: Cases, units: Units) -> tuple[dict[str, int], dict[str, int]]:
+    """Participants per class (or under "" for regression), and those counts that are too low for an interval."""
+    counts = {"": len(np.unique(units.participant))}
+    if cases.classes is not None:
+        counts = {name: len(np.unique(units.participant[units.truth == k])) for k, name in enumerate(cases.classes)}
+    return counts, {name: n for name, n in counts.items() if n < MIN_PARTICIPANTS}
+
+
 def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Row weights [n]: 1.0 for each unit's eye with the higher mean log-odds of the last class (first of ties), or 0.0."""
+    """Row weights [n]: 1.0 for each unit's eye of higher mean log-odds of the last class (first of ties), else 0.0."""
     _, member = np.unique(eye, return_inverse=True)
     odds = (np.bincount(member, weights=value[:, -1] - value[:, 0]) / np.bincount(member))[member]
     order = np.lexsort((member, -odds, unit))

@@ -1,53 +1,50 @@
-"""Do probabilities mean what they say? Reliability curves, ECE beside what an honest model would score, and the calibration line."""
+"""Calibration of probabilities: reliability curves, ECE with its expectation under calibration, intercept and slope."""
 
 from typing import Any
 
 import numpy as np
 
-from octfm.evaluation import metrics as m
-from octfm.evaluation.scoring import Predictions, Units, metrics_of, softmax, to_units
-from octfm.evaluation.statistics import bootstrap
-from octfm.trust.scanners import few
-from octfm.trust.study import Study, Task, estimate, part_metric
+from octfm.evaluation.metrics import ECE_BINS, ece_bin
+from octfm.evaluation.scoring import Predictions, Units, count_participants, metrics_of, softmax, to_units
+from octfm.trust.scanners import rare_note
+from octfm.trust.study import Study, Task, estimate
 
 SIMULATIONS = 2000
-BINS = m.ECE_BINS
 
 
 def calibration(study: Study) -> dict[str, Any]:
-    """For every target with classes, the run, other runs and what was trained from scratch."""
+    """Assess the run, other runs and the network trained from scratch, on every target with classes."""
     results, skipped = [], []
     for task in study.tasks:
         if task.cases.classes is None:
-            skipped.append(
-                {"target": task.name, "sentence": "A number has no probability; its errors are in the table."}
-            )
+            sentence = "A number has no probability; its errors are in the table."
+            skipped.append({"target": task.name, "sentence": sentence})
             continue
-        for name, said in study.everyone(task):
+        for name, predictions in study.all_predictions(task):
             if study.kinds[name] in ("run", "other run", "from scratch"):
-                results.append(_judged(study, task, name, said))
+                results.append(_assess(study, task, name, predictions))
     return {
-        "bins": BINS,
+        "bins": ECE_BINS,
         "results": results,
         "skipped": skipped,
         "sentence": None if results else "No target has classes, so there are no probabilities to judge.",
     }
 
 
-def _judged(study: Study, task: Task, name: str, said: Predictions) -> dict[str, Any]:
-    units = to_units(task.cases, said)
+def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> dict[str, Any]:
+    units = to_units(task.cases, predictions)
     assert units.log_prior is not None
     probability = softmax(units.value + units.log_prior)
-    rare = part_metric(task.cases, said, "ece").rare
+    rare = count_participants(task.cases, units)[1]
     row: dict[str, Any] = {
         "target": task.name,
         "encoder": name,
         "n_participants": len(np.unique(units.participant)),
-        "note": few(rare),
+        "note": rare_note(rare),
     }
     for metric, fn, chance in metrics_of(task.cases, units):
         if metric in ("ece", "brier"):
-            boot = bootstrap(fn, units.participant, resamples=study.resamples, seed=study.seed)
+            boot = study.bootstrap(fn, units.participant)
             row[metric] = estimate(None if rare else boot, boot.estimate) | {"chance": chance}
     if task.cases.kind == "binary":
         shown, outcome = probability[:, 1], (units.truth == 1).astype(float)
@@ -57,13 +54,14 @@ def _judged(study: Study, task: Task, name: str, said: Predictions) -> dict[str,
         shown, outcome = probability.max(1), (probability.argmax(1) == units.truth).astype(float)
         row["of"], row["line"] = "probability of the likeliest class", None
     row["curve"] = _curve(shown, outcome)
-    row["honest_ece"] = honest = _honest(probability.max(1), units.participant, study.seed)
-    confidence, accuracy = float(probability.max(1).mean()), float((probability.argmax(1) == units.truth).mean())
+    winner = probability.max(1)
+    row["honest_ece"] = expected = _ece_if_calibrated(winner, units.participant, study.seed)
+    confidence, accuracy = float(winner.mean()), float((probability.argmax(1) == units.truth).mean())
     row |= {"mean_confidence": confidence, "accuracy": accuracy}
     measured = row["ece"]["estimate"]
     if rare or measured is None:
         row["verdict"] = "inconclusive"
-    elif measured > honest["high"]:
+    elif measured > expected["high"]:
         row["verdict"] = "overconfident" if confidence > accuracy else "underconfident"
     else:
         row["verdict"] = "no miscalibration shown"
@@ -71,10 +69,10 @@ def _judged(study: Study, task: Task, name: str, said: Predictions) -> dict[str,
 
 
 def _curve(shown: np.ndarray, outcome: np.ndarray) -> list[dict[str, float | int | None]]:
-    """Per bin of probability: cases, mean probability, observed share with Wilson's interval (which takes units for independent)."""
-    which = np.clip(np.ceil(shown * BINS).astype(int) - 1, 0, BINS - 1)
+    """Per bin: cases, mean predicted probability, observed share with Wilson's interval (for independent units)."""
+    which = ece_bin(shown)
     rows = []
-    for b in range(BINS):
+    for b in range(ECE_BINS):
         own = which == b
         n = int(own.sum())
         if n:
@@ -85,49 +83,41 @@ def _curve(shown: np.ndarray, outcome: np.ndarray) -> list[dict[str, float | int
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Interval of a binomial share (Wilson 1927)."""
-    middle, half = (
-        (share + z**2 / (2 * n)) / (1 + z**2 / n),
-        z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)),
-    )
+    """Confidence interval of a binomial proportion (Wilson 1927)."""
+    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
     return float(max(0, middle - half)), float(min(1, middle + half))
 
 
-def _honest(confidence: np.ndarray, participant: np.ndarray, seed: int) -> dict[str, float]:
-    """The ECE that these probabilities would score if they were true (consistency resampling, Bröcker & Smith 2007): mean and 97.5 %.
+def _ece_if_calibrated(confidence: np.ndarray, participant: np.ndarray, seed: int) -> dict[str, float]:
+    """Mean and 97.5 % quantile of the ECE if these probabilities were true (consistency resampling).
 
-    ECE is above 0 for a perfect model of few cases. One draw per participant: several eyes of one are right or wrong together.
+    With few cases, ECE is above 0 even for a calibrated model (Bröcker & Smith 2007). One draw per participant, because
+    several eyes of a participant tend to be right or wrong together.
     """
     _, member = np.unique(participant, return_inverse=True)
     drawn = np.random.default_rng((seed, 3)).random((SIMULATIONS, int(member.max()) + 1))[:, member]
     right = drawn < confidence
-    which = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    found = np.sum([np.abs(((confidence - right) * (which == b)).sum(1)) for b in range(BINS)], axis=0) / len(
-        confidence
-    )
-    return {"mean": float(found.mean()), "high": float(np.quantile(found, 0.975))}
+    which = ece_bin(confidence)
+    gaps = [np.abs(((confidence - right) * (which == b)).sum(1)) for b in range(ECE_BINS)]
+    ece = np.sum(gaps, axis=0) / len(confidence)
+    return {"mean": float(ece.mean()), "high": float(np.quantile(ece, 0.975))}
 
 
 def _line(units: Units, outcome: np.ndarray, study: Study) -> dict[str, Any]:
-    """Cox's calibration intercept and slope (0 and 1 when calibrated): logistic regression of the outcome on the predicted log-odds."""
+    """Cox's calibration intercept and slope, 0 and 1 if calibrated: logistic regression of outcome on log-odds."""
     assert units.log_prior is not None
     both = units.value + units.log_prior
     odds = both[:, 1] - both[:, 0]
-    found = {}
-    for i, name in enumerate(("intercept", "slope")):
-        boot = bootstrap(
-            lambda W, i=i: calibration_line(outcome, odds, W)[:, i],
-            units.participant,
-            resamples=study.resamples,
-            seed=study.seed,
-        )
-        found[name] = estimate(boot)
-    return found
+    return {
+        name: estimate(study.bootstrap(lambda W, i=i: calibration_line(outcome, odds, W)[:, i], units.participant))
+        for i, name in enumerate(("intercept", "slope"))
+    }
 
 
 def calibration_line(outcome: np.ndarray, log_odds: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[R, 2] intercept and slope by Newton's method under case weights [R, n]; NaN where classes are separated and none exists."""
-    # From 0 and in units of their own spread: from slope 1, a model that is far too sure makes the first step jump away.
+    """Intercept and slope [R, 2] under case weights [R, n], by Newton's method; NaN if the classes are separable."""
+    # Start at 0, on scaled log-odds: starting at slope 1, the first step diverges for an extremely overconfident model.
     scale = max(float(log_odds.std()), 1e-12)
     x = log_odds / scale
     beta = np.zeros((len(weights), 2))

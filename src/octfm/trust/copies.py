@@ -1,4 +1,4 @@
-"""Is a tested scan in the training data under another name? By fingerprint, then by vectors, and what they suspect by its speckle."""
+"""Copies of tested scans among training data: by fingerprint, then nearest vectors confirmed by their speckle."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,35 +13,36 @@ from octfm.trust.neighbours import nearest_scans
 from octfm.trust.study import Study
 
 SUSPECTS = 3
-"""Scans nearest to every tested one, by vectors, that are looked at."""
+"""Nearest scans, by vectors, that are compared with each tested scan."""
 SAME_SPECKLE = 0.3
-"""Correlation of fine detail above which two scans are one acquisition. Speckle is drawn anew at every acquisition, and survives
-compression and changes of brightness: measured in docs/log."""
+"""Correlation of fine detail above which two scans are the same acquisition. Every acquisition has its own speckle,
+which survives compression and changes of brightness (docs/log)."""
 STRANGERS = 200
-"""Pairs of different people drawn at random from the same two scanners: small or smooth volumes correlate more by chance, and raise the
-threshold. Spectralis averages speckle away, and the sharp edges of its layers remain."""
+"""Random pairs of different participants on the same two scanners, whose correlations can raise the threshold: small or
+smooth volumes correlate more by chance. Spectralis averages speckle away, which leaves the sharp edges of layers."""
 SHIFT = (4, 4)
-"""Rows and A-scans that the two may be apart."""
+"""Largest offset between two copies, in rows and A-scans."""
 
 
 def copies(study: Study, store: Store) -> dict[str, Any]:
-    """Pairs of a tested scan and one that was learned from, or of two participants: the same voxels, or the same speckle."""
+    """Find pairs with the same voxels or speckle that cross the split or belong to two participants."""
     data = study.data
     row_of = {row.acquisition: row for row in store.rows}
     rows = [row_of[name] for name in data.acquisition.tolist()]
     exact = _exact(rows, study)
     query, nearest, _ = nearest_scans(study, study.encoders[0], SUSPECTS)
-    detail = lru_cache(maxsize=256)(lambda i: _detail(store, rows[i]))
-    by_chance = lru_cache(maxsize=None)(lambda a, b: _by_chance(study, detail, a, b))
+    detail = lru_cache(maxsize=256)(lambda i: _fine_detail(store, rows[i]))
+    by_chance = lru_cache(maxsize=None)(lambda a, b: _chance_threshold(study, detail, a, b))
     near, seen = [], {tuple(sorted(pair["acquisitions"])) for pair in exact}
     strongest, threshold = 0.0, SAME_SPECKLE
     for i, others in zip(query.tolist(), nearest.tolist(), strict=True):
         for j in others:
             if data.participant[i] == data.participant[j]:
-                continue  # where everybody is tested, a scan may be its own neighbour
+                continue  # also the scan itself, which is in the gallery if everybody is tested
             correlation = same_speckle(detail(i), detail(j))
             limit = SAME_SPECKLE
             if correlation >= limit:
+                # Only now, because the chance threshold reads up to 400 volumes per pair of scanners.
                 limit = max(limit, by_chance(*sorted((str(data.scanner[i]), str(data.scanner[j])))))
             if correlation > strongest:
                 strongest, threshold = correlation, limit
@@ -61,8 +62,8 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
     }
 
 
-def _by_chance(study: Study, detail: Callable[[int], np.ndarray], a: str, b: str) -> float:
-    """Above what strangers on these two scanners reach: their 99 % quantile, and half again as far from their median."""
+def _chance_threshold(study: Study, detail: Callable[[int], np.ndarray], a: str, b: str) -> float:
+    """Threshold above chance correlations on two scanners: q99 + 1.5 (q99 − median) over pairs of different people."""
     rng, people = np.random.default_rng((study.seed, 4)), study.data.participant
     drawn = np.stack(
         [rng.choice(np.flatnonzero(study.data.scanner == scanner), STRANGERS) for scanner in (a, b)], axis=1
@@ -75,7 +76,7 @@ def _by_chance(study: Study, detail: Callable[[int], np.ndarray], a: str, b: str
 
 
 def _exact(rows: list[StoreRow], study: Study) -> list[dict[str, Any]]:
-    """The same native voxels, or the same prepared volume, in pairs that cross the split or two participants."""
+    """Pairs with identical native voxels or prepared volumes that cross the split or belong to two participants."""
     found, known = [], set()
     for key in ("pixels", "checksum"):
         groups: dict[str, list[int]] = defaultdict(list)
@@ -106,8 +107,8 @@ def _pair(data: Any, i: int, j: int) -> dict[str, Any]:
     }
 
 
-def _detail(store: Store, row: StoreRow) -> np.ndarray:
-    """float32 [3, H, W]: the middle B-scans without what is smooth, inside the tissue band only."""
+def _fine_detail(store: Store, row: StoreRow) -> np.ndarray:
+    """High-pass of the three middle B-scans inside the tissue band, float32 [3, H, W]."""
     from scipy.ndimage import uniform_filter1d
 
     arrays = store.read([row.index])
@@ -117,7 +118,7 @@ def _detail(store: Store, row: StoreRow) -> np.ndarray:
     height = np.arange(voxels.shape[1])[None, :, None]
     band = arrays.band[0, :, chosen]
     inside = (height >= band[0][:, None]) & (height < band[1][:, None])
-    # Layers are smooth along a B-scan and shadows along an A-scan, in every scan of an eye; speckle is neither.
+    # Remove what is common to all scans of an eye: layers, smooth along B-scans, and shadows, smooth along A-scans.
     rough = voxels - uniform_filter1d(voxels, 7, axis=2)
     rough -= uniform_filter1d(rough, 7, axis=1)
     rough = np.where(inside, rough, 0)
@@ -125,11 +126,12 @@ def _detail(store: Store, row: StoreRow) -> np.ndarray:
 
 
 def same_speckle(one: np.ndarray, other: np.ndarray) -> float:
-    """Largest correlation of two details over small shifts and mirroring: about 1 for copies, near 0 for two acquisitions."""
+    """Largest correlation over small shifts and mirroring: about 1 for copies, near 0 for two acquisitions."""
     return max(_peak(one, other), _peak(one, other[:, :, ::-1]))
 
 
 def _peak(one: np.ndarray, other: np.ndarray) -> float:
+    """Largest correlation over shifts up to SHIFT, from the cross-correlation by FFT."""
     product = np.fft.rfft2(one) * np.conj(np.fft.rfft2(other))
     correlation = np.fft.irfft2(product.sum(0), one.shape[1:])
     rows, columns = SHIFT

@@ -1,42 +1,43 @@
-"""Where it was most wrong: the worst units of every target, and the one scan of each that was furthest off."""
+"""The worst predictions of every target, each with the scan that contributed most to the error."""
 
 from typing import Any
 
 import numpy as np
 
-from octfm.evaluation.scoring import softmax, to_units
-from octfm.trust.study import Study
+from octfm.evaluation.scoring import Units, softmax, to_units
+from octfm.trust.study import Study, Task
 
 WORST = 8
 
 
 def failures(study: Study, worst: int = WORST) -> list[dict[str, Any]]:
-    """Per target, the units with the largest error: the probability that the true class was given, or the absolute error of a number."""
+    """Per target, the units with the largest error: 1 − probability of the true class, or the absolute error."""
     found = []
     for task in study.tasks:
-        said = study.said(task, study.encoders[0])
-        units = to_units(task.cases, said)
-        unit_ids = task.cases.unit[said.rows]
+        predictions = study.predictions(task, study.encoders[0])
+        units = to_units(task.cases, predictions)
+        unit_ids = task.cases.unit[predictions.rows]
         ids, member = np.unique(unit_ids, return_inverse=True)
         if task.cases.classes is None:
             error = np.abs(units.value[:, 0] - units.truth)
-            own = np.abs(said.value[:, 0] - units.truth[member])
+            row_error = np.abs(predictions.value[:, 0] - units.truth[member])
         else:
-            assert units.log_prior is not None and said.log_prior is not None
+            assert units.log_prior is not None and predictions.log_prior is not None
             truth = units.truth
             error = 1 - softmax(units.value + units.log_prior)[np.arange(len(truth)), truth]
-            own = 1 - softmax(said.value + said.log_prior)[np.arange(len(member)), truth[member]]
+            probability = softmax(predictions.value + predictions.log_prior)
+            row_error = 1 - probability[np.arange(len(member)), truth[member]]
         for place in np.lexsort((ids, -error))[:worst]:
             rows = np.flatnonzero(member == place)
-            shown = rows[int(np.argmax(own[rows]))]
-            truth_words, said_words = _words(task, units, int(place))
+            shown = rows[int(np.argmax(row_error[rows]))]
+            truth_words, predicted_words = _words(task, units, int(place))
             found.append(
                 {
                     "target": task.name,
                     "unit": task.cases.unit_name,
-                    "acquisition": str(study.data.acquisition[task.cases.rows[said.rows[shown]]]),
+                    "acquisition": str(study.data.acquisition[task.cases.rows[predictions.rows[shown]]]),
                     "truth": truth_words,
-                    "said": said_words,
+                    "said": predicted_words,
                     "error": float(error[place]),
                     "wrong": bool(task.cases.classes is None or units.value[place].argmax() != units.truth[place]),
                 }
@@ -44,9 +45,11 @@ def failures(study: Study, worst: int = WORST) -> list[dict[str, Any]]:
     return found
 
 
-def _words(task: Any, units: Any, place: int) -> tuple[str, str]:
+def _words(task: Task, units: Units, place: int) -> tuple[str, str]:
+    """Truth and prediction of one unit, for the page."""
     classes = task.cases.classes
     if classes is None:
         return f"{units.truth[place]:.1f}", f"{units.value[place, 0]:.1f}"
+    assert units.log_prior is not None
     p = softmax(units.value[place : place + 1] + units.log_prior[place : place + 1])[0]
     return classes[int(units.truth[place])], f"{classes[int(p.argmax())]} (probability {p.max():.2f})"

@@ -1,4 +1,4 @@
-"""Several checkpoints and fine-tuned models on identical data and splits, with the baselines that any of them must beat."""
+"""Checkpoints, fine-tuned models and baselines compared on identical data and splits."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.cases import Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
-from octfm.evaluation.scoring import HEADLINE, Scored, compare_scored, correct, score
+from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, score
 from octfm.io.location import local_path
 from octfm.store.exclusion import without_excluded
 from octfm.store.store import Store
@@ -25,7 +25,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import Said, read_predictions
 
 METADATA = ("age", "clinical_site")
-"""Columns of participants that the metadata baseline knows, besides the scanner."""
+"""Participant columns of the metadata baseline, besides the scanner."""
 COLUMNS = ("entry", "kind", "target", "metric", "estimate", "low", "high", "n_test_participants", "seeds")
 AGAINST = ("difference", "difference_low", "difference_high", "p", "p_holm", "verdict")
 
@@ -55,13 +55,17 @@ def leaderboard(
     commands: Sequence[str] = (),
     echo: Echo = print,
 ) -> dict[str, Any]:
-    """Judge every entry on the test participants of the recommended split; the first entry is compared with each of the others.
+    """Evaluate every entry on the test participants of the recommended split; returns leaderboard.json's content.
 
-    An entry is a pretraining run or checkpoint (read by a logistic or ridge probe) or a folder of `octfm finetune`; fine-tuned runs that
-    differ in nothing but the seed are one entry. Baselines: random initialisation of the first checkpoint, intensity histogram, and age,
-    site and scanner alone. `exclude`: a file that
-    names volumes to leave out. Encoders with different Preprocessing need one store each, of the same acquisitions. The result is what
-    leaderboard.json holds. Raises EvaluationError where a test participant was trained on, unless `allow_seen`.
+    An entry is a pretraining run or checkpoint (evaluated by a logistic or ridge probe) or a folder of `octfm
+    finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry is compared with each of the
+    others. Baselines: random initialisation of the first checkpoint, intensity histogram, and age, site and scanner
+    alone.
+
+    stores: one per preprocessing among the encoders, all of the same acquisitions.
+    exclude: a file of volumes to leave out.
+
+    Raises EvaluationError if a test participant was trained on, unless `allow_seen`.
     """
     out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
     paths = [Path(entry) for entry in entries]
@@ -69,12 +73,12 @@ def leaderboard(
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:
         raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
-    # Whatever can be wrong with what was given is said before hours of embedding, and before anything is written.
+    # Check all inputs before hours of embedding, and before anything is written.
     table = read_labels(labels) if labels is not None else None
     seen = [seen_by(path) for path in paths]
     _one_target(target, of_store(opened[0]), table, orders)
     base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
-    vectors = _embed(frozen, opened, out / "embeddings", echo)
+    vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
     baselines = [*vectors[len(frozen) :], base, metadata(base, without=target)]
     align([base, *vectors])
     seen_rows = np.zeros(len(base.acquisition), bool)
@@ -84,34 +88,27 @@ def leaderboard(
         if (own & tested).any() and not allow_seen:
             who = base.participant[own & tested]
             raise EvaluationError(
-                f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); hold them out, or --allow-seen"
+                f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); "
+                "hold them out of training, or pass --allow-seen"
             )
         seen_rows |= own
     try:
-        cases, rounds = make_rounds(
-            make_cases(_one_target(target, base, table, orders), base, table),
-            base,
-            "recommended_split",
-            seen_rows,
-            allow_seen,
-            1,
-            seed,
-        )
+        cases = make_cases(_one_target(target, base, table, orders), base, table)
+        cases, rounds = make_rounds(cases, base, "recommended_split", seen_rows, allow_seen, 1, seed)
     except Skip as reason:
         raise EvaluationError(f"target {target}: {reason}") from None
     facts = describe(cases, rounds, "recommended_split", seen_rows)
-    scored: dict[str, list[Scored]] = {}
+    runs: dict[str, tuple[str, list[Predictions]]] = {}
     for e in vectors[: len(frozen)]:
-        scored[e.name] = score(
-            cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "frozen"}, resamples, seed
-        )
+        runs[e.name] = "frozen", [predict(cases, rounds, e, "linear", seed)]
     for t in tuned:
-        runs = [said.for_cases(cases, base, rounds[0].test) for said in t.runs]
-        scored[t.name] = score(cases, t.name, runs, facts | {"what": t.what}, resamples, seed)
+        runs[t.name] = t.what, [saved.for_cases(cases, base, rounds[0].test) for saved in t.runs]
     for e in baselines:
-        scored[e.name] = score(
-            cases, e.name, [predict(cases, rounds, e, "linear", seed)], facts | {"what": "baseline"}, resamples, seed
-        )
+        runs[e.name] = "baseline", [predict(cases, rounds, e, "linear", seed)]
+    scored = {
+        name: score(cases, name, predictions, facts | {"what": what}, resamples, seed)
+        for name, (what, predictions) in runs.items()
+    }
     names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
     comparisons = [
@@ -140,35 +137,38 @@ def _one_target(
 ) -> Target:
     targets = find_targets([name], data, table, orders)
     if len(targets) != 1:
-        raise EvaluationError(f"target {name}: its cells hold several labels; give a column of one label each")
+        raise EvaluationError(
+            f"target {name}: expected one label per cell, got several; choose a column with one label per cell"
+        )
     return targets[0]
 
 
 def metadata(data: Embeddings, without: str) -> Embeddings:
-    """Age, site and scanner as vectors, without the target's own column: what can be told with no image at all."""
-    columns = [
-        np.array([[float(name == s)] for name in data.scanner])
-        for s in sorted(set(data.scanner.tolist()))
-        if without != "scanner"
-    ]
+    """A baseline without any image: age, site and scanner as vectors; `without` is the target's column, left out."""
+
+    def one_hot(values: Sequence[str | None]) -> list[list[float]]:
+        return [[float(v == value) for v in values] for value in sorted({v for v in values if v})]
+
+    columns = [] if without == "scanner" else one_hot(data.scanner.tolist())
     for name in METADATA:
         if name == without:
             continue
         values = [labels.get(name) for labels in data.participant_labels]
-        numbers = [as_number(v) for v in values]
-        known = [n for n in numbers if n is not None]
-        if known and name == "age":
-            columns.append(np.array([[float(np.mean(known)) if n is None else n] for n in numbers]))
-        elif name != "age":
-            columns += [np.array([[float(v == value)] for v in values]) for value in sorted({v for v in values if v})]
-    vectors = np.hstack(columns) if columns else np.zeros((len(data.acquisition), 1))
+        if name != "age":
+            columns += one_hot(values)
+            continue
+        ages = [as_number(v) for v in values]
+        if known := [age for age in ages if age is not None]:
+            columns.append([float(np.mean(known)) if age is None else age for age in ages])
+    # Always one column at least, so that a probe can be fitted.
+    vectors = np.stack(columns, axis=1) if columns else np.zeros((len(data.acquisition), 1))
     return replace(
         data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner"}, vectors=vectors
     )
 
 
 def to_csv(result: dict[str, Any]) -> str:
-    """One line per entry and metric, best AUROC (or R²) first, with the difference from the reference."""
+    """CSV with one line per entry and metric, best entry first, with the difference from the reference."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, *AGAINST])
@@ -182,12 +182,13 @@ def to_csv(result: dict[str, Any]) -> str:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """A table of the headline metrics, best first, and the paired differences."""
+    """Markdown tables of the headline metrics, best entry first, and of the paired differences."""
     metrics = [m for m in HEADLINE if any(r["metric"] == m for r in result["results"])]
     lines = [
         f"# Leaderboard: {result['target']}",
         "",
-        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; 95 % intervals over participants.",
+        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; "
+        "95 % intervals over participants.",
         "",
         "| entry | kind | " + " | ".join(metrics) + " |",
         "|---" * (len(metrics) + 2) + "|",
@@ -214,7 +215,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def ranked(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per entry, that of its first headline metric, best first. A rank without a paired interval is no finding."""
+    """The row of each entry's first headline metric, best first. Only paired intervals show whether entries differ."""
     metric = next(m for m in HEADLINE if any(r["metric"] == m for r in result["results"]))
     rows = [r for r in result["results"] if r["metric"] == metric]
     return sorted(rows, key=lambda r: -(r["estimate"] if r["estimate"] is not None else -np.inf))
@@ -235,44 +236,57 @@ def _difference(result: dict[str, Any], entry: str, metric: str) -> dict[str, An
 
 
 def entry_name(path: Path) -> str:
-    """A run by its folder's name; one of its checkpoints with the step."""
+    """Name of a run: its folder; of a checkpoint: run folder and step."""
     return f"{path.parent.parent.name}:{path.stem}" if path.is_file() else path.resolve().name
 
 
-def _embed(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Echo) -> list[Embeddings]:
-    """The vectors of every checkpoint, then those of the first one's random initialisation."""
+def embed_run(
+    path: Path,
+    name: str,
+    stores: Sequence[Store],
+    folder: Path,
+    echo: Echo,
+    *,
+    random_init: bool = False,
+) -> Embeddings:
+    """Embed the store that has the encoder's preprocessing (else the first) into `folder`, and read the vectors."""
+    encoder = load_encoder(path, random_init=random_init)
+    store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
+    return read_embeddings(embed_store(encoder, store, folder, name, echo))
+
+
+def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Echo) -> list[Embeddings]:
+    """Embeddings of every checkpoint, then of the first one's random initialisation."""
     names = [entry_name(path) for path in paths]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
-    found = []
-    for path, name, random_init in [
-        *((p, n, False) for p, n in zip(paths, names, strict=True)),
-        *((p, "random_init", True) for p in paths[:1]),
-    ]:
-        encoder = load_encoder(path, random_init=random_init)
-        store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
-        found.append(read_embeddings(embed_store(encoder, store, folder, name, echo)))
+    found = [embed_run(path, name, stores, folder, echo) for path, name in zip(paths, names, strict=True)]
+    found += [embed_run(path, "random_init", stores, folder, echo, random_init=True) for path in paths[:1]]
     return found
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
-    """Runs of one recipe together, under the name of the first."""
+    """Group fine-tuned runs by recipe, each group under the name of its first run."""
     groups: list[tuple[str, dict, list[Said], str]] = []
     for path in paths:
-        said = read_predictions(path / "predictions.parquet")
+        saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
         recipe = config.recipe()
-        kinds = (
-            ("head", config.frozen),
-            ("from scratch", config.from_scratch),
-            ("low rank", config.lora_rank is not None),
+        low_rank = config.lora_rank is not None
+        what = (
+            "head"
+            if config.frozen
+            else "from scratch"
+            if config.from_scratch
+            else "low rank"
+            if low_rank
+            else "fine-tuned"
         )
-        what = next((name for name, holds in kinds if holds), "fine-tuned")
-        own = next((g for g in groups if g[1] == recipe), None)
-        if own is None:
-            groups.append((path.resolve().name, recipe, [said], what))
-        elif said.facts["seed"] in [s.facts["seed"] for s in own[2]]:
-            raise EvaluationError(f"{path}: the same recipe and seed as {own[0]}; give each run once")
+        group = next((g for g in groups if g[1] == recipe), None)
+        if group is None:
+            groups.append((path.resolve().name, recipe, [saved], what))
+        elif saved.facts["seed"] in [s.facts["seed"] for s in group[2]]:
+            raise EvaluationError(f"{path}: the same recipe and seed as {group[0]}; give each run once")
         else:
-            own[2].append(said)
+            group[2].append(saved)
     return [Tuned(name, tuple(runs), what) for name, _, runs, what in groups]

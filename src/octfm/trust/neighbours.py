@@ -1,4 +1,4 @@
-"""What lies next to what: is a scan's neighbourhood one of disease, or one of scanners? And can a probe tell the scanner?"""
+"""Whether nearest neighbours share labels or only the scanner, and whether a probe can recognise the scanner."""
 
 from typing import Any
 
@@ -6,20 +6,22 @@ import numpy as np
 
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation.cases import Skip, Target
-from octfm.evaluation.probe import predict
 from octfm.evaluation.scoring import compare_scored, score
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, bootstrap
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap
 from octfm.trust.same_eye import unit_vectors
-from octfm.trust.study import Study, claimed, difference, estimate, make_task
+from octfm.trust.study import Study, Task, add_claims, difference, estimate, make_task
 
 NEAREST = 5
 EXAMPLES = 6
 SHOWN = 3
-"""Neighbours of an example that the page shows."""
+"""Neighbours per example on the page."""
 
 
 def scanner_leakage(study: Study) -> dict[str, Any]:
-    """A linear probe for the scanner on every encoder. A high score is usual between instruments; it says what could be misused."""
+    """Probe every encoder for the scanner.
+
+    High scores are usual, because instruments differ visibly; they show how much a downstream model could exploit.
+    """
     target = Target("scanner", "scanner", "acquisition", leakage=True)
     try:
         task = make_task(target, study.data, None, study.design, study.seen, study.allow_seen, study.seed)
@@ -27,23 +29,28 @@ def scanner_leakage(study: Study) -> dict[str, Any]:
         return {"results": [], "comparisons": [], "sentence": str(reason)}
     scored = {}
     for encoder in study.encoders:
-        said = predict(task.cases, task.rounds, study.vectors(task, encoder), "linear", study.seed)
+        predictions = study.predictions(task, encoder)
+        metrics = ("auroc", "balanced_accuracy")
         scored[encoder.name] = score(
-            task.cases, encoder.name, [said], task.facts, study.resamples, study.seed, ("auroc", "balanced_accuracy")
+            task.cases, encoder.name, [predictions], task.facts, study.resamples, study.seed, metrics
         )
+    images = {e.name for e in study.images()}
     comparisons = [
         compare_scored(a, b, leakage=True)
-        | {"planned": name in {e.name for e in study.images()} and a.metric == "auroc" and b.bootstrap is not None}
+        | {"planned": name in images and a.metric == "auroc" and b.bootstrap is not None}
         for name, others in scored.items()
         if name != study.reference
         for a, b in zip(scored[study.reference], others, strict=True)
     ]
     rows = [s.row for own in scored.values() for s in own]
-    return {"results": rows, "comparisons": claimed(comparisons), "sentence": None}
+    return {"results": rows, "comparisons": add_claims(comparisons), "sentence": None}
 
 
 def neighbours(study: Study) -> dict[str, Any]:
-    """Of the five nearest scans by cosine among those learned from (never the same participant): how many share label and scanner?"""
+    """Share of a test scan's five nearest training scans that have its label or its scanner.
+
+    Nearest by cosine similarity; scans of the same participant are excluded.
+    """
     results: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     labels = {task.name: _labels(task, study) for task in study.tasks if task.cases.classes is not None}
@@ -60,55 +67,40 @@ def neighbours(study: Study) -> dict[str, Any]:
             }
         for name, label in {**labels, "scanner": study.data.scanner.astype(object)}.items():
             known = np.array([value is not None for value in label])
-            asked = known[query]
-            # A neighbour without a label shares none.
-            share = (label[nearest[asked]] == label[query[asked]][:, None]).mean(1)
-            chance = float(np.mean([(label[gallery] == value).mean() for value in label[query[asked]]]))
-            boot = bootstrap(
-                lambda W, x=share: W @ x / W.sum(1), people[asked], resamples=study.resamples, seed=study.seed
-            )
+            labelled = known[query]
+            # Neighbours without a label count as not sharing it.
+            share = (label[nearest[labelled]] == label[query[labelled]][:, None]).mean(1)
+            chance = float(np.mean([(label[gallery] == value).mean() for value in label[query[labelled]]]))
+            boot = study.bootstrap(lambda W, x=share: W @ x / W.sum(1), people[labelled])
             boots[encoder.name, name] = boot
-            facts = {
-                "target": name,
-                "encoder": encoder.name,
-                "k": NEAREST,
-                "chance": chance,
-                "leakage": name == "scanner",
-            }
-            results.append(
-                {
-                    **facts,
-                    **estimate(boot),
-                    "n_queries": int(asked.sum()),
-                    "n_participants": len(np.unique(people[asked])),
-                }
-            )
+            row = {"target": name, "encoder": encoder.name, "k": NEAREST, "chance": chance}
+            row |= {"leakage": name == "scanner", **estimate(boot), "n_queries": int(labelled.sum())}
+            results.append(row | {"n_participants": len(np.unique(people[labelled]))})
     for name in [*labels, "scanner"]:
         for other in [e.name for e in study.encoders if (e.name, name) in boots and e.name != study.reference]:
             pair = boots[study.reference, name], boots[other, name]
-            facts = {
-                "target": name,
-                "metric": "neighbours",
-                "a": study.reference,
-                "b": other,
-                "leakage": name == "scanner",
-            }
-            comparisons.append(difference(*pair, planned=name != "scanner", lower_is_better=name == "scanner", **facts))
+            leakage = name == "scanner"
+            facts = {"target": name, "metric": "neighbours", "a": study.reference, "b": other, "leakage": leakage}
+            comparisons.append(difference(*pair, planned=not leakage, lower_is_better=leakage, **facts))
     return {
         "results": results,
-        "comparisons": claimed(comparisons),
+        "comparisons": add_claims(comparisons),
         "examples": _examples(study, labels),
         "sentence": None,
     }
 
 
 def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the tested scans [Q], of their k nearest scans of other participants [Q, k], and of the gallery that these come from."""
+    """Rows of the test scans [Q], of the k nearest gallery scans of other participants [Q, k], and of the gallery.
+
+    The gallery holds the training scans, or all scans if all are tested.
+    """
     unit = unit_vectors(encoder, study)
     query = np.flatnonzero(study.tested)
     gallery = np.flatnonzero(~study.tested) if (~study.tested).any() else query
     names = np.unique(study.data.participant, return_inverse=True)[1]
     found = []
+    # In parts, so that the similarity matrix stays small.
     for part in np.array_split(query, max(1, len(query) // 256)):
         near = unit[part] @ unit[gallery].T
         near[names[part][:, None] == names[gallery][None, :]] = -np.inf
@@ -116,15 +108,15 @@ def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[
     return query, np.concatenate(found), gallery
 
 
-def _labels(task: Any, study: Study) -> np.ndarray:
-    """object [N]: the class of every acquisition, None without a label."""
+def _labels(task: Task, study: Study) -> np.ndarray:
+    """Class name of every acquisition, object [N]; None without a label."""
     label = np.full(len(study.data.acquisition), None, dtype=object)
-    label[task.cases.rows] = [task.cases.classes[int(k)] for k in task.cases.label]
+    label[task.cases.rows] = [(task.cases.classes or ())[int(k)] for k in task.cases.label]
     return label
 
 
 def _examples(study: Study, labels: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Queries of different classes and scanners with their nearest scans; the first of each kind, however good its neighbours look."""
+    """The first query of each class and scanner with its nearest scans, however good these look."""
     query, nearest, _ = nearest_scans(study, study.encoders[0], SHOWN)
     target = next(iter(labels), None)
     kind = [(labels[target][i] if target else None, study.data.scanner[i]) for i in query]

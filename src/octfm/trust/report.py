@@ -1,4 +1,4 @@
-"""Everything that trust.json holds: one call asks all questions about one run."""
+"""The content of trust.json: all analyses of one run, in one call."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ import numpy as np
 
 from octfm.catalog.labels import read_labels
 from octfm.config import load
-from octfm.encoder.embed import embed_store, histogram_baseline
+from octfm.encoder.embed import histogram_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
-from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.encoder.encoder import seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
@@ -29,15 +29,16 @@ from octfm.tasks.predictions import read_predictions
 from octfm.trust.calibration import calibration
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
-from octfm.trust.leaderboard import entry_name
+from octfm.trust.leaderboard import embed_run, entry_name
 from octfm.trust.neighbours import neighbours, scanner_leakage
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out
-from octfm.trust.study import FROM_SCRATCH, Kind, Study, claimed, make_study
+from octfm.trust.study import FROM_SCRATCH, Kind, Study, add_claims, make_study
 from octfm.trust.subgroups import AGE_BANDS, group_columns, subgroups
 
 RESAMPLES = 4000
-"""More than elsewhere: the smallest p, 2 / 4,001, has to survive Holm over some sixty comparisons."""
+"""More than elsewhere, because the smallest p, 2 / 4,001, must remain significant after Holm over about 60
+comparisons."""
 FROM_SCRATCH_EPOCHS = 60.0
 RESERVED = ("random_init", "histogram", "tissue_map", "metadata", FROM_SCRATCH, "label")
 
@@ -62,53 +63,57 @@ def trust(
     commands: Sequence[str] = (),
     echo: Echo = print,
 ) -> dict[str, Any]:
-    """Judge a run beside its baselines, other runs and encoders of your own; the result is what trust.json holds.
+    """Evaluate a run against its baselines, other runs and external encoders; returns trust.json's content.
 
-    `stores`: one for every Preprocessing among the runs, of the same acquisitions. `external`: FILE.py:FUNCTION, see
-    octfm.encoder.external. `exclude`: a file that names
-    volumes to leave out. `groups`: columns to look for gaps in besides site, age, eye and scanner. Embeddings and the networks
-    trained from scratch are kept in `out` and taken again. Raises EvaluationError where a test participant was in any pretraining,
-    unless `allow_seen`.
+    stores: one per preprocessing among the runs, all of the same acquisitions.
+    external: FILE.py:FUNCTION of your own encoders, see octfm.encoder.external.
+    groups: columns of subgroups, besides site, age, eye and scanner.
+    exclude: a file of volumes to leave out.
+
+    Embeddings and networks trained from scratch are kept in `out` and reused. Raises EvaluationError if a test
+    participant was in any pretraining, unless `allow_seen`.
     """
     out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
     if not opened or not len(opened[0]):
         raise EvaluationError("expected a prepared store that holds volumes; give --store")
-    # Whatever can be wrong with what was given is said before hours of embedding.
+    # Check all inputs before hours of embedding.
     table = read_labels(labels) if labels is not None else None
     runs = _named([Path(path) for path in (run, *others)])
-    origin = {name: _pretraining(path, opened[0]) for name, path in runs.items()}
+    pretraining = {name: _pretraining(path, opened[0]) for name, path in runs.items()}
     own = {spec: load_external(spec) for spec in external}
     for spec, (name, _) in own.items():
         if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
-            raise EvaluationError(f"--external {spec}: {name} is the name of another encoder here; rename the function")
-    answered = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
-    group_columns(make_study([of_store(opened[0])], {}, **answered), groups, age_bands)
+            raise EvaluationError(f"--external {spec}: another encoder is named {name}; rename the function")
+    common = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
+    group_columns(make_study([of_store(opened[0])], {}, **common), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
     seen = np.zeros(len(encoders[0].acquisition), bool)
     for path in runs.values():
         seen |= rows_seen(encoders[0], seen_by(path))
-    study = make_study(
-        encoders, kinds, **answered, seen=seen,
-        pretrained_on={name: facts["scanners"] for name, facts in origin.items()}, resamples=resamples, seed=seed,
-    )  # fmt: skip
+    scanners = {name: facts["scanners"] for name, facts in pretraining.items()}
+    study = make_study(encoders, kinds, **common, seen=seen, pretrained_on=scanners, resamples=resamples, seed=seed)
     scratch_note = "Left out by --from-scratch-epochs 0."
     if from_scratch_epochs > 0:
-        study, scratch_note = _from_scratch(
-            study, Path(run), opened[0], labels, orders, from_scratch_epochs, out, exclude, allow_seen, echo
-        )
+        settings = {
+            "encoder": str(run),
+            "store": str(opened[0].path),
+            "labels": None if labels is None else str(labels),
+            "exclude": None if exclude is None else str(exclude),
+            "epochs": from_scratch_epochs,
+        }
+        study, scratch_note = _from_scratch(study, settings, orders or {}, out / "from_scratch", allow_seen, echo)
+    described = [{"name": e.name, "kind": study.kinds[e.name], "what": _what(e)} for e in study.encoders]
+    if study.scratch:
+        what = "the run's network, trained for the label alone"
+        described.append({"name": FROM_SCRATCH, "kind": "from scratch", "what": what})
     return {
         "format": "octfm-trust",
         "version": 1,
         "reference": study.reference,
         "cohort": _cohort(study),
-        "encoders": [{"name": e.name, "kind": study.kinds[e.name], "what": _what(e)} for e in study.encoders]
-        + (
-            [{"name": FROM_SCRATCH, "kind": "from scratch", "what": "the run's network, trained for the label alone"}]
-            if study.scratch
-            else []
-        ),
-        "pretraining": origin,
-        **ask(study, opened[0], groups=groups, age_bands=age_bands, echo=echo),
+        "encoders": described,
+        "pretraining": pretraining,
+        **analyse(study, opened[0], groups=groups, age_bands=age_bands, echo=echo),
         "from_scratch_note": scratch_note,
         "settings": {
             "design": study.design,
@@ -125,7 +130,7 @@ def trust(
     }
 
 
-def ask(
+def analyse(
     study: Study,
     store: Store,
     *,
@@ -133,9 +138,9 @@ def ask(
     age_bands: Sequence[float] = AGE_BANDS,
     echo: Echo = print,
 ) -> dict[str, Any]:
-    """The answer to every question, under its own key."""
+    """Run every analysis; each result is under its own key."""
     parts: dict[str, Any] = {"skipped": list(study.skipped)}
-    echo("probes: the run beside its baselines")
+    echo("probes of the run and its baselines")
     parts |= baselines(study)
     echo("leave one scanner out")
     parts["left_out_scanner"] = leave_one_scanner_out(study)
@@ -154,34 +159,34 @@ def ask(
 
 
 def baselines(study: Study) -> dict[str, Any]:
-    """Every metric of everyone on every target, and the run against each baseline."""
+    """Every metric of every encoder on every target, and comparisons of the run with each baseline."""
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     for task in study.tasks:
         scored: dict[str, list[Scored]] = {
-            name: score(task.cases, name, [said], task.facts | {"what": study.kinds[name]}, study.resamples, study.seed)
-            for name, said in study.everyone(task)
+            name: score(task.cases, name, [run], task.facts | {"what": study.kinds[name]}, study.resamples, study.seed)
+            for name, run in study.all_predictions(task)
         }
         rows += [s.row for own in scored.values() for s in own]
         for name, own in scored.items():
-            # Another run is no baseline: the question about domains compares it.
+            # Other runs are not baselines; `domains` compares them.
             if name != study.reference and study.kinds[name] != "other run":
                 both = zip(scored[study.reference], own, strict=False)
                 comparisons += [compare_scored(a, b, leakage=False) for a, b in both if a.metric == b.metric]
-    return {"results": rows, "comparisons": claimed(comparisons), "planned_metrics": list(PLANNED)}
+    return {"results": rows, "comparisons": add_claims(comparisons), "planned_metrics": list(PLANNED)}
 
 
 def _what(encoder: Embeddings) -> str:
-    """In a few words, and without the folders of this machine: the page is passed around."""
+    """Description of an encoder without folders of this machine, because the page is shared."""
     return re.sub(r"\S*/", "", str(encoder.metadata.get("encoder", "")))
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
-    """Runs by their names, the one of interest first."""
+    """Runs by name, the evaluated one first. Raises EvaluationError for names used twice or reserved."""
     names = [entry_name(path) for path in paths]
     for name in names:
         if names.count(name) > 1 or name in RESERVED:
-            raise EvaluationError(f"two encoders are called {name}; rename one of the run folders")
+            raise EvaluationError(f"two encoders are named {name}; rename one of the run folders")
     return dict(zip(names, paths, strict=True))
 
 
@@ -192,19 +197,14 @@ def _encoders(
     folder: Path,
     echo: Echo,
 ) -> tuple[list[Embeddings], dict[str, Kind]]:
-    """The run first, then other runs, then the baselines, then encoders of one's own."""
+    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders."""
     found: list[Embeddings] = []
     kinds: dict[str, Kind] = {}
 
     def embed(path: Path, name: str, kind: Kind, random_init: bool = False) -> None:
-        encoder = load_encoder(path, random_init=random_init)
-        store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
-        echo(f"embedding {len(store)} volumes with {name}")
-        found.append(
-            replace(
-                read_embeddings(embed_store(encoder, store, folder, re.sub(r"[^\w.-]", "_", name), echo)), name=name
-            )
-        )
+        echo(f"embedding {len(stores[0])} volumes with {name}")
+        vectors = embed_run(path, _file_name(name), stores, folder, echo, random_init=random_init)
+        found.append(replace(vectors, name=name))
         kinds[name] = kind
 
     first = next(iter(runs))
@@ -215,9 +215,9 @@ def _encoders(
     align(found)
     data = found[0]
     found.append(tissue_map(stores[0], data))
-    found.append(
-        replace(data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner, no image"})
-    )
+    # Vectors are made per target, in Study.vectors.
+    described = {"encoder": "age, site and scanner, no image"}
+    found.append(replace(data, name="metadata", path="metadata", metadata=described))
     kinds |= {"histogram": "baseline", "tissue_map": "baseline", "metadata": "baseline"}
     for spec, loaded in external.items():
         echo(f"embedding with {spec}")
@@ -227,9 +227,10 @@ def _encoders(
 
 
 def _pretraining(path: Path, store: Store) -> dict[str, Any]:
-    """What a run was pretrained on, as its checkpoint says."""
+    """Scanners, participants and settings of a run's pretraining, from its checkpoint."""
     _, content = load_newest(path)
     config = config_of(content)
+    # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
     named = set(config.data.scanners) or {row.scanner for row in store.rows}
     return {
         "scanners": tuple(sorted(named - set(config.data.leave_out_scanners))),
@@ -244,47 +245,46 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
 
 def _from_scratch(
     study: Study,
-    run: Path,
-    store: Store,
-    labels: str | Path | None,
-    orders: Mapping[str, tuple[str, ...]] | None,
-    epochs: float,
+    common: dict[str, Any],
+    orders: Mapping[str, tuple[str, ...]],
     out: Path,
-    exclude: str | Path | None,
     allow_seen: bool,
     echo: Echo,
 ) -> tuple[Study, str]:
-    """The run's architecture trained for each label alone, from random weights; a fair rate, not that of fine-tuning."""
+    """Train the run's architecture from random weights for each label; returns the study with it, and a note.
+
+    The learning rate is one that suits training from scratch, higher than that of fine-tuning.
+    """
     if study.design != "recommended_split":
         return study, "Left out: it needs train and test splits, and this store has none (octfm scan makes them)."
-    said, notes = {}, []
+    recipe = {"from_scratch": True, "head_epochs": 0, "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15}
+    epochs = common["epochs"]
+    predictions, notes = {}, []
     for task in study.tasks:
         if task.cases.target.label is not None:
             continue
-        config = load(
-            FinetuneConfig,
-            {
-                "encoder": str(run), "from_scratch": True, "store": str(store.path), "labels": None if labels is None else str(labels),
-                "target": task.name, "order": list((orders or {}).get(task.cases.target.column, ())), "epochs": epochs, "head_epochs": 0,
-                "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15, "seed": study.seed,
-                "exclude": None if exclude is None else str(exclude),
-            },
-        )  # fmt: skip
-        folder = out / "from_scratch" / re.sub(r"[^\w.-]", "_", task.name)
+        order = list(orders.get(task.cases.target.column, ()))
+        config = load(FinetuneConfig, common | recipe | {"target": task.name, "order": order, "seed": study.seed})
+        folder = out / _file_name(task.name)
         echo(f"training {task.name} from scratch: at most {epochs:g} epochs, chosen on validation participants")
         try:
             finetune(config, folder, allow_seen=allow_seen, echo=lambda line: None)
         except EvaluationError as reason:
             notes.append(f"{task.name} was left out: {reason}")
             continue
-        prediction = read_predictions(folder / "predictions.parquet")
-        said[task.name] = prediction.for_cases(task.cases, study.data, task.rounds[0].test)
+        saved = read_predictions(folder / "predictions.parquet")
+        predictions[task.name] = saved.for_cases(task.cases, study.data, task.rounds[0].test)
     kinds: dict[str, Kind] = {**study.kinds, FROM_SCRATCH: "from scratch"}
     note = f"At most {epochs:g} epochs, learning rate 3e-4, the epoch chosen on validation participants; one seed."
-    return replace(study, scratch=said, kinds=kinds), " ".join([note, *notes])
+    return replace(study, scratch=predictions, kinds=kinds), " ".join([note, *notes])
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def _cohort(study: Study) -> dict[str, Any]:
+    """Numbers of acquisitions and participants, all and tested, overall and per scanner."""
     data, tested = study.data, study.tested
 
     def people(keep: np.ndarray) -> int:

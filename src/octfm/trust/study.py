@@ -1,4 +1,4 @@
-"""What every question of the trust report shares: encoders on identical rows, targets, who is trained on and who is tested."""
+"""The common data of all analyses of a trust report: encoders on identical rows, targets, training and test rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,19 +11,19 @@ from octfm.encoder.embeddings import Embeddings, align
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import FOLDS, choose_design, describe, predict
-from octfm.evaluation.scoring import Predictions, correct, finite, metrics_of, to_units
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric, compare, interval
+from octfm.evaluation.scoring import Predictions, correct, count_participants, finite, metrics_of, to_units
+from octfm.evaluation.statistics import Bootstrap, Metric, bootstrap, bootstrap_together, compare, interval
 from octfm.trust.leaderboard import metadata
 
 Kind = Literal["run", "other run", "baseline", "external", "from scratch"]
 FROM_SCRATCH = "from_scratch"
 LEVEL = 0.05
-"""A difference is claimed where its p stays below this after Holm's correction over all comparisons of its question."""
+"""A difference is claimed if its p is at most this after Holm's correction over all comparisons of its analysis."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One target, with the participants it is trained and tested on; the same for every encoder."""
+    """One target and its rounds of training and test rows, the same for every encoder."""
 
     cases: Cases
     rounds: tuple[Round, ...]
@@ -35,13 +35,13 @@ class Task:
 
     @property
     def metric(self) -> str:
-        """The one that is compared; the others describe."""
+        """The metric whose comparisons are planned."""
         return {"regression": "r2", "ordinal": "kappa"}.get(self.cases.kind, "auroc")
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Encoders on identical acquisitions, the one of interest first; `data` says who and what the acquisitions are."""
+    """Encoders on identical acquisitions, the one under evaluation first."""
 
     encoders: tuple[Embeddings, ...]
     kinds: dict[str, Kind]
@@ -50,20 +50,21 @@ class Study:
     table: LabelTable | None
     design: Design
     seen: np.ndarray
-    """bool [N]: participants that an encoder was pretrained on."""
+    """bool [N]: rows of participants that an encoder was pretrained on."""
     tested: np.ndarray
-    """bool [N]: acquisitions that may be tested; the others may be learned from."""
+    """bool [N]: rows used for testing; the others are used for training."""
     pretrained_on: dict[str, tuple[str, ...]]
     """Scanners in the pretraining of each run."""
     allow_seen: bool = False
     resamples: int = 4000
     seed: int = 0
     scratch: dict[str, Predictions] = field(default_factory=dict)
-    """By target, what a network trained from scratch for it says of the tested rows."""
-    _said: dict[tuple[str, str], Predictions] = field(default_factory=dict)
+    """Test predictions of the network trained from scratch, by target."""
+    _predictions: dict[tuple[str, str], Predictions] = field(default_factory=dict)
 
     @property
     def data(self) -> Embeddings:
+        """Ids, scanners and labels of the acquisitions, equal in every encoder."""
         return self.encoders[0]
 
     @property
@@ -72,32 +73,39 @@ class Study:
 
     @property
     def scanners(self) -> list[str]:
-        """Those that anybody is tested on."""
+        """Scanners with test acquisitions."""
         return sorted(set(self.data.scanner[self.tested].tolist()))
 
     def images(self) -> list[Embeddings]:
-        """The encoders that look at an image."""
+        """The encoders that use voxels."""
         return [e for e in self.encoders if e.name not in ("metadata", "tissue_map")]
 
     def vectors(self, task: Task, encoder: Embeddings) -> Embeddings:
-        """Of this encoder for this target: metadata must not hold the answer."""
-        return (
-            replace(metadata(self.data, without=task.cases.target.column), name=encoder.name)
-            if encoder.name == "metadata"
-            else encoder
-        )
+        """Embeddings of an encoder for a target; the metadata baseline leaves out the target's own column."""
+        if encoder.name != "metadata":
+            return encoder
+        return replace(metadata(self.data, without=task.cases.target.column), name=encoder.name)
 
-    def said(self, task: Task, encoder: Embeddings) -> Predictions:
-        """What a linear model on the encoder's vectors says of every tested row, fitted on all that may be learned from. Kept."""
+    def predictions(self, task: Task, encoder: Embeddings) -> Predictions:
+        """Test predictions of a linear probe on the encoder's vectors, fitted on all training rows; cached."""
         key = (task.name, encoder.name)
-        if key not in self._said:
-            self._said[key] = predict(task.cases, task.rounds, self.vectors(task, encoder), "linear", self.seed)
-        return self._said[key]
+        if key not in self._predictions:
+            self._predictions[key] = predict(task.cases, task.rounds, self.vectors(task, encoder), "linear", self.seed)
+        return self._predictions[key]
 
-    def everyone(self, task: Task) -> list[tuple[str, Predictions]]:
-        """Who says what of the tested rows, the reference first; with the network trained from scratch, where there is one."""
-        named = [(e.name, self.said(task, e)) for e in self.encoders]
+    def all_predictions(self, task: Task) -> list[tuple[str, Predictions]]:
+        """Test predictions by name: every encoder, the reference first, then the network trained from scratch."""
+        named = [(e.name, self.predictions(task, e)) for e in self.encoders]
         return named + ([(FROM_SCRATCH, self.scratch[task.name])] if task.name in self.scratch else [])
+
+    def bootstrap(self, metric: Metric, participants: np.ndarray) -> Bootstrap:
+        """Bootstrap over participants with the resamples of this study."""
+        return bootstrap(metric, participants, resamples=self.resamples, seed=self.seed)
+
+    def bootstrap_together(self, parts: "Sequence[Part]") -> list[Bootstrap]:
+        """Bootstrap several parts over the resamples of all their participants together."""
+        pairs = [(p.metric, p.participants) for p in parts]
+        return bootstrap_together(pairs, resamples=self.resamples, seed=self.seed)
 
 
 def make_study(
@@ -113,7 +121,10 @@ def make_study(
     resamples: int = 4000,
     seed: int = 0,
 ) -> Study:
-    """Find targets and rounds. EvaluationError where a test participant was pretrained on (unless `allow_seen`) or no target is left."""
+    """Find targets and rounds.
+
+    Raises EvaluationError if a test participant was used in pretraining (unless `allow_seen`), or if no target remains.
+    """
     align(list(encoders))
     data = encoders[0]
     seen = np.zeros(len(data.acquisition), bool) if seen is None else seen
@@ -131,15 +142,25 @@ def make_study(
     if not tasks:
         why = " ".join(s["sentence"] for s in skipped)
         raise EvaluationError(
-            f"no target can be judged: {why or 'no label column is known'}; give --labels and --target"
+            f"no target can be evaluated: {why or 'no label column is known'}; give --labels and --target"
         )
     tested = (
         np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen
     )
     return Study(
-        tuple(encoders), dict(kinds), tuple(tasks), tuple(skipped), table, design, seen, tested, dict(pretrained_on or {}),
-        allow_seen, resamples, seed,
-    )  # fmt: skip
+        encoders=tuple(encoders),
+        kinds=dict(kinds),
+        tasks=tuple(tasks),
+        skipped=tuple(skipped),
+        table=table,
+        design=design,
+        seen=seen,
+        tested=tested,
+        pretrained_on=dict(pretrained_on or {}),
+        allow_seen=allow_seen,
+        resamples=resamples,
+        seed=seed,
+    )
 
 
 def make_task(
@@ -151,13 +172,13 @@ def make_task(
     allow_seen: bool,
     seed: int,
 ) -> Task:
-    """Raises Skip where there is nothing to learn or too few to learn from."""
+    """Cases, rounds and facts of a target. Raises Skip if it cannot be evaluated on this data."""
     cases, rounds = make_rounds(make_cases(target, data, table), data, design, seen, allow_seen, FOLDS, seed)
     return Task(cases, tuple(rounds), describe(cases, rounds, design, seen))
 
 
 def part(run: Predictions, keep: np.ndarray) -> Predictions:
-    """The predictions at which `keep` bool [n] is true."""
+    """Select predictions by `keep`, bool [n]."""
 
     def own(values: np.ndarray | None) -> np.ndarray | None:
         return None if values is None else values[keep]
@@ -167,7 +188,7 @@ def part(run: Predictions, keep: np.ndarray) -> Predictions:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One metric on some of the tested rows, scored at the target's unit."""
+    """One metric on a subset of the test rows, aggregated to the target's unit."""
 
     metric: Metric
     participants: np.ndarray
@@ -179,19 +200,15 @@ class Part:
 
 
 def part_metric(cases: Cases, run: Predictions, name: str) -> Part:
-    """The metric `name` of these predictions as a function of weights, and whether an interval may be given."""
+    """The metric `name` of these predictions as a function of case weights, with the counts an interval needs."""
     units = to_units(cases, run)
     metric, chance = next((fn, chance) for n, fn, chance in metrics_of(cases, units) if n == name)
-    people = len(np.unique(units.participant))
-    counts = {"": people}
-    if cases.classes is not None:
-        counts = {c: len(np.unique(units.participant[units.truth == k])) for k, c in enumerate(cases.classes)}
-    rare = {c: n for c, n in counts.items() if n < MIN_PARTICIPANTS}
-    return Part(metric, units.participant, rare, chance, people)
+    _, rare = count_participants(cases, units)
+    return Part(metric, units.participant, rare, chance, len(np.unique(units.participant)))
 
 
 def estimate(boot: Bootstrap | None, alone: float | None = None) -> dict[str, float | None]:
-    """`estimate`, `low` and `high` (BCa); without a bootstrap the number `alone`."""
+    """`estimate`, `low` and `high` (BCa) for a result row; without a bootstrap only the estimate `alone`."""
     if boot is None:
         return {"estimate": finite(alone), "low": None, "high": None}
     low, high = interval(boot)
@@ -201,17 +218,10 @@ def estimate(boot: Bootstrap | None, alone: float | None = None) -> dict[str, fl
 def difference(
     a: Bootstrap | None, b: Bootstrap | None, /, *, planned: bool, lower_is_better: bool = False, **facts: Any
 ) -> dict[str, Any]:
-    """a − b on the same resamples, before Holm; a verdict is about a. Without a bootstrap: inconclusive."""
+    """Result row of a − b on the same resamples, before Holm. Without bootstraps the verdict is "inconclusive"."""
     if a is None or b is None:
-        return {
-            **facts,
-            "difference": None,
-            "low": None,
-            "high": None,
-            "p": None,
-            "verdict": "inconclusive",
-            "planned": False,
-        }
+        unknown = dict.fromkeys(("difference", "low", "high", "p"))
+        return {**facts, **unknown, "verdict": "inconclusive", "planned": False}
     c = compare(a, b)
     verdict = c.verdict
     if lower_is_better and verdict != "inconclusive":
@@ -227,10 +237,10 @@ def difference(
     }
 
 
-def claimed(comparisons: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One question's comparisons with `p_holm`, and `claim`: the verdict where it stands after Holm, else inconclusive.
+def add_claims(comparisons: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add `p_holm` and `claim` to the comparisons of one analysis.
 
-    A comparison that was not planned is never claimed.
+    The claim is the verdict if the comparison is planned and p after Holm is at most LEVEL, else "inconclusive".
     """
     rows = correct(list(comparisons))
     return [
