@@ -1,8 +1,9 @@
-"""The whole path on one machine in ten minutes: cohort, catalog, store, pretraining, probe, report."""
+"""The demonstration: cohort, catalog, store, pretraining, probe and report in ten minutes on one machine."""
 
 import json
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,34 +17,36 @@ if TYPE_CHECKING:
 
 
 PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.1875, 0.0104, 0.031]}
-"""The central 3 x 2 x 4 mm at about the scanners' own sampling: lesions stay larger than tokens, and a CPU can afford it."""
+"""The central 3 x 2 x 4 mm at about the scanners' native sampling: lesions stay larger than tokens, and a CPU
+suffices."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a demonstration is."""
+    """Size of the phantom cohort, and overrides of the pretraining settings."""
 
     participants: int
     fractions: tuple[float, float, float]
-    """Shares of participants to pretrain and fit on, to validate on, to test on."""
+    """Shares of participants for training, validation and test."""
     overrides: tuple[str, ...] = ()
 
 
 FULL = Size(1000, (0.31, 0.02, 0.67))
-"""690 participants that pretraining has not seen: the standard error of a paired difference of AUROC is about .015 then, a third of what
-disease gains (docs/log)."""
+"""Leaves 690 participants that pretraining has not seen: the standard error of a paired AUROC difference is then about
+.015, a third of the gain for disease (docs/log)."""
 PRESETS = {
     "mae": ("demo", "masked voxels without speckle"),
     "vjepa2": ("demo_vjepa2", "V-JEPA 2 with context loss and masked voxels"),
 }
-"""Objective to preset, and what is said of it. In minutes voxels win (docs/log); V-JEPA 2 is what long runs train."""
+"""Objective to packaged config and description. Within minutes mae is better (docs/log); V-JEPA 2 is meant for long
+runs."""
 DESIGN: "Design" = "k-fold"
-"""How the phantom cohort is probed: everybody whom pretraining has not seen is tested once, by a probe that learned from the others, so
-that it has more than twice the labels of the split (docs/log). Own scans keep their recommended split. Chance is a little below .5
-then, the same for all encoders: what one fold of a balanced cohort has too many of the others lack (docs/phantom.md)."""
+"""Design of the probe on the phantom cohort. Everybody whom pretraining has not seen is tested once, which gives the
+probe more than twice the labels of the split (docs/log). Your own scans keep their recommended split. Chance AUROC is
+then a little below .5, equally for all encoders: a class that is frequent in one fold is rarer in the others
+(docs/phantom.md)."""
 LABELLED, DRAWS = (0.1, 0.3, 1.0), 3
-"""Shares of the training participants whose label the probe gets, and how often they are drawn: where labels are few, pretraining gains
-most (docs/log)."""
+"""Fractions of labelled training participants, and random draws of each: few labels gain most (docs/log)."""
 QUICK = Size(30, (0.4, 0.2, 0.4), ("steps=20", "log_every_steps=5", "validate_every_steps=10", "ckpt_every_steps=10"))
 
 
@@ -60,9 +63,9 @@ def run_demo(
 ) -> Path:
     """Run or continue a demonstration in `out` and return the path of its report.
 
-    `objective` is a key of PRESETS. Without `data` a phantom cohort is made; its test and validation participants are never learned from in
-    pretraining, and are those whom the probe tests. With `data`, the same settings run on the user's own scans, and what cannot be
-    measured without labels is left out.
+    `objective` is a key of PRESETS. Without `data`, a phantom cohort is made; pretraining never uses its validation and
+    test participants, and the probe tests only these. With `data`, the same settings run on the user's own scans, and
+    whatever needs labels is left out.
     """
     from octfm.catalog.catalog import scan
     from octfm.catalog.participants.people import AmbiguousPeople
@@ -82,13 +85,13 @@ def run_demo(
     out, size, clock = local_path(out), QUICK if quick else FULL, _Clock(echo)
     for option, given in (("--max-samples", max_samples is not None), ("--participant-from", bool(participant_from))):
         if data is None and given:
-            raise ConfigError(f"{option} is about your own scans; give --data FOLDER with it")
+            raise ConfigError(f"{option} applies to your own scans only; give --data FOLDER with it")
     labels = None
     root = Path(data) if data is not None else _cohort(out / "clinic", size, seed, clock)
     if data is None:
         labels = root / "ground_truth" / "labels.tsv"
 
-    clock.start(f"catalog: every file of {root} becomes a row or a reject with a reason")
+    clock.start(f"catalog: list every file of {root} as accepted, or rejected with a reason")
     try:
         catalog = scan(str(root), participant_from=participant_from)
     except AmbiguousPeople as ambiguous:
@@ -104,35 +107,28 @@ def run_demo(
     clock.start("store: mirror left eyes, register B-scans, find the tissue band, resample to one spacing")
     store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
 
-    preset, said = PRESETS[objective]
-    clock.start(f"pretraining: {said}, on tissue tokens of the training participants")
+    preset, description = PRESETS[objective]
+    clock.start(f"pretraining: {description}, on tissue tokens of the training participants")
     config = load_config(preset, (f"seed={seed}", *size.overrides))
     run = pretrain(config, store, out / "run", echo=lambda line: echo(f"   {line}"))
 
     clock.start("frozen features: the encoder, the same encoder at random initialisation, an intensity histogram")
     embeddings = embed_all(run, out / "prepared", echo=lambda line: echo(f"   {line}"))
 
-    clock.start("probe: linear models on frozen features, judged on participants that pretraining has not seen")
+    clock.start("probe: linear models on frozen features, tested on participants that pretraining has not seen")
     commands = _commands(out, data, max_samples, participant_from, seed, size, objective, labels)
     try:
-        result = probe(
-            embeddings, labels, design=DESIGN if data is None else "auto", seen=seen_by(run), commands=commands
-        )
-        write_probe(run / "probe.json", result)  # there, whatever becomes of fewer labels
+        design, seen = DESIGN if data is None else "auto", seen_by(run)
+        result = probe(embeddings, labels, design=design, seen=seen, commands=commands)
+        write_probe(run / "probe.json", result)  # kept even if the label-efficiency curve below fails
         if data is None:
             rows, compared = label_efficiency(
-                embeddings,
-                labels,
-                targets=["disease"],
-                design=DESIGN,
-                seen=seen_by(run),
-                fractions=LABELLED,
-                seeds=DRAWS,
+                embeddings, labels, targets=["disease"], design=DESIGN, seen=seen, fractions=LABELLED, seeds=DRAWS
             )
             result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
             write_probe(run / "probe.json", result)
     except EvaluationError as error:
-        echo(f"   the probe is not complete: {error}")
+        echo(f"   probe incomplete: {error}")
 
     clock.start("report")
     report = out / "report.html"
@@ -148,15 +144,15 @@ def run_demo(
 
 
 SABOTAGE = ("teacher-frozen", "context-unmasked", "lr-restart", "nan-volume")
-"""What `octfm demo --sabotage` can plant."""
+"""Faults that `octfm demo --sabotage` can plant."""
 SABOTAGED_AT = 40
-"""Step of 60 at which it is planted."""
+"""Step, of 60, at which the fault is planted."""
 
 
 def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = print) -> Path:
-    """Train the quick demonstration with a fault planted in it, and return the path of its report.
+    """Train the quick demonstration with a planted fault, and return the path of its report.
 
-    The monitors have to name the fault while the run trains. EvaluationError if they call it anything else, or nothing.
+    Raises EvaluationError if the monitors do not name the fault while the run trains.
     """
     from octfm.catalog.catalog import scan
     from octfm.errors import TrainingError
@@ -176,7 +172,7 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     catalog = scan(str(root))
     catalog.save(out / "catalog")
     store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
-    clock.start(f"pretraining: {steps} steps, {name} from step {at} on; what the monitors say:")
+    clock.start(f"pretraining: {steps} steps, {name} from step {at} on; what the monitors report:")
     config = load_config(
         "demo_vjepa2",
         (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"),
@@ -188,13 +184,14 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     except TrainingError as error:
         echo(f"   the run stopped: {error}")
     clock.stop()
-    found = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "incident"]
+    incidents = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "incident"]
     report = out / f"report-{name}.html"
     write_report(run, report, catalog=out / "catalog", store_path=store.path)
-    named = next((row for row in found if row["what"] == NAMES[name]), None)
+    named = next((row for row in incidents if row["what"] == NAMES[name]), None)
     if named is None:
         raise EvaluationError(
-            f"{run}: {name} was planted at step {at} and not named; the monitors said {[row['what'] for row in found]}"
+            f"{run}: {name} was planted at step {at}, but the monitors reported only "
+            f"{[row['what'] for row in incidents]}"
         )
     echo(f"planted {name} at step {at}; named at step {named['step']}: {named['what']}: {named['sentence']}")
     echo(f"report: {report.resolve()}")
@@ -202,7 +199,7 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
 
 
 def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
-    """The phantom cohort of this size and seed: made, or found again."""
+    """Make the phantom cohort of this size and seed, or reuse it."""
     from octfm.phantom import write_phantom
 
     facts = folder / "ground_truth" / "phantom.json"
@@ -215,7 +212,7 @@ def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
             )
         return folder
     clock.start(
-        f"cohort: {size.participants} phantom participants, both eyes, four scanners, seed {seed}, with spoilt files among them"
+        f"cohort: {size.participants} phantom participants, both eyes, four scanners, seed {seed}, some files defective"
     )
     return write_phantom(
         folder,
@@ -229,7 +226,7 @@ def _cohort(folder: Path, size: Size, seed: int, clock: "_Clock") -> Path:
 
 
 def _spread(acquisitions: tuple, count: int) -> tuple:
-    """At most `count` acquisitions, evenly from every split, each of which keeps its share and at least one."""
+    """About `count` acquisitions, evenly spaced within every split, in proportion to its size, at least one each."""
     if count < 1:
         raise ConfigError(f"--max-samples: expected at least 1, got {count}")
     if count >= len(acquisitions):
@@ -237,15 +234,13 @@ def _spread(acquisitions: tuple, count: int) -> tuple:
     chosen = set()
     for split in dict.fromkeys(a.split for a in acquisitions):
         own = [a.uri for a in acquisitions if a.split == split]
-        wanted = max(1, round(count * len(own) / len(acquisitions)))
-        chosen |= {own[i * len(own) // wanted] for i in range(wanted)}
+        quota = max(1, round(count * len(own) / len(acquisitions)))
+        chosen |= {own[i * len(own) // quota] for i in range(quota)}
     return tuple(a for a in acquisitions if a.uri in chosen)
 
 
 def _counts(rejects: tuple) -> str:
-    codes: dict[str, int] = {}
-    for reject in rejects:
-        codes[reject.code] = codes.get(reject.code, 0) + 1
+    codes = Counter(reject.code for reject in rejects)
     return ", ".join(f"{code} {n}" for code, n in sorted(codes.items())) or "none"
 
 
@@ -259,7 +254,7 @@ def _commands(
     objective: str,
     labels: Path | None,
 ) -> list[str]:
-    """What was run, and the verbs that continue from its catalog."""
+    """The command that was run, and the single verbs that repeat its steps from the catalog on."""
     demo = ["octfm", "demo", "--out", out, "--seed", seed]
     demo += ["--data", data] * (data is not None)
     demo += ["--max-samples", max_samples] * (max_samples is not None)
@@ -280,7 +275,7 @@ def _commands(
 
 
 class _Clock:
-    """Says what is being done and keeps what each part took."""
+    """Prints the start of every part and records its duration."""
 
     def __init__(self, echo: Echo):
         self.echo, self.parts, self.began = echo, [], time.perf_counter()
@@ -299,11 +294,11 @@ class _Clock:
             self.parts[-1][2] = time.perf_counter() - self.parts[-1][1]
 
     def progress(self, unit: str) -> Callable[[int, int], None]:
-        def tell(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             if done == total or done % max(1, total // 5) == 0:
                 self.echo(f"   {done} of {total} {unit}")
 
-        return tell
+        return report
 
     def shares(self) -> str:
         return ", ".join(f"{name} {seconds:.0f} s" for name, _, seconds in self.parts)

@@ -1,4 +1,4 @@
-"""What an encoder makes of single volumes: its masks, principal components of tokens, occlusion, attention, features for similarities."""
+"""Maps of single volumes by an encoder: masks, PCA of tokens, occlusion, attention, and features for similarities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,44 +16,47 @@ from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, s
 from octfm.tasks.segment import Segmenter
 
 PER_SCANNER = 2
+"""Volumes shown per scanner."""
 FEATURE_BYTES, DIRECTIONS = 300_000, (16, 64)
-"""Of a volume's token features that are kept for similarities: as many directions, within limits, as fit."""
+"""Size of the token features kept per volume for similarities, and limits of the number of directions that fit in
+it."""
 BLOCKS = 32
-"""About so many blocks are hidden in turn for an occlusion map."""
+"""Approximate number of blocks hidden one after the other for an occlusion map."""
 UNSEEN = "Tissue without a colour was beyond the encoder's budget of tokens."
 CONTEXT, TARGET, GREEN, YELLOW = (86, 180, 233), (230, 159, 0), (0, 158, 115), (240, 228, 66)
-"""Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
+"""Okabe & Ito's sky blue, orange, green and yellow; each has a contrast of at least 3:1 on a dark OCT background."""
 
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Directions in which tissue tokens of some volumes differ most, shared by all that are shown together."""
+    """Principal components of the tissue tokens of several volumes that are shown together."""
 
     mean: np.ndarray
     """[width]"""
     axes: np.ndarray
-    """[K, width], orthonormal, the first explains most."""
+    """[K, width], orthonormal, in order of explained variance."""
     explained: float
-    """Share of the variance of tissue tokens that the K directions keep."""
+    """Share of the variance of tissue tokens in the K directions."""
     low: np.ndarray
     high: np.ndarray
-    """[3] percentiles that become 0 and 255 in a picture of the first three components."""
+    """[3] percentiles of the first three components, drawn as 0 and 255."""
     step: float
-    """Of int8 scores: one for all directions, so that angles stay."""
+    """Quantisation step of int8 scores, the same for all directions so that angles are kept."""
     spread: float
-    """Median distance between the vectors of two volumes; NaN for one volume, and where volumes differ by rounding only."""
+    """Median distance between the vectors of two volumes; NaN for one volume, or if they differ only by rounding."""
 
 
 def save_pictures(
     encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None, segmenter: Segmenter | None = None
 ) -> Path:
-    """<out>/scenes.npz: a few volumes of each scanner with everything that the encoder (a head, a segmenter) makes of them."""
+    """Write <out>/scenes.npz: a few volumes of each scanner with maps of the encoder, head and segmenter."""
     chosen = some_of_each_scanner(store)
     arrays = store.read(chosen)
     tokens = encode(encoder, arrays)
     maps = token_maps(encoder, arrays)
     basis = fit_basis(encoder, tokens, maps)
     about = about_features(basis, tokens, maps)
+    # Occlusion maps need one forward pass per block, so there is one per scanner.
     scenes, occluded = [], set()
     for i, index in enumerate(chosen):
         row = store.rows[index]
@@ -91,10 +94,13 @@ def token_overlays(
     *,
     occlude: bool = True,
 ) -> list[Overlay]:
-    """PCA, occlusion and, with a head that has attention, where it looks; of one volume."""
+    """Overlays of one volume: PCA, attention (of a head that has it), occlusion."""
     overlays = [colours(tokens, maps, basis)]
     if head is not None and (weights := attention(encoder, arrays, head)) is not None:
-        about = f"Where the pooling probe for {head.target} looks; 1 is as much as an even look at all its tokens. Not why it answers."
+        about = (
+            f"Where the pooling probe for {head.target} looks; 1 is as much as an even look at all its tokens. "
+            "Not why it answers."
+        )
         overlays.append(Overlay("attention", "Attention of the probe", "scalar", weights, about=about, unit="× even"))
     if occlude:
         overlays.append(occlusion(encoder, arrays, basis, head))
@@ -102,18 +108,18 @@ def token_overlays(
 
 
 def encode(encoder: Encoder, arrays: Arrays) -> np.ndarray:
-    """float32 [B, d, h, w, width], volume by volume."""
+    """Token features, float32 [B, d, h, w, width]; one volume at a time, for memory."""
     return np.stack([encoder.encode_grid(voxels[None])[0] for voxels in arrays.voxels])
 
 
 def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions: int | None = None) -> Basis:
-    """Principal components of the tissue tokens of volumes [B, d, h, w, width] with token maps [B, d, h, w]; how far vectors are apart."""
+    """Fit a Basis to the tissue tokens of `tokens` [B, d, h, w, width] with token maps `maps` [B, d, h, w]."""
     directions = directions or int(np.clip(FEATURE_BYTES // maps[0].size, *DIRECTIONS))
-    tissue = maps == TISSUE if (maps == TISSUE).any() else maps != PADDING
-    # A basis over all tokens would spend its directions on telling tissue from background.
+    # Only tissue: over all tokens, the first components would just separate tissue from background.
+    tissue = _tissue(maps)
     own = tokens[tissue].astype(np.float64)
     mean = own.mean(0)
-    # Not over N - 1: one token has a mean and no spread, and only ratios of these values are used.
+    # bias=True divides by N, not N - 1, so that a single token works; only ratios of the variances are used.
     values, vectors = np.linalg.eigh(np.cov(own - mean, rowvar=False, bias=True))
     order = values.argsort()[::-1][:directions]
     axes = vectors[:, order].T
@@ -133,17 +139,22 @@ def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions
 
 
 def _yardstick(distance: float, vectors: Sequence[np.ndarray]) -> float:
-    """The distance, or 0 where it is no more than rounding: near-identical volumes must not make everything look large."""
+    """The distance, or 0 if it is only rounding: dividing by it would make every change look large."""
     return distance if distance > ROUNDING * max((float(np.linalg.norm(v)) for v in vectors), default=0.0) else 0.0
 
 
+def _tissue(maps: np.ndarray) -> np.ndarray:
+    """bool: tissue tokens; if there are none at all, every token that is not padding."""
+    return maps == TISSUE if (maps == TISSUE).any() else maps != PADDING
+
+
 def reduced(tokens: np.ndarray, basis: Basis) -> np.ndarray:
-    """int8 [..., K]: tokens less the mean tissue token, in the directions of the basis."""
+    """Scores of tokens in the directions of the basis, relative to the mean tissue token, int8 [..., K]."""
     return np.clip(np.round((tokens - basis.mean) @ basis.axes.T / basis.step), -127, 127).astype(np.int8)
 
 
 def similarity_error(tokens: np.ndarray, basis: Basis, pairs: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """(mean, 95th percentile) of how far cosines of reduced tokens are from those of the tokens [N, width] themselves."""
+    """Mean and 95th percentile of the error of cosine similarities after `reduced`, over random pairs of tokens."""
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, len(tokens), pairs) for _ in range(2))
     small = reduced(tokens, basis).astype(np.float32)
@@ -152,18 +163,21 @@ def similarity_error(tokens: np.ndarray, basis: Basis, pairs: int = 2000, seed: 
 
 
 def colours(tokens: np.ndarray, maps: np.ndarray, basis: Basis) -> Overlay:
-    """The first three components of tissue tokens as red, green and blue."""
+    """Overlay of the first three components of tissue tokens as red, green and blue."""
     scores = (tokens - basis.mean) @ basis.axes[:3].T
     rgb = np.clip((scores - basis.low) / np.maximum(basis.high - basis.low, 1e-6), 0, 1)
     values = np.zeros((*maps.shape, 4), np.uint8)
     values[..., : rgb.shape[-1]] = np.round(255 * rgb)
-    values[..., 3] = np.where(maps == TISSUE if (maps == TISSUE).any() else maps != PADDING, 255, 0)
-    about = "The three directions in which tissue tokens differ most, as red, green and blue; equal colours are equal features in all volumes."
+    values[..., 3] = np.where(_tissue(maps), 255, 0)
+    about = (
+        "The three directions in which tissue tokens differ most, as red, green and blue; "
+        "equal colours are equal features in all volumes."
+    )
     return Overlay("pca", "PCA of tokens", "colours", values, about=about)
 
 
 def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray | None:
-    """float32 [d, h, w]: attention of the pooling, 1 where it is even, NaN on tokens that it does not see. None where it has none."""
+    """Attention relative to uniform, float32 [d, h, w], NaN on unseen tokens; None for heads that average tokens."""
     chosen, _ = encoder.select(arrays)
     tokens, counts = encoder.tissue_tokens(arrays)
     weights = head.attention(tokens, counts)
@@ -177,22 +191,25 @@ def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray
 def occlusion(
     encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead | None = None, blocks: int = BLOCKS
 ) -> Overlay:
-    """What changes when the encoder never sees a block of tissue tokens: the head's answer, or without one the volume's vector.
+    """Overlay of the change when a block of tissue tokens is hidden: of the head's output, or else of the vector.
 
-    Hidden tokens are left out, not blackened: the encoder takes any subset of tokens, and a black box would be an image it never saw.
+    Hidden tokens are omitted, not set to black: the encoder accepts any subset of tokens, whereas a black box would be
+    an image unlike any it was trained on.
     """
     chosen, counts = (part[0] for part in encoder.select(arrays))
     place = np.stack(np.unravel_index(chosen, encoder.network.grid.shape), axis=1)
     sizes = block_sizes(place[counts], blocks)
     block = np.where(counts, np.ravel_multi_index((place // sizes).T, tuple((place // sizes).max(0) + 1)), -1)
 
-    def seen(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def encode_only(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return encoder.some_tokens(arrays.voxels, chosen[kept][None]), counts[kept][None]
 
-    everything = seen(np.ones(len(chosen), bool))
+    everything = encode_only(np.ones(len(chosen), bool))
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
     whole = encoder.vector_of(everything[0][0], everything[1][0])
     answer = None if head is None else head.answer(*everything)[0]
+    # The vector's change is shown relative to the distance between volumes; for one volume, to that from the mean
+    # token.
     size = basis.spread
     if not np.isfinite(size):
         average = encoder.vector_of(basis.mean[None], np.ones(1, bool))
@@ -200,8 +217,8 @@ def occlusion(
     for name in np.unique(block[block >= 0]):
         hidden = block == name
         if not counts[~hidden].any():
-            continue  # nothing would be left to look at
-        rest = seen(~hidden)
+            continue  # no tissue would remain
+        rest = encode_only(~hidden)
         if head is None:
             change = float(np.linalg.norm(encoder.vector_of(rest[0][0], rest[1][0]) - whole)) / size
         else:
@@ -209,23 +226,25 @@ def occlusion(
             change = head.lost(answer, head.answer(*rest)[0])
         values[chosen[hidden]] = change
     if head is None:
-        share = (
-            "the median distance between two volumes"
-            if np.isfinite(basis.spread)
-            else "its distance from the mean token"
-        )
+        single = not np.isfinite(basis.spread)
+        share = "its distance from the mean token" if single else "the median distance between two volumes"
         about = f"How far the vector of the volume moves when the encoder never sees a block, as a share of {share}."
         name, unit = "Occlusion: the volume's vector", "of that distance"
     else:
-        about = f"What the answer for {head.target} loses when the encoder never sees a block ({head.loss_unit}); below 0 it gains."
+        about = (
+            f"What the answer for {head.target} loses when the encoder never sees a block ({head.loss_unit}); "
+            "below 0 it gains."
+        )
         name, unit = f"Occlusion: {head.target}", head.loss_unit
-    return Overlay(
-        "occlusion", name, "scalar", values.reshape(encoder.network.grid.shape), about=f"{about} {UNSEEN}", unit=unit
-    )
+    values = values.reshape(encoder.network.grid.shape)
+    return Overlay("occlusion", name, "scalar", values, about=f"{about} {UNSEEN}", unit=unit)
 
 
 def block_sizes(place: np.ndarray, blocks: int) -> np.ndarray:
-    """Tokens per axis of blocks so that about `blocks` of them cover these tokens [M, 3]; grown along the axis with most blocks."""
+    """Block size in tokens per axis, so that at most `blocks` blocks cover these tokens [M, 3].
+
+    Grows step by step along the axis with most blocks.
+    """
     sizes = np.ones(3, int)
     while len(np.unique(place // sizes, axis=0)) > blocks:
         sizes[int(((place.max(0) + sizes) // sizes).argmax())] += 1
@@ -233,13 +252,16 @@ def block_sizes(place: np.ndarray, blocks: int) -> np.ndarray:
 
 
 def band(surfaces: np.ndarray, margin_mm: float) -> Overlay:
-    """`surfaces` float [2, D, W] in rows of the scene."""
-    about = f"What counts as tissue: from {1000 * margin_mm:g} µm above the inner limiting membrane to as much below Bruch's membrane."
+    """Overlay of the tissue band, `surfaces` float [2, D, W] in rows of the scene."""
+    about = (
+        f"What counts as tissue: from {1000 * margin_mm:g} µm above the inner limiting membrane "
+        "to as much below Bruch's membrane."
+    )
     return Overlay("band", "Tissue band", "lines", drawn(surfaces), (("upper", YELLOW), ("lower", YELLOW)), about)
 
 
 def some_of_each_scanner(store: Store) -> np.ndarray:
-    """Store rows: the first volumes of each scanner, different participants; eyes of both sides where there are."""
+    """Store rows of PER_SCANNER volumes per scanner, of different participants, with both eye sides if possible."""
     chosen: dict[str, dict[str, int]] = {}
     for wanted in ("R", "L", None):
         for i, row in enumerate(store.rows):
@@ -251,29 +273,17 @@ def some_of_each_scanner(store: Store) -> np.ndarray:
 
 
 def masks_of(encoder: Encoder, maps: np.ndarray, seed: int) -> list[Overlay]:
-    """Tissue tokens and one draw of masks."""
+    """Overlays of the tissue tokens and of one random training mask."""
     masks = sample_masks(encoder.config.masks, maps[None], [np.random.default_rng(seed)])
-    drawn = np.full(maps.size, NONE, np.uint8)
-    for place, name in enumerate((masks.context, masks.target)):
-        drawn[name[0]] = place
+    mask = np.full(maps.size, NONE, np.uint8)
+    mask[masks.context[0]], mask[masks.target[0]] = 0, 1
     tissue = np.where(maps == TISSUE, 0, NONE).astype(np.uint8)
+    about_tissue = "Tokens that carry the features of the volume."
+    about_mask = "In training the encoder sees the context and must predict the target; other tokens are not used."
+    legend = (("context", CONTEXT), ("target", TARGET))
     return [
-        Overlay(
-            "tokens",
-            "Tissue tokens",
-            "classes",
-            tissue,
-            (("tissue", GREEN),),
-            "Tokens that carry the features of the volume.",
-        ),
-        Overlay(
-            "mask",
-            "One training mask",
-            "classes",
-            drawn.reshape(maps.shape),
-            (("context", CONTEXT), ("target", TARGET)),
-            "In training the encoder sees the context and must predict the target; other tokens are not used.",
-        ),
+        Overlay("tokens", "Tissue tokens", "classes", tissue, (("tissue", GREEN),), about_tissue),
+        Overlay("mask", "One training mask", "classes", mask.reshape(maps.shape), legend, about_mask),
     ]
 
 
@@ -282,17 +292,17 @@ def token_maps(encoder: Encoder, arrays: Arrays) -> np.ndarray:
 
 
 def drawn(surfaces: np.ndarray) -> np.ndarray:
-    """Padded A-scans have no band: both surfaces are stored at the same row there."""
+    """The surfaces with NaN on padded A-scans, which have no band and store both surfaces at the same row."""
     return np.where(surfaces[1] > surfaces[0], surfaces, np.nan).astype(np.float32)
 
 
 def about_features(basis: Basis, tokens: np.ndarray, maps: np.ndarray) -> str:
-    tissue = tokens[maps == TISSUE] if (maps == TISSUE).any() else tokens[maps != PADDING]
-    mean, high = similarity_error(tissue, basis)
+    """Sentences on what similarities are computed from, and how exact they are."""
+    mean, high = similarity_error(tokens[_tissue(maps)], basis)
     return (
-        f"Cosine of token features, less the mean tissue token, in {len(basis.axes)} of {len(basis.mean)} directions that keep "
-        f"{basis.explained:.1%} of their variance. Against all directions, similarities are off by {mean:.3f} on average, {high:.3f} at "
-        "the 95th percentile."
+        f"Cosine of token features, less the mean tissue token, in {len(basis.axes)} of {len(basis.mean)} directions "
+        f"that keep {basis.explained:.1%} of their variance. Against all directions, similarities are off by "
+        f"{mean:.3f} on average, {high:.3f} at the 95th percentile."
     )
 
 

@@ -1,4 +1,4 @@
-"""Scene: a volume with everything that was found in it, as a viewer or a report shows it; numpy only, read from and written to one file."""
+"""Scene: a volume with its overlays, as the viewer and the report show it, and the file that stores scenes."""
 
 import json
 import zipfile
@@ -15,13 +15,13 @@ from octfm.volume.transform import Transform
 from octfm.volume.volume import Laterality, Spacing3
 
 Kind = Literal["colours", "classes", "scalar", "lines", "voxels"]
-"""What the values of an overlay are:
+"""Meaning of the values of an overlay; [d, h, w] is the token grid, [D, H, W] the voxel grid:
 
 colours  uint8 [d, h, w, 4], RGBA of every token
-classes  uint8 [d, h, w], place in the legend, 255: none
+classes  uint8 [d, h, w], index in the legend, 255: none
 scalar   float32 [d, h, w], NaN: none
-lines    float32 [S, D, W], rows of surfaces, one name in the legend for each; NaN: none
-voxels   uint8 [D, H, W], 0: none, else place in the legend + 1
+lines    float32 [S, D, W], row of each of S surfaces, named by the legend; NaN: none
+voxels   uint8 [D, H, W], 0: none, else index in the legend + 1
 """
 NONE = 255
 Colour = tuple[int, int, int]
@@ -34,11 +34,13 @@ COLOURS: tuple[Colour, ...] = (
     (204, 121, 167),
     (255, 255, 255),
 )
-"""Okabe & Ito's palette and white, in turn."""
+"""The colour-blind-safe palette of Okabe & Ito, and white; used in turn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
+    """One map on a scene, such as a segmentation or the attention of a probe."""
+
     key: str
     """band, tokens, mask, pca, occlusion, attention, layers, segmentation, lesions."""
     name: str
@@ -46,7 +48,7 @@ class Overlay:
     values: np.ndarray
     legend: tuple[tuple[str, Colour], ...] = ()
     about: str = ""
-    """What it means, in a sentence."""
+    """Explanation for the reader, in a sentence or two."""
     unit: str = ""
 
     @property
@@ -56,12 +58,15 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a token grid lies in the voxels of a scene, in voxel edges (voxel i reaches from i to i + 1); descending where mirrored."""
+    """Position of the token grid in the voxels of a scene, in voxel edges (voxel i spans i to i + 1).
+
+    Pairs descend along an axis that is mirrored.
+    """
 
     bscans: tuple[float, float]
     columns: tuple[float, float]
     rows: tuple[tuple[float, float], ...]
-    """Upper and lower edge in every B-scan: axial motion moves the grid up and down."""
+    """Upper and lower edge in every B-scan; correction of axial motion shifts the grid between B-scans."""
 
     @staticmethod
     def whole(shape: Sequence[int]) -> "Placement":
@@ -71,11 +76,12 @@ class Placement:
 
     @staticmethod
     def native(transform: Transform) -> "Placement":
-        """The grid of a prepared volume in its native frame, superior B-scan first where positions tell (`Volume.superior_to_inferior`)."""
+        """The grid of a prepared volume in its native frame, with the B-scan order of `Volume.superior_to_inferior`."""
         (z, y, x), (dz, dy, dx) = transform.origin, transform.scale
 
         def edges(origin: float, scale: float, count: int) -> tuple[float, float]:
-            # Prepared voxel i is centred on origin + scale * i, and native voxel j reaches from j - 0.5 to j + 0.5 around its centre.
+            # Prepared voxel i has its centre at origin + scale * i, where native voxel j spans j - 0.5 to j + 0.5.
+            # Adding 0.5 turns centres into edges.
             return origin - scale / 2 + 0.5, origin + scale * (count - 0.5) + 0.5
 
         bscans, columns = edges(z, dz, transform.shape[0]), edges(x, dx, transform.shape[2])
@@ -90,26 +96,25 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """Voxels lie as they are shown: row 0 is the vitreous side, and the first B-scan is superior where that is known."""
+    """A volume as shown: row 0 is the vitreous side, and the first B-scan is superior if `superior_first`."""
 
     title: str
     voxels: np.ndarray
     """uint8 [D, H, W]"""
     spacing_mm: Spacing3
     laterality: Laterality | None = None
-    """Of the eye."""
     mirrored: bool = False
-    """The voxels show a left eye as if it were a right one, as the encoder sees it; `as_seen` undoes that."""
+    """True if the voxels are a left eye mirrored to a right one, as the encoder sees it; `as_seen` undoes this."""
     superior_first: bool = False
-    """Whether it is known that the first B-scan is superior."""
+    """True if the first B-scan is known to be superior."""
     is_raster: bool = True
-    """Otherwise B-scans do not lie side by side, and there is no view from the front."""
+    """False if B-scans are not parallel, so that there is no en-face view."""
     scanner: str = "unknown"
     overlays: tuple[Overlay, ...] = ()
     placement: Placement | None = None
-    """Of everything on tokens."""
+    """Position of the token grid; None if the scene has no overlays on tokens."""
     features: np.ndarray | None = None
-    """int8 [d, h, w, K]: token features in a few directions, for similarities; the basis is shared by all scenes of a file."""
+    """int8 [d, h, w, K]: token features reduced to K directions, for similarities between all scenes of a file."""
     about_features: str = ""
 
     def overlay(self, key: str) -> np.ndarray | None:
@@ -117,43 +122,42 @@ class Scene:
         return next((o.values for o in self.overlays if o.key == key), None)
 
     def as_seen(self) -> "Scene":
-        """Left eyes as left eyes: mirrored back, with everything that lies on the voxels."""
+        """Undo the mirroring of a left eye, for voxels and everything on them."""
         if not self.mirrored:
             return self
+        # Overlays on tokens stay: their placement is mirrored instead.
         overlays = tuple(o if o.on_tokens else replace(o, values=o.values[:, :, ::-1]) for o in self.overlays)
         placement = self.placement.mirrored(self.voxels.shape[2]) if self.placement else None
         return replace(self, voxels=self.voxels[:, :, ::-1], overlays=overlays, placement=placement, mirrored=False)
 
 
 def lines(key: str, name: str, names: Sequence[str], rows: np.ndarray, about: str) -> Overlay:
-    """Surfaces, rows [S, D, W] of the scene."""
-    return Overlay(
-        key,
-        name,
-        "lines",
-        rows.astype(np.float32),
-        tuple((n, COLOURS[i % len(COLOURS)]) for i, n in enumerate(names)),
-        about,
-    )
+    """An overlay of surfaces, `rows` [S, D, W]."""
+    legend = tuple((n, COLOURS[i % len(COLOURS)]) for i, n in enumerate(names))
+    return Overlay(key, name, "lines", rows.astype(np.float32), legend, about)
 
 
 def found_overlays(surfaces: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray]) -> list[Overlay]:
-    """What a segmenter found: rows [D, W] of each surface and voxels bool [D, H, W] of each area, as the scene has them."""
-    said, overlays = "Found by octfm segment; not checked by anyone.", []
+    """Overlays of a segmentation: rows [D, W] of each surface, and bool [D, H, W] of each area."""
+    about, overlays = "Found by octfm segment; not checked by anyone.", []
     if surfaces:
         rows = np.stack(list(surfaces.values()))
-        overlays.append(lines("segmentation", "Segmentation: layers", tuple(surfaces), rows, said))
+        overlays.append(lines("segmentation", "Segmentation: layers", tuple(surfaces), rows, about))
     if masks:
         place = np.zeros(next(iter(masks.values())).shape, np.uint8)
         for i, mask in enumerate(masks.values(), 1):
             place[mask] = i
         legend = tuple((name, COLOURS[(i + 4) % len(COLOURS)]) for i, name in enumerate(masks))
-        overlays.append(Overlay("lesions", "Segmentation: areas", "voxels", place, legend, said))
+        overlays.append(Overlay("lesions", "Segmentation: areas", "voxels", place, legend, about))
     return overlays
 
 
+SAVED = ("title", "spacing_mm", "laterality", "mirrored", "superior_first", "is_raster", "scanner", "about_features")
+SAVED_OF_OVERLAY = ("key", "name", "kind", "legend", "about", "unit")
+
+
 def save_scenes(scenes: Sequence[Scene], path: Path) -> Path:
-    """One .npz, whole or not at all."""
+    """Write scenes to one .npz file, atomically."""
     arrays: dict[str, np.ndarray] = {}
     facts = []
     for i, scene in enumerate(scenes):
@@ -162,23 +166,10 @@ def save_scenes(scenes: Sequence[Scene], path: Path) -> Path:
             arrays[f"{i}.features"] = scene.features
         for overlay in scene.overlays:
             arrays[f"{i}.{overlay.key}"] = overlay.values
-        names = (
-            "title",
-            "spacing_mm",
-            "laterality",
-            "mirrored",
-            "superior_first",
-            "is_raster",
-            "scanner",
-            "about_features",
-        )
-        own: dict[str, Any] = {name: getattr(scene, name) for name in names}
-        own["overlays"] = [
-            {n: getattr(o, n) for n in ("key", "name", "kind", "legend", "about", "unit")} for o in scene.overlays
-        ]
-        own["placement"] = (
-            [scene.placement.bscans, scene.placement.columns, scene.placement.rows] if scene.placement else None
-        )
+        own: dict[str, Any] = {name: getattr(scene, name) for name in SAVED}
+        own["overlays"] = [{name: getattr(o, name) for name in SAVED_OF_OVERLAY} for o in scene.overlays]
+        place = scene.placement
+        own["placement"] = [place.bscans, place.columns, place.rows] if place else None
         facts.append(own)
     with replacing(path) as partial, partial.open("wb") as file:
         np.savez_compressed(file, scenes=np.array(json.dumps(facts)), **arrays)  # type: ignore[arg-type]
@@ -186,32 +177,29 @@ def save_scenes(scenes: Sequence[Scene], path: Path) -> Path:
 
 
 def load_scenes(path: Path) -> tuple[Scene, ...]:
-    """Raises EvaluationError where the file is damaged or of another kind."""
+    """Read what `save_scenes` wrote. Raises EvaluationError for a damaged or different file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return tuple(_scene(i, facts, file) for i, facts in enumerate(json.loads(str(file["scenes"]))))
     except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:100]
         raise EvaluationError(
-            f"{path}: damaged, or of another octfm ({reason}); delete it and embed again (octfm embed)"
+            f"{path}: damaged, or written by another version ({reason}); delete it and run octfm embed again"
         ) from None
 
 
 def _scene(i: int, facts: dict[str, Any], file: Any) -> Scene:
-    overlays = tuple(
-        Overlay(
-            **(o | {"legend": tuple((name, tuple(colour)) for name, colour in o["legend"])}),
-            values=file[f"{i}.{o['key']}"],
-        )
-        for o in facts.pop("overlays")
-    )
+    overlays = []
+    for saved in facts.pop("overlays"):
+        legend = tuple((name, tuple(colour)) for name, colour in saved.pop("legend"))  # JSON has no tuples
+        overlays.append(Overlay(**saved, legend=legend, values=file[f"{i}.{saved['key']}"]))
     where, spacing = facts.pop("placement"), facts.pop("spacing_mm")
     placement = Placement(tuple(where[0]), tuple(where[1]), tuple((a, b) for a, b in where[2])) if where else None
     features = file[f"{i}.features"] if f"{i}.features" in file.files else None
     return Scene(
         voxels=file[f"{i}.voxels"],
         spacing_mm=tuple(spacing),
-        overlays=overlays,
+        overlays=tuple(overlays),
         placement=placement,
         features=features,
         **facts,

@@ -1,4 +1,4 @@
-"""A scene of one volume in its native frame, with what the file, an encoder or a segmenter has to say about it."""
+"""Scene of one volume in its native frame, with layers of its file and maps of an encoder or segmenter."""
 
 from typing import TYPE_CHECKING
 
@@ -24,19 +24,20 @@ def scene_of(
     head: "TrainedHead | None" = None,
     segmenter: "Segmenter | None" = None,
 ) -> Scene:
-    """What octfm view shows: superior B-scan first where positions tell, left eyes as left eyes, spacing as the file states it.
+    """The scene of octfm view: superior B-scan first if positions show it, left eyes not mirrored, spacing of the file.
 
-    Where an encoder or a segmenter is asked for, a star is shown as the raster that it gets. Raises EvaluationError for lines and circles
-    there, ReadError for a star of too few lines.
+    With an encoder or segmenter, a radial scan is shown as the raster that it is resampled to. Raises EvaluationError
+    for line and circle scans in this case, and ReadError for a radial scan of too few lines.
     """
     if (encoder is not None or segmenter is not None) and volume.layout == "radial":
-        volume, surfaces = to_raster(volume), None  # whose layers lie on the B-scans of the star
+        volume, surfaces = to_raster(volume), None  # the file's layers belong to the radial B-scans
     reverse = volume.superior_first is False
     overlays: list[Overlay] = []
     if surfaces is not None:
         if surfaces.heights_px.shape[1:] != (volume.shape[0], volume.shape[2]):
             raise EvaluationError(
-                f"{surfaces.source}: surfaces of {surfaces.heights_px.shape[1:]} A-scans do not fit {volume.shape}"
+                f"{surfaces.source}: surfaces of {surfaces.heights_px.shape[1:]} A-scans do not fit a volume of "
+                f"{volume.shape}"
             )
         rows = surfaces.heights_px[:, :: -1 if reverse else 1]
         overlays.append(lines("layers", "Layers of the file", surfaces.names, rows, "As the instrument drew them."))
@@ -44,7 +45,7 @@ def scene_of(
     about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
         raise EvaluationError(
-            f"{volume.source}: a {volume.layout} scan, neither raster nor star; leave --run and --segment out"
+            f"{volume.source}: --run and --segment need a raster or radial scan, got {volume.layout}; leave them out"
         )
     if encoder is not None:
         from octfm.tasks import maps
@@ -67,9 +68,9 @@ def scene_of(
         order = slice(None, None, -1 if reverse else 1)
         surfaces_found = {name: rows[order] for name, rows in found.surfaces.items()}
         overlays += found_overlays(surfaces_found, {name: mask[order] for name, mask in found.masks.items()})
+    known = [part.replace("_", " ") for part in (volume.scanner, volume.protocol) if part != "unknown"]
     return Scene(
-        title=" ".join(part.replace("_", " ") for part in (volume.scanner, volume.protocol) if part != "unknown")
-        or "OCT volume",
+        title=" ".join(known) or "OCT volume",
         voxels=_eight_bit(volume.voxels)[:: -1 if reverse else 1],
         spacing_mm=volume.spacing_mm,
         laterality=volume.laterality,
@@ -84,8 +85,9 @@ def scene_of(
 
 
 def _eight_bit(voxels: np.ndarray) -> np.ndarray:
-    """For the eye only: 16 bit are stretched to their own brightest hundredth of a per cent."""
+    """Voxels for display; 16-bit volumes are scaled so that their 99.99th percentile becomes 255."""
     if voxels.dtype == np.uint8:
         return voxels
     top = max(1.0, float(np.percentile(voxels[:: max(1, len(voxels) // 8)], 99.99)))
+    # One B-scan at a time: a float copy of the whole volume would take several times its memory.
     return np.stack([np.clip(bscan * (255 / top) + 0.5, 0, 255).astype(np.uint8) for bscan in voxels])
