@@ -1,9 +1,9 @@
-"""ZIP archives in place against the unpacked tree: CPU time of a scan and of reading, as ratios of one run.
+"""ZIP archives read in place compared with the unpacked tree: CPU time of scanning and reading, as ratios of one run.
 
     python benchmarks/archive_read.py [--participants 4] [--size 64x496x384] [--repeats 3]
 
-The same phantom files as a tree, stored in one archive per scanner, and deflated in one. Median of the repeats, one process; the file cache
-is warm, so that the archive's own cost is what shows.
+The same phantom files as a tree, stored in one archive per scanner, and deflated in one archive per scanner. Median of
+the repeats in one process. The file cache is warm, so that only the cost of the archive shows.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""What augmentation on the device costs, as a share of a training step measured in the same run: `python benchmarks/augment.py`.
+"""Cost of augmentation on the device, as a share of a training step: `python benchmarks/augment.py`.
 
-A step is what `octfm pretrain` does with one micro-batch of the vit_s networks (384 x 12, bf16): augmentation, masks, patches, forward,
-backward, AdamW and EMA. Arms of `make_inputs` alternate with it, so that whatever else the machine does falls on all of them: without
-augmentation (validation's path), as configured by default (shift, contrast, gamma), with the in-plane affine, and with affine, noise and
-speckle. What augmentation costs is the difference to the path without. CPU seconds; medians over rounds.
+A step is one micro-batch of `octfm pretrain` with the vit_s networks (384 x 12, bf16): augmentation, masks, patches,
+forward, backward, AdamW and EMA. It alternates with variants of `make_inputs`, so that other load on the machine
+affects all alike: without augmentation (as in validation), with the default augmentation (shift, contrast, gamma), with
+the in-plane affine, and with affine, noise and speckle. The cost of augmentation is the difference from the variant
+without. CPU seconds, medians over rounds.
 """
 
 import argparse
@@ -26,7 +27,7 @@ GRAIN = {"noise": 0.05, "speckle": 0.2}
 
 
 def synthetic(size: tuple[int, int, int], volumes: int) -> Batch:
-    """Random voxels with a retina as thick as a healthy one."""
+    """A batch of random voxels with a band of healthy retinal thickness."""
     rng = np.random.default_rng(0)
     d, h, w = size
     middle = h / 2 + rng.uniform(-0.05, 0.05, (volumes, d, w)) * h
@@ -73,7 +74,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(chosen.rounds + 1):
         for name, work in arms.items():
-            # An arm of a few milliseconds is repeated, so that one interruption is not all of it.
+            # Short variants are repeated, so that one interruption does not dominate the measurement.
             repeats = 1 if name == "step" else 5
             begun = time.process_time()
             for _ in range(repeats):
@@ -82,7 +83,8 @@ def main() -> None:
                 seconds[name].append((time.process_time() - begun) / repeats)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     print(
-        f"{list(size)} {chosen.precision}, {chosen.batch} volume(s), {chosen.rounds} rounds; a step: {middle['step']:.3f} CPU s"
+        f"{list(size)} {chosen.precision}, {chosen.batch} volume(s), {chosen.rounds} rounds; "
+        f"a step: {middle['step']:.3f} CPU s"
     )
     print(f"{'inputs':<26}{'ms':>8}{'of a step':>11}{'augmentation':>14}")
     for name, value in middle.items():

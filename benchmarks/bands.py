@@ -1,4 +1,4 @@
-"""Does the tissue band hold the retina, or say that it may not? Phantoms as they are, under lifted retinas and under drifts.
+"""Check that the tissue band contains the retina or reports low confidence, on plain, lifted and drifting phantoms.
 
 python benchmarks/bands.py                       # tuned on seeds 0-49, held out 50-99; one line per kind
 python benchmarks/bands.py --list                # also every volume that fails
@@ -16,15 +16,16 @@ from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
 
 HELD = 0.99
-"""Share of ILM-to-BM voxels inside band and crop that a confident volume must reach."""
+"""Minimum share of ILM-to-BM voxels inside band and crop for a confident volume."""
 FILLS = ("serous", "solid", "detached")
-"""Under the lifted tissue: dark fluid or mid-bright material below the RPE, or dark fluid above it (only the neurosensory retina is lifted)."""
+"""Content of an elevation: dark fluid or mid-bright material below the RPE, or dark fluid above it, where only the
+neurosensory retina is lifted."""
 DRIFTS = ("slope", "bowl", "wave", "late")
 CROPS = {
     "2.0 mm": Preprocessing(image_size=(32, 192, 128), target_spacing=(0.1875, 0.0104, 0.047)),
     "1.2 mm": Preprocessing(image_size=(32, 192, 128), target_spacing=(0.1875, 0.00625, 0.047)),
 }
-"""Crops of 6 x 6 mm, by their height: the default's, and one that a drifting retina leaves."""
+"""Crops of 6 x 6 mm by height: the default, and one that a drifting retina leaves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Scan:
     bm: np.ndarray
 
     def moved(self, shift_D: np.ndarray) -> "Scan":
-        """Every B-scan displaced by whole rows, positive downwards; what comes into view is dark noise."""
+        """Displace every B-scan by whole rows, positive downwards; rows that come into view are dark noise."""
         height = self.volume.shape[1]
         rows = np.arange(height)[None, :] - shift_D[:, None]
         outside = (rows < 0) | (rows >= height)
@@ -49,7 +50,7 @@ class Scan:
         return Scan(replace(self.volume, voxels=voxels), **surfaces)
 
     def _dark(self) -> np.ndarray:
-        """Noise of the vitreous, of the volume's shape."""
+        """Vitreous noise in the shape of the volume."""
         rows = np.arange(self.volume.shape[1])[None, :, None]
         dark = self.volume.voxels[np.broadcast_to(rows < (self.ilm - 12)[:, None], self.volume.shape)]
         return np.random.default_rng(0).choice(dark, self.volume.shape)
@@ -66,7 +67,7 @@ def phantom(seed: int, scanner: str, diagnosis: str, severity: float, size=(32, 
 def elevated(
     scan: Scan, height_um: float, width_um: float, fill: str, rng: np.random.Generator, lesions: int = 1
 ) -> Scan:
-    """The tissue above the RPE's lower edge (or its upper one) lifted by smooth domes, Bruch's membrane left where it was."""
+    """Lift the tissue above the lower (or upper) edge of the RPE by smooth domes; Bruch's membrane stays in place."""
     volume = scan.volume
     depth, rows, width = volume.shape
     dz, dy, dx = volume.spacing_mm
@@ -77,7 +78,7 @@ def elevated(
         away = np.hypot(d - rng.uniform(-1.5, 1.5), w - rng.uniform(-1.5, 1.5)) / (share * width_um / 2000)
         dome = np.maximum(dome, share * np.clip(1 - away**2, 0, 1) ** rng.uniform(0.6, 1.6))
     lift = height_um / 1000 / dy * dome
-    # As an operator would, move the eye down where its top would leave the frame, as long as BM stays in it.
+    # Like an operator: move the eye down if its top would leave the frame, as long as BM stays inside.
     room = max(0, int(rows - 0.16 / dy - scan.bm.max()))
     scan = scan.moved(np.full(depth, min(room, max(0, int(0.06 / dy - (scan.ilm - lift).min())))))
 
@@ -90,7 +91,7 @@ def elevated(
     if fill == "solid":
         retina = voxels[np.broadcast_to((index > scan.ilm[:, None]) & (index < scan.rpe[:, None]), voxels.shape)]
         material = rng.choice(retina, voxels.shape)
-    # Part of the light is lost on its way through the lesion, so that what lies below it is dimmer than elsewhere.
+    # The lesion absorbs part of the light, so that the tissue below it is darker.
     shade = 1 - rng.uniform(0, 0.9) * dome[:, None]
     dark = np.median(scan._dark())
     under = dark + (voxels - dark) * np.where(index >= scan.bm[:, None], shade, 1)
@@ -101,7 +102,7 @@ def elevated(
 
 
 def drifted(scan: Scan, range_um: float, kind: str, rng: np.random.Generator) -> Scan:
-    """The whole retina displaced from B-scan to B-scan, `range_um` between the highest and the lowest."""
+    """Displace the retina from B-scan to B-scan, by `range_um` between the highest and the lowest."""
     t = np.linspace(0, 1, scan.volume.shape[0])
     path = {
         "slope": t,
@@ -111,15 +112,15 @@ def drifted(scan: Scan, range_um: float, kind: str, rng: np.random.Generator) ->
     }[kind]
     path = path if rng.uniform() < 0.5 else 1 - path
     shift = range_um / 1000 / scan.volume.spacing_mm[1] * path
-    # The operator keeps as much of it in the frame as goes in.
+    # Like an operator: keep as much of the retina in the frame as possible.
     top, bottom = (scan.ilm + shift[:, None]).min(), (scan.bm + shift[:, None]).max()
     return scan.moved(np.rint(shift - (top + bottom) / 2 + scan.volume.shape[1] / 2).astype(int))
 
 
 def held(prepared: Prepared, scan: Scan) -> float:
-    """Share of the retina's voxels in the native frame that lie inside band and crop, of the A-scans that the crop takes in."""
+    """Share of retinal voxels of the native frame inside band and crop, over the A-scans inside the crop."""
     size = prepared.voxels.shape[1]
-    # Half a pixel outside, where a row's own area begins and ends; what leaves the native frame is nobody's fault.
+    # Rows extend half a pixel beyond their centres. Retina outside the native frame does not count.
     rows = scan.volume.shape[1]
     ilm, bm = (np.clip(surface, -0.5, rows - 0.5) for surface in (scan.ilm - 0.5, scan.bm + 0.5))
     upper, lower = (prepared.transform.rows_to_prepared(surface) for surface in (ilm, bm))
@@ -130,7 +131,10 @@ def held(prepared: Prepared, scan: Scan) -> float:
 
 
 def cases(seeds: range, plain: int, warped: int) -> Iterator[tuple[str, str, Scan]]:
-    """(kind, words, scan): the first `plain` as they are, then `warped` of elevations, drifts and both; all scanners and diagnoses in turn."""
+    """(kind, description, scan): `plain` unchanged phantoms, then `warped` ones with elevations, drifts or both.
+
+    Scanners and diagnoses take turns.
+    """
     rng = np.random.default_rng(seeds.start)
     scanners, kinds = list(SCANNERS), ("elevated", "drifted", "both")
     for i in range(plain + warped):
@@ -178,7 +182,8 @@ def main() -> None:
             confident, share = (np.array(values) for values in zip(*outcomes, strict=True))
             wrong = confident & (share < HELD)
             print(
-                f"{half:8}  crop {crop}  {kind:8}  {len(outcomes):4} volumes  low confidence {1 - confident.mean():6.1%}  "
+                f"{half:8}  crop {crop}  {kind:8}  {len(outcomes):4} volumes  "
+                f"low confidence {1 - confident.mean():6.1%}  "
                 f"confident and holding less than {HELD:.0%}: {wrong.sum():3} ({wrong.mean():.1%})  "
                 f"least held {share[confident].min() if confident.any() else 1:.3f}",
                 flush=True,

@@ -1,8 +1,9 @@
-"""Cold and bucket figures of the loader: `python benchmarks/buckets.py [--volumes 16]`.
+"""Loader throughput from a cold disk and from a bucket: `python benchmarks/buckets.py [--volumes 16]`.
 
-The same zstd store of full-size phantoms on the local disk and in an S3 server of its own process on loopback (moto:
-Python, slower than any real one). Volumes per second through `Loader`: local warm, local cold (page cache dropped for these files), bucket
-first epoch (everything fetched, checked and cached), bucket later (from the cache). Only ratios within one run mean anything.
+The same zstd store of full-size phantoms lies on the local disk and in an S3 server on loopback, in a separate process
+(moto, written in Python and slower than any real server). Volumes per second through `Loader`: local warm; local cold
+(page cache dropped for these files); bucket, first epoch (everything fetched, checked and cached); bucket, later epochs
+(from the cache). Compare only ratios within one run.
 """
 
 import argparse

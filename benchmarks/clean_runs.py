@@ -1,7 +1,7 @@
-"""Twenty clean runs of 500 steps: do the monitors raise a false alarm? `python benchmarks/clean_runs.py --out clean`.
+"""Count false alarms of the monitors in twenty clean runs of 500 steps: `python benchmarks/clean_runs.py --out clean`.
 
-Every objective on the phantoms of benchmarks/soak.py, at two learning rates and several seeds. Interrupt it as often as you like and run it
-again: it continues.
+Every objective on the phantoms of benchmarks/soak.py, at two learning rates and with several seeds. After an
+interruption, the same command continues.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ARMS = {
     "data2vec": ("data2vec_prototype", 1e-3, ("model.patch_size=[2,8,16]",)),
     "mae": ("mae", 1e-3, ("model.patch_size=[2,8,16]", "objective.goal_average=[2,1,8]")),
 }
-"""A preset, the higher of its learning rates, and what else is changed beside the size."""
+"""Packaged config, the higher of two learning rates, and overrides other than the size."""
 SMALL = (
     *SETTINGS,
     "precision=fp32",

@@ -1,8 +1,9 @@
-"""How fast every installed decoder of every transfer syntax is, in MB/s of decoded pixels on one core, ratios in one run.
+"""Throughput of every installed decoder for every transfer syntax, in MB/s of decoded pixels on one core, in one run.
 
     python benchmarks/dicom_decoders.py [--image FILE.npy]
 
-The image is one B-scan, uint8 [H, W]; without one, a phantom's. 16-bit pixels get eight random low bits, which is what speckle looks like.
+The image is one B-scan, uint8 [H, W], by default of a phantom. 16-bit pixels get eight random low bits, which resemble
+speckle.
 """
 
 import argparse

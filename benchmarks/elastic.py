@@ -1,8 +1,9 @@
-"""Ranks that die at random moments: `python benchmarks/elastic.py --runs 20` counts the runs that end as an undisturbed one does.
+"""Kill ranks at random steps and compare the result with an undisturbed run: `python benchmarks/elastic.py --runs 20`.
 
-torchrun's agent starts two ranks of a tiny model on CPU; one of them gets a SIGKILL at a random step; the agent starts both again and
-they go on from the last checkpoint. Exits with 1 unless every run ends with the same weights, bit for bit. The ranks are forked from a
-process that has imported everything, so that twenty runs take minutes; `tests/test_elastic.py` uses the command line.
+torchrun's agent starts two ranks of a tiny model on CPU; one of them gets a SIGKILL at a random step; the agent starts
+both again and they continue from the last checkpoint. Exits with 1 unless every run ends with bitwise identical
+weights. Ranks are forked from a process that has imported everything, so that twenty runs take minutes;
+`tests/test_elastic.py` uses the command line instead.
 """
 
 import argparse
@@ -27,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.small_store import small_store
 
 SETTINGS = (
-    "precision=fp32", "seed=3", "data.global_batch_size=4", "data.per_device_batch_size=1", "model.patch_size=[2,8,8]", "model.width=48",
-    "model.depth=2", "model.heads=2", "predictor.width=24", "predictor.depth=1", "predictor.heads=1", "masks.budget=64",
-    "augment.axial_shift=4", "schedule.base_lr=3e-3", "log_every_steps=1", "validate_every_steps=20", "ckpt_every_steps=5",
-    "runtime.timeout_s=60",
+    "precision=fp32", "seed=3", "data.global_batch_size=4", "data.per_device_batch_size=1", "model.patch_size=[2,8,8]",
+    "model.width=48", "model.depth=2", "model.heads=2", "predictor.width=24", "predictor.depth=1", "predictor.heads=1",
+    "masks.budget=64", "augment.axial_shift=4", "schedule.base_lr=3e-3", "log_every_steps=1", "validate_every_steps=20",
+    "ckpt_every_steps=5", "runtime.timeout_s=60",
 )  # fmt: skip
 
 
@@ -42,8 +43,10 @@ def main() -> None:
     chosen = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()  # loads what the first step loads
-    loop.preflight.checks = lambda *_, **__: []  # known of these runs
+    torch.optim.AdamW(
+        [torch.nn.Parameter(torch.zeros(1))], fused=True
+    ).step()  # load lazily imported code before forking
+    loop.preflight.checks = lambda *_, **__: []  # their outcome is known for these runs
     rng = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
         store = small_store(Path(folder) / "store").path
@@ -71,7 +74,7 @@ def main() -> None:
 
 
 def launch(settings: tuple[str, ...], store: Path, out: Path, restarts: int) -> None:
-    """What `torchrun --standalone --nproc-per-node 2` does, with forked ranks. Raises when the job failed for good."""
+    """The same as `torchrun --standalone --nproc-per-node 2`, with forked ranks. Raises if the job finally fails."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=out.name, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=restarts, start_method="fork",
@@ -87,7 +90,7 @@ def train(settings: tuple[str, ...], store: str, out: str) -> None:
 
 
 def kill_in_child(out: Path, at: int, rank: int, moment: float) -> int:
-    """A process that sends SIGKILL to a rank, once, a moment after step `at` was told."""
+    """Start a process that sends one SIGKILL to a rank, shortly after step `at` was logged."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,12 +1,12 @@
-"""What a file costs in `octfm embed --files`, in CPU seconds of reading and of encoding, which other processes leave alone.
+"""Cost per file of `octfm embed --files`, in CPU seconds of reading and of encoding, which other load hardly affects.
 
     python benchmarks/embed_files.py --files 1000 [--server] [--config demo]
     python benchmarks/embed_files.py --files 10000 --voxels 6 64 48 --image-size 8 64 64 --server --kill-after 100
 
-Writes phantom DICOM of 16 x 256 x 192 voxels (0.8 MB), embeds them, then calls again, when all is done; with --server from and into moto's
-S3 on loopback, a process of its own. With --kill-after the first attempt is a process that gets SIGKILL once so many parts are there; the
-second continues, and its vectors are compared with those of a job on the disk that nobody disturbed. Peak memory is that of this process,
-which holds what waits for the encoder.
+Writes phantom DICOM files of 16 x 256 x 192 voxels (0.8 MB), embeds them, and calls the command again when all is done.
+With --server, files and vectors lie in moto's S3 on loopback, in a separate process. With --kill-after N, the first
+attempt gets a SIGKILL once N parts are written, a second one continues, and its vectors are compared with those of an
+undisturbed job on disk. Peak memory is that of this process, including volumes that wait for the encoder.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> None:
 
 @contextmanager
 def server() -> Iterator[None]:
-    """moto's S3 in a process of its own, and the environment of those who use it."""
+    """Run moto's S3 in a separate process, and set the environment of its clients."""
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": endpoint}
@@ -101,7 +101,7 @@ def server() -> Iterator[None]:
 
 
 def kill(model: Path, source: Location, out: Location, workers: int, parts: int) -> dict[str, float]:
-    """An attempt that ends by SIGKILL once `parts` shards are there."""
+    """Run one attempt and kill it by SIGKILL once `parts` shards are written."""
     start = time.perf_counter()
     words = ["embed", str(model), "--files", str(source), "--out", str(out), "--workers", str(workers)]
     process = subprocess.Popen([sys.executable, "-m", "octfm", *words], stdout=sys.stderr, start_new_session=True)
@@ -112,7 +112,7 @@ def kill(model: Path, source: Location, out: Location, workers: int, parts: int)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     if isinstance(out, BucketPath):
-        (out / "job.lease").unlink()  # as its message says; else the next attempt is refused for three minutes
+        (out / "job.lease").unlink()  # of the killed attempt; otherwise the next one is refused for three minutes
     return {"parts": there, "wall_s": time.perf_counter() - start}
 
 
@@ -128,7 +128,7 @@ def measure(model: Path, source: Location, out: Location, workers: int) -> dict[
     done = embed_files(model, source, out, workers=workers)
     from octfm.io.isolation import release
 
-    release()  # children count once they have ended
+    release()  # resource usage includes children only after they have ended
     now, after = os.times(), resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "embedded": done["embedded"],
@@ -140,7 +140,7 @@ def measure(model: Path, source: Location, out: Location, workers: int) -> dict[
 
 
 def untrained(name: str, image_size: tuple[int, ...], folder: Path) -> Path:
-    """An export of the config's network at its initial weights."""
+    """Export the config's network with its initial weights."""
     config = load_config(name)
     preprocessing = Preprocessing(image_size=image_size, target_spacing=(0.375, 0.0156, 0.047))  # pyright: ignore[reportArgumentType]
     network = build_objective(config, preprocessing).frozen_encoder(config.objective.frozen)
@@ -150,7 +150,7 @@ def untrained(name: str, image_size: tuple[int, ...], folder: Path) -> Path:
 
 
 def write(folder: Path, count: int, voxels: tuple[int, int, int]) -> list[Path]:
-    """Twenty different eyes under `count` identities, each moved sideways and darkened in its own way."""
+    """Write `count` files of twenty different eyes, each shifted sideways and darkened differently."""
     eyes = [phantom_volume(seed, size=voxels)[0] for seed in range(20)]
     files = []
     for n in range(count):

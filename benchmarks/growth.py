@@ -1,9 +1,10 @@
-"""How time and memory of a training step grow with tokens and with volumes per step: `python benchmarks/growth.py --out FOLDER`.
+"""Growth of a training step's time and memory with tokens and with batch size: `python benchmarks/growth.py --out DIR`.
 
-Ours with the default networks (384 x 12, predictor 192 x 6; benchmarks/step.py), with and without activation checkpointing. Each point is a
-process of its own: CPU seconds of the fastest of `--rounds` steps after a first one, and peak resident memory above what was there after
-the imports. Points with the least work come first, FOLDER/growth.json has every point that is done and a second call goes on from there;
-growth.png and the exponents (cost ~ tokens^a between neighbouring points) are made of what there is.
+octfm with the default networks (384 x 12, predictor 192 x 6; benchmarks/step.py), with and without activation
+checkpointing. Each point is a separate process and gives the CPU seconds of the fastest of `--rounds` steps after a
+warm-up step, and peak resident memory beyond that after the imports. Points run from the least work to the most;
+DIR/growth.json keeps those that are done, and a second call continues. growth.png and the exponents (cost ~ tokens^a
+between neighbouring points) use the points there are.
 """
 
 import argparse
@@ -22,12 +23,12 @@ GRIDS = ((16, 128, 128), (16, 192, 192), (32, 192, 192), (32, 256, 256), (64, 25
 """256, 576, 1,152, 2,048, 4,096 and 9,216 tokens."""
 BATCHES = (1, 2, 4, 8)
 BATCHED = (16, 128, 128)
-"""What the batch is varied at."""
+"""Volume size at which the batch size varies."""
 MODES = {"kept": False, "checkpointing": True}
 
 
 def worker(size: tuple[int, int, int], batch: int, checkpointing: bool, precision: str, rounds: int) -> None:
-    """One point, told on stdout."""
+    """Measure one point and print it as JSON."""
     import torch
 
     import octfm.models.objectives.jepa
@@ -46,7 +47,7 @@ def worker(size: tuple[int, int, int], batch: int, checkpointing: bool, precisio
 
 
 def points(most: int) -> list[tuple[tuple[int, int, int], int, str]]:
-    """(grid, batch, mode), the least work first."""
+    """(grid, batch, mode) of all points, the least work first."""
     wanted = {(size, 1) for size in GRIDS} | {(BATCHED, batch) for batch in BATCHES}
     chosen = [(size, batch) for size, batch in wanted if prod(grid_of(size)) * batch <= most]
     return [
@@ -57,12 +58,12 @@ def points(most: int) -> list[tuple[tuple[int, int, int], int, str]]:
 
 
 def exponents(found: list[dict[str, Any]], along: str, value: str) -> list[float]:
-    """a of cost ~ x^a between neighbouring points."""
+    """Exponents a of cost ~ x^a between neighbouring points."""
     return [log(b[value] / a[value]) / log(b[along] / a[along]) for a, b in pairwise(found)]
 
 
 def curves(done: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Points by (what is varied, mode), in its order."""
+    """Points by (varied quantity, mode), in ascending order of the quantity."""
     found = {}
     for mode in MODES:
         own = [row for row in done if row["mode"] == mode]
@@ -141,7 +142,8 @@ def main() -> None:
         partial.write_text(json.dumps(done, indent=1) + "\n")
         partial.replace(record)
         print(
-            f"{prod(grid_of(size)):>6,} tokens x {batch}, {mode:<14}{done[-1]['cpu_s']:>8.2f} CPU s{done[-1]['gb']:>8.2f} GB",
+            f"{prod(grid_of(size)):>6,} tokens x {batch}, {mode:<14}"
+            f"{done[-1]['cpu_s']:>8.2f} CPU s{done[-1]['gb']:>8.2f} GB",
             flush=True,
         )
     done = [row for row in done if row["precision"] == chosen.precision]

@@ -1,10 +1,12 @@
-"""Volumes per second off a prepared store: `OMP_NUM_THREADS=1 python benchmarks/loader.py [--threads 2] [--volumes 64] [--usual]`.
+"""Loader throughput of a prepared store: `OMP_NUM_THREADS=1 python benchmarks/loader.py [--threads 2] [--usual]`.
 
-Phantoms, prepared at full size, as an uncompressed store and as zstd. Aims (issue C), warm, on 2 threads: at least 500 volumes/s
-uncompressed and 120 zstd, and 20 times the usual way (usual_way.py, `--usual`, needs `pip install octfm[bench]`), which is timed in the
-same run, one process, on uncompressed DICOM files of a Cirrus cube. "loader" is `Loader.batches` with reading ahead, "reused" reads into
-the same memory, "cold" reads after the store's pages were dropped from the file cache, "memcpy" is what numpy needs to copy the same bytes.
-CPU per volume, over all threads, is told because a busy machine changes it less.
+Full-size phantoms in an uncompressed and a zstd store. Aims, warm, on 2 threads: at least 500 volumes/s uncompressed
+and 120 volumes/s zstd, and 20 times the usual way (usual_way.py; `--usual`, needs `pip install octfm[bench]`), which is
+timed in the same run, in one process, on uncompressed DICOM files of a Cirrus cube.
+
+loader: `Loader.batches` with reading ahead. reused: reads into the same memory. cold: reads after the store's pages
+were dropped from the file cache. memcpy: numpy copying the same number of bytes. CPU time per volume, over all threads,
+is reported because load on the machine changes it less.
 """
 
 import argparse
@@ -32,7 +34,7 @@ def write(path: Path, prepared: list[Prepared], volumes: int, compression) -> St
     with StoreWriter(path, Preprocessing(), compression) as writer:
         for number in range(volumes):
             one = prepared[number % len(prepared)]
-            # The same few phantoms, moved, so that no two files are alike.
+            # A few phantoms, each shifted differently, so that no two volumes are identical.
             digest = stage(
                 replace(one, voxels=np.roll(one.voxels, number, axis=2)),
                 writer.staging,
@@ -57,7 +59,7 @@ def write(path: Path, prepared: list[Prepared], volumes: int, compression) -> St
 
 
 def rate(read, volumes: int, batch: int, seconds: float, before=lambda: None) -> tuple[float, float, float]:
-    """Volumes per second, median and best of the passes, and milliseconds of CPU per volume, over all threads. `before` is not timed."""
+    """Volumes/s (median and best of the passes) and CPU ms per volume over all threads; `before` is not timed."""
     rng = np.random.default_rng(1)
     read(np.arange(batch))
     size = volumes // batch * batch
@@ -74,7 +76,7 @@ def rate(read, volumes: int, batch: int, seconds: float, before=lambda: None) ->
 
 
 def forget(path: Path) -> None:
-    """Drop the pages of the store's files from the file cache (they are on disk: the writer waited for that)."""
+    """Drop the store's pages from the file cache; its writer has synced them to disk."""
     for file in (path / "voxels").iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -95,7 +97,8 @@ def main() -> None:
     ]
     usual = usual_seconds(preprocessing) if asked.usual else None
     print(
-        f"{asked.volumes} volumes of {list(preprocessing.image_size)} uint8, batches of {asked.batch}, {asked.threads} threads"
+        f"{asked.volumes} volumes of {list(preprocessing.image_size)} uint8, batches of {asked.batch}, "
+        f"{asked.threads} threads"
     )
     print(f"{'store':10s}{'way':8s}{'median':>8s}{'best':>7s}{'CPU ms':>9s}")
     for compression in ("none", "zstd"):
@@ -144,10 +147,8 @@ def measure(
                 if usual
                 else ""
             )
-            print(
-                f"{compression:10s}{name:8s}{median:8.0f}{best:7.0f}{cpu:9.2f}{ratio if name in ('loader', 'cold') else ''}",
-                flush=True,
-            )
+            ratio = ratio if name in ("loader", "cold") else ""
+            print(f"{compression:10s}{name:8s}{median:8.0f}{best:7.0f}{cpu:9.2f}{ratio}", flush=True)
     print(f"{'':18s}{size:.2f} of the raw size")
 
 

@@ -1,14 +1,15 @@
-"""Which objective is worth its compute? Every arm is trained by octfm's own loop on the same phantoms and judged by frozen probes.
+"""Compare pretraining objectives at equal compute: octfm's own training loop on phantoms, evaluated by frozen probes.
 
-    python benchmarks/objectives.py --out /tmp/objectives                     # kill it and run it again: it continues
-    python benchmarks/objectives.py --out /tmp/objectives --arms ours,mae     # some arms; seeds come round by round
-    python benchmarks/objectives.py --out /tmp/objectives --pool extremes     # the same encoders, vectors pooled otherwise
-    python benchmarks/objectives.py --out /tmp/objectives --table             # only the table of what is there
+    python benchmarks/objectives.py --out /tmp/objectives                     # run again after an interruption
+    python benchmarks/objectives.py --out /tmp/objectives --arms ours,mae     # some arms; one seed per round
+    python benchmarks/objectives.py --out /tmp/objectives --pool extremes     # same encoders, other pooling
+    python benchmarks/objectives.py --out /tmp/objectives --table             # only the table of finished arms
 
-Equal compute: every arm gets the floating-point operations of `--steps` updates of `vjepa2_budget`, counted on the run's own networks as
-octfm doctor counts them, so arms that are cheaper per update make more of them. Cohort: benchmarks/objectives_cohort.py. An arm of one seed
-ends as one JSON in OUT/arms; the table (OUT/objectives.md, .json, .png; benchmarks/objectives_table.py) is made after each. `--data FOLDER`
-adds the real AMD volume (RPE and BM by halves); no pixel of it is written anywhere. `--pool` writes into OUT/POOL.
+Equal compute: every arm gets the floating-point operations of `--steps` updates of `vjepa2_budget`, counted on the
+run's own networks as in octfm doctor, so arms with cheaper updates make more of them. The cohort is in
+benchmarks/objectives_cohort.py. Each arm and seed writes one JSON into OUT/arms; the table (OUT/objectives.md, .json,
+.png; benchmarks/objectives_table.py) is renewed after each. `--data FOLDER` adds the real AMD volume (RPE and BM, by
+halves); none of its pixels is written anywhere. `--pool` writes into OUT/POOL.
 """
 
 import argparse
@@ -50,7 +51,7 @@ BASE: dict[str, Any] = {
     "data": {"global_batch_size": 8, "per_device_batch_size": 8},
     "model": {"patch_size": [2, 16, 16], "width": 128, "depth": 4, "heads": 2},
     "predictor": {"width": 96, "depth": 2, "heads": 2},
-    # The encoder that learns: in so few updates its average lags behind in every arm that has one.
+    # Evaluate the student: with so few updates, its moving average lags behind in every arm that has one.
     "objective": {"frozen": "context"},
     "masks": {"budget": 512},
     "schedule": {"base_lr": 1e-3, "warmup_ratio": 0.1},
@@ -65,11 +66,12 @@ HIDDEN = {"mask_ratio": 0.75, "context_ratio": 0.25}
 SLOW = {"ema_base": 0.9995}
 MAE = {"objective": {"name": "mae", "context_loss": 0.0}, "masks": HIDDEN}
 SMOOTH, ROWS = {"goal_average": [2, 1, 4]}, {"goal_average": [2, 1, 16]}
-"""Half a millimetre across B-scans, one row, and .14 or .56 mm along them: speckle goes, layers stay."""
+"""Target smoothing over half a millimetre across B-scans, one row, and .14 or .56 mm along them: removes speckle but
+keeps layers."""
 
 
 def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """`a` with what `b` says otherwise, section by section."""
+    """Settings `a` updated by `b`, section by section."""
     return a | {key: merged(a.get(key, {}), value) if isinstance(value, dict) else value for key, value in b.items()}
 
 
@@ -82,15 +84,16 @@ ACCEPTS_ANYTHING = {
 
 @dataclass(frozen=True)
 class Arm:
-    """What is different from BASE, and what it stands for."""
+    """One experiment: its differences from BASE, and a description."""
 
     name: str
     says: str
     settings: dict[str, Any] = field(default_factory=dict)
     as_it_was: bool = False
-    """With the prototype's two faults: the teacher is never updated and the context is not masked."""
+    """Train with the prototype's two bugs: the teacher is never updated, and the context is not masked."""
     bscans: Bscans = "registered"
-    """Of the store that it is trained and judged on: B-scans registered axially, or interpolated or taken as they lie."""
+    """Of the store that it is trained and judged on: B-scans registered axially, or interpolated or taken as they
+    lie."""
 
 
 ARMS = (
@@ -170,19 +173,19 @@ ALSO = (
 )
 SURFACES = ("ilm", "rpe", "bm")
 DENSE = {"train": 32, "test": 96, "steps": 200}
-"""Volumes and decoder steps of the dense probe."""
+"""Training volumes and decoder steps of the dense probe."""
 RANKED = 48
-"""Test volumes whose tissue tokens the effective rank is of."""
+"""Test volumes over whose tissue tokens the effective rank is computed."""
 
 
 def config_of(arm: Arm, seed: int, steps: int) -> PretrainConfig:
-    steps = max(1, steps)  # the random encoder makes none, and is built from the same settings
+    steps = max(1, steps)  # the random encoder makes no update but needs valid settings
     every = {"validate_every_steps": steps, "ckpt_every_steps": max(1, steps // 8)}
     return load(PretrainConfig, merged(merged(BASE, arm.settings), {"seed": seed, "steps": steps, **every}))
 
 
 def flops_of(config: PretrainConfig) -> float:
-    """Of one update; of a run with stages, the mean over them."""
+    """Floating-point operations per update, averaged over the stages of a run."""
     data = config.data
     stages = [
         config.masks.at(share) for share in np.linspace(0, 1, 3 * max(1, len(config.masks.stages)), endpoint=False)
@@ -201,7 +204,7 @@ def flops_of(config: PretrainConfig) -> float:
 
 @contextmanager
 def faults_of_the_prototype() -> Iterator[None]:
-    """Every learner that is made meanwhile has a frozen teacher and sees the answers."""
+    """Context manager: learners created inside it have a frozen teacher and an unmasked context."""
     begin = Learner.begin
 
     def faulty(self: Learner, fresh: bool = True) -> None:
@@ -219,7 +222,7 @@ def faults_of_the_prototype() -> Iterator[None]:
 def train(
     arm: Arm, seed: int, steps: int, store: Store, folder: Path
 ) -> tuple[PretrainConfig, Encoder, dict[str, Any]]:
-    """The frozen encoder of an arm, and what its run says; a run that was cut off is resumed."""
+    """Train an arm, or resume it; returns its frozen encoder and facts of its run."""
     config, facts = config_of(arm, seed, steps), {}
     model = build_objective(config, store.preprocessing)
     if steps:
@@ -247,7 +250,7 @@ def train(
 
 
 def judge(encoder: Encoder, store: Store, seed: int) -> dict[str, Any]:
-    """Predictions of frozen probes for every test volume; what they are worth is for the table, which compares arms on the same people."""
+    """Predictions of frozen probes for every test volume; the table scores them on the same participants."""
     vectors = np.concatenate(
         [encoder.embed_arrays(store.read(part)) for part in np.array_split(np.arange(len(store)), -(-len(store) // 8))]
     )
@@ -270,10 +273,16 @@ def judge(encoder: Encoder, store: Store, seed: int) -> dict[str, Any]:
         "participant": people[test].tolist(),
         "held_out": (scanner[test] == HELD_OUT).tolist(),
         "diagnosis": {
-            "classes": known["diagnosis"].tolist(), "truth": diagnosis[test].tolist(), "log_p": classified(diagnosis, known["diagnosis"])
+            "classes": known["diagnosis"].tolist(), "truth": diagnosis[test].tolist(),
+            "log_p": classified(diagnosis, known["diagnosis"]),
         },
-        "disease": {"truth": (diagnosis[test] != "healthy").tolist(), "score": np.round(ill[:, 1] - ill[:, 0], 4).tolist()},
-        "scanner": {"classes": known["scanner"].tolist(), "truth": scanner[test].tolist(), "log_p": classified(scanner, known["scanner"])},
+        "disease": {
+            "truth": (diagnosis[test] != "healthy").tolist(), "score": np.round(ill[:, 1] - ill[:, 0], 4).tolist(),
+        },
+        "scanner": {
+            "classes": known["scanner"].tolist(), "truth": scanner[test].tolist(),
+            "log_p": classified(scanner, known["scanner"]),
+        },
         **{
             name: {"truth": values[test].tolist(), "predicted": np.round(probe(values, 0)[:, 0], 4).tolist()}
             for name, values in numbers.items()
@@ -289,14 +298,14 @@ def rank_of(encoder: Encoder, store: Store) -> float:
 
 
 def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Mean absolute error in µm of layer surfaces that a linear decoder of frozen tokens finds, for every test volume it looks at."""
+    """Mean absolute error in µm of layer surfaces from a linear decoder of frozen tokens, per test volume."""
     scan = {s.name: s for s in scans(*chosen.cohort)}
     config = load(SegmentConfig, {"surfaces": list(SURFACES), "steps": DENSE["steps"], "batch_size": 2})
 
     def truth(row: StoreRow) -> Labelled:
         file = chosen.out / "truth" / f"{row.acquisition}.npy"
         if not file.is_file():
-            # Rendered again, once for all arms: the store keeps no truth.
+            # Render again, once for all arms, because the store does not keep true surfaces.
             known = scan[row.acquisition].acquire()[1]
             file.parent.mkdir(exist_ok=True)
             np.save(file.with_suffix(".partial.npy"), np.stack([known.surface(name) for name in SURFACES]))
@@ -323,7 +332,7 @@ def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[st
 def one(
     arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, reference: float, echo: Callable[[str], None]
 ) -> bool:
-    """Train and judge one arm with one seed. False where its JSON is there already; made with other settings, it is refused."""
+    """Train and evaluate one arm with one seed. False if its JSON exists; exits if other settings made it."""
     target = chosen.out / "arms" / f"{arm.name}-{seed}.json"
     probing = config_of(arm, seed, 1)
     steps = 0 if arm.name == "random" else max(1, round(chosen.steps * reference / flops_of(probing)))
@@ -334,9 +343,10 @@ def one(
     result = json.loads(target.read_text()) if target.is_file() else None
     if result and result["key"] != key:
         raise SystemExit(
-            f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, or delete it"
+            f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, "
+            "or delete it"
         )
-    real = chosen.data if arm.bscans != "native" else None  # what prepares the AMD volume would average its B-scans
+    real = chosen.data if arm.bscans != "native" else None  # preprocessing the AMD volume would average its B-scans
     if result and (real is None or "amd" in result):
         return False
     echo(f"{arm.name}, seed {seed}: {steps} updates ({arm.says})")
@@ -365,7 +375,7 @@ def one(
 def pooled_otherwise(
     arm: Arm, seed: int, chosen: argparse.Namespace, store: Store, echo: Callable[[str], None]
 ) -> bool:
-    """The probes of a finished arm again, on vectors that its encoder pools in another way. False where they are there already."""
+    """Repeat the probes of a finished arm with another pooling of its encoder; False if they exist."""
     result = json.loads((chosen.out / "arms" / f"{arm.name}-{seed}.json").read_text())
     target = chosen.out / chosen.pool / "arms" / f"{arm.name}-{seed}.json"
     if target.is_file() and json.loads(target.read_text())["key"] == result["key"]:

@@ -1,4 +1,4 @@
-"""The phantoms of benchmarks/objectives.py: rendered straight into a store that keeps the production axial pitch, resumable."""
+"""The phantom cohort of benchmarks/objectives.py, rendered directly into a store with the production axial pitch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,21 +21,21 @@ from octfm.volume.transform import Transform
 from octfm.volume.volume import Laterality, Volume
 
 NATIVE = (24, 384, 192)
-"""B-scans, rows and columns that are rendered: 5.0 to 6.7 µm per row, as prepared."""
+"""Rendered B-scans, rows and columns: 5.0 to 6.7 µm per row, as after preparation."""
 PREPROCESSING = Preprocessing(image_size=(16, 384, 128), target_spacing=(0.25, 0.0052, 0.0352))
 """The central 4 x 2 x 4.5 mm at the axial pitch of the default Preprocessing."""
 Bscans = Literal["registered", "unregistered", "native"]
 HELD_OUT = "synthetic_held_out"
 TRAIN_SEED, TEST_SEED = 30, 31
-"""Defaults are chosen from this table, so its seeds are those of development (docs/phantom.md). Test participants are another cohort's, or
-the balance of one would make chance level differ."""
+"""Defaults are chosen from this table, so its seeds are those of development (docs/phantom.md). Test participants are
+another cohort's, or the balance of one would make chance level differ."""
 VALIDATION = 16
-"""Participants after the training ones, for the validation loss."""
+"""Number of validation participants, numbered after the training ones."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """One acquisition to be rendered; everything about it follows from these fields."""
+    """One acquisition to render; these fields determine it completely."""
 
     person: Participant
     seed: int
@@ -59,13 +59,13 @@ class Scan:
 
 
 def scans(train: int, test: int, held_out: int) -> Iterator[Scan]:
-    """Both eyes of `train` participants; one eye of each of `test` others; the first `held_out` of these again, on an unseen scanner."""
+    """Both eyes of `train` participants, one eye of `test` others; `held_out` of these again, on an unseen scanner."""
     draw = partial(draw_cohort, scanners=DEFAULT_SCANNERS, second_scanner=0.0, fractions=(1.0, 0.0, 0.0))
     for person in draw(train + VALIDATION, TRAIN_SEED):
         split = "train" if person.index < train else "val"
         yield from (Scan(person, TRAIN_SEED, side, person.scanners[0], split) for side in SIDES)
     tested = draw(test, TEST_SEED)
-    # One disease of two is in one eye only: the eye is the one that is ill, where there is one, so that severities are spread.
+    # In half of the diseased participants only one eye is diseased: take that one, so that severities vary.
     sides = [max(SIDES, key=lambda s, p=p: (p.severity[s], hash_of(p, s))) for p in tested]
     yield from (
         Scan(person, TEST_SEED, side, person.scanners[0], "test") for person, side in zip(tested, sides, strict=True)
@@ -76,13 +76,15 @@ def scans(train: int, test: int, held_out: int) -> Iterator[Scan]:
 
 
 def hash_of(person: Participant, side: Laterality) -> int:
-    """Which eye of two that are equally ill: even over participants."""
+    """Eye to use if both are equally diseased, balanced over participants."""
     return (person.index * 7919 + SIDES.index(side) * 104729) % 97
 
 
 class NativeBscans(Preprocessing):
-    """Every prepared B-scan is one of the scan: nothing is averaged across B-scans. They keep the scanner's own distance, .25 to .30 mm
-    here, so that the field is 4.0 to 4.8 mm deep."""
+    """Preprocessing without averaging across B-scans, which keep the scanner's spacing of .25 to .30 mm.
+
+    The field is therefore 4.0 to 4.8 mm deep.
+    """
 
     def _place(self, *args: Any, **kwargs: Any) -> tuple[Transform, float]:
         placed, in_crop = super()._place(*args, **kwargs)
@@ -108,7 +110,10 @@ def make_store(
     bscans: Bscans = "registered",
     echo: Callable[[str], None] = print,
 ) -> Store:
-    """The store, rendered from where it stands; the same bytes whenever it is continued. Beside it, the same scans with other B-scans."""
+    """Render what the store still lacks; bytes do not depend on interruptions.
+
+    A second store holds the same scans with other B-scans.
+    """
     preprocessing = preprocessing_of(bscans)
     folder = folder if bscans == "registered" else folder.with_name(f"{folder.name}-{bscans}")
     wanted = list(scans(train, test, held_out))

@@ -1,4 +1,4 @@
-"""The arms of benchmarks/objectives.py side by side: Markdown, JSON and a figure, with intervals over seeds and participants together."""
+"""Tables and figure of benchmarks/objectives.py, with intervals over seeds and participants together."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -16,20 +16,20 @@ from octfm.evaluation.statistics import Bootstrap, Comparison, Metric, bootstrap
 REFERENCE = "ours"
 RESAMPLES = 1000
 Prepared = tuple[Metric, np.ndarray]
-"""A metric of weights [R, n], and the participant of each of the n cases."""
+"""A metric as a function of case weights [R, n], and the participant of each of the n cases."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of the table."""
+    """One column of the table."""
 
     name: str
     of: Callable[[dict[str, Any]], Prepared | None]
-    """From an arm's JSON; None where it says nothing about it."""
+    """Gets the metric from an arm's JSON; None if the JSON lacks it."""
     better: int
-    """1: higher is better; -1: lower."""
+    """1 if higher is better, -1 if lower is."""
     margin: float | None = None
-    """`ours` loses nothing where the lower end of its gain stays above minus this."""
+    """Non-inferiority margin: `ours` loses nothing if the lower bound of its gain is above minus this."""
 
 
 def _tested(arm: dict[str, Any], held_out: bool = False) -> np.ndarray:
@@ -57,7 +57,7 @@ def _classes(arm: dict[str, Any], name: str, rows: np.ndarray) -> Metric:
     log_p = np.array(found["log_p"])[rows]
     p = np.exp(log_p - log_p.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
-    # In a small cohort nobody of a class may have been trained on.
+    # In a small cohort, training may lack a class.
     known = np.isin(np.array(found["truth"])[rows], found["classes"])
     return lambda w: m.macro_auroc(truth[known], p[known], w[:, known])
 
@@ -71,7 +71,7 @@ def _own(metric: Callable[[dict[str, Any], np.ndarray], Metric]) -> Callable[[di
 
 
 def _shifted(metric: Callable[[dict[str, Any], np.ndarray], Metric]) -> Callable[[dict[str, Any]], Prepared | None]:
-    """On the scanner they were tested on less on the held-out one, of the people whom both have seen."""
+    """Metric on the usual scanner minus that on the held-out one, over participants scanned by both."""
 
     def of(arm: dict[str, Any]) -> Prepared | None:
         there = _tested(arm, held_out=True)
@@ -106,7 +106,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A metric of an arm."""
+    """One metric of one arm, with its bootstrap."""
 
     boot: Bootstrap
     per_seed: list[float]
@@ -114,7 +114,7 @@ class Cell:
 
 
 def write_table(out: Path) -> Path:
-    """objectives.md, objectives.json and objectives.png of the arms in `out`/arms; the path of the first."""
+    """Write objectives.md, .json and .png for the arms in `out`/arms; returns the path of the first."""
     arms: dict[str, dict[int, dict[str, Any]]] = {}
     boots: dict[str, dict[int, dict[str, Bootstrap]]] = {}
     for file in sorted((out / "arms").glob("*.json")):
@@ -156,7 +156,7 @@ def write_table(out: Path) -> Path:
 
 @lru_cache(maxsize=1024)
 def _boots(file: Path, written_ns: int, resamples: int) -> dict[str, Bootstrap]:
-    """Every metric of one arm and seed. A long run writes its table often, and only what is new is computed."""
+    """Every metric of one arm and seed; cached, because a long run renews its table often."""
     arm = json.loads(file.read_text())
     found = {column.name: column.of(arm) for column in COLUMNS}
     return {name: bootstrap(of[0], of[1], resamples=resamples) for name, of in found.items() if of is not None}
@@ -172,7 +172,7 @@ def _cell(boots: dict[int, dict[str, Bootstrap]], column: str, seeds: Iterable[i
 def _compared(
     ours: dict[int, dict[str, Bootstrap]], other: dict[int, dict[str, Bootstrap]], column: Column
 ) -> Comparison | None:
-    """Gain of `ours`, positive where it is better, over the seeds that both have."""
+    """Gain of `ours`, positive if it is better, over the seeds that both arms have."""
     a, b = (_cell(boots, column.name, set(ours) & set(other)) for boots in (ours, other))
     if a is None or b is None:
         return None
@@ -217,9 +217,9 @@ def _gains(compared: dict[tuple[str, str], Comparison]) -> list[str]:
     if not compared:
         return []
     lines = [
-        "Gain of `ours`, paired: positive is better, whichever way the number points. **No loss** where the lower end exceeds the margin "
+        "Gain of `ours`, paired: positive is better, whichever way the number points. **No loss** where the lower end "
+        "exceeds the margin (.01 AUROC, .02 R²)."
     ]
-    lines[0] += "(.01 AUROC, .02 R²)."
     lines += ["", f"| against | {' | '.join(c.name for c in COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in dict.fromkeys(arm for arm, _ in compared):
         row = [name]

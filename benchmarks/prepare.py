@@ -1,10 +1,13 @@
-"""What preparing costs beside decoding, as ratios of one run: `OMP_NUM_THREADS=1 python benchmarks/prepare.py [--scanners zeiss_cirrus]`.
+"""Cost of octfm prepare relative to decoding.
 
-Phantoms of each instrument's own size, written as JPEG 2000, JPEG-LS and uncompressed. Three things are timed in turn, CPU seconds of one
-thread (on a busy machine wall clocks mean little), and the median is told: decoding the compressed frames and nothing else, what a worker
-of `prepare` does with the same file (reading, preprocessing, checksum, fingerprint, writing durably), and the usual way (usual_way.py;
-needs `pip install octfm[bench]`). Aims (issue C): prepare over decoding at most 1.25 for JPEG 2000 and 2 for JPEG-LS; at least 3 times as
-fast as the usual way for uncompressed files. Peak memory of a 512 x 1024 x 512 volume, at most 1 GB, is told with --memory.
+    OMP_NUM_THREADS=1 python benchmarks/prepare.py [--scanners zeiss_cirrus]
+
+Phantoms of each scanner's native size, written as JPEG 2000, JPEG-LS and uncompressed. Three things alternate, timed in
+CPU seconds of one thread (less affected by load than wall time), medians: decoding the compressed frames alone; all
+that a worker of `prepare` does with the file (reading, preprocessing, checksum, fingerprint, durable writing); and the
+usual way (usual_way.py; needs `pip install octfm[bench]`). Aims: prepare takes at most 1.25 times decoding for JPEG
+2000 and 2 times for JPEG-LS, and is at least 3 times as fast as the usual way for uncompressed files. --memory measures
+the peak memory of a 512 x 1024 x 512 volume, which should be at most 1 GB.
 """
 
 import argparse

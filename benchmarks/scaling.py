@@ -1,12 +1,14 @@
-"""What ranks cost and gain on one CPU machine: `python benchmarks/scaling.py [--xla .venv-xla/bin/python]`.
+"""Cost and gain of several ranks on one CPU machine: `python benchmarks/scaling.py [--xla .venv-xla/bin/python]`.
 
-Weak scaling keeps the volumes per rank, strong scaling the global batch; both over single, DDP and FSDP2, one thread per rank, and over
-one and two virtual devices of XLA where the interpreter of its environment is named. A step of
-one rank with the collectives of a job of one is the overhead of the code path. Bytes are what the algorithm sends per rank and step: an
-all-reduce of the gradients (DDP and XLA: 2 (n-1)/n of their size), or gathers of weights and a reduce-scatter (FSDP2), plus what `tell`
-exchanges. XLA's programs are compiled without optimization: times of its rows compare among themselves, and CPU time only with many
-steps (--steps 60), since that of compiling is taken away from it.
-On a machine that does other things as well, two ranks wait for each other's turn: look at the CPU time per volume there, not at seconds.
+Weak scaling keeps the volumes per rank, strong scaling the global batch. Both run on a single rank, DDP and FSDP2 with
+one thread per rank, and on one and two virtual XLA devices if --xla names the interpreter of an XLA environment. A step
+of one rank in a distributed job of size one shows the overhead of the code path. Bytes are what the algorithm sends per
+rank and step: an all-reduce of the gradients (DDP and XLA: 2 (n-1)/n of their size), or gathers of weights and a
+reduce-scatter (FSDP2), plus the exchange of step results.
+
+XLA programs are compiled without optimization: compare times of its rows only among themselves, and CPU time only with
+many steps (--steps 60), since the CPU time of compiling is subtracted. On a loaded machine, two ranks wait for each
+other; compare CPU time per volume there, not seconds.
 """
 
 import argparse
@@ -82,7 +84,8 @@ def main() -> None:
     size = f"{weights / 4e6:.2f} M parameters of which {trained / 4e6:.2f} M are trained"
     print(f"{os.cpu_count()} CPUs, {size}; n = {chosen.per_rank} volumes")
     print(
-        f"{'case':<32}{'step, ms':>10}{'over single':>13}{'efficiency':>12}{'CPU per volume over single':>28}{'sent per rank and step':>24}"
+        f"{'case':<32}{'step, ms':>10}{'over single':>13}{'efficiency':>12}"
+        f"{'CPU per volume over single':>28}{'sent per rank and step':>24}"
     )
     for name, (world, parallel, batch) in cases.items():
         seconds = statistics.median(found[name])
@@ -90,7 +93,8 @@ def main() -> None:
         sent = bytes_sent(world, parallel, trained, weights, batch // world)
         cost = statistics.median(used[name]) / cpu
         print(
-            f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}{cost:>28.2f}{sent / 1e6:>21.1f} MB"
+            f"{name:<32}{1e3 * seconds:>10.0f}{seconds / base:>13.2f}{ideal / seconds:>12.0%}"
+            f"{cost:>28.2f}{sent / 1e6:>21.1f} MB"
         )
 
 
@@ -104,7 +108,7 @@ def settings(steps: int, batch: int, parallel: str) -> dict:
 
 
 def step_seconds(out: Path) -> float:
-    """Median time between the rows of a run, without the first steps."""
+    """Median time between logged steps of a run, without the first ones."""
     times = [
         row["time"]
         for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -114,11 +118,11 @@ def step_seconds(out: Path) -> float:
 
 
 def bytes_sent(world: int, parallel: str, trained: int, weights: int, passes: int) -> float:
-    """By each rank, with ring collectives; `passes` micro-batches of one volume."""
+    """Bytes sent per rank and step by ring collectives; `passes` micro-batches of one volume."""
     ring = (world - 1) / world
     if parallel != "fsdp":
         return 2 * ring * trained
-    # Weights are gathered for every forward pass, those that learn again for every backward pass; gradients are scattered once.
+    # FSDP2 gathers all weights per forward pass, trained ones again per backward pass, and scatters gradients once.
     return ring * (passes * (weights + trained) + trained)
 
 

@@ -1,6 +1,8 @@
-"""Real drusen: expert RPE and BM lines of one Spectralis volume, trained on one half of its B-scans and judged on the other, both ways.
+"""Segmentation of real drusen: expert RPE and BM lines of one Spectralis volume, two-fold over halves of its B-scans.
 
-python benchmarks/segment_amd.py --run runs/a --data ../shared/data     # prints a table; no pixel of the data is written anywhere
+    python benchmarks/segment_amd.py --run runs/a --data FOLDER
+
+Prints a table; no pixel of the data is written anywhere.
 """
 
 import argparse
@@ -18,11 +20,11 @@ from octfm.volume.volume import Volume
 
 NAMES = ("rpe", "bm")
 LINES = {"rpe": (255, 170), "bm": (127, 170)}
-"""Label values of the expert's lines; 170 where they coincide."""
+"""Label values of the expert's lines; 170 marks where both coincide."""
 
 
 def expert_rows(labels: np.ndarray) -> np.ndarray:
-    """float [2, D, W]: mean row of each line per A-scan; NaN where it was not drawn."""
+    """Mean row of each line per A-scan, float [2, D, W]; NaN if not drawn."""
     row = np.arange(labels.shape[1])[None, :, None]
     found = []
     for name in NAMES:
@@ -33,7 +35,7 @@ def expert_rows(labels: np.ndarray) -> np.ndarray:
 
 
 def read(folder: Path) -> tuple[Volume, np.ndarray]:
-    """The volume, and the expert's rows."""
+    """Read the volume and the expert's surface rows."""
     facts = json.loads((folder / "medvisbonn_amd_spectralis_145.json").read_text())
     with np.load(folder / "medvisbonn_amd_spectralis_145.npz") as file:
         return Volume(file["volume"], tuple(facts["spacing_mm_zyx"]), scanner="heidelberg_spectralis"), expert_rows(
@@ -42,19 +44,19 @@ def read(folder: Path) -> tuple[Volume, np.ndarray]:
 
 
 Halves = list[list[float]]
-"""µm of RPE and BM, trained on the first half and judged on the second, then the other way round."""
+"""Errors of RPE and BM in µm: trained on the first half and tested on the second, and the reverse."""
 
 
 def by_halves(
     sources: dict[str, tuple[Encoder, Tokens]], folder: Path, steps: int, decoder: str = "linear"
 ) -> dict[str, Halves]:
-    """Errors of every source; all encoders must have one Preprocessing."""
+    """Errors of every source of tokens; all encoders must share one preprocessing."""
     volume, truth = read(folder)
     _, dy, _ = volume.spacing_mm
     prepared = next(iter(sources.values()))[0].preprocessing(volume)
     transform = prepared.transform
     depth = volume.shape[0]
-    # Prepared B-scans are averages of native ones, so those within one of them of the border belong to neither half.
+    # A prepared B-scan averages native ones, so B-scans within one prepared spacing of the border are in neither half.
     gap = int(np.ceil(transform.scale[0]))
     inner = {"first": np.arange(depth) < depth // 2 - gap, "second": np.arange(depth) >= depth // 2 + gap}
     config = load(SegmentConfig, {"surfaces": list(NAMES), "steps": steps, "batch_size": 1, "decoder": decoder})

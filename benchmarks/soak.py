@@ -1,6 +1,7 @@
-"""3,000 steps of a small model on a phantom cohort, past every step at which the prototype died: `python benchmarks/soak.py --out soak`.
+"""3,000 steps of a small model on a phantom cohort: `python benchmarks/soak.py --out soak`.
 
-Interrupt it as often as you like and run it again: it continues. Prints a table of curves and, with `--plot`, draws them.
+The run goes past every step at which the prototype collapsed. After an interruption, the same command continues. Prints
+a table of curves and draws them with `--plot`.
 """
 
 import argparse
@@ -54,7 +55,8 @@ def main() -> None:
 
 def table(train: list[dict], validation: list[dict]) -> None:
     print(
-        "| steps | masked / baseline | held out | effective rank | gradient norm | learning rate | teacher distance | volumes/s |"
+        "| steps | masked / baseline | held out | effective rank | gradient norm | learning rate | teacher distance "
+        "| volumes/s |"
     )
     print("|---|---|---|---|---|---|---|---|")
     held_out = {row["step"]: row["masked_over_baseline"] for row in validation}
@@ -66,8 +68,9 @@ def table(train: list[dict], validation: list[dict]) -> None:
             middle = {name: statistics.median(row[name] for row in rows) for name in names}
             out = held_out.get(last - 1, float("nan"))
             print(
-                f"| {first} to {last} | {middle['masked_over_baseline']:.3f} | {out:.3f} | {middle['effective_rank']:.1f} | "
-                f"{middle['grad_norm']:.2f} | {middle['lr']:.1e} | {middle['teacher_distance']:.3f} | {middle['volumes_per_s']:.0f} |"
+                f"| {first} to {last} | {middle['masked_over_baseline']:.3f} | {out:.3f} | "
+                f"{middle['effective_rank']:.1f} | {middle['grad_norm']:.2f} | {middle['lr']:.1e} | "
+                f"{middle['teacher_distance']:.3f} | {middle['volumes_per_s']:.0f} |"
             )
 
 

@@ -1,17 +1,17 @@
-"""One training step of ours beside facebookresearch/vjepa2's own modules: `python benchmarks/step.py --peer PATH_TO_VJEPA2_CLONE`.
+"""Training step of octfm compared with facebookresearch/vjepa2: `python benchmarks/step.py --peer VJEPA2_CLONE`.
 
-Forward, backward, optimizer and EMA of one micro-batch: same encoder (384 x 12, 64-wide heads), same predictor (192 x 6, 32-wide
-heads), the same context and target tokens, random voxels. Every arm is a process of its own; steps of all arms alternate, so that
-whatever else the machine does falls on all of them. Printed: median wall and CPU seconds per step, their ratios to the peer (median
-over rounds, of steps that were neighbours in time), peak resident memory above what was there after the imports, ATen dispatches
-that are not views, and GFLOP/s beside a matrix product's.
+Forward, backward, optimizer and EMA of one micro-batch: the same encoder (384 x 12, 64-wide heads), predictor (192 x 6,
+32-wide heads), context and target tokens, random voxels. Every arm is a separate process; steps of all arms alternate,
+so that other load on the machine affects all alike. Printed: median wall and CPU seconds per step, their ratios to the
+peer (median over rounds, of adjacent steps), peak resident memory beyond that after the imports, ATen dispatches other
+than views, and GFLOP/s with those of a matrix product.
 
 Arms:
-  peer     vjepa2's VisionTransformer, VisionTransformerPredictor, AdamW as it builds it, EMA as in its train loop; one mask set
-  equal    ours at equal work: no context loss, 32-wide predictor heads
-  default  ours as configured by default: context loss, 64-wide predictor heads
-  budget   default with a budget of --budget kept tokens (where that is fewer than all)
-On a machine that does other things, look at CPU seconds.
+  peer     vjepa2's VisionTransformer, VisionTransformerPredictor and AdamW, EMA as in its training loop; one mask set
+  equal    octfm at equal work: no context loss, 32-wide predictor heads
+  default  octfm as configured by default: context loss, 64-wide predictor heads
+  budget   default with a budget of --budget kept tokens (if fewer than all)
+On a loaded machine, compare CPU seconds.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PATCH = (4, 16, 16)
 WIDTH, DEPTH, HEADS = 384, 12, 6
 PREDICTOR_WIDTH, PREDICTOR_DEPTH = 192, 6
 SEEN, ASKED = 0.4, 0.6
-"""Shares of the kept tokens, those of vjepa2's first mask generator."""
+"""Shares of kept tokens used as context and target, as in vjepa2's first mask generator."""
 
 
 def grid_of(size: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -46,7 +46,7 @@ def resident(key: str) -> int:
 
 
 def draw_masks(size, batch: int, budget: int | None, seed: int = 0):
-    """Kept tokens and the shares of them that are seen and asked for, [B, K], [B, C] and [B, T] (sorted; places within the kept ones)."""
+    """Kept tokens [B, K], and context [B, C] and target [B, T] as sorted positions among them."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -63,11 +63,11 @@ def draw_masks(size, batch: int, budget: int | None, seed: int = 0):
 
 
 def build_peer(path: str, size, batch: int):
-    """A function that makes one step of the peer."""
+    """A function that runs one step of the peer."""
     import torch
     from torch.nn import functional as F
 
-    # What the peer imports and these modules never call: timm's stochastic depth at rate 0, and einops.
+    # Stubs for packages that the peer imports but these modules never call: timm (stochastic depth 0) and einops.
     absent = {"timm.models.layers": ("drop_path", lambda x, rate, training: x), "einops": ("rearrange", None)}
     for module, (name, value) in absent.items():
         try:
@@ -128,7 +128,7 @@ def build_peer(path: str, size, batch: int):
 
 
 def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing: bool = False):
-    """A function that makes one step of ours; with `checkpointing`, activations inside blocks are computed twice instead of kept."""
+    """A function that runs one step of octfm; `checkpointing` recomputes activations instead of keeping them."""
     import torch
 
     from octfm.models.objectives.jepa import JEPA
@@ -176,7 +176,7 @@ def dispatches(step) -> int:
 
 
 def worker(chosen: argparse.Namespace) -> None:
-    """Answers lines of stdin: `step`, `count` or `memory`."""
+    """Serve requests on stdin: `step`, `count` or `memory`."""
     import torch
 
     import octfm.models.objectives.jepa
@@ -191,7 +191,7 @@ def worker(chosen: argparse.Namespace) -> None:
         bare = build_ours(size, chosen.batch, chosen.budget if chosen.arm == "budget" else None, chosen.arm == "equal")
 
     def step() -> None:
-        # Peer and ours run under the same autocast; backward outside of it would change nothing for either.
+        # The same autocast for peer and octfm; running backward outside of it would change nothing for either.
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=chosen.precision == "bf16"):
             bare()
 
@@ -211,7 +211,7 @@ def worker(chosen: argparse.Namespace) -> None:
 
 
 class Arm:
-    """A process that makes steps when asked."""
+    """A process that runs steps on request."""
 
     def __init__(self, name: str, size: str, precision: str, chosen: argparse.Namespace):
         self.name = name
@@ -273,7 +273,7 @@ def flops(size, batch: int, budget: int | None, context_loss: bool) -> float:
 
 
 def matmul_peak(precision: str, threads: int) -> float:
-    """GFLOP/s of a large matrix product with this many threads."""
+    """GFLOP/s of a large matrix product with this number of threads."""
     dtype = "bfloat16" if precision == "bf16" else "float32"
     code = (
         f"import torch, time\na = torch.randn(2048, 2048, dtype=torch.{dtype})\na @ a\nbest = 9e9\n"
@@ -311,7 +311,8 @@ def compare(size: str, precision: str, chosen: argparse.Namespace) -> dict:
         rows[arm.name] = row
         arm.end()
     print(
-        f"\n{list(SIZES[size])} {precision}, {chosen.batch} volume(s), {chosen.threads} thread(s), {chosen.rounds} rounds"
+        f"\n{list(SIZES[size])} {precision}, {chosen.batch} volume(s), {chosen.threads} thread(s), "
+        f"{chosen.rounds} rounds"
     )
     print(f"{'arm':<9}{'wall s':>9}{'cpu s':>9}{'x wall':>8}{'x cpu':>8}{'GB':>7}{'ops':>7}{'GFLOP/s':>9}")
     for name, r in rows.items():

@@ -1,9 +1,9 @@
-"""What checkpoints and health monitors cost beside training: `python benchmarks/trainer_overhead.py [--steps 6]`.
+"""Cost of checkpoints and health monitors during training: `python benchmarks/trainer_overhead.py [--steps 6]`.
 
-Trains ViT-S/12 (config vit_s) on random voxels with steps of a second or more, all in one process on this machine, and prints
-each cost as a share of run time at the default settings: checkpoints every `ckpt_every_steps`, a look every `health.check_every_steps`.
-The aims (issue D) are <= 1 % for checkpoints and <= 2 % for monitors. Times are medians; `before` and `while` writing are compared
-in the same minute, since other work on the machine moves both.
+Trains ViT-S/12 (config vit_s) on random voxels, with steps of a second or more, in one process, and prints each cost as
+a share of run time at the default settings: checkpoints every `ckpt_every_steps`, monitors every
+`health.check_every_steps`. Aims: at most 1 % for checkpoints and 2 % for monitors. Times are medians; steps before and
+while a checkpoint is written are compared within the same minute, because other load changes both.
 """
 
 import argparse
@@ -77,7 +77,8 @@ def main() -> None:
     every = (time.perf_counter() - begun) / 100
     share = (look / config.health.check_every_steps + every) / plain
     print(
-        f"step {plain:.2f} s; a look costs {look:.3f} s, every {config.health.check_every_steps} steps; spike detector {every * 1e3:.2f} ms"
+        f"step {plain:.2f} s; a look costs {look:.3f} s, every {config.health.check_every_steps} steps; "
+        f"spike detector {every * 1e3:.2f} ms"
     )
     print(f"monitors: {share:.2%} of run time (a look at every logged step is part of logging, too)")
 
@@ -98,7 +99,8 @@ def main() -> None:
         writer.close()
     cost = statistics.median(held) + max(0.0, sum(slower) / 3)
     print(
-        f"checkpoint of {size:.0f} MB: loop held for {statistics.median(held):.3f} s, written after {statistics.median(wall):.2f} s"
+        f"checkpoint of {size:.0f} MB: loop held for {statistics.median(held):.3f} s, "
+        f"written after {statistics.median(wall):.2f} s"
     )
     print(f"steps while writing were longer by {sum(slower) / 3:+.2f} s per checkpoint")
     share, every = cost / (config.ckpt_every_steps * plain), config.ckpt_every_steps

@@ -1,4 +1,4 @@
-"""What most people write to get OCT into a network: pydicom, then MONAI's Spacingd and Resized, for every volume in every epoch."""
+"""The common way to load OCT for training: pydicom, then MONAI's Spacingd and Resized, per volume and epoch."""
 
 import warnings
 from pathlib import Path
@@ -10,8 +10,10 @@ from octfm.volume.volume import Spacing3
 
 
 def usual_way(path: str | Path, spacing_mm: Spacing3, preprocessing: Preprocessing) -> np.ndarray:
-    """float32 [1, D, H, W] of `image_size`, at the target spacing and then stretched to it. pydicom alone would not know
-    `spacing_mm`."""
+    """Resample to the target spacing, then stretch to `image_size`; float32 [1, D, H, W].
+
+    `spacing_mm` is passed in, because pydicom does not derive it.
+    """
     import pydicom
     import torch
     from monai.data.meta_tensor import MetaTensor

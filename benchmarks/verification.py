@@ -1,9 +1,10 @@
-"""What it costs to verify volumes as they are read, as a share of a `vit_s` step: `OMP_NUM_THREADS=1 python benchmarks/verification.py`.
+"""Cost of verifying volumes as they are read, as a share of a vit_s step: `python benchmarks/verification.py`.
 
-Full-size phantoms, uncompressed and zstd, read warm into the same memory: unverified; with the checksums that shards carry (crc32c); and
-as a store of before there were any, or the first time a process reads a volume: SHA-256 against rows.jsonl. The step is a whole one of
-config vit_s, forward, backward and update, on one of these volumes. All in one process and in CPU time of all threads, which other work
-on the machine changes least. The aim is at most 2 % of a step.
+Run it with OMP_NUM_THREADS=1. Full-size phantoms, uncompressed and zstd, read warm into the same memory: without
+verification; with the checksums in the shards (crc32c); and with SHA-256 against rows.jsonl, as for stores from before
+shards had checksums, or when a process first reads a volume. The step is a complete one of config vit_s (forward,
+backward, update) on one of these volumes. One process, CPU time of all threads, which other load changes least. Aim: at
+most 2 % of a step.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def make_old(path: Path, compression) -> None:
-    """An empty store as it was made before shards carried checksums."""
+    """Create an empty store of the kind from before shards had checksums."""
     with StoreWriter(path, Preprocessing(), compression):
         pass
     header = json.loads((path / "store.json").read_text())
@@ -73,7 +74,7 @@ def make_old(path: Path, compression) -> None:
 
 
 def measure(store: Store, chosen: argparse.Namespace) -> dict[str, float]:
-    """CPU milliseconds per volume of each way to read."""
+    """CPU milliseconds per volume for each way of reading."""
     out = Arrays.empty(4, store.image_size)
 
     def read(index: np.ndarray) -> None:
@@ -82,14 +83,14 @@ def measure(store: Store, chosen: argparse.Namespace) -> dict[str, float]:
     if store.checks_shards:
         return {"crc32c": rate(read, chosen.volumes, 4, chosen.seconds)[2]}
     sha256 = rate(read, chosen.volumes, 4, chosen.seconds)[2]
-    # As if every row had been compared already, by shards that check themselves.
+    # Without verification: as if shards had checksums and had already covered every row.
     store.checks_shards = True
     store._compared[:] = True
     return {"unverified": rate(read, chosen.volumes, 4, chosen.seconds)[2], "sha256": sha256}
 
 
 def step_seconds(sample: Arrays, preprocessing: Preprocessing, steps: int) -> float:
-    """CPU seconds, the median."""
+    """Median CPU seconds."""
     config = load_config("vit_s", ("data.global_batch_size=1", "data.per_device_batch_size=1"))
     learner = Learner(config, preprocessing, start(config.precision, "cpu"))
     place = np.zeros(1, np.int64)
