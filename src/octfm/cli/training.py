@@ -93,6 +93,7 @@ def doctor(
     from octfm.pretraining.preflight import examine, examine_tpu
     from octfm.pretraining.settings import load_config
 
+    # Defaults do not conflict with --tpu, so only options that were typed are refused.
     sources = {name: context.get_parameter_source(name) for name in ("out", "device", "plot", "ranks")}
     given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if tpu is not None and given:
@@ -147,6 +148,7 @@ def pretrain(
         if settings.data.store is None:
             local_out = out if isinstance(out, Path) else Path(out.name)
             store = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
+    # A progress bar needs a terminal, and only rank 0 prints.
     if not sys.stdout.isatty() or os.environ.get("RANK", "0") != "0":
         train(settings, store, out, device, echo=opt.echo_line, override=override)
         return

@@ -156,6 +156,7 @@ def export(
     from octfm.report.sources import is_pretraining
 
     text = _text(card) if card is not None else None
+    # A full card needs the folder of a pretraining run on disk; else the export contains a short one.
     if text is None and "://" not in run and is_pretraining(location(run)):
         text = model_card(run, usage=usage(out.name), name=out.name)
     path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=typer.echo)

@@ -161,6 +161,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         return Cases(
             target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye
         )
+    # Few distinct numbers are grades, such as a severity of 0 to 4, and handled as classes below.
     numbers = [as_number(v) for v in kept]
     if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
         # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant.
@@ -245,6 +246,7 @@ def make_rounds(
         return cases, [Round(np.flatnonzero(train), np.flatnonzero(tested))]
     if participants_tested < 2 * folds:
         raise Skip(f"{participants_tested} participants with {cases.target.column} are too few for {folds} folds.")
+    # Fold −1 is never tested: rows of participants seen in pretraining.
     fold = np.full(len(tested), -1)
     fold[tested] = participant_folds(
         cases.participant[tested], cases.label[tested], folds, seed, stratify=cases.classes is not None
@@ -269,6 +271,7 @@ def participant_folds(
         stratum = label[order][first]
     else:
         stratum = fifths(member, label)
+    # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))
     dealt = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     fold = np.empty(len(names), dtype=int)

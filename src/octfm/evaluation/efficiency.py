@@ -56,6 +56,7 @@ def label_efficiency(
             if targets is not None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
             continue
+        # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
         for fraction in fractions:
             smaller = [[subset(cases, r, fraction, seed + s) for r in rounds] for s in range(seeds)]
             people = [np.mean([len(np.unique(cases.participant[r.train])) for r in of_seed]) for of_seed in smaller]

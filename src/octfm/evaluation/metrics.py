@@ -42,6 +42,7 @@ def _weighted(metric: Callable[[Array, Array, Array], Array]) -> Weighted:
 def auroc(positive: Array, score: Array, W: Array) -> Array:
     """Probability that a positive case scores above a negative one; ties count half (Hanley & McNeil 1982)."""
     weight_positive, weight_negative = _by_score(positive, score, W)
+    # Pairs that the positive case wins: against all negatives of lower scores, and half of those of equal score.
     below = np.cumsum(weight_negative, axis=1) - weight_negative
     pairs = weight_positive.sum(1) * weight_negative.sum(1)
     return ratio((weight_positive * (below + 0.5 * weight_negative)).sum(1), pairs)
@@ -51,6 +52,7 @@ def auroc(positive: Array, score: Array, W: Array) -> Array:
 def auprc(positive: Array, score: Array, W: Array) -> Array:
     """Average precision: mean precision at each positive case, without interpolation. Chance is the prevalence."""
     weight_positive, weight_negative = (w[:, ::-1] for w in _by_score(positive, score, W))
+    # From the highest score down: positives found among the cases taken so far.
     found, taken = np.cumsum(weight_positive, axis=1), np.cumsum(weight_positive + weight_negative, axis=1)
     precision = np.divide(found, taken, out=np.zeros_like(found), where=taken > 0)
     return ratio((weight_positive * precision).sum(1), weight_positive.sum(1))
@@ -149,6 +151,7 @@ def _by_score(positive: Array, score: Array, W: Array) -> tuple[Array, Array]:
     """Weights of positive and of negative cases, each [R, G], summed over groups of equal score in ascending order."""
     order = np.argsort(score, kind="stable")
     ordered, is_positive = score[order], positive.astype(bool)[order]
+    # Cases of equal score form one group, so that their order cannot matter.
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     ordered_weights = W[:, order]
     positives, negatives = ordered_weights * is_positive, ordered_weights * ~is_positive

@@ -77,6 +77,7 @@ def probe(
             cases = make_cases(target, first, table)
             per_seed = [make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)]
         except Skip as reason:
+            # A rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
             skipped.append({"target": target.name, "sentence": str(reason)})
@@ -203,10 +204,11 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
         values.append(value)
         chosen.append(setting)
         if num_classes:
-            # Floor: a class that is absent from a small training subset must not give −inf.
             share = np.bincount(y, minlength=num_classes) / len(y)
+            # The floor avoids −inf for a class that is absent from a small training subset.
             priors.append(np.tile(np.log(np.maximum(share, 1e-6)), (len(new), 1)))
         if cases.kind == "ordinal":
+            # Kappa needs a grade. Votes of neighbours give one directly; a linear probe gets a proportional-odds model.
             log_p = value if readout == "knn" else fit_predict("ordinal", x, y, who, new, num_classes, seed)[0]
             p = np.exp(log_p)
             grades.append(p @ np.arange(num_classes) / p.sum(1))

@@ -88,6 +88,7 @@ def score(
             continue
         boot = None
         if rare:
+            # Too few participants for an interval: the estimate alone, on the whole sample.
             everyone = np.ones((1, len(first.truth)))
             estimate = float(np.mean([metrics[i][1](everyone)[0] for metrics in named]))
         else:

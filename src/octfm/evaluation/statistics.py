@@ -51,11 +51,13 @@ def bootstrap(
     names = np.unique(participants if among is None else among)
     member = np.searchsorted(names, participants)
     rng = np.random.default_rng(seed)
+    # Resamples are computed in chunks, because weights [R, n] of all of them may not fit in memory.
     step = max(1, MAX_WEIGHTS // len(member))
     resampled = []
     for first in range(0, resamples, step):
         counts = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=min(step, resamples - first))
         resampled.append(metric(counts[:, member].astype(float)))
+    # Jackknife: weight 0 for all cases of one participant, 1 for the others.
     left_out = []
     for first in range(0, len(names), step):
         without = np.arange(first, min(first + step, len(names)))
@@ -74,6 +76,7 @@ def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> 
     below = (np.mean(values < result.estimate) + np.mean(values <= result.estimate)) / 2
     jackknife = result.leave_one_out[np.isfinite(result.leave_one_out)]
     if method == "bca" and 0 < below < 1 and jackknife.size > 1 and np.ptp(jackknife) > 0:
+        # The acceleration is a sixth of the skewness of the jackknife values.
         deviation = jackknife.mean() - jackknife
         acceleration = (deviation**3).sum() / (6 * (deviation**2).sum() ** 1.5)
         bias = ndtri(below)
@@ -125,6 +128,7 @@ def over_seeds(results: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
 def holm(p: Sequence[float]) -> list[float]:
     """p values adjusted for multiple comparisons (Holm 1979); controls the probability of any false positive."""
     order = np.argsort(p, kind="stable")
+    # The smallest p is multiplied by the number of tests, the next by one less, and so on, kept in ascending order.
     stepped = np.maximum.accumulate(np.asarray(p, float)[order] * np.arange(len(p), 0, -1))
     adjusted = np.empty(len(p))
     adjusted[order] = np.minimum(1, stepped)
@@ -146,6 +150,7 @@ def compare(a: Bootstrap, b: Bootstrap, level: float = 0.95) -> Comparison:
         return Comparison(difference, float("nan"), float("nan"), 1.0, "inconclusive")
     low, high = (float(q) for q in np.quantile(differences, [(1 - level) / 2, (1 + level) / 2]))
     one_sided = min((differences <= 0).sum(), (differences >= 0).sum())
+    # The estimate itself counts as one resample, so that p is never 0.
     p = min(1.0, 2 * (1 + int(one_sided)) / (1 + differences.size))
     verdict: Verdict = "better" if low > 0 else "worse" if high < 0 else "inconclusive"
     return Comparison(difference, low, high, p, verdict)

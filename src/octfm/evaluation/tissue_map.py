@@ -37,6 +37,7 @@ def _described(store: Store, rows: np.ndarray) -> np.ndarray:
     image = (arrays.valid[:, 1] > arrays.valid[:, 0]) & (lower > upper)
     thickness = np.where(image, lower - upper, np.nan)
     height = np.where(image, upper, np.nan)
+    # Relative to its mean, because the absolute height depends only on how the eye was positioned.
     height = height - _mean(height)[:, None, None]
     parts = []
     for surface in (thickness, height):

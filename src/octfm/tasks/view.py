@@ -45,7 +45,8 @@ def scene_of(
     about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
         raise EvaluationError(
-            f"{volume.source}: --run and --segment need a raster or radial scan, got {volume.layout}; leave them out"
+            f"{volume.source}: --run and --segment need a raster or radial scan, this is a {volume.layout} scan; "
+            "leave them out"
         )
     if encoder is not None:
         from octfm.tasks import maps

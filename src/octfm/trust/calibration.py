@@ -128,10 +128,12 @@ def calibration_line(outcome: np.ndarray, log_odds: np.ndarray, weights: np.ndar
         error, curvature = weights * (outcome - p), weights * p * (1 - p)
         g0, g1 = error.sum(1), error @ x
         h00, h01, h11 = curvature.sum(1), curvature @ x, curvature @ x**2
+        # Newton step with the inverse of the 2 x 2 Hessian in closed form, for all resamples at once.
         determinant = h00 * h11 - h01**2
         safe = np.where(determinant > 1e-10, determinant, np.nan)
         step = np.stack([(h11 * g0 - h01 * g1) / safe, (h00 * g1 - h01 * g0) / safe], axis=1)
         beta = beta + np.clip(step, -5, 5)
         if not (np.abs(step) >= 1e-8).any():
             break
+    # Separable classes have no finite maximum: their steps never become small.
     return np.where(np.abs(step) < 1e-6, beta / [1, scale], np.nan)

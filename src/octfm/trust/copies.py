@@ -31,6 +31,7 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
     rows = [row_of[name] for name in data.acquisition.tolist()]
     exact = _exact(rows, study)
     query, nearest, _ = nearest_scans(study, study.encoders[0], SUSPECTS)
+    # A scan is often a suspect of several others, and reading it is slow.
     detail = lru_cache(maxsize=256)(lambda i: _fine_detail(store, rows[i]))
     by_chance = lru_cache(maxsize=None)(lambda a, b: _chance_threshold(study, detail, a, b))
     near, seen = [], {tuple(sorted(pair["acquisitions"])) for pair in exact}
@@ -134,6 +135,7 @@ def _peak(one: np.ndarray, other: np.ndarray) -> float:
     """Largest correlation over shifts up to SHIFT, from the cross-correlation by FFT."""
     product = np.fft.rfft2(one) * np.conj(np.fft.rfft2(other))
     correlation = np.fft.irfft2(product.sum(0), one.shape[1:])
+    # The FFT correlates circularly, so negative shifts are at the far end of each axis.
     rows, columns = SHIFT
     near = np.concatenate([correlation[: rows + 1], correlation[-rows:]])
     near = np.concatenate([near[:, : columns + 1], near[:, -columns:]], axis=1)

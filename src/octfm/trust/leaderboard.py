@@ -115,6 +115,7 @@ def leaderboard(
         compare_scored(a, b, leakage=False)
         for name, others in scored.items()
         if name != first
+        # An entry without expected grades lacks kappa, which is last.
         for a, b in zip(scored[first], others, strict=False)
         if a.metric == b.metric
     ]

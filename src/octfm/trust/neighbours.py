@@ -103,6 +103,7 @@ def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[
     # In parts, so that the similarity matrix stays small.
     for part in np.array_split(query, max(1, len(query) // 256)):
         near = unit[part] @ unit[gallery].T
+        # Other scans of the same participant are near for the wrong reason.
         near[names[part][:, None] == names[gallery][None, :]] = -np.inf
         found.append(gallery[np.argsort(-near, axis=1, kind="stable")[:, :k]])
     return query, np.concatenate(found), gallery
