@@ -54,7 +54,7 @@ def main() -> None:
         norm = learner.runtime.clip(learner.trained, config.clip_grad_norm)
         outcome = judge(learner, done, norm, limits(config.health, learner.state))
         learner.set_rates(1e-4, 0.05, 0.999)
-        moved = update(learner, outcome.made, look=look)
+        moved = update(learner, outcome.made, inspect=look)
         told = tell(learner, done, outcome)
         learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
         if look:

@@ -101,7 +101,7 @@ def step_seconds(sample: Arrays, preprocessing: Preprocessing, steps: int) -> fl
         learner.set_rates(1e-4, 0.05, 0.999)
         done = accumulate(learner, batch, 0.5, everything=False)
         norm = learner.runtime.clip(learner.trained, config.clip_grad_norm)
-        update(learner, judge(learner, done, norm, limits(config.health, learner.state)).made, look=False)
+        update(learner, judge(learner, done, norm, limits(config.health, learner.state)).made, inspect=False)
         times.append(time.process_time() - begun)
     return statistics.median(times[1:])
 

@@ -104,7 +104,7 @@ def test_bands_of_other_volumes_are_named(tmp_path, eyes):
     """The bands stand at other rows of the store than the voxels that they were found in."""
     mixed = [replace(eye, band=other.band) for eye, other in zip(eyes, eyes[1:] + eyes[:1], strict=True)]
     check = found(written(tmp_path / "store", mixed))["bands fit their volumes"]
-    assert check.status == "FAIL" and "µm beside the retina of their volume" in check.measured
+    assert check.status == "FAIL" and "µm off the retina of their volume" in check.measured
 
 
 def test_most_bands_of_a_scanner_unsure_are_named(tmp_path, eyes):

@@ -255,11 +255,11 @@ def test_phantoms_are_rendered_without_modules_of_the_current_folder(tmp_path, m
 
 
 def test_the_tpu_programs_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
-    from octfm.pretraining.preflight import tpu_program
+    from octfm.pretraining.preflight import tpu
 
     monkeypatch.chdir(plant(tmp_path / "hostile"))
     with pytest.raises(ConfigError):
-        tpu_program.run("tpu_record", tmp_path, "answer", {})  # it is given nothing to do
+        tpu.run("tpu_record", tmp_path, "answer", {})  # it is given nothing to do
     assert executed(Path.cwd()) == []
 
 

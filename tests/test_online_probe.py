@@ -67,11 +67,11 @@ def test_a_probe_that_cannot_be_made_is_named(store, settings, message):
 
 
 def test_a_probe_that_cannot_be_made_is_a_row_of_the_doctor(store):
-    from octfm.pretraining.preflight.tracker import probed
+    from octfm.pretraining.preflight.data import probed
 
     rows = select(store, "train"), select(store, "val")
     (found,) = probed(config(probe={"target": "study_group"}), store, *rows)
-    assert found.status == "FAIL" and "name a target that differs" in found.advice
+    assert found.status == "FAIL" and "choose a target with at least two labels" in found.advice
     assert probed(config(), store, *rows) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from octfm.cli.main import main
 from octfm.errors import ConfigError
-from octfm.pretraining.preflight import tpu, tpu_program
+from octfm.pretraining.preflight import tpu
 from octfm.pretraining.settings import PretrainConfig
 from octfm.volume.preprocessing import Preprocessing
 
@@ -72,14 +72,12 @@ def test_a_search_that_finds_nothing_ends_with_the_last_answer(answers):
     check, asked, read = answers("needs 60", "needs 40", "needs 35", "needs 34", "needs 33")
     assert len(asked) == 5 and asked[-1].masks.budget == tpu.BUDGET and read[-1] == f"needs 34; trying {TRIED[3]}"
     assert (check.status, check.measured) == ("FAIL", "needs 60")
-    assert check.advice.startswith(
-        f"nothing that was tried fits either, {TRIED[3]} last (needs 33): a smaller model.width"
-    )
+    assert check.advice.startswith(f"nothing tried fits, {TRIED[3]} last (needs 33): choose a smaller model.width")
 
 
 def test_no_attempt_is_reported_if_nothing_smaller_is_left(answers):
     check, asked, read = answers("needs 60", config=smallest())
-    assert len(asked) == 1 and read == [] and check.advice.startswith("a smaller model.width")
+    assert len(asked) == 1 and read == [] and check.advice.startswith("choose a smaller model.width")
 
 
 def smallest() -> PretrainConfig:
@@ -117,8 +115,8 @@ CRASHES = {
     ),
     "aborted": (ABORTED, ("SIGABRT", "plan.cc:7] Check failed: n > 0", "try again")),
     "no such operator": ("raise KeyError('aten::new')", ("exit status 1", "KeyError: 'aten::new'", "report it")),
-    "silent": ("os._exit(3)", ("exit status 3", "it said nothing")),
-    "no answer": ("print('{}')", ("exit status 0 and no answer",)),
+    "silent": ("os._exit(3)", ("exit status 3", "it printed nothing")),
+    "no answer": ("print('{}')", ("exit status 0 and no result",)),
 }
 
 
@@ -133,7 +131,7 @@ def programs(monkeypatch, tmp_path):
         start = "import os, sys; from pathlib import Path; write = lambda name, text: (Path(sys.argv[1]) / name).write_text(text)\n"
         (tmp_path / "python").write_text(script + f'exec {sys.executable} -c {quoted(start)}"$code" "$4"\n')
         (tmp_path / "python").chmod(0o755)
-        monkeypatch.setattr(tpu_program.sys, "executable", str(tmp_path / "python"))
+        monkeypatch.setattr(tpu.sys, "executable", str(tmp_path / "python"))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     return give
@@ -178,7 +176,7 @@ def test_an_error_of_octfm_itself_is_told_as_it_is(programs):
 
 
 def test_a_program_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(tpu_program.sys, "executable", str(tmp_path / "gone"))
+    monkeypatch.setattr(tpu.sys, "executable", str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"recording the step .* could not be started: .*No such file"):
         compile_step()
 
@@ -191,4 +189,4 @@ def test_the_command_line_says_it_without_a_traceback(monkeypatch, programs, cap
         main()
     told = capsys.readouterr().err
     assert ended.value.code == 1 and told.count("\n") == 1
-    assert told.startswith("octfm: --tpu: compiling the step (libtpu) ended with SIGKILL and no answer")
+    assert told.startswith("octfm: --tpu: compiling the step (libtpu) ended with SIGKILL and no result")

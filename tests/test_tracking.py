@@ -9,7 +9,7 @@ import pytest
 
 from octfm.errors import ConfigError
 from octfm.pretraining import pretrain as loop
-from octfm.pretraining.preflight.tracker import tracker
+from octfm.pretraining.preflight.resources import tracker
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics

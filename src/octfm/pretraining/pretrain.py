@@ -187,9 +187,9 @@ class Pretraining:
         runtime.average_gradients(learner.trained)
         grad_norm = runtime.clip(learner.trained, config.clip_grad_norm)
         outcome = judge(learner, micro_steps, grad_norm, limits(config.health, learner.state))
-        weight_change = update(learner, outcome.made, look=measured, done=micro_steps)
+        weight_change = update(learner, outcome.made, inspect=measured, micro_steps=micro_steps)
         excluded = bool(learner.state.excluded)
-        fed = self.feed.look(data_step, rows, excluded, batch, micro_steps, closely=inspect)
+        fed = self.feed.inspect(data_step, rows, excluded, batch, micro_steps, closely=inspect)
         # The first moment at which the host waits for the device, and the ranks for each other.
         summary = tell(learner, micro_steps, outcome, interruption.asked, fed)
         session.waiting.for_("the device")

@@ -1,7 +1,8 @@
-"""Follows some rows of every weight matrix through an update: from the gradient of the passes to the optimizer's moments to the weights.
+"""Audit of an update: follow some rows of every weight matrix from gradient to optimizer moments to weights.
 
-Each link is compared with what it should be, so that a sign, a rate or a share of the network that is lost on the way shows within one
-look, where the loss would need thousands of steps to tell. Weight decay is no part of it: it also moves what nothing teaches.
+Each link is compared with its expected value, so a lost sign, rate or part of the network shows in one inspection,
+while the loss would take thousands of steps to show it. Weight decay is excluded: it also moves weights that get no
+gradient.
 """
 
 from dataclasses import dataclass
@@ -14,31 +15,32 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import token_grid
 
 ROWS = 16
-"""Rows of each matrix that are followed: a copy of all weights would not be free."""
+"""Rows followed in each matrix; a copy of all weights would cost memory and time."""
 FROZEN = 0.4
-"""Share of a matrix without gradient, or without movement, from which it counts as frozen; in sound runs there is none."""
+"""Share of a matrix without gradient or movement at which it counts as frozen; in healthy runs there is none."""
 TINY = 1e-6
-"""An update smaller than this share of the weights cannot be told from rounding in float32."""
+"""An update smaller than this share of the weights is lost in float32 rounding."""
 SUMS = (
-    "against", "final", "along", "made", "wanted", "astray", "taken", "moments", "no_gradient", "still", "size", "weights",
+    "against", "final", "along", "made", "wanted", "astray", "taken", "moments", "no_gradient", "still", "size",
+    "weights",
 )  # fmt: skip
-"""What is summed over the followed rows of a matrix and over ranks."""
+"""Quantities summed over the followed rows of a matrix and over ranks; `Audit.end` computes them in this order."""
 
 
 @torch.no_grad()
 def gradients(learner: Learner) -> list[Tensor]:
-    """Copies of the followed rows of every gradient as it stands now; zeros where there is none."""
+    """Copies of the followed rows of every gradient; zeros for a matrix without one."""
     return [_gradient(learner, p).clone() for p in _matrices(learner).values()]
 
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """Copies from before an update."""
+    """Copies of the followed rows taken before an update."""
 
     passes: list[Tensor]
-    """Gradients as the backward passes of this rank left them."""
+    """Gradients after this rank's backward passes."""
     final: list[Tensor]
-    """Gradients that the optimizer is given."""
+    """Gradients that the optimizer gets, averaged over ranks and clipped."""
     weights: list[Tensor]
     mean: list[Tensor]
     """First moments."""
@@ -56,7 +58,7 @@ class Audit:
 
     @torch.no_grad()
     def end(self, learner: Learner) -> dict[str, Tensor]:
-        """Sums [matrices, len(SUMS)] over ranks, and how many updates the optimizer has counted."""
+        """Sums [matrices, len(SUMS)] over ranks, and the optimizer's count of updates."""
         group = learner.optimizer.param_groups[0]
         (beta1, beta2), eps, rate = group["betas"], group["eps"], learner.lr
         keep = 1 - group["lr"] * learner.weight_decay
@@ -66,10 +68,12 @@ class Audit:
         for p, passes, final, weights, mean in parts:
             state = learner.optimizer.state.get(p, {})
             now, first, second = _rows(learner, p), _moment(learner, p, "exp_avg"), _moment(learner, p, "exp_avg_sq")
+            # The weights after decay alone, so that `made` is the gradient's part of the movement.
             (before,) = torch._foreach_mul([weights], keep if id(p) in decayed else torch.ones_like(learner.lr))
             count = state.get("step", torch.zeros(()))
             counted.append(count.detach().to(learner.lr).reshape(()))
             made = now - before
+            # AdamW's step from its own moments (arXiv:1711.05101), with bias correction.
             bias1, bias2 = (1 - beta ** counted[-1].clamp_min(1) for beta in (beta1, beta2))
             wanted = -(rate / bias1) * first / (second.sqrt() / bias2.sqrt() + eps)
             expected = beta1 * mean + (1 - beta1) * final
@@ -77,9 +81,9 @@ class Audit:
                 torch.stack([x.double() for x in (
                     (passes * final).sum(), final.square().sum(),
                     (made * wanted).sum(), made.square().sum(), wanted.square().sum(),
-                    (first - expected).square().sum(), ((first - beta1 * mean) * final).sum() / (1 - beta1), expected.square().sum(),
-                    (final == 0).sum(), ((made == 0) | (now == weights)).sum(), torch.full((), now.numel(), device=now.device),
-                    weights.square().sum(),
+                    (first - expected).square().sum(), ((first - beta1 * mean) * final).sum() / (1 - beta1),
+                    expected.square().sum(), (final == 0).sum(), ((made == 0) | (now == weights)).sum(),
+                    torch.full((), now.numel(), device=now.device), weights.square().sum(),
                 )])
             )  # fmt: skip
         whole = torch.stack(sums)
@@ -88,18 +92,18 @@ class Audit:
 
 
 def summary(names: list[str], audit: Tensor) -> dict[str, Any]:
-    """What the sums of an update say, for a row of metrics.jsonl.
+    """Columns of metrics.jsonl from the sums of an update.
 
-    `gradient_agrees`: projection of the gradient of the passes on the one that the optimizer got, over the latter, of the worst matrix:
-    1, or more if it was clipped. `gradient_taken`: the same of what the optimizer added to its moments. `update_agrees`, `update_size`:
-    cosine and size of the movement over what rate and moments ask for; absent where it is all rounding. `moments_astray`: error of the
-    first moment over what the gradient makes of it. `weights_stuck`: share of the weights that did not move, or by their decay only.
-    `untaught`: matrices of which a good part gets no gradient. `frozen`: those of the encoder of which a good part gets none, or does not
-    move.
+    `gradient_agrees`: projection of the passes' gradient on the optimizer's, over the latter, for the worst matrix; 1,
+    or more if clipped. `gradient_taken`: the same for what the optimizer added to its moments. `update_agrees` and
+    `update_size`: cosine and relative size of the movement against learning rate and moments; absent if the whole
+    update is rounding. `moments_astray`: relative error of the first moment. `weights_stuck`: share of weights that did
+    not move, or by decay only. `untaught`: matrices of which at least FROZEN gets no gradient. `frozen`: names of the
+    encoder's matrices of which at least FROZEN gets no gradient or does not move.
     """
     s = dict(zip(SUMS, audit.double().cpu().unbind(1), strict=True))
     least = 1e-60
-    # Averaging over ranks leaves 1, clipping makes it more; where a matrix has no gradient there is nothing to compare.
+    # Averaging over ranks leaves 1, clipping makes it more. Matrices without gradient have nothing to compare.
     agrees = (s["against"] / s["final"].clamp_min(least))[s["final"] > 0]
     row: dict[str, Any] = {
         "gradient_taken": float(s["taken"].sum() / s["final"].sum()) if s["final"].any() else 1.0,
@@ -114,9 +118,9 @@ def summary(names: list[str], audit: Tensor) -> dict[str, Any]:
         row["update_size"] = float((made / wanted).sqrt())
     frozen = s["no_gradient"] > FROZEN * s["size"]
     row["untaught"] = int(frozen.sum())
-    # Of an update near rounding, parts vanish in any matrix.
+    # Rounding hides part of a tiny update in any matrix, so the update must be well above it.
     frozen |= (s["still"] > FROZEN * s["size"]) & (s["wanted"] > (10 * TINY) ** 2 * s["weights"])
-    # The optimizer was never given it.
+    # A gradient, but no moments and no update: the matrix is missing from the optimizer's groups.
     frozen |= (s["final"] > 0) & ((s["astray"] - s["moments"]).abs() < 0.1 * s["moments"]) & (s["wanted"] == 0)
     found = zip(names, frozen.tolist(), strict=True)
     row["frozen"] = [
@@ -126,13 +130,16 @@ def summary(names: list[str], audit: Tensor) -> dict[str, Any]:
 
 
 def names(learner: Learner) -> list[str]:
-    """Of the matrices that are followed, in the order of the sums."""
+    """Names of the followed matrices, in the order of the sums."""
     return list(_matrices(learner))
 
 
 def _matrices(learner: Learner) -> dict[str, Tensor]:
-    """Weight matrices of all that learns, with those that ought to and are left out of the optimizer; no tables of positions, most rows
-    of which no batch needs; and nothing that compares tokens where the encoder sees a single one, for that is taught nothing."""
+    """Weight matrices that should learn, including any that are missing from the optimizer by mistake.
+
+    Left out: tables of positions, since a batch uses few of their rows; and query-key-value weights if the encoder sees
+    a single token, since attention over one token has no gradient.
+    """
     grid = token_grid(learner.preprocessing.image_size, learner.config.model.patch_size)
     alone = learner.config.masks.counts(grid)[1] == 1
     return {

@@ -1,4 +1,4 @@
-"""Is this run healthy? Measurements on tissue tokens, and a verdict in words for each."""
+"""Health of a run: measurements on tissue tokens, and a verdict in words for each."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -6,48 +6,48 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from octfm.config import Config
 
 
 class HealthConfig(Config):
-    """When a step is not believed, and what is done then."""
+    """When a step counts as faulty, and what happens then."""
 
     check_every_steps: int = Field(default=10, ge=1, le=10_000_000)
-    """How often features, teacher and objective are looked at; steps that are logged are looked at, too."""
+    """Steps between inspections of features, teacher and objective; logged steps are inspected as well."""
     window: int = Field(default=64, ge=32, le=100_000)
-    """Accepted steps that a loss and a gradient norm are measured against."""
+    """Accepted steps that a loss and a gradient norm are compared with."""
     deviations: float = Field(default=8.0, gt=0, le=1e12)
-    """A spike is so many robust standard deviations above the steps before it, and at least by the factors below."""
+    """A spike is this many robust standard deviations above the steps before it, and at least the factors below."""
     loss_factor: float = Field(default=3.0, gt=1, le=1e12)
     gradient_factor: float = Field(default=20.0, gt=1, le=1e12)
     lasting_factor: float = Field(default=1.3, gt=1, le=1e12)
-    """For the loss, when two of the last three steps show it."""
+    """Factor for the loss if two of the last three steps exceed it."""
     drop: float = Field(default=0.5, gt=0, lt=1)
-    """Share of their former medians that loss and effective rank must not fall below together within the window."""
+    """Share of their earlier medians below which loss and effective rank must not both fall within the window."""
     rank_share: float = Field(default=0.01, ge=0, lt=1)
     """Collapse: effective rank of tissue tokens below this share of the width, plus 1."""
     least_std: float = Field(default=0.01, ge=0, le=1e3)
     """Collapse: standard deviation over tissue tokens below this."""
     max_skips: int = Field(default=4, ge=1, le=1_000_000)
-    """So many updates in doubt within `skip_window` steps roll the run back."""
+    """This many skipped updates within `skip_window` steps roll the run back."""
     skip_window: int = Field(default=50, ge=1, le=1_000_000)
     margin: int = Field(default=20, ge=0, le=1_000_000)
     """A checkpoint this many steps before the first sign of trouble is preferred to a later one."""
     max_rollbacks: int = Field(default=2, ge=0, le=1_000_000)
-    """So many times training goes on from the same checkpoint before the run stops."""
+    """Times that training may continue from the same checkpoint before the run stops."""
     lr_factor: float = Field(default=1.0, gt=0, le=1)
-    """Learning rate after a rollback over before; 1 leaves it."""
+    """Factor on the learning rate at each rollback; 1 leaves it unchanged."""
     max_excluded: float = Field(default=0.05, ge=0, lt=1)
     """Share of the volumes that may be excluded before the run stops."""
     on_fault: Literal["stop", "warn"] = "stop"
-    """When something is not computed as it should be (teacher frozen, context unmasked, learning rate restarted …)."""
+    """What to do when something is computed wrongly (teacher frozen, context unmasked, learning rate restarted …)."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One finding: what was looked at, how it is, and a sentence that says what it means or what to do."""
+    """One inspected property of a run, its state, and a sentence that says what that means or what to do."""
 
     what: str
     verdict: Literal["ok", "watch", "bad"]
@@ -59,7 +59,10 @@ class Verdict:
 
 @torch.no_grad()
 def effective_rank(features_MD: Tensor) -> float:
-    """RankMe (arXiv:2210.02885) of centred features: exp of the entropy of the normalised singular values; 1 is collapse, D the most."""
+    """RankMe (arXiv:2210.02885) of centred features: exp of the entropy of the normalised singular values.
+
+    1 is collapse; the width D is the maximum.
+    """
     # float64: the Gram matrix squares the condition number, and float32 noise would pass for rank.
     centred = features_MD.double() - features_MD.double().mean(0)
     singular = torch.linalg.eigvalsh(centred.T @ centred).clamp_min(0).sqrt()
@@ -75,7 +78,7 @@ def feature_std(features_MD: Tensor) -> float:
 
 @torch.no_grad()
 def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None) -> Tensor:
-    """|a - b| / |b| over lists of tensors. `sum_shares_` sums over ranks, in place, where each holds a share of every tensor."""
+    """|a - b| / |b| over lists of tensors. With sharded tensors, `sum_shares_` sums over ranks in place."""
     norms = torch.stack([torch.stack(torch._foreach_norm(x)).norm() for x in (torch._foreach_sub(a, b), b)])
     if sum_shares_ is not None:
         norms = norms.square()
@@ -88,20 +91,16 @@ def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[T
 def cosine(
     start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Between the ways from `start` to `a` and to `b`, over lists of tensors; 0 where either is none. `sum_shares_` as above."""
-    ways = zip(torch._foreach_sub(a, start), torch._foreach_sub(b, start), strict=True)
-    sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in ways]).sum(0)
+    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0. `sum_shares_` as above."""
+    pairs = zip(torch._foreach_sub(a, start), torch._foreach_sub(b, start), strict=True)
+    sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in pairs]).sum(0)
     if sum_shares_ is not None:
         sum_shares_(sums)
     return sums[0] / (sums[1].sqrt() * sums[2].sqrt()).clamp_min(1e-30)
 
 
-def parameters_of(module: nn.Module) -> list[Tensor]:
-    return [p.detach() for p in module.parameters()]
-
-
 def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
-    """What one train row of metrics.jsonl says, in words."""
+    """Judge one train row of metrics.jsonl in words."""
     found = [
         _masked(row["masked_over_baseline"], row["step"], row["warmup_steps"]),
         _rank(row["effective_rank"], width),
@@ -122,7 +121,8 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
             Verdict(
                 "data",
                 "watch",
-                f"{row['data_wait_share']:.0%} of the time went into waiting for data: raise data.prefetch or use a local store",
+                f"{row['data_wait_share']:.0%} of the time was spent waiting for data: raise data.prefetch or use a "
+                "local store",
             )
         )
     return found
@@ -139,7 +139,7 @@ def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
         return Verdict(
             "masked loss",
             "ok",
-            f"predicts hidden tissue with {ratio:.0%} of the error of an answer that never looks at the volume",
+            f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error",
         )
     if step < 3 * warmup_steps + 50:
         return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")

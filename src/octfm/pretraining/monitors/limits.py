@@ -1,4 +1,4 @@
-"""What a step's loss and gradient norm must not exceed, known before the step: the device itself can then decide whether to update."""
+"""Upper limits of a step's loss and gradient norm, set before the step so that the device can decide to skip it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,29 @@ from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.run_state import RunState
 
 FEWEST = 24
-"""Accepted steps before one can stand out from them."""
+"""Accepted steps needed before a spike can be judged."""
 NEAR = 8
-"""Steps whose median a step is compared with."""
+"""A step is compared with the median of this many steps before it."""
 LASTING = 3
-"""Steps most of which must show a smaller rise."""
+"""Window of a lasting rise, in steps: two of them must show it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Rounded to float32: the device compares with the same numbers as the host."""
+    """Limits rounded to float32, so that device and host compare with the same numbers."""
 
     loss: float = inf
     lasting_loss: float = inf
-    """Lower, and infinite unless the steps before have passed it, too: one batch of hard volumes is no spike; two among three are."""
+    """A lower limit, infinite unless one of the last two steps exceeded it: one batch of hard volumes is no spike,
+    two of three are."""
     grad_norm: float = inf
 
 
 def limits(config: HealthConfig, state: RunState) -> Limits:
-    """Above which a loss or gradient norm stands out from those of the last steps.
+    """Limits beyond which a loss or gradient norm is a spike against the last steps.
 
-    Each is compared with the median of the `NEAR` steps before it, in the logarithm, so that a loss that falls as it should hides
-    nothing; how much it may differ is told by the median absolute deviation of the same differences over the window.
+    A step's logarithm is compared with the median of the `NEAR` steps before it, so that a falling loss hides nothing.
+    The tolerance comes from the median absolute deviation of the same differences over the window.
     """
     loss, lasting = _above(state.losses, config.deviations, config.loss_factor, config.lasting_factor)
     return Limits(loss, lasting, _above(state.grad_norms, config.deviations, config.gradient_factor, None)[0])
@@ -43,7 +44,8 @@ def _above(history: Sequence[float], deviations: float, factor: float, lasting: 
     logs = np.log(np.maximum(history, 1e-30))
     jumps = logs[NEAR:] - np.median(np.lib.stride_tricks.sliding_window_view(logs[:-1], NEAR), axis=1)
     middle = np.median(jumps)
-    spread = deviations * 1.4826 * np.median(np.abs(jumps - middle))  # the standard deviation of a normal distribution
+    # 1.4826 times the median absolute deviation estimates the standard deviation of a normal distribution.
+    spread = deviations * 1.4826 * np.median(np.abs(jumps - middle))
     most = np.median(logs[-NEAR:]) + middle + max(spread, np.log(factor))
     if lasting is None:
         return float(np.float32(np.exp(most))), inf

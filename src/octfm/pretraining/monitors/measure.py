@@ -1,4 +1,4 @@
-"""What a step and the held-out participants are measured by: losses over their content-free baselines, health of features, speed."""
+"""Measurements of a step and of held-out participants: losses over content-free baselines, feature health, speed."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,17 +21,18 @@ PER_VOLUME = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goa
 
 @torch.no_grad()
 def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float]:
-    """Losses on held-out participants with real masks, the same ones every time; all of `rows` in one pass, shared by the ranks (F12)."""
+    """Losses over all held-out `rows`, split over the ranks, with real masks that are the same at every call (F12)."""
     config, model, runtime = learner.config, learner.model, learner.runtime
     outputs: list[list[torch.Tensor]] = []
     own, size = runtime.part(rows), learner.micro_batch
-    # As many passes on every rank, whose shares differ by a volume: sharded networks are gathered by all of them at once.
+    # The same number of passes on every rank, although shares differ by a volume: a sharded network is gathered by
+    # all ranks at once, and a rank with one pass fewer would leave the others waiting.
     passes = ceil(ceil(len(rows) / runtime.world) / size)
     for number in range(passes):
         chosen = own[number * size : (number + 1) * size]
         count = len(chosen)
         if not count or (runtime.steady and count < size):
-            # Of the shape that was compiled; what is not asked for is left out again.
+            # Pad to the compiled batch shape, or to one volume; the padding is cut off below.
             chosen = np.concatenate((chosen, np.resize(rows, (size if runtime.steady else 1) - count)))
         arrays = store.read(chosen)
         scanner, acquisition = zip(
@@ -42,7 +43,7 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
         with runtime.autocast():
             output = model(inputs.views, config.objective.context_loss)
         outputs.append([x[:count] for x in runtime.read(*(getattr(output, name) for name in PER_VOLUME))])
-    # One median over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
+    # One baseline over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
     whole = [runtime.gather(torch.cat(x)) for x in zip(*outputs, strict=True)]
 
     def row() -> dict[str, float]:
@@ -60,40 +61,41 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
 
 
 @dataclass(frozen=True, eq=False)
-class Before:
-    """Copies from before an update, to measure what it moved."""
+class BeforeUpdate:
+    """Copies of weights taken before an update, to measure how far it moves them."""
 
     teacher: list[torch.Tensor]
-    """Empty where the objective has none."""
+    """Empty if the objective has no teacher."""
     audit: audit.Audit | None
-    """None where steps are compiled: the preflight has looked at the objective, and every step would carry a share of it."""
+    """None in compiled steps, every one of which would carry the audit; there the preflight checks the objective."""
     sample: list[torch.Tensor]
-    """A few of the trained matrices where there is no audit, which counts weights that do not move among other things."""
+    """A few trained matrices, to count stuck weights without an audit; empty with one, since the audit counts them."""
 
     @classmethod
-    def update(cls, learner: Learner, done: Sequence[MicroStep]) -> "Before":
-        teacher, passes = learner.model.target_encoder, done[-1].gradients if done else None
+    def copy(cls, learner: Learner, micro_steps: Sequence[MicroStep]) -> "BeforeUpdate":
+        teacher, passes = learner.model.target_encoder, micro_steps[-1].gradients if micro_steps else None
         return cls(
-            [p.clone() for p in _own(learner, teacher)] if teacher is not None else [],
+            [p.clone() for p in _local_parameters(learner, teacher)] if teacher is not None else [],
             audit.Audit.begin(learner, passes) if passes is not None else None,
             [p.clone() for p in _sample(learner)] if passes is None else [],
         )
 
     @torch.no_grad()
-    def moved(self, learner: Learner) -> dict[str, torch.Tensor]:
-        """What the update has moved since, as numbers on the device; of a teacher only where there is one."""
-        share, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
-        after, student = _own(learner, teacher) if teacher is not None else [], _own(learner, learner.model.encoder)
+    def compare(self, learner: Learner) -> dict[str, torch.Tensor]:
+        """Movement since the copy, as numbers on the device; `teacher_*` only if the objective has a teacher."""
+        sum_shares_, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
+        student = _local_parameters(learner, learner.model.encoder)
+        after = _local_parameters(learner, teacher) if teacher is not None else []
         size = torch.stack(torch._foreach_norm([*after, *student])).norm()
         found = {"size": size} | (self.audit.end(learner) if self.audit is not None else self._stuck(learner, size))
         if not after:
             return found
         return found | {
-            "teacher_step": health.relative_distance(after, self.teacher, share),
-            # As a momentum of 0 would ask it.
-            "teacher_asked": health.relative_distance(student, self.teacher, share),
-            "teacher_distance": health.relative_distance(after, student, share),
-            "teacher_along": health.cosine(self.teacher, after, student, share),
+            "teacher_step": health.relative_distance(after, self.teacher, sum_shares_),
+            # The step that a momentum of 0 would make; train_row multiplies it by 1 - momentum.
+            "teacher_asked": health.relative_distance(student, self.teacher, sum_shares_),
+            "teacher_distance": health.relative_distance(after, student, sum_shares_),
+            "teacher_along": health.cosine(self.teacher, after, student, sum_shares_),
         }
 
     def _stuck(self, learner: Learner, like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -105,56 +107,64 @@ class Before:
 
 
 def update(
-    learner: Learner, made: torch.Tensor, *, look: bool, done: Sequence[MicroStep] = ()
+    learner: Learner, apply: torch.Tensor, *, inspect: bool, micro_steps: Sequence[MicroStep] = ()
 ) -> dict[str, torch.Tensor]:
-    """Make the update if `made`; with `look`, what it has moved, still on the device. `done` are the step's passes."""
-    before = Before.update(learner, done) if look else None
-    learner.update(made)
-    return before.moved(learner) if before is not None else {}
+    """Apply the update where `apply` is true; with `inspect`, return how far it moved the weights, still on the device.
+
+    `micro_steps` are the step's passes, whose gradients the audit starts from.
+    """
+    before = BeforeUpdate.copy(learner, micro_steps) if inspect else None
+    learner.update(apply)
+    return before.compare(learner) if before is not None else {}
 
 
 def _sample(learner: Learner) -> list[torch.Tensor]:
     return [learner.runtime.local(p.detach()) for p in learner.decayed[1 :: max(1, len(learner.decayed) // 4)]]
 
 
-def _own(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
-    """A network's parameters, or this rank's shares of them."""
-    return [learner.runtime.local(p) for p in health.parameters_of(module)]
+def _local_parameters(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
+    """A network's parameters; with sharding, this rank's part of each."""
+    return [learner.runtime.local(p.detach()) for p in module.parameters()]
 
 
 @torch.no_grad()
 def train_row(
-    learner: Learner, done: list[MicroStep], moved: dict[str, torch.Tensor], ema: float, scanners: Sequence[str]
+    learner: Learner,
+    micro_steps: list[MicroStep],
+    movement: dict[str, torch.Tensor],
+    ema: float,
+    scanners: Sequence[str],
 ) -> dict:
-    """Losses over their content-free baselines, overall and per scanner, and the features' health on tissue tokens.
+    """Losses over their content-free baselines, overall and per scanner, and feature health on tissue tokens.
 
-    Rank 0 measures the global batch as one process would, and all ranks get its row. `moved` is from `update`, `scanners` are those
-    of the global batch.
+    Rank 0 measures the whole global batch, as a single process would, and all ranks get its row. `movement` is what
+    `update` returned, `scanners` are those of the global batch.
     """
     model, runtime = learner.model, learner.runtime
-    found = [torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in PER_VOLUME]
-    whole = [runtime.gather(x) for x in (*found, _tissue_features(runtime, done))]
-    loss = torch.stack(runtime.read(*(d.loss for d in done))).mean()
-    masks = torch.from_numpy(
-        np.concatenate([(d.masks.dead, d.masks.tissue_dropped, d.masks.repeated) for d in done], 1, dtype=np.float64)
+    per_volume = [torch.cat(runtime.read(*(getattr(m, name) for m in micro_steps))) for name in PER_VOLUME]
+    whole = [runtime.gather(x) for x in (*per_volume, _tissue_features(runtime, micro_steps))]
+    loss = torch.stack(runtime.read(*(m.loss for m in micro_steps))).mean()
+    masks = np.concatenate(
+        [(m.masks.dead, m.masks.tissue_dropped, m.masks.repeated) for m in micro_steps], 1, dtype=np.float64
     )
-    read = dict(zip(moved, runtime.read(*moved.values()), strict=True))
+    read = dict(zip(movement, runtime.read(*movement.values()), strict=True))
     audited = audit.summary(audit.names(learner), read.pop("audit")) if "audit" in read else {}
     measured = {name: float(x) for name, x in read.items()}
-    shares = runtime.exchange(np.array([float(loss), *masks.mean(1), measured.pop("size")]))
+    per_rank = runtime.exchange(np.array([float(loss), *torch.from_numpy(masks).mean(1), measured.pop("size")]))
     if "teacher_asked" in measured:
         measured["teacher_asked"] *= 1 - ema
-    measured["ranks_apart"] = 0.0 if runtime.sharded else float(np.ptp(shares[:, -1]) / shares[0, -1])
-    return runtime.first(lambda: _row(model.baseline, whole, np.array(scanners), shares) | measured | audited)
+    # Unsharded ranks hold the same weights, so their norms are equal to the bit.
+    measured["ranks_apart"] = 0.0 if runtime.sharded else float(np.ptp(per_rank[:, -1]) / per_rank[0, -1])
+    return runtime.first(lambda: _row(model.baseline, whole, np.array(scanners), per_rank) | measured | audited)
 
 
-def _tissue_features(runtime: Runtime, done: list[MicroStep]) -> torch.Tensor:
-    """[tokens, D] of this process's volumes."""
-    features = runtime.read(*(d.features_BMD for d in done if d.features_BMD is not None))
-    places = runtime.read(*(d.features_at_BM for d in done if d.features_at_BM is not None)) or [None] * len(done)
+def _tissue_features(runtime: Runtime, micro_steps: list[MicroStep]) -> torch.Tensor:
+    """[tokens, D] of this rank's volumes."""
+    features = runtime.read(*(m.features_BMD for m in micro_steps if m.features_BMD is not None))
+    places = runtime.read(*(m.features_at_BM for m in micro_steps if m.features_at_BM is not None))
     found = []
-    for x, at, d in zip(features, places, done, strict=True):
-        tissue = torch.from_numpy(d.masks.tissue).to(x.device)
+    for x, at, m in zip(features, places or [None] * len(micro_steps), micro_steps, strict=True):
+        tissue = torch.from_numpy(m.masks.tissue).to(x.device)
         found.append(x[tissue if at is None else torch.gather(tissue, 1, at)])
     return torch.cat(found)
 
@@ -163,18 +173,18 @@ def _row(
     baseline_of: Callable[[torch.Tensor], torch.Tensor],
     whole: list[torch.Tensor],
     scanner: np.ndarray,
-    shares: np.ndarray,
+    per_rank: np.ndarray,
 ) -> dict:
     masked, context, goal, context_goal, tissue = whole
     baseline, context_baseline = baseline_of(goal), baseline_of(context_goal)
-    dead, dropped, repeated = (float(x) for x in shares[:, 1:4].mean(0))
+    dead, dropped, repeated = (float(x) for x in per_rank[:, 1:4].mean(0))
     by_scanner = {}
     for kind in sorted(set(scanner.tolist())):
         own = torch.from_numpy(scanner == kind).to(masked.device)
-        # Its own median: a scanner is not easier to predict because another one looks different.
+        # A baseline of the scanner's own: it is not easier to predict because other scanners look different.
         by_scanner[kind] = float(masked[own].mean() / baseline_of(goal[own]).mean().clamp_min(1e-9))
     return {
-        "loss": float(shares[:, 0].mean()),
+        "loss": float(per_rank[:, 0].mean()),
         "masked_loss": float(masked.mean()),
         "masked_over_baseline": float(masked.mean() / baseline.mean().clamp_min(1e-9)),
         "context_loss": float(context.mean()),
@@ -189,7 +199,7 @@ def _row(
 
 
 class Window:
-    """Volumes, time and waiting since the last logged step."""
+    """Counts volumes, elapsed seconds and seconds spent waiting for data since the last logged step."""
 
     def __init__(self):
         self.restart()
@@ -203,7 +213,7 @@ class Window:
 
     def close(self, runtime: Runtime) -> dict[str, float]:
         elapsed = max(1e-9, time.perf_counter() - self.since)
-        # Of the rank that waited longest, and of the one that needed most: the others had to wait for it.
+        # Maxima over ranks: every rank waits for the one whose data came last.
         wait_s, peak = (float(x) for x in runtime.exchange(np.array([self.wait_s, runtime.peak_memory_gb()])).max(0))
         row = {
             "volumes_per_s": self.volumes / elapsed,

@@ -1,7 +1,8 @@
-"""A frozen probe while the run goes on: which checkpoint to take is decided by what features are worth, never by the SSL loss (F12).
+"""Probe the frozen encoder during a run: a checkpoint is chosen by what its features predict, never by SSL loss (F12).
 
-Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labelled subset: fitted on training participants, judged on
-validation participants. Test participants are never touched. Nothing here feeds back into training.
+Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labelled subset, fitted on training
+participants and scored on validation participants. Test participants are never used, and nothing feeds back into
+training.
 """
 
 from collections.abc import Callable
@@ -25,25 +26,25 @@ SELECTION_SEED = 0
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = 10
 MIN_VOLUMES = 4
-"""Labelled volumes on either side below which nothing can be said."""
+"""Fewest labelled volumes in training and in validation."""
 
 
 class OnlineProbeConfig(Config):
-    """Off unless a target is named."""
+    """Settings of the online probe; it is off unless `target` is set."""
 
     target: str | None = None
     """Column to predict, for example study_group, diagnosis or cst_um."""
     labels: LocalPlace | None = None
-    """CSV or TSV with participant_id (and laterality); null takes what the store knows about its participants."""
+    """CSV or TSV with participant_id (and laterality); null uses the participants' labels in the store."""
     every_steps: int | None = Field(default=None, ge=1, le=10_000_000)
-    """null: whenever a checkpoint is written, so that every probed state can be taken."""
+    """null: at every checkpoint, so that each probed state has one."""
     volumes: int = Field(default=512, ge=8, le=1_000_000)
-    """At most so many volumes on either side, the same ones every time."""
+    """Most volumes in training and in validation, always the same ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """The fixed subset: rows of the store and their labels."""
+    """The fixed subset: store rows and their labels."""
 
     target: str
     train: np.ndarray
@@ -52,7 +53,7 @@ class Cases:
     """int64 class numbers, or float64 values."""
     held_out_label: np.ndarray
     classes: tuple[str, ...]
-    """Empty for a number."""
+    """Empty if labels are numbers."""
 
     @property
     def metric(self) -> str:
@@ -66,9 +67,10 @@ class Cases:
 def find_cases(
     config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray
 ) -> Cases | None:
-    """Labelled volumes among the rows that are trained on and validated on; None when no target is named.
+    """Labelled volumes among training and validation rows; None if no target is set.
 
-    Raises ConfigError when there are too few, and for any row of another split: a test participant must never choose a checkpoint.
+    Raises ConfigError if there are too few, or if a row belongs to another split: a test participant must never
+    influence the choice of a checkpoint.
     """
     if config.target is None:
         return None
@@ -84,9 +86,11 @@ def find_cases(
     if min(len(train), len(held_out)) < MIN_VOLUMES:
         known = sorted({key for row in store.rows for key in row.participant_labels})
         raise ConfigError(
-            f"probe.target {config.target}: {len(train)} training and {len(held_out)} validation volumes have that label, expected "
-            f"{MIN_VOLUMES} or more; set probe.labels, or one of the store's own: {', '.join(known) or 'it has none'}"
+            f"probe.target {config.target}: {len(train)} training and {len(held_out)} validation volumes have that "
+            f"label, expected {MIN_VOLUMES} or more; set probe.labels, or choose a label of the store: "
+            f"{', '.join(known) or 'it has none'}"
         )
+    # Up to ten different numbers are taken for classes, such as grades.
     numbers = [as_number(text) for text in train_text + held_out_text]
     if None not in numbers and len(set(numbers)) > 10:
         values = np.array(numbers, np.float64)
@@ -94,8 +98,10 @@ def find_cases(
     classes = tuple(sorted({str(text) for text in train_text}))
     if len(classes) < 2:
         raise ConfigError(
-            f"probe.target {config.target}: every training volume has the label {train_text[0]}; name a target that differs"
+            f"probe.target {config.target}: every training volume has the label {train_text[0]}; choose a target with "
+            "at least two labels"
         )
+    # A class without training volumes cannot be predicted.
     known_class = np.array([text in classes for text in held_out_text])
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
@@ -107,10 +113,10 @@ def find_cases(
 def online_probe(
     cases: Cases, vectors_of: Callable[[np.ndarray], np.ndarray], runtime: Runtime
 ) -> dict[str, float | str]:
-    """One row for metrics.jsonl: the score of a linear probe and of a nearest-neighbour vote on validation participants.
+    """One row for metrics.jsonl: validation scores of a linear probe and of a nearest-neighbour vote.
 
-    `vectors_of(rows)` gives the vectors of rows of the store. Scores are balanced accuracy for classes and R² for numbers. The ranks
-    share the volumes; rank 0 judges.
+    `vectors_of(rows)` returns the vectors of store rows. Scores are balanced accuracy for classes and R² for numbers.
+    Ranks divide the volumes among them; rank 0 computes the scores.
     """
     vectors = [
         runtime.gather(torch.from_numpy(vectors_of(runtime.part(rows)))) for rows in (cases.train, cases.held_out)
@@ -120,6 +126,7 @@ def online_probe(
 
 def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, float | str]:
     mean, scale = train.mean(0), train.std(0)
+    # A constant channel carries nothing but rounding, so it becomes 0.
     scale[scale <= 1e-6 * np.abs(mean) + 1e-12] = np.inf
     x, x_new = (train - mean) / scale, (held_out - mean) / scale
     return {
@@ -136,7 +143,7 @@ def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, f
 @torch.inference_mode()
 def tissue_vectors(
     network: VisionTransformer3D,
-    budget_of,
+    budget_of: Callable[[tuple[int, int, int]], int],
     patch_size: tuple[int, int, int],
     pool: VectorPool,
     store: Store,
@@ -144,9 +151,9 @@ def tissue_vectors(
     batch: int,
     rows: np.ndarray,
 ) -> np.ndarray:
-    """float64 [n, vector width]: pooled tissue tokens of the training selection, as `octfm embed` does it, in the run's precision.
+    """float64 [n, vector width]: pooled tissue tokens, in the run's precision.
 
-    `budget_of(grid)` gives the tokens kept per volume.
+    Tokens are selected as in training and in `octfm embed`; `budget_of(grid)` is their number per volume.
     """
     pre, vectors = store.preprocessing, []
     for first in range(0, len(rows), batch):
@@ -159,7 +166,7 @@ def tissue_vectors(
             ]
         )
         tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
-        tissue |= ~tissue.any(1, keepdims=True)
+        tissue |= ~tissue.any(1, keepdims=True)  # without tissue, pool all tokens
         kept = runtime.tensor(chosen)
         patches = normalise(
             take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch_size),
@@ -177,7 +184,8 @@ def _require_split(store: Store, rows: np.ndarray, split: str) -> None:
     if wrong:
         row = store.rows[wrong[0]]
         raise ConfigError(
-            f"the online probe was given {row.acquisition} of split {row.split}, expected {split}: it would leak; report this as a bug"
+            f"the online probe got {row.acquisition} of split {row.split}, expected {split}: that would leak; report "
+            "this as a bug"
         )
 
 
@@ -191,32 +199,35 @@ def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[s
 
 
 def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
-    """Predictions [n, K] (K = 1 for a number) at the penalty with the least leave-one-out error (in closed form, from one SVD)."""
+    """Ridge regression predictions [n, K] (K = 1 for numbers) at the penalty with the smallest leave-one-out error.
+
+    One SVD serves all penalties. The leave-one-out residual is in closed form: residual / (1 - leverage).
+    """
     if cases.classes:
         y = np.eye(len(cases.classes))[cases.train_label]
         weight = 1 / np.bincount(cases.train_label, minlength=len(cases.classes))[cases.train_label]
     else:
         y, weight = cases.train_label[:, None], np.ones(len(x))
-    # Classes weigh the same however rare, as in octfm probe.
+    # Classes have equal total weight, as in octfm probe.
     weight = weight / weight.mean()
     root = np.sqrt(weight)[:, None]
     centre_x, centre_y = np.average(x, 0, weight), np.average(y, 0, weight)
     u, s, vt = np.linalg.svd(root * (x - centre_x), full_matrices=False)
     uy = u.T @ (root * (y - centre_y))
-    best, answer = np.inf, np.zeros((len(x_new), y.shape[1]))
+    best, prediction = np.inf, np.zeros((len(x_new), y.shape[1]))
     for penalty in PENALTIES:
         shrink = s**2 / (s**2 + penalty)
         residual = root * (y - centre_y) - u @ (shrink[:, None] * uy)
-        leverage = (u**2 * shrink).sum(1) + 1 / len(x)
+        leverage = (u**2 * shrink).sum(1) + 1 / len(x)  # 1 / n is the intercept's
         error = float(((residual / np.maximum(1e-6, 1 - leverage)[:, None]) ** 2).sum())
         if error < best:
             best = error
-            answer = (x_new - centre_x) @ (vt.T @ ((s / (s**2 + penalty))[:, None] * uy)) + centre_y
-    return answer
+            prediction = (x_new - centre_x) @ (vt.T @ ((s / (s**2 + penalty))[:, None] * uy)) + centre_y
+    return prediction
 
 
 def _neighbours(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
-    """Mean label [n, K] of the NEIGHBOURS nearest training volumes by cosine."""
+    """Mean label [n, K] of the NEIGHBOURS nearest training volumes by cosine; classes over their frequency."""
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     nearest = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")[:, : min(NEIGHBOURS, len(x))]
     y = np.eye(len(cases.classes))[cases.train_label] if cases.classes else cases.train_label[:, None]

@@ -1,4 +1,4 @@
-"""What is done about a finding: skip the update, exclude a volume, go back to a healthy checkpoint, or stop with a diagnosis."""
+"""Respond to a finding: skip the update, exclude a volume, roll back to a healthy checkpoint, or stop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Action = Literal["skip", "exclude", "watch", "roll back", "stop"]
 
 @dataclass(frozen=True)
 class Response:
-    """What to do, and the state of the run after it."""
+    """An action, and the run's state after it."""
 
     action: Action
     state: RunState
@@ -28,27 +28,28 @@ class Response:
 def respond(
     config: HealthConfig, finding: Finding, step: int, state: RunState, names: Sequence[str], volumes: int
 ) -> Response:
-    """Skip, then, after `max_skips` within `skip_window` steps, roll back; volumes that fail by themselves twice are excluded.
+    """Choose the action: skip suspect updates, and roll back after `max_skips` within `skip_window` steps.
 
-    `names` are the keyed hashes of the finding's volumes, `volumes` is how many the run trains on. Wrong code and lost features
-    are named when they are first seen and acted upon when seen again within two looks: neither is a matter of one batch.
+    Volumes whose loss is not finite twice are excluded. Findings about code and features are reported at first and
+    acted upon when seen again within two inspections, since neither depends on one batch. `names` are the keyed hashes
+    of the finding's volumes, `volumes` is the number of training volumes.
     """
     state = state.forget_before(step, config)
     if finding.kind == "advice":
-        return Response("watch", state, "training goes on")
+        return Response("watch", state, "training continues")
     if finding.kind == "code":
         state = replace(state, faults=(*state.faults, step))
         if len(state.faults) < 2 or config.on_fault == "warn":
-            return Response("watch", state, "watching whether it stays")
+            return Response("watch", state, "watching whether it persists")
         return Response(
-            "stop", state, "no batch is to blame and no checkpoint mends it: the code or its settings are wrong"
+            "stop", state, "neither another batch nor an older checkpoint helps: the code or its settings are wrong"
         )
     if finding.kind == "features":
         if state.faults:
-            return Response("watch", state, "while something else is wrong that no checkpoint mends")
+            return Response("watch", state, "not rolling back: an older checkpoint does not fix the fault found before")
         state = replace(state, doubts=(*state.doubts, step))
         if len(state.doubts) < 2:
-            return Response("watch", state, "watching whether it stays")
+            return Response("watch", state, "watching whether it persists")
         return Response("roll back", state, "going back to the last healthy checkpoint")
     if not finding.damaging:
         again = [name for name in names if name in state.suspects and name not in state.excluded]
@@ -56,24 +57,24 @@ def respond(
         state = replace(state, suspects=suspects, excluded=(*state.excluded, *again))
         if len(state.excluded) > max(1, config.max_excluded * volumes):
             return Response(
-                "stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on: prepare them again"
+                "stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on; prepare them again"
             )
         if again:
-            return Response("exclude", state, "no weight was changed; these volumes are not trained on any more")
+            return Response("exclude", state, "no weight was changed; these volumes are excluded from now on")
         return Response("skip", state, "no weight was changed")
     state = replace(state, skips=(*state.skips, step))
     if len(state.skips) < config.max_skips:
         return Response(
-            "skip", state, f"no weight was changed ({len(state.skips)} of {config.max_skips} before going back)"
+            "skip", state, f"no weight was changed ({len(state.skips)} of {config.max_skips} before a rollback)"
         )
-    return Response("roll back", state, f"{len(state.skips)} updates in {config.skip_window} steps were in doubt")
+    return Response("roll back", state, f"{len(state.skips)} updates in {config.skip_window} steps were suspect")
 
 
 def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int, what: str) -> str:
-    """Put the learner back to its last healthy checkpoint, past the batches since; what it went back to, in words.
+    """Restore the last healthy checkpoint, skip the batches since, and return a sentence that says so.
 
-    Healthy means: written while no update was in doubt, and `margin` steps before the first sign of trouble if there is such a
-    one. Before the first checkpoint that is the beginning. Raises TrainingError when going back there has not helped before.
+    Healthy means written while no update was suspect, preferably `margin` steps before the first sign of trouble.
+    Before the first checkpoint, training starts over. Raises TrainingError if `max_rollbacks` to there did not help.
     """
     state = learner.state
     first_sign = min((*state.skips, *state.doubts), default=step)
@@ -101,8 +102,9 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
     if len(tries) >= config.max_rollbacks:
         reasons = ", ".join(f"{r.what} at step {r.at}" for r in (*tries, Rollback(step, learner.step, what)))
         raise TrainingError(
-            f"step {step}: {what} again: {len(tries)} times training went on from step {learner.step} with other batches and came "
-            f"to the same end ({reasons}); lower schedule.base_lr, or look at the volumes in metrics.jsonl. Last healthy: {where}"
+            f"step {step}: {what} again: training continued {len(tries)} times from step {learner.step} with other "
+            f"batches and failed each time ({reasons}); lower schedule.base_lr, or look at the volumes in "
+            f"metrics.jsonl. Last healthy: {where}"
         )
     learner.state = replace(
         state,

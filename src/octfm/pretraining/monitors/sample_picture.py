@@ -1,4 +1,4 @@
-"""What the networks are shown: B-scans of a few volumes with the tokens they see and the tokens they must predict, as one picture."""
+"""A picture of training samples: B-scans of a few volumes with the tokens seen and the tokens to predict."""
 
 import numpy as np
 
@@ -13,7 +13,10 @@ OPACITY = 0.35
 
 
 def sample_picture(config: PretrainConfig, store: Store, rows: np.ndarray, step: int) -> np.ndarray:
-    """uint8 [H, n * W, 3]: the middle B-scan of each volume; blue = context, orange = target, grey = not used; masks as of `step`."""
+    """uint8 [H, n * W, 3]: the middle B-scan of each volume with the masks of `step`.
+
+    Blue is context, orange target, grey not used.
+    """
     arrays = store.read(rows)
     pd, ph, pw = config.model.patch_size
     tokens = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, config.model.patch_size)

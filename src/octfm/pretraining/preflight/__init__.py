@@ -9,8 +9,7 @@ from octfm.errors import ConfigError, Echo, StoreError, one_line
 from octfm.io.location import Location
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight import cohort, curves, data, objective, resources, tokens, tpu
-from octfm.pretraining.preflight.check import Check, fail
-from octfm.pretraining.preflight.tracker import probed, tracker
+from octfm.pretraining.preflight.check import Check, fail_with
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.run.runtime import Runtime, start
@@ -56,8 +55,8 @@ def checks(
         *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
-        tracker(config, resumed=resumed),
-        *probed(config, store, train_rows, validation_rows),
+        resources.tracker(config, resumed=resumed),
+        *data.probed(config, store, train_rows, validation_rows),
         *tokens.budget(config, sample),
         *tokens.starved(config, store, sample),
         *tokens.masking(config, sample),
@@ -89,8 +88,7 @@ def examine(
     try:
         train_rows, validation_rows = training_rows(config, store)
     except StoreError as error:
-        measured, _, advice = str(error).partition("; ")
-        return [fail("splits", measured, f"{advice} (F16)")]
+        return [fail_with("splits", error)]
     config = in_steps(config, len(train_rows))
     runtime = replace(
         start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp"

@@ -1,4 +1,4 @@
-"""One row of the doctor's table: what was looked at, how it is, what was measured and what to do."""
+"""One row of the doctor's table: the check's name, its status, what was measured and what to do."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """A finding. `advice` is empty only where there is nothing to do."""
+    """The result of one check. `advice` is empty if it passed."""
 
     name: str
     status: Literal["PASS", "WARN", "FAIL"]
@@ -24,3 +24,9 @@ def warn(name: str, measured: str, advice: str) -> Check:
 
 def fail(name: str, measured: str, advice: str) -> Check:
     return Check(name, "FAIL", measured, advice)
+
+
+def fail_with(name: str, error: Exception, advice: str = "") -> Check:
+    """A failed check from an error, whose message is "what is wrong; what to do"; `advice` if it has no second part."""
+    measured, _, remedy = str(error).partition("; ")
+    return fail(name, measured, remedy or advice)

@@ -1,13 +1,14 @@
-"""The data of a run: batch arithmetic, ranks, splits, store, and a sample of it to look at."""
+"""Checks of a run's data: batch arithmetic, ranks, order, store, splits and probe labels; and a sample of volumes."""
 
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.errors import ConfigError, StoreError
+from octfm.errors import ConfigError, OctfmError, StoreError
 from octfm.pretraining.masks import PADDING, TooFewTokens, token_grid, token_map
-from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.monitors.online_probe import find_cases
+from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
 from octfm.store.loader import Loader, accumulation
@@ -15,35 +16,35 @@ from octfm.store.store import Store
 from octfm.volume.volume import Shape3
 
 SAMPLE = 32
-"""Volumes that are read to count tokens."""
+"""Volumes read to count tokens."""
 AT_ONCE = 4
-"""Of them in memory at a time: a volume may be 9 MB."""
+"""Sampled volumes in memory at a time; a volume may be 9 MB."""
 MOST_STEPS = 4096
-"""Of which the order of volumes is looked at."""
+"""Most steps whose order of volumes is checked."""
 CHECKSUMS = 8
-"""Volumes whose checksum is compared."""
+"""Volumes whose checksum is verified."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Some training volumes, spread over the store."""
+    """Some training volumes, evenly spread over the store."""
 
     rows: np.ndarray
-    """int64 [n] rows of the store."""
+    """int64 [n] store rows."""
     tokens: np.ndarray
     """uint8 [n, d, h, w]: padding, background or tissue."""
     band_rows: float
     """Mean depth of the tissue band in voxels."""
     volumes_per_s: float
-    """How fast they were read, in one process."""
+    """Reading speed of one process."""
 
 
 def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sample:
-    """Up to SAMPLE of `rows`; never fewer than one."""
+    """Read up to SAMPLE of `rows`, at least one. Raises TooFewTokens if a volume has fewer than two tokens."""
     chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]
     size, patch = store.preprocessing.image_size, config.model.patch_size
     tokens, depth, elapsed = [], [], 0.0
-    store.read(chosen[:1])  # opening it is not reading
+    store.read(chosen[:1])  # open the store before timing
     for first in range(0, len(chosen), AT_ONCE):
         start = time.perf_counter()
         arrays = store.read(chosen[first : first + AT_ONCE])
@@ -59,7 +60,7 @@ def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sampl
 
 
 def patches_tile(config: PretrainConfig, store: Store) -> Check:
-    """Volumes divide into whole patches."""
+    """Fail unless volumes divide into whole patches."""
     size, patch = store.preprocessing.image_size, config.model.patch_size
     try:
         grid: Shape3 = token_grid(size, patch)
@@ -71,35 +72,38 @@ def patches_tile(config: PretrainConfig, store: Store) -> Check:
 
 
 def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int) -> Check:
-    """Global batch = per-device batch x devices x accumulation (F7)."""
+    """Check that global batch = per-device batch x devices x accumulation, and that batches fit into memory (F7)."""
     data = config.data
     try:
         parts = accumulation(data.global_batch_size, data.per_device_batch_size, replicas)
     except ConfigError as error:
-        measured, _, remedy = str(error).partition("; ")
-        return fail("batch arithmetic", measured, remedy or "give positive numbers")
+        return fail_with("batch arithmetic", error, "give positive numbers")
     product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
     scanners = set(data.scanners or [row.scanner for row in store.rows]) - set(data.leave_out_scanners)
     if left_out := sum(
         row.split == "train" and row.scanner in scanners and row.layout not in data.layouts for row in store.rows
     ):
-        measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] takes them)"
+        measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] includes them)"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
         return fail("batch arithmetic", "no training volume is left after selection", advice)
     depth, height, width = store.preprocessing.image_size
     volume_bytes = depth * height * width + 2 * depth * width * (4 + 2)  # voxels, band, valid
-    # Besides those read ahead, the batch of this step, and that of the step before until this one is there.
+    # On top of the prefetched batches: this step's, and the previous step's until this one has arrived.
     ahead, free = (data.prefetch + 2) * data.global_batch_size // replicas * volume_bytes, host_bytes_available()
     if ahead > free:
-        read = f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of the host's memory, {free / 1e9:,.1f} GB are free"
-        return fail("batch arithmetic", read, "lower data.prefetch, or data.global_batch_size (F7)")
+        return fail(
+            "batch arithmetic",
+            f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of host memory, {free / 1e9:,.1f} GB are "
+            "free",
+            "lower data.prefetch, or data.global_batch_size (F7)",
+        )
     return passed("batch arithmetic", f"{measured}, {config.steps * data.global_batch_size / volumes:.1f} epochs")
 
 
 def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: int) -> Check:
-    """In every step the ranks take disjoint places of the global batch that together are all of it (F10)."""
+    """Fail unless ranks take disjoint places that cover the global batch, in the first two steps and the last (F10)."""
     batch = config.data.global_batch_size
     worlds = [world] if world > 1 else [n for n in (2, 4) if batch % n == 0]
     for count in worlds:
@@ -113,41 +117,38 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
             together = np.sort(np.concatenate(shares))
             if not np.array_equal(together, step * batch + np.arange(batch)):
                 repeated = len(together) - len(np.unique(together))
-                measured = f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice"
                 return fail(
                     "ranks",
-                    measured,
+                    f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice",
                     "every rank must take its own places of the global batch; report this as a bug (F10)",
                 )
     if not worlds:
-        return passed("ranks", "one rank; a global batch of this size cannot be shared by 2 or 4")
+        return passed("ranks", "one rank; a global batch of this size cannot be divided by 2 or 4")
     return passed("ranks", f"disjoint shares of the global batch with {' or '.join(map(str, worlds))} ranks")
 
 
 def order(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """Every epoch has every volume once."""
+    """Fail if an epoch has a volume twice."""
     name, batch, volumes = "data order", config.data.global_batch_size, len(train_rows)
     with Loader(store, train_rows, batch, config.seed, balance=config.data.balance_scanners) as loader:
         steps = min(config.steps, 2 * -(-volumes // batch) + 1, MOST_STEPS)
         rows = loader.indices(np.arange(steps * batch))
     if volumes < batch:
-        measured = f"{volumes} volumes to train on and {batch} in a batch: every batch has some of them more than once"
+        measured = f"{volumes} training volumes for batches of {batch}: every batch repeats some"
         return warn(name, measured, "lower data.global_batch_size, or prepare more volumes")
     if config.data.balance_scanners:
         return passed(name, f"scanners take turns over {volumes} volumes")
-    # Epochs apart: the last batch of one may happen to have the volumes of the first batch of the next.
+    # Each epoch by itself, since the first batch of the next may repeat volumes of this one's last.
     for first in range(0, len(rows), volumes):
         epoch = rows[first : first + volumes]
         if again := len(epoch) - len(np.unique(epoch)):
-            measured = (
-                f"{again} of {len(epoch)} places in an epoch of {volumes} volumes have a volume that was there already"
-            )
+            measured = f"{again} of {len(epoch)} places in an epoch of {volumes} volumes repeat a volume"
             return fail(name, measured, "every epoch must have every volume once; report this as a bug")
     return passed(name, f"every volume once in an epoch of {volumes / batch:.3g} steps")
 
 
 def prepared(store: Store) -> Check:
-    """Volumes as this version prepares them, and bytes as they were written, on a sample."""
+    """Fail if the store was prepared by another version, or if a sample of volumes is damaged."""
     if store.fingerprint != store.preprocessing.fingerprint():
         return fail(
             "store", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)"
@@ -155,13 +156,12 @@ def prepared(store: Store) -> Check:
     try:
         count = store.verify(sample=min(CHECKSUMS, len(store)))
     except StoreError as error:
-        measured, _, advice = str(error).partition("; ")
-        return fail("store", measured, advice)
+        return fail_with("store", error)
     return passed("store", f"{len(store)} volumes, {count} checksums verified")
 
 
 def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
-    """No participant in two splits (F16), and somebody to validate on (F12)."""
+    """Fail if a participant is in two splits (F16), warn if nobody is left for validation (F12)."""
     train, validation = ({store.rows[row].participant for row in rows} for rows in (train_rows, validation_rows))
     if shared := train & validation:
         return fail(
@@ -173,3 +173,16 @@ def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) ->
             "splits", measured, "without validation participants there is no validation loss; scan with a val split"
         )
     return passed("splits", measured)
+
+
+def probed(config: PretrainConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> list[Check]:
+    """Check that the online probe finds enough labelled volumes; no check if it is off (F12)."""
+    try:
+        cases = find_cases(config.probe, store, train_rows, validation_rows)
+    except OctfmError as error:
+        return [fail_with("online probe", error, "set probe.target=null to train without it")]
+    if cases is None:
+        return []
+    kind = f"{len(cases.classes)} classes" if cases.classes else "a number"
+    counts = f"{len(cases.train)} training and {len(cases.held_out)} validation volumes"
+    return [passed("online probe", f"{cases.target} ({kind}): {counts}")]

@@ -1,4 +1,4 @@
-"""Will it fit, and how long will it take: parameters, memory, disk, destination, data rate against step rate (F6, F7, F8, F19)."""
+"""Checks of resources: parameters, memory, time, data rate, destinations, disk and trackers (F6, F7, F8, F19)."""
 
 import secrets
 import shutil
@@ -13,18 +13,18 @@ from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run import checkpoint, checkpoint_files
+from octfm.run import checkpoint, checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
 from octfm.run.runtime import Runtime
 from octfm.store.loader import accumulation
 from octfm.store.store import Store
 
 ACCURACY = 0.2
-"""The memory estimate is trusted to so much; between the two ends a run is warned, not stopped."""
+"""Relative error of the memory estimate; within it a run is warned and not stopped."""
 
 
 def parameters(config: PretrainConfig, store: Store) -> Check:
-    """What will really be trained (F19)."""
+    """Count the parameters of the model that will be trained (F19)."""
     counts = blueprint(config, store.preprocessing).parameters_by_part()
     total = counts.pop("total")
     parts = ", ".join(f"{name.replace('_', ' ')} {count / 1e6:.3f}" for name, count in counts.items())
@@ -32,41 +32,39 @@ def parameters(config: PretrainConfig, store: Store) -> Check:
 
 
 def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
-    """The highest moment of a step against what is free, and the largest micro-batch that would fit (F7)."""
+    """Compare a step's peak memory with what is free, and name the largest micro-batch that fits (F7)."""
     per_rank = config.data.global_batch_size // runtime.world
     chosen = config.data.per_device_batch_size
     other = 1 if chosen > 1 else 2
 
     def cost(micro_batch: int) -> Cost:
-        return step_cost(
-            config, store.preprocessing, micro_batch, max(1, per_rank // micro_batch), runtime.world, runtime.sharded
-        )
+        micro_steps = max(1, per_rank // micro_batch)
+        return step_cost(config, store.preprocessing, micro_batch, micro_steps, runtime.world, runtime.sharded)
 
-    def peak(micro_batch: int) -> int:
-        return cost(micro_batch).peak_bytes
-
-    needed, compared, free = peak(chosen), peak(other), runtime.free_memory_gb() * GB
-    slope = max(1.0, (needed - compared) / (chosen - other))
-    sizes = [
-        n
-        for n in range(1, per_rank + 1)
-        if per_rank % n == 0 and needed + slope * (n - chosen) <= (1 - ACCURACY) * free
-    ]
+    estimate, free = cost(chosen), runtime.free_memory_gb() * GB
+    needed = estimate.peak_bytes
+    # Memory grows linearly with the micro-batch: two estimates give the line.
+    slope = max(1.0, (needed - cost(other).peak_bytes) / (chosen - other))
+    room = (1 - ACCURACY) * free
+    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and needed + slope * (n - chosen) <= room]
     fitting = f"per_device_batch_size {max(sizes)} would fit" if sizes else "not even one volume at a time would fit"
     held = "a share of weights and optimizer" if runtime.sharded else "weights and optimizer"
     each = " on each rank" if runtime.world > 1 else ""
-    measured = f"{needed / GB:.2f} GB estimated{each} ({cost(chosen).weights_bytes / GB:.2f} of it {held}), {free / GB:.1f} GB free; {fitting}"
+    measured = (
+        f"{needed / GB:.2f} GB estimated{each} ({estimate.weights_bytes / GB:.2f} of it {held}), {free / GB:.1f} GB "
+        f"free; {fitting}"
+    )
     smaller = f"data.per_device_batch_size={max(sizes)}" if sizes else "a smaller model or masks.budget"
     advice = f"choose {smaller}; the global batch stays (F7)"
     if needed > (1 + ACCURACY) * free:
         return fail("memory", measured, advice)
-    if needed > (1 - ACCURACY) * free:
+    if needed > room:
         return warn("memory", measured, advice)
     return passed("memory", measured)
 
 
 def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
-    """How long a step and the run will take, and whether the store can feed it (F8)."""
+    """Forecast the time of a step and of the run, and warn if reading the store is the bottleneck (F8)."""
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
     cost = step_cost(
@@ -78,8 +76,8 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     reads = sample.volumes_per_s * runtime.world
     slowest = max(step_s, data.global_batch_size / reads)
     measured = (
-        f"about {duration(step_s)} a step ({cost.flops / 1e12:.2f} TFLOP), {needs:.3g} volumes/s wanted, the store gives {reads:.3g}; "
-        f"{config.steps:,} steps take about {duration(config.steps * slowest)}"
+        f"about {duration(step_s)} per step ({cost.flops / 1e12:.2f} TFLOP), which needs {needs:.3g} volumes/s, and "
+        f"reading the store gives {reads:.3g}; {config.steps:,} steps take about {duration(config.steps * slowest)}"
     )
     if reads < needs:
         waiting = f"the device would wait {1 - reads / needs:.0%} of the time"
@@ -92,7 +90,7 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
 
 
 def destinations(config: PretrainConfig, out: Location) -> list[Check]:
-    """Where checkpoints go, and where they go when that disk is full, can be written, read back and cleaned (F6)."""
+    """Write, read back and delete a file in the run folder, and in the second one for checkpoints if set (F6)."""
     found = [_bucket(out) if isinstance(out, BucketPath) else _folder("destination", out, "choose another --out (F6)")]
     if config.ckpt_second_dir is not None:
         second = Path(config.ckpt_second_dir)
@@ -105,7 +103,7 @@ def destinations(config: PretrainConfig, out: Location) -> list[Check]:
 
 
 def _folder(name: str, out: Path, advice: str) -> Check:
-    parent = next(p for p in (out, *out.parents) if p.exists())
+    parent = _existing(out)
     try:
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".octfm-probe-") as probe:
             probe.write(b"octfm")
@@ -130,9 +128,10 @@ def _bucket(out: BucketPath) -> Check:
 
 
 def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> Check:
-    """Room for the checkpoints that the retention policy keeps until the end, and one more while it is written.
+    """Check that the disk has room for all checkpoints that will be kept, and one more while it is written.
 
-    What is there already is not demanded again: a checkpoint either stays, and is counted, or is deleted. A finished run needs nothing.
+    Checkpoints already there are subtracted: each either stays and is counted, or is deleted. A finished run needs
+    nothing.
     """
     out = out if isinstance(out, Path) else mirror_of(out)
     last = (checkpoint.everywhere(out) or [None])[-1]
@@ -140,7 +139,7 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
         return passed("disk", "the run is finished and writes no checkpoint")
     model = blueprint(config, store.preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    size = 4 * (count_parameters(model) + 2 * trained)
+    size = 4 * (count_parameters(model) + 2 * trained)  # float32: weights, and two moments of those that are trained
     every = [
         config.keep_every_steps,
         config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size,
@@ -149,17 +148,15 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + 1
     folder = out / "checkpoints"
     held = sum(map(checkpoint_files.size_of, [*checkpoint_files.steps(folder), *checkpoint_files.left_over(folder)]))
-    # One is written before the first is deleted, however many there are.
+    # The next checkpoint is written before an old one is deleted, so there must be room for one in any case.
     needed = max(size * count - held, size) / GB
     free = _free(out) / GB
-    had = f" ({held / GB:.2f} GB of them are there)" if held else ""
+    had = f" besides {held / GB:.2f} GB already there" if held else ""
     measured = f"{needed:.2f} GB for up to {count} checkpoints{had}, {free:.1f} GB free"
     if free < needed:
         second = Path(config.ckpt_second_dir) if config.ckpt_second_dir else None
         if second is not None and _free(second) / GB >= needed:
-            return warn(
-                "disk", measured, f"checkpoints that find no room go to ckpt_second_dir {second}, where there is enough"
-            )
+            return warn("disk", measured, f"checkpoints without room go to ckpt_second_dir {second}, which has enough")
         return fail(
             "disk",
             measured,
@@ -169,8 +166,37 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
 
 
 def _free(folder: Path) -> int:
-    """Bytes on the disk that a folder lies on, or will."""
-    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    """Free bytes on the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(p for p in (folder, *folder.parents) if p.exists())
+
+
+def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
+    """Check that trackers are installed, and that a W&B server answers unless tracking is offline.
+
+    A resumed run continues without its server: its weights are worth more than its curves.
+    """
+    tracking = config.tracking
+    if absent := trackers.missing(tracking):
+        return fail(
+            "tracker",
+            f"{absent[0]} is not installed",
+            f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off",
+        )
+    names = " and ".join(["metrics.jsonl", *(["TensorBoard"] if tracking.tensorboard else [])])
+    if tracking.wandb is None:
+        return passed("tracker", names)
+    if trackers.mode(tracking) == "offline":
+        return passed("tracker", f"{names}; Weights & Biases offline, `wandb sync` uploads it later")
+    if why := trackers.unusable():
+        if resumed:
+            return warn("tracker", why, "the run continues offline; `wandb sync` uploads it later")
+        return fail("tracker", why, "set tracking.wandb=offline and `wandb sync` later, or run `wandb login`")
+    return passed("tracker", f"{names}; Weights & Biases answers")
 
 
 def duration(seconds: float) -> str:

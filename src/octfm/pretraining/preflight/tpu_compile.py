@@ -1,9 +1,10 @@
-"""Compiles a recorded step for a TPU slice and writes down what it takes: `python -m octfm.pretraining.preflight.tpu_compile DIR v4:2x2x4`.
+"""Compile a recorded step for a TPU slice and write its memory use to compiled.json.
 
-libtpu compiles ahead of time for a TPU that is not there; JAX is the way to ask it.
+Run as `python -m octfm.pretraining.preflight.tpu_compile DIR v4:2x2x4`. libtpu compiles ahead of time and needs no TPU;
+JAX is its interface.
 """
 
-# Its libraries live in an environment of their own.
+# JAX and libtpu are installed in an environment of their own (tests/xla).
 # pyright: reportMissingImports=false
 
 import io
@@ -18,35 +19,38 @@ import numpy as np
 
 
 def annotate(main: Any, split: list[bool], devices: int, ir: Any) -> None:
-    """Tell the compiler which arguments are split among the devices, and which results may take an argument's place in memory."""
+    """Mark arguments that are split among the devices, and results that may reuse an argument's memory."""
     if len(split) != len(main.arguments):
-        raise SystemExit(f"{len(split)} arguments were recorded and the program has {len(main.arguments)}")
+        raise SystemExit(f"{len(split)} arguments were recorded, the program has {len(main.arguments)}")
     free: dict[str, list[int]] = {}
     for number, result in enumerate(main.type.results):
         free.setdefault(str(result), []).append(number)
     attributes = []
     for argument, is_split in zip(main.arguments, split, strict=True):
         kind = str(argument.type)
+        # Split along the first axis: a tensor type of n axes has n "x", as in tensor<8x3xf32>.
         sharding = f"{{devices=[{devices}{',1' * (kind.count('x') - 1)}]<=[{devices}]}}" if is_split else "{replicated}"
-        found = {"mhlo.sharding": ir.StringAttr.get(sharding)}
+        marks = {"mhlo.sharding": ir.StringAttr.get(sharding)}
         if not is_split and free.get(kind):
-            found["tf.aliasing_output"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), free[kind].pop(0))
-        attributes.append(ir.DictAttr.get(found))
+            marks["tf.aliasing_output"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), free[kind].pop(0))
+        attributes.append(ir.DictAttr.get(marks))
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
 
 
 def unpack_truths(program: str) -> str:
-    """Constants of truth values, which torch_xla's MLIR writes as eight to a byte and JAX's reads as one to a byte."""
+    """Unpack boolean constants: torch_xla's MLIR writes eight to a byte, JAX's reads one per byte."""
 
-    def unpack(found: re.Match) -> str:
-        packed = np.frombuffer(bytes.fromhex(found[1]), np.uint8)
-        count = int(np.prod([int(n) for n in found[2].split("x")]))
-        return f'dense<"0x{np.unpackbits(packed, count=count, bitorder="little").tobytes().hex().upper()}"> : tensor<{found[2]}xi1>'
+    def unpack(found: re.Match[str]) -> str:
+        packed, shape = np.frombuffer(bytes.fromhex(found[1]), np.uint8), found[2]
+        count = int(np.prod([int(n) for n in shape.split("x")]))
+        unpacked = np.unpackbits(packed, count=count, bitorder="little").tobytes().hex().upper()
+        return f'dense<"0x{unpacked}"> : tensor<{shape}xi1>'
 
     return re.sub(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>', unpack, program)
 
 
 def compile_for(folder: Path, topology: str) -> dict[str, Any]:
+    """Fields of `tpu.Compiled` for the program in `folder`."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax.experimental import topologies
@@ -61,7 +65,7 @@ def compile_for(folder: Path, topology: str) -> dict[str, Any]:
     build = options.executable_build_options
     options.num_replicas, options.num_partitions = 1, count
     build.num_replicas, build.num_partitions, build.use_spmd_partitioning = 1, count, True
-    build.use_shardy_partitioner = False
+    build.use_shardy_partitioner = False  # mhlo.sharding is for GSPMD
     build.allow_spmd_sharding_propagation_to_output = [True]
     build.device_assignment = xla_client.DeviceAssignment.create(np.array([d.id for d in devices]).reshape(1, count))
     begun = time.perf_counter()

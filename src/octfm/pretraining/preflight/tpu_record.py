@@ -1,10 +1,10 @@
-"""Writes the training step as a program (StableHLO) for many devices, recorded on one: `python -m octfm.pretraining.preflight.tpu_record DIR`.
+"""Record the training step for many devices on a single one, as a StableHLO program that is never run.
 
-Nothing of it runs. The recording is of whole batches; which of the program's arguments are split among the devices, and which are whole
-on all of them, is written beside it, for the compiler to divide the work by.
+Run as `python -m octfm.pretraining.preflight.tpu_record DIR`. The program works on global batches; arguments.json says
+which of its arguments the compiler must split among the devices and which are replicated.
 """
 
-# Its libraries live in an environment of their own.
+# torch_xla is installed in an environment of its own (tests/xla).
 # pyright: reportMissingImports=false
 
 import json
@@ -31,7 +31,7 @@ from octfm.volume.preprocessing import Preprocessing
 
 @dataclass(frozen=True, eq=False)
 class Recorder(XLARuntime):
-    """One device that stands for all of them and remembers what a batch was made of."""
+    """One device in place of all of them, which keeps the ids of the tensors that a batch is made of."""
 
     split: set[int] = field(default_factory=set)
 
@@ -41,7 +41,7 @@ class Recorder(XLARuntime):
         return tensor
 
     def _sent(self, host: Tensor) -> Tensor:
-        # A scalar by way of a list: by itself a 0 would be a constant of the program.
+        # A scalar goes through a list of one: XLA would make a bare 0 a constant of the program.
         return host.to(self.device) if host.ndim else host.reshape(1).to(self.device)[0]
 
     def place(self, model: nn.Module) -> None:
@@ -49,26 +49,27 @@ class Recorder(XLARuntime):
 
 
 def record(config: PretrainConfig, preprocessing: Preprocessing, devices: int) -> tuple[str, dict[str, Any]]:
-    """(program, {"split": for each of its arguments whether it is, along its first axis})."""
+    """(program, {"split": whether each of its arguments is split along its first axis})."""
     config = config.model_copy(update={"masks": config.masks.heaviest})
     runtime = Recorder(torch_xla.device(), config.precision, devices=devices, steady=True)
     learner = Learner(config, preprocessing, runtime)
     learner.set_rates(1e-4, 0.05, 0.999)
-    torch_xla.sync()  # what was done so far is no part of a step
-    done = accumulate(learner, blank_batch(preprocessing, config.data.global_batch_size), 0.5, everything=True)
-    outcome = judge(learner, done, runtime.clip(learner.trained, config.clip_grad_norm), Limits(1.0, 1.0, 1.0))
-    moved = update(learner, outcome.made, look=True)
-    left = [x for found in (*done, outcome) for x in vars(found).values()]
-    results = [x for x in (*learner.tensors().values(), *left, *moved.values()) if isinstance(x, Tensor)]
+    torch_xla.sync()  # initialisation is not part of the step
+    micro_steps = accumulate(learner, blank_batch(preprocessing, config.data.global_batch_size), 0.5, everything=True)
+    outcome = judge(learner, micro_steps, runtime.clip(learner.trained, config.clip_grad_norm), Limits(1.0, 1.0, 1.0))
+    movement = update(learner, outcome.made, inspect=True)
+    # Everything that a step leaves behind must be a result, or the compiler would remove its computation.
+    values = [x for part in (*micro_steps, outcome) for x in vars(part).values()]
+    results = [x for x in (*learner.tensors().values(), *values, *movement.values()) if isinstance(x, Tensor)]
     arguments, _ = torch_xla._XLAC._get_tensors_xla_device_data_node(results)
     return xm.get_stablehlo(results), {"split": [argument in runtime.split for argument in arguments]}
 
 
 def blank_batch(preprocessing: Preprocessing, volumes: int) -> Batch:
-    """Voxels with a tissue band in the middle; a program does not depend on what is in them."""
+    """Blank volumes with a tissue band in the middle; the program does not depend on voxel values."""
     (d, h, w), index = preprocessing.image_size, np.arange(volumes)
     surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (volumes, 4, d, w))
-    # Zeros that take no memory until somebody writes to them.
+    # Untouched pages of np.zeros take no memory.
     voxels = np.zeros((volumes, d, h, w), np.uint8)
     return Batch(
         voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * volumes, 0.0
