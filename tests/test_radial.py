@@ -250,6 +250,6 @@ def test_training_takes_rasters_and_stars_only_when_asked(mixed):
     assert "6 radial" not in preflight.data.arithmetic(only, mixed, 1, 10).measured, (
         "those of other scanners are not left out for that"
     )
-    assert "6 radial scans left out; data.layouts=[raster,radial] takes them" in told.measured
+    assert "6 radial scans left out; data.layouts=[raster,radial] includes them" in told.measured
     with pytest.raises(ConfigError, match=r"data\.layouts"):
         load(PretrainConfig, {"data": {"layouts": ["circle"]}})

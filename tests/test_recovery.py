@@ -230,7 +230,7 @@ def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_
 
 def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(store, tmp_path):
     _, error = run_with_fault(store, tmp_path / "run", "inf-gradient", "vjepa2", 30)
-    assert "2 times training went on from step 30 with other batches and came to the same end" in str(error)
+    assert "training continued 2 times from step 30 with other batches and failed each time" in str(error)
     assert "lower schedule.base_lr" in str(error) and "Last healthy: " in str(error)
 
 

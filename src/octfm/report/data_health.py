@@ -1,5 +1,8 @@
-"""data_health.html: what a scan found, on one page that can be passed around: no name of a file, a folder or a person is on it, nor a
-word of a header or a table that octfm does not know (octfm.report.shareable)."""
+"""data_health.html: what a scan found, on one page for sharing.
+
+No name of a file, folder or person is on it, nor any word of a header or table that octfm does not know
+(octfm.report.shareable).
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -7,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.catalog.catalog import Catalog
@@ -20,7 +21,7 @@ from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.io.spread import spread
-from octfm.report.figures import MARKERS, SERIES, STYLE, Chart, plain, to_svg
+from octfm.report.figures import MARKERS, SERIES, Chart, canvas, plain, to_svg
 from octfm.report.images import Picture, native_pictures
 from octfm.report.laterality import AUDITED, SHOWN, Doubt, by_scanner, laterality_doubts
 from octfm.report.page import render, write_page
@@ -32,15 +33,15 @@ from octfm.volume.volume import Spacing3
 AXES = ("B-scan distance", "axial spacing", "lateral spacing")
 EXTENTS = ("extent across B-scans", "axial extent", "lateral extent")
 OUTLIERS = 8
-"""Volumes shown."""
+"""Volumes to show."""
 UNLIKE = 1.15
-"""Times larger or smaller than the median of its kind: beyond what eye-specific scaling explains."""
+"""Ratio to the median of its kind beyond which a volume is an outlier; eye-specific scaling explains less."""
 
 
 @dataclass(frozen=True)
 class Outlier:
     row: int
-    """Of catalog.parquet, from 0."""
+    """Row of catalog.parquet, from 0."""
     acquisition: Acquisition
     why: str
     distance: float
@@ -54,10 +55,10 @@ def write_data_health(
     max_reject: float | None = None,
     locations: Mapping[str, str] | None = None,
 ) -> Location:
-    """Counts, distributions, reasons, the laterality audit and the volumes least like their kind, of which `images` are shown: those are
-    decoded, nothing else is.
+    """Write counts, distributions, reasons, the laterality audit, and the volumes least like their kind.
 
-    `locations`: where the files lie, for a catalog whose uris are pseudonyms.
+    With `images`, those volumes and doubtful eyes are shown; no other file is decoded. `locations` maps the uris of a
+    catalog with pseudonyms to files.
     """
     catalog = shareable_catalog(catalog)
     doubts = laterality_doubts(catalog.acquisitions)
@@ -87,7 +88,10 @@ def write_data_health(
 
 
 def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list[Outlier]:
-    """Volumes whose spacing or extent is unlike the median of their scanner and protocol, furthest first, then those that are flagged."""
+    """Volumes whose spacing or extent differs from the median of their kind, furthest first; then volumes with flags.
+
+    A kind is a scanner, protocol and layout.
+    """
     kinds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for row, a in enumerate(acquisitions):
         kinds[a.scanner, a.protocol, a.layout].append(row)
@@ -104,7 +108,7 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
                 found[row] = Outlier(row, acquisitions[row], why, float(unlike[worst]))
     rare = Counter(flag for a in acquisitions for flag in a.flags)
     for row, a in enumerate(acquisitions):
-        # A flag that most rows share says something about the archive, not about this volume; sides of eyes have tables of their own.
+        # A flag on more than a tenth of the rows concerns the archive and not this volume. Sides of eyes have a table.
         own_table = (*AUDITED, *CANNOT_TELL)
         doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in own_table]
         if doubts and row not in found:
@@ -113,9 +117,10 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
 
 
 def distribution_charts(acquisitions: Sequence[Acquisition]) -> list[Chart]:
-    """One chart per axis: which spacings and extents each scanner has; the larger the mark, the more volumes share the value.
+    """One chart per axis with the spacings and extents of each scanner; the larger the mark, the more volumes have it.
 
-    Of rasters: the B-scans of a star lie at angles, not at distances."""
+    Rasters only: the B-scans of a radial scan lie at angles and have no distance.
+    """
     acquisitions = [a for a in acquisitions if a.layout == "raster"]
     charts: list[Chart] = []
     if not acquisitions:
@@ -139,28 +144,15 @@ def _distribution(
     scanners = sorted({a.scanner for a in acquisitions})
     key = f"{title}-{axis}".lower()
     unit = "µm" if title == "Spacing" else "mm"
-    spoken = []
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-        figure = Figure(figsize=(4.2, 0.8 + 0.34 * len(scanners)), layout="constrained")
-        axes = figure.subplots()
-        every = []
+    spoken, every = [], []
+    with canvas(key, 4.2, 0.8 + 0.34 * len(scanners)) as (figure, axes):
         for i, scanner in enumerate(scanners):
             values = Counter(float(f"{measure(a)[axis]:.3g}") for a in acquisitions if a.scanner == scanner)
             size = [14 + 90 * n / max(values.values()) for n in values.values()]
-            marker = MARKERS[i % len(MARKERS)]
-            axes.scatter(
-                list(values),
-                [i] * len(values),
-                size,
-                color=SERIES[i % len(SERIES)],
-                marker=marker,
-                alpha=0.75,
-                linewidths=0,
-                zorder=3,
-            )
-            spoken.append(
-                f"{scanner} {min(values):g} to {max(values):g} {unit}, mostly {values.most_common(1)[0][0]:g}"
-            )
+            style: dict[str, Any] = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]}
+            axes.scatter(list(values), [i] * len(values), size, **style, alpha=0.75, linewidths=0, zorder=3)
+            usual = values.most_common(1)[0][0]
+            spoken.append(f"{scanner} {min(values):g} to {max(values):g} {unit}, mostly {usual:g}")
             every += list(values)
         if max(every) > 4 * min(every):
             axes.set_xscale("log")
@@ -251,43 +243,44 @@ def _two_ids(catalog: Catalog) -> list[tuple[int, int]]:
 
 
 def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
-    pictures = _pictures_of([o.acquisition for o in found], locations) if images else [[]] * len(found)
-    return [_described(outlier, own) for outlier, own in zip(found, pictures, strict=True)]
-
-
-def _sides(doubts: Sequence[Doubt], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
-    pictures = _pictures_of([d.acquisition for d in doubts], locations) if images else [[]] * len(doubts)
     rows = []
-    for doubt, own in zip(doubts, pictures, strict=True):
-        note = f"It could not be decoded: {REASONS[own].meaning}." if isinstance(own, str) else ""
-        rows.append({"doubt": doubt, "pictures": [] if isinstance(own, str) else own, "note": note})
+    for outlier, pictures in zip(found, _pictures_of([o.acquisition for o in found], images, locations), strict=True):
+        a = outlier.acquisition
+        eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
+        kind = f"{a.scanner.replace('_', ' ')}, {a.protocol.replace('_', ' ')}"
+        title = f"Row {outlier.row}: {kind}, {eye}, {' × '.join(map(str, a.shape))}"
+        rows.append({"title": title, "why": outlier.why, **pictures})
     return rows
 
 
-def _pictures_of(acquisitions: Sequence[Acquisition], locations: Mapping[str, str]) -> list[list[Picture] | str]:
+def _sides(doubts: Sequence[Doubt], images: bool, locations: Mapping[str, str]) -> list[dict[str, Any]]:
+    pictures = _pictures_of([d.acquisition for d in doubts], images, locations)
+    return [{"doubt": doubt, **own} for doubt, own in zip(doubts, pictures, strict=True)]
+
+
+def _pictures_of(
+    acquisitions: Sequence[Acquisition], images: bool, locations: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """`pictures` of each volume, and a `note` if it could not be decoded; both empty without `images`."""
+    if not images:
+        return [{"pictures": [], "note": ""} for _ in acquisitions]
     files = [(locations.get(a.uri, a.uri), a.spacing_mm, a.scanner) for a in acquisitions]
-    # The scan has looked at their headers, and perhaps nobody at their pixels.
+    # A process of its own with a deadline: the scan may have read headers only, and pixels can crash a decoder.
     seconds = [Limits().deadline(math.prod(a.shape), a.uri) for a in acquisitions]
-    return list(
-        spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1)
-    )
+    found = spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1)
+    return [
+        {"pictures": [], "note": f"It could not be decoded: {REASONS[own].meaning}."}
+        if isinstance(own, str)
+        else {"pictures": own, "note": ""}
+        for own in found
+    ]
 
 
 def _pictures(file: tuple[str, Spacing3, str]) -> list[Picture] | str:
-    """Pictures of (uri, spacing, scanner in words that may be shown), or the reason code for which there are none."""
+    """Pictures of (uri, spacing, scanner as it may be shown), or the code of the reason why there are none."""
     uri, spacing_mm, scanner = file
     try:
         volume = replace(read_volume(uri, spacing_mm=spacing_mm, raster_only=False), scanner=scanner)
         return native_pictures(to_raster(volume) if volume.layout == "radial" else volume)
     except ReadError as error:
         return error.code
-
-
-def _described(outlier: Outlier, pictures: list[Picture] | str) -> dict[str, Any]:
-    a = outlier.acquisition
-    note = ""
-    if isinstance(pictures, str):
-        pictures, note = [], f"It could not be decoded: {REASONS[pictures].meaning}."
-    eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
-    title = f"Row {outlier.row}: {a.scanner.replace('_', ' ')}, {a.protocol.replace('_', ' ')}, {eye}, {' × '.join(map(str, a.shape))}"
-    return {"title": title, "why": outlier.why, "note": note, "pictures": pictures}

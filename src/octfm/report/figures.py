@@ -1,10 +1,12 @@
-"""Charts of a run as inline SVG: they take the page's font and colours, so they read on light and on dark."""
+"""Charts as inline SVG, which take the page's font and colours and so work on light and dark backgrounds."""
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import quoteattr
 
 import matplotlib as mpl
 import numpy as np
@@ -12,15 +14,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octfm.report.sources import Sources, number, series
+from octfm.report.words import METRICS
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 INK, GRID = "#1b1c1d", "#d9dadb"
 MARKERS = ("o", "s", "D", "^", "v")
 DASHES = ("-", "--", "-.", ":", "-")
+DASHED: Any = (0, (3, 3))
+REFERENCE: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": DASHED}
+"""Style of a line for chance, a baseline or perfect agreement."""
 MAX_POINTS = 400
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # text stays text, in the page's font
     "font.size": 9.0,
     "text.color": INK,
     "axes.edgecolor": GRID,
@@ -55,12 +61,25 @@ class Line:
     steps: np.ndarray
     values: np.ndarray
     points: bool = False
+    """Draw a marker at every value."""
+
+
+@contextmanager
+def canvas(key: str, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+    """A figure in the page's style, in inches; call `to_svg` with the same key before leaving the context."""
+    # The salt makes ids in the SVG the same in every rendering.
+    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, figure.subplots()
 
 
 def training_charts(sources: Sources) -> list[Chart]:
-    """One chart per question that a training curve answers; those without data are left out."""
+    """One chart per question that a training curve answers; charts without data are left out."""
     train, validation = sources.train, sources.validation
-    loss = "The error of predicting hidden tissue, over the error of the best answer that never looks at the volume. 1 = learned nothing."
+    loss = (
+        "The error of predicting hidden tissue, over the error of the best answer that never looks at the volume. "
+        "1 = learned nothing."
+    )
     charts = [
         _chart(
             "Masked loss over baseline",
@@ -70,36 +89,41 @@ def training_charts(sources: Sources) -> list[Chart]:
         ),
         _chart(
             "Masked loss, per scanner",
-            "The same ratio for each instrument. Curves that drift apart mean that the encoder serves one scanner better.",
+            "The same ratio for each instrument. Curves that drift apart mean that the encoder serves one scanner "
+            "better.",
             _per_scanner(train),
             1,
         ),
         _chart(
             "Context loss over baseline",
-            "The same for the tokens that were visible: this term keeps features from collapsing. Its target moves, so it may rise; "
-            "where its weight (objective.context_loss) is 0, nothing lowers it.",
+            "The same for the tokens that were visible: this term keeps features from collapsing. Its target moves, so "
+            "it may rise; where its weight (objective.context_loss) is 0, nothing lowers it.",
             [*_lines(train, {"context_over_baseline": "training"}), *_validation(validation, "context")],
             1,
         ),
         _chart(
             "Effective rank",
-            "How many independent directions the features use on tissue tokens (RankMe). A steady fall towards 1 is collapse.",
+            "How many independent directions the features use on tissue tokens (RankMe). A steady fall towards 1 is "
+            "collapse.",
             _lines(train, {"effective_rank": "effective rank"}),
         ),
         _chart(
             "Feature spread",
-            "Standard deviation of features over tissue tokens. 0 would mean that every token looks the same to the encoder.",
+            "Standard deviation of features over tissue tokens. 0 would mean that every token looks the same to the "
+            "encoder.",
             _lines(train, {"feature_std": "standard deviation"}),
         ),
         _chart(
             "Gradient norm",
-            "Before clipping, logarithmic. Spikes are skipped updates in the making; exactly 0 would mean that nothing is learned.",
+            "Before clipping, logarithmic. Spikes are skipped updates in the making; exactly 0 would mean that nothing "
+            "is learned.",
             _lines(train, {"grad_norm": "gradient norm"}),
             log=True,
         ),
         _chart(
             "Teacher movement",
-            "How far the target encoder moved in the last update, and how far it is from the encoder, both relative. It must move.",
+            "How far the target encoder moved in the last update, and how far it is from the encoder, both relative. "
+            "It must move.",
             _lines(train, {"teacher_step": "last update", "teacher_distance": "distance to encoder"}),
             log=True,
         ),
@@ -138,7 +162,8 @@ def training_charts(sources: Sources) -> list[Chart]:
 COMPARED = {
     "masked_over_baseline": (
         "Masked loss over baseline",
-        "The error of predicting hidden tissue over that of never looking. Not comparable between objectives, and it chooses no encoder.",
+        "The error of predicting hidden tissue over that of never looking. Not comparable between objectives, and it "
+        "chooses no encoder.",
     ),
     "effective_rank": (
         "Effective rank",
@@ -151,7 +176,7 @@ COMPARED = {
 
 
 def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
-    """One chart per question with a line for every run, by name."""
+    """One chart per curve with a line for every run, by name."""
     charts = []
     for key, (title, caption) in COMPARED.items():
         lines = [Line(plain(name), *series(s.train, key)) for name, s in runs.items()]
@@ -168,47 +193,30 @@ def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Chart | None:
+def forest_plots(results: Sequence[dict[str, Any]], metrics: Sequence[str] = ("auroc", "kappa", "r2")) -> list[Chart]:
+    """A forest plot for each of these metrics that was measured."""
+    return [chart for metric in metrics if (chart := _forest_plot(results, metric)) is not None]
+
+
+def _forest_plot(results: Sequence[dict[str, Any]], metric: str) -> Chart | None:
     """Estimate and interval of every encoder on every target that has this metric; the dashed line is chance."""
-    rows = [r for r in results if r["metric"] == metric and r["estimate"] is not None]
+    name, rows = METRICS[metric], [r for r in results if r["metric"] == metric and r["estimate"] is not None]
     if not rows:
         return None
     targets, encoders = list(dict.fromkeys(r["target"] for r in rows)), list(dict.fromkeys(r["encoder"] for r in rows))
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"forest-{metric}"}):
-        figure = Figure(figsize=(6.4, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)), layout="constrained")
-        axes = figure.subplots()
+    key = f"forest-{metric}"
+    with canvas(key, 6.4, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)) as (figure, axes):
         ticks, pitch = [], len(encoders) + 0.8
         for t, target in enumerate(targets):
             ticks.append(t * pitch + (len(encoders) - 1) / 2)
+            own = [r for r in rows if r["target"] == target]
             for e, encoder in enumerate(encoders):
-                row = next((r for r in rows if r["target"] == target and r["encoder"] == encoder), None)
-                if row is None:
-                    continue
-                y, color = t * pitch + e, SERIES[e % len(SERIES)]
-                if row["low"] is not None:
-                    axes.plot([row["low"], row["high"]], [y, y], color=color, linewidth=1.8, solid_capstyle="round")
-                filled = color if row["low"] is not None else "none"
-                label = encoder if t == 0 else None
-                marker = MARKERS[e % len(MARKERS)]
-                axes.plot(
-                    [row["estimate"]],
-                    [y],
-                    marker,
-                    color=color,
-                    markerfacecolor=filled,
-                    markersize=5.5,
-                    linestyle="none",
-                    label=label,
-                )
-            chance = next(r["chance"] for r in rows if r["target"] == target)
-            axes.plot(
-                [chance, chance],
-                [t * pitch - 0.5, t * pitch + len(encoders) - 0.5],
-                color=INK,
-                linewidth=0.9,
-                linestyle=(0, (3, 3)),
-            )
-        # More encoders than colours: a row bears its own name.
+                if row := next((r for r in own if r["encoder"] == encoder), None):
+                    label = encoder if t == 0 else None
+                    draw_interval(axes, t * pitch + e, row["estimate"], row, e, label)
+            chance = own[0]["chance"]
+            axes.plot([chance, chance], [t * pitch - 0.5, t * pitch + len(encoders) - 0.5], **REFERENCE)
+        # Colours repeat if there are more encoders than colours, so each row is labelled instead.
         by_name = len(targets) == 1 and len(encoders) > len(SERIES)
         if by_name:
             axes.set_yticks(range(len(encoders)), [plain(encoder) for encoder in encoders])
@@ -219,38 +227,45 @@ def forest_plot(results: Sequence[dict[str, Any]], metric: str, name: str) -> Ch
         axes.set_xlabel(name)
         if not by_name:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=min(4, len(encoders)))
-        svg = to_svg(figure, f"forest-{metric}", f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
+        svg = to_svg(figure, key, f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
     leakage = ", except for scanner" if any(r["leakage"] for r in rows) else ""
     caption = (
-        f"Right is better{leakage}. The bar is the 95\u00a0% interval, the dashed line is chance. Hollow markers have no interval: "
-        "too few participants. Overlapping bars do not settle a comparison; the paired table below does."
+        f"Right is better{leakage}. The bar is the 95\u00a0% interval, the dashed line is chance. Hollow markers have "
+        "no interval: too few participants. Overlapping bars do not settle a comparison; the paired table below does."
     )
     return Chart(name, caption, svg)
 
 
-def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> list[Chart]:
-    """One chart per target and metric: the score of every encoder against the number of training participants, with intervals."""
+def draw_interval(axes: Axes, y: float, value: float, row: dict[str, Any], series: int, label: str | None) -> None:
+    """A marker at `value` with a bar from low to high; hollow without an interval."""
+    color, low, high = SERIES[series % len(SERIES)], row.get("low"), row.get("high")
+    if low is not None and high is not None:
+        axes.plot([low, high], [y, y], color=color, linewidth=1.8, solid_capstyle="round")
+    marker, filled = MARKERS[series % len(MARKERS)], color if low is not None else "none"
+    style: dict[str, Any] = {"color": color, "markerfacecolor": filled, "markersize": 5.5, "linestyle": "none"}
+    axes.plot([value], [y], marker, **style, label=label)
+
+
+def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
+    """One chart per target and metric: every encoder's score, with interval, by number of labelled participants."""
     charts = []
     for target, metric in dict.fromkeys((r["target"], r["metric"]) for r in rows):
         own = [r for r in rows if (r["target"], r["metric"]) == (target, metric) and r["estimate"] is not None]
         if not own:
             continue
         key = re.sub(r"\W+", "-", f"efficiency-{target}-{metric}")
-        with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-            figure = Figure(figsize=(4.2, 2.35), layout="constrained")
-            axes = figure.subplots()
+        with canvas(key, 4.2, 2.35) as (figure, axes):
             for e, encoder in enumerate(dict.fromkeys(r["encoder"] for r in own)):
                 points = [r for r in own if r["encoder"] == encoder]
-                people = (
-                    np.array([r["n_train_participants"] for r in points]) * 1.03**e
-                )  # beside each other, not upon each other
-                color = SERIES[e % len(SERIES)]
-                axes.plot(people, [r["estimate"] for r in points], DASHES[e % len(DASHES)], marker=MARKERS[e % len(MARKERS)], markersize=4,
-                          color=color, label=encoder)  # fmt: skip
+                # Encoders are shifted by 3 % each so that their intervals do not overlap.
+                people = np.array([r["n_train_participants"] for r in points]) * 1.03**e
+                color, dash, marker = SERIES[e % len(SERIES)], DASHES[e % len(DASHES)], MARKERS[e % len(MARKERS)]
+                scores = [r["estimate"] for r in points]
+                axes.plot(people, scores, dash, marker=marker, markersize=4, color=color, label=encoder)
                 for x, r in zip(people, points, strict=True):
                     if r["low"] is not None:
                         axes.plot([x, x], [r["low"], r["high"]], color=color, linewidth=1.0)
-            axes.axhline(own[0]["chance"], color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+            axes.axhline(own[0]["chance"], **REFERENCE)
             axes.set_xscale("log")
             ticks = sorted({r["n_train_participants"] for r in own})
             axes.set_xticks(ticks, [str(n) for n in ticks])
@@ -259,16 +274,14 @@ def efficiency_plots(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> l
             axes.legend(loc="best")
             spoken = "; ".join(f"{r['encoder']} {r['fraction']:.0%}: {number(r['estimate']):.2f}" for r in own)
             svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
-        folded = own[0].get("design") == "k-fold"
-        shared = (
-            "participants that each fold's probe learns from, drawn anew for every fold"
-            if folded
-            else "training participants"
-        )
-        weak = ", up to a third too narrow where probes are weak" if folded else ""
+        shared, weak = "training participants", ""
+        if own[0].get("design") == "k-fold":
+            shared = "participants that each fold's probe learns from, drawn anew for every fold"
+            weak = ", up to a third too narrow where probes are weak"
         caption = (
-            f"{names.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay the same. "
-            f"Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants together{weak}. The dashed line is chance."
+            f"{METRICS.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay "
+            f"the same. Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants "
+            f"together{weak}. The dashed line is chance."
         )
         charts.append(Chart(f"Label efficiency: {plain(target)}", caption, svg))
     return charts
@@ -287,15 +300,13 @@ def _chart(
     if not lines:
         return None
     key = re.sub(r"\W+", "-", title.lower())
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-        figure = Figure(figsize=(4.2, 2.35), layout="constrained")
-        axes = figure.subplots()
+    with canvas(key, 4.2, 2.35) as (figure, axes):
         for i, line in enumerate(lines):
             _draw(axes, line, i)
         if log and min(line.values.min() for line in lines) > 0:
             axes.set_yscale("log")
         if reference is not None:
-            axes.axhline(reference, color=INK, linewidth=0.9, linestyle=(0, (3, 3)))
+            axes.axhline(reference, **REFERENCE)
         if floor is not None:
             axes.set_ylim(0, max([floor, *(1.1 * float(line.values.max()) for line in lines)]))
         axes.set_xlabel("step")
@@ -307,16 +318,14 @@ def _chart(
 
 
 def _online_probe(sources: Sources) -> Chart | None:
-    """What frozen features are worth over the run (left axis), against the SSL loss (right axis); the best state is marked."""
+    """Scores of the online probe (left axis) and held-out SSL loss (right axis) over the run; the best score is marked."""
     rows = sources.online
     steps, score = series(rows, "score")
     if not len(steps):
         return None
-    metric = {"balanced_accuracy": "balanced accuracy", "r2": "R²"}.get(rows[-1]["metric"], str(rows[-1]["metric"]))
+    metric = METRICS.get(rows[-1]["metric"], str(rows[-1]["metric"]))
     title, key = f"Online probe: {plain(rows[-1]['target'])}", "online-probe"
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-        figure = Figure(figsize=(4.2, 2.35), layout="constrained")
-        axes = figure.subplots()
+    with canvas(key, 4.2, 2.35) as (figure, axes):
         _draw(axes, Line(metric, steps, score, points=True), 0)
         _draw(axes, Line("nearest neighbours", *series(rows, "knn"), points=True), 2)
         best = int(score.argmax())
@@ -338,8 +347,8 @@ def _online_probe(sources: Sources) -> Chart | None:
             figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
         )
     caption = (
-        "What frozen features tell about validation participants, while the run went on. The ring marks the checkpoint to take. "
-        "The SSL loss is shown beside it because the two often disagree; the loss never chooses."
+        "What frozen features tell about validation participants, while the run went on. The ring marks the checkpoint "
+        "to take. The SSL loss is shown beside it because the two often disagree; the loss never chooses."
     )
     return Chart(title, caption, svg)
 
@@ -347,26 +356,19 @@ def _online_probe(sources: Sources) -> Chart | None:
 def _draw(axes: Axes, line: Line, i: int) -> None:
     steps, values = _thinned(line.steps, line.values)
     color = SERIES[i % len(SERIES)]
-    # One value makes no line: it is shown as a point.
+    # A single value makes no line, so it gets a marker.
     marker = MARKERS[i % len(MARKERS)] if line.points or len(steps) == 1 else None
-    axes.plot(
-        steps,
-        values,
-        color=color,
-        linestyle=DASHES[(i + i // len(SERIES)) % len(DASHES)],
-        marker=marker,
-        markersize=4,
-        label=line.label,
-    )
+    # The dash changes with every round of colours, so that more lines than colours still differ.
+    dash = DASHES[(i + i // len(SERIES)) % len(DASHES)]
+    axes.plot(steps, values, color=color, linestyle=dash, marker=marker, markersize=4, label=line.label)
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS, each the value furthest from its neighbours' median, so that spikes stay visible."""
+    """At most MAX_POINTS values, of each group the one furthest from the group's median, so that spikes stay visible."""
     if len(steps) <= MAX_POINTS:
         return steps, values
-    kept = []
-    for group in np.array_split(np.arange(len(steps)), MAX_POINTS):
-        kept.append(group[np.abs(values[group] - np.median(values[group])).argmax()])
+    groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
+    kept = [group[np.abs(values[group] - np.median(values[group])).argmax()] for group in groups]
     return steps[kept], values[kept]
 
 
@@ -380,17 +382,12 @@ def _validation(rows: list[dict[str, Any]], what: str) -> list[Line]:
 
 def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
     names = sorted({name for row in rows for name in (row.get("by_scanner") or {})})
-    lines = []
-    for name in names:
-        steps, values = series(
-            [{"step": r.get("step"), "value": (r.get("by_scanner") or {}).get(name)} for r in rows], "value"
-        )
-        lines.append(Line(plain(name), steps, values))
-    return lines
+    by_scanner = [{**(row.get("by_scanner") or {}), "step": row.get("step")} for row in rows]
+    return [Line(plain(name), *series(by_scanner, name)) for name in names]
 
 
 def to_svg(figure: Figure, key: str, alt: str) -> str:
-    """The figure as an <svg> element: ids made unique on the page, colours as CSS variables, text in the page's font."""
+    """The figure as an <svg> element with ids unique on the page, colours as CSS variables and text in the page's font."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
@@ -398,6 +395,7 @@ def to_svg(figure: Figure, key: str, alt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"| version="1.1"', "", svg, count=0)
     svg = svg.replace("xlink:href", "href")
+    # Several SVGs share the page's ids, so references would otherwise point into the first chart.
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{key}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
@@ -406,14 +404,11 @@ def to_svg(figure: Figure, key: str, alt: str) -> str:
     svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     for i, color in enumerate(SERIES):
         svg = svg.replace(color, f"var(--series-{i + 1})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_attribute(alt)}"', 1)
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
+    return svg.replace("<svg", f'<svg role="img" aria-label={quoteattr(alt)}', 1)
 
 
 def plain(name: str) -> str:
+    """A name of data as a label in a chart."""
     # A dollar sign would start mathtext.
     return name.replace("_", " ").replace("$", r"\$")
 

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page (no network) that says what was run and what came out, with a viewer of some volumes."""
+"""report.html: one self-contained page about a run and its results, with a viewer of some volumes."""
 
 import shlex
 from collections import Counter
@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from octfm.errors import EvaluationError
-from octfm.evaluation.scoring import HEADLINE
 from octfm.io.location import Location, location
 from octfm.report import figures, images, words
 from octfm.report.overview import two_minutes
-from octfm.report.page import MAX_BYTES, render, write_page
+from octfm.report.page import MAX_BYTES, html_file, render, write_page
 from octfm.report.shareable import NAME, shareable, shareable_command
-from octfm.report.sources import Sources, gather
+from octfm.report.sources import Sources, flat, gather
 from octfm.report.viewer import Viewer, viewer
 from octfm.run.bucket import local_run
 
@@ -25,41 +24,34 @@ def write_report(
     store_path: Location | None = None,
     images: bool = True,
 ) -> Location:
-    """Render the report of a run folder, or of a run in a bucket, and return its path.
+    """Render the report of a run folder, or of a run in a bucket, and return its location.
 
-    `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before the probe, sentences say what is missing.
-    Without `images` it is a page to share: no id, path, date or UID is on it (octfm.report.shareable).
-    The page stays under 25 MB: pictures are coded coarser, then left out. Written whole or not at all.
+    `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before a probe, sentences say
+    what is missing. Without `images` the page is meant for sharing: it has no id, path, date or UID
+    (octfm.report.shareable). The page stays under 25 MB: pictures get coarser and are then left out.
     """
-    run, out = location(run), location(out)
-    if isinstance(out, Path) and out.is_dir():
-        raise EvaluationError(
-            f"{out}: expected the name of an HTML file, this is a folder; give for example {out / 'report.html'}"
-        )
+    run, out = location(run), html_file(out, "report.html")
     sources = gather(
         local_run(run), location(catalog) if catalog else None, location(store_path) if store_path else None
     )
     command = ["octfm", "report", str(run)]
-    command += ["--catalog", str(catalog)] * (catalog is not None) + ["--store", str(store_path)] * (
-        store_path is not None
-    )
+    for option, value in (("--catalog", catalog), ("--store", store_path)):
+        command += [option, str(value)] if value is not None else []
     facts = _facts(sources if images else shareable(sources), shlex.join(command))
     if not images:
         facts |= {"commands": list(dict.fromkeys(map(shareable_command, facts["commands"])))}
     page = ""
     for per_scanner in (2, 1, 0) if images else (0,):
-        pictures = _pictures(sources, per_scanner)
-        plain = len(render("report.html.jinja", facts | pictures | {"viewer": None}).encode())
-        page = render(
-            "report.html.jinja", facts | pictures | {"viewer": _viewer(sources, MAX_BYTES - plain) if images else None}
-        )
+        facts |= _pictures(sources, per_scanner) | {"viewer": None}
+        page = render("report.html.jinja", facts)
+        if images:
+            # The viewer gets the room that the rest of the page leaves.
+            page = render("report.html.jinja", facts | {"viewer": _viewer(sources, MAX_BYTES - len(page.encode()))})
         if len(page.encode()) < MAX_BYTES:
-            break
-    else:
-        raise EvaluationError(
-            f"{out}: the report would take {len(page.encode()):,} bytes without pictures, expected under {MAX_BYTES:,}"
-        )
-    return write_page(page, out)
+            return write_page(page, out)
+    raise EvaluationError(
+        f"{out}: the report would take {len(page.encode()):,} bytes without pictures, expected under {MAX_BYTES:,}"
+    )
 
 
 def summary_lines(run: Path, *, catalog: Location | None = None, store_path: Location | None = None) -> list[str]:
@@ -95,12 +87,14 @@ def _pictures(sources: Sources, per_scanner: int) -> dict[str, Any]:
 
 
 def _viewer(sources: Sources, room: int) -> Viewer | None:
-    """Of as many volumes as fit, those of other scanners first; None where not even one does."""
-    order = sorted(
-        range(len(sources.scenes)),
-        key=lambda i: sum(s.scanner == sources.scenes[i].scanner for s in sources.scenes[:i]),
-    )
-    scenes = [sources.scenes[i] for i in order]
+    """A viewer of as many volumes as fit into `room` bytes; None if not even one does."""
+    # The first volume of each scanner, then the second of each, and so on.
+    met: Counter[str] = Counter()
+    ranked = []
+    for scene in sources.scenes:
+        ranked.append((met[scene.scanner], scene))
+        met[scene.scanner] += 1
+    scenes = [scene for _, scene in sorted(ranked, key=lambda pair: pair[0])]
     while scenes:
         try:
             return viewer(scenes, room - 20_000)
@@ -110,7 +104,7 @@ def _viewer(sources: Sources, room: int) -> Viewer | None:
 
 
 def _data(sources: Sources) -> dict[str, Any]:
-    """Tables of data health; an empty one is shown as a sentence."""
+    """Tables of data health; the page shows an empty table as a sentence."""
     catalog, store = sources.catalog, sources.store
     accepted = catalog.acquisitions if catalog else ()
     prepared = store.rows if store else ()
@@ -134,10 +128,9 @@ def _data(sources: Sources) -> dict[str, Any]:
         members.setdefault(split, set()).add(a.participant)
         volumes[split] += 1
     order = [s for s in ("train", "val", "test", "none") if s in members]
-    # The file's name is enough here: the page is passed around, and rejects.parquet has the whole path.
-    first_of_code = (
-        {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in reversed(catalog.rejects)} if catalog else {}
-    )
+    # File names without folders: pages are passed around, and rejects.parquet has the whole path. The first of a code.
+    rejects = reversed(catalog.rejects) if catalog else ()
+    first_of_code = {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in rejects}
     summary = catalog.summary() if catalog else {}
     unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
     return {
@@ -158,68 +151,38 @@ def _data(sources: Sources) -> dict[str, Any]:
 def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
     if probe is None:
         return None
-    encoders = list(dict.fromkeys(r["encoder"] for r in probe["results"]))
-    rows = []
-    for target, metric in dict.fromkeys((r["target"], r["metric"]) for r in probe["results"]):
-        cells = {r["encoder"]: r for r in probe["results"] if (r["target"], r["metric"]) == (target, metric)}
-        any_row = next(iter(cells.values()))
-        rows.append(
-            {
-                **any_row,
-                "metric": words.METRICS.get(metric, metric),
-                "cells": [words.interval(cells[e]) if e in cells else "" for e in encoders],
-                "notes": sorted({r["note"] for r in cells.values() if r["note"]}),
-            }
-        )
-
-    def compared(name: str) -> list[dict[str, Any]]:
-        return [
-            {"p_holm": None, **c, "metric": words.METRICS.get(c["metric"], c["metric"]), "gap": words.interval(c)}
-            for c in probe.get(name, [])
-            if c["metric"] in HEADLINE
-        ]
-
-    forests = [
-        figures.forest_plot(probe["results"], metric, words.METRICS[metric]) for metric in ("auroc", "kappa", "r2")
-    ]
+    encoders = {r["encoder"]: words.encoder(r["encoder"]) for r in probe["results"]}
     return {
-        "encoders": {e: words.encoder(e) for e in encoders},
-        "rows": rows,
-        "comparisons": compared("comparisons"),
-        "by_labels": compared("label_efficiency_comparisons"),
-        "forests": [f for f in forests if f is not None],
-        "efficiency": figures.efficiency_plots(probe.get("label_efficiency", []), words.METRICS),
+        "encoders": encoders,
+        "rows": words.score_rows(probe["results"], encoders),
+        "comparisons": words.comparison_rows(probe["comparisons"]),
+        "by_labels": words.comparison_rows(probe.get("label_efficiency_comparisons", [])),
+        "forests": figures.forest_plots(probe["results"]),
+        "efficiency": figures.efficiency_plots(probe.get("label_efficiency", [])),
         "skipped": probe.get("skipped", []),
         "settings": probe.get("settings", {}),
         "meaning": probe.get("interval_meaning", ""),
         "budget": next((e["budget"]["sentence"] for e in probe.get("embeddings", []) if e.get("budget")), ""),
-        "seen": max((r["seen_test_participants"] for r in probe["results"]), default=0),
+        "seen": words.tested_before(probe["results"]),
     }
 
 
 def _record(sources: Sources) -> list[tuple[str, str]]:
-    """run.json and the store's Preprocessing as (name, value); keys and hashes of participants stay out of a page that is passed around."""
-    facts: list[tuple[str, str]] = []
-    for name, value in sources.record.items():
-        if name not in ("format", "version", "participant_key", "command"):
-            facts += _flat(name, value)
+    """(name, value) of run.json and the store's Preprocessing, without the key of participants' hashes."""
+    hidden = ("format", "version", "participant_key", "command")
+    values: dict[str, Any] = {name: value for name, value in sources.record.items() if name not in hidden}
     if sources.store is not None:
-        facts += _flat("preprocessing", sources.store.preprocessing.model_dump(mode="json"))
-        facts.append(("preprocessing fingerprint", sources.store.fingerprint))
-    return facts
+        preprocessing = sources.store.preprocessing.model_dump(mode="json")
+        values |= {"preprocessing": preprocessing, "preprocessing fingerprint": sources.store.fingerprint}
+    return [(" ".join(path).replace("_", " "), _cell(value)) for path, value in flat(values).items()]
 
 
-def _flat(name: str, value: Any) -> list[tuple[str, str]]:
-    if isinstance(value, dict):
-        return [pair for key, inner in value.items() for pair in _flat(f"{name} {key}".replace("_", " "), inner)]
+def _cell(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
-        return [(name.replace("_", " "), f"{value:,}")]
-    return [
-        (
-            name.replace("_", " "),
-            "unknown" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value),
-        )
-    ]
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "unknown" if value is None else str(value)
 
 
 def _commands(sources: Sources, report: str) -> list[str]:

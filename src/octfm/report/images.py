@@ -1,4 +1,4 @@
-"""Pictures of volumes in true proportions (mm), vitreous on top, superior on top en face: B-scans, tissue band, masks, PCA of tokens."""
+"""Pictures of volumes in true proportions (mm): B-scans with vitreous on top, tissue band, masks, PCA; en face, superior on top."""
 
 import base64
 import io
@@ -15,10 +15,10 @@ from octfm.volume.planes import eight_bit
 from octfm.volume.volume import Volume
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
-"""Okabe & Ito: sky blue, orange, green, yellow; each at least 3:1 on the dark background of an OCT."""
+"""Okabe & Ito's sky blue, orange, green and yellow; each has a contrast of 3:1 or more on a dark OCT background."""
 WIDTH_PX = 660
 PER_SCANNER = 2
-# White words with a dark rim read on tissue, vitreous and PCA colours alike.
+# White text with a dark rim is readable on tissue, vitreous and PCA colours.
 RIM = [withStroke(linewidth=2.5, foreground="black")]
 
 
@@ -39,18 +39,14 @@ class Example:
 
 
 def example_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> list[Example]:
-    """Prepared B-scan, plain, with its tissue band, tokens and one training mask, and the en-face view, per scanner."""
+    """Per scanner: a prepared B-scan, the same with tissue band, tokens and a training mask, and the en-face view."""
     examples = []
     for scene in _some_of_each(scenes, per_scanner):
-        voxels, spacing, k, scanner = scene.as_seen().voxels, scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
-        band, tokens, mask = (
-            scene.as_seen().overlay("band"),
-            _token_slice(scene, "tokens", k),
-            _token_slice(scene, "mask", k),
-        )
-        pictures = [
-            _bscan(voxels[k], spacing, "Prepared B-scan", f"Middle B-scan of a {scanner} volume, without overlays")
-        ]
+        seen, spacing, k, scanner = scene.as_seen(), scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
+        voxels, band = seen.voxels, seen.overlay("band")
+        tokens, mask = _token_slice(scene, "tokens", k), _token_slice(scene, "mask", k)
+        alt = f"Middle B-scan of a {scanner} volume, without overlays"
+        pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", alt)]
         if band is not None:
             alt = "The same B-scan between the two surfaces of its tissue band"
             pictures.append(_bscan(voxels[k], spacing, "Tissue band", alt, band=band[:, k]))
@@ -62,7 +58,7 @@ def example_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) ->
             tint = _tint(mask, {0: CONTEXT, 1: TARGET}, dark=True)
             pictures.append(_bscan(voxels[k], spacing, "Mask: context, target", alt, tint=tint))
         alt = f"Tissue brightness seen from the front, {scanner}"
-        pictures.append(_enface(front(scene.as_seen()), spacing, scene.laterality, "En face", alt))
+        pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
         examples.append(Example(scanner, _eye(scene), pictures))
     return examples
 
@@ -75,81 +71,78 @@ def pca_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> lis
         pca = _tokens(scene, "pca")
         if pca is None:
             continue
-        pca = pca[..., :3] / 255 * (pca[..., 3:] > 0)
+        pca = pca[..., :3] / 255 * (pca[..., 3:] > 0)  # tokens outside tissue are black
         token_slice = min(k * len(pca) // len(seen.voxels), len(pca) - 1)
         weight = _token_brightness(seen.voxels, pca.shape[:3])
         enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
-        pictures = [
-            _bscan(seen.voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
-            _bscan(
-                pca[token_slice],
-                spacing,
-                "PCA of its tokens",
-                "Colours of the tokens of the same B-scan",
-                size=seen.voxels[k].shape,
-            ),
-            _enface(
-                enface,
-                spacing,
-                scene.laterality,
-                "PCA en face",
-                f"Token colours averaged over depth, seen from the front, {scanner}",
-                size=(seen.voxels.shape[0], seen.voxels.shape[2]),
-            ),
-        ]
-        examples.append(Example(scanner, _eye(scene), pictures))
+        depth, height, width = seen.voxels.shape
+        plain = _bscan(seen.voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume")
+        alt = "Colours of the tokens of the same B-scan"
+        coloured = _bscan(pca[token_slice], spacing, "PCA of its tokens", alt, size=(height, width))
+        alt = f"Token colours averaged over depth, seen from the front, {scanner}"
+        above = _enface(enface, spacing, scene.laterality, "PCA en face", alt, size=(depth, width))
+        examples.append(Example(scanner, _eye(scene), [plain, coloured, above]))
     return examples
 
 
 def front(scene: Scene) -> np.ndarray:
-    """uint8 [D, W]: brightness seen from the front, of the tissue band where there is one; stretched, for vessels' shadows to show."""
+    """uint8 [D, W]: mean brightness of the tissue band, or of all depths, stretched so that vessel shadows show."""
     voxels, band = scene.voxels, scene.overlay("band")
     if band is not None and (~np.isfinite(band[0]) & voxels.any(1)).mean() > 0.01:
-        band = None  # known in a part of the field only, whose edge would look like a finding
+        band = None  # it covers a part of the field only, and its edge would look like a finding
     mean = np.zeros((voxels.shape[0], voxels.shape[2]), np.float32)
     rows = np.arange(voxels.shape[1])[:, None]
     for d, bscan in enumerate(voxels):
         inside = np.ones(bscan.shape, bool) if band is None else (rows >= band[0, d]) & (rows < band[1, d])
-        inside |= ~inside.any(0)
+        inside |= ~inside.any(0)  # an A-scan without a band counts whole
         mean[d] = np.where(inside, bscan, 0).sum(0, dtype=np.float32) / inside.sum(0)
-    # Padding is black and would decide the range.
+    # Padding is black and would set the lower end.
     low, high = np.percentile(mean[mean > 0], (1, 99)) if (mean > 0).any() else (0.0, 1.0)
     return np.clip(255 * (mean - low) / max(float(high - low), 1e-6), 0, 255).astype(np.uint8)
 
 
 def native_pictures(volume: Volume) -> list[Picture]:
-    """Middle B-scan and en-face mean of a volume as it lies in its file; sides are named only where the file tells them."""
-    dz, dy, dx = volume.spacing_mm
+    """Middle B-scan and en-face mean of a volume as stored in its file, without names of sides."""
     planes = eight_bit(volume)
     voxels = planes if isinstance(planes, np.ndarray) else np.stack(list(planes))
-    d, h, w = volume.shape
-    # Proportions in mm, within what a page can show: a wrong spacing would make a picture of a hundred metres.
-    dy = float(np.clip(h * dy, w * dx / 8, w * dx * 2)) / h
-    dz = float(np.clip(d * dz, w * dx / 8, w * dx * 2)) / d
+    spacing = shown_spacing(volume.shape, volume.spacing_mm, 2)
     mean = voxels.mean(1)
     low, high = np.percentile(mean, (1, 99))
     mean = np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
     scanner = volume.scanner.replace("_", " ")
     return [
-        _bscan(voxels[d // 2], (dz, dy, dx), "B-scan", f"Middle B-scan of a {scanner} volume"),
-        _enface(mean, (dz, dy, dx), None, "En face", f"Mean over depth, seen from the front, {scanner}", vertical=None),
+        _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
+        _enface(mean, spacing, None, "En face", f"Mean over depth, seen from the front, {scanner}", vertical=None),
     ]
 
 
+def shown_spacing(
+    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], deepest: float
+) -> tuple[float, float, float]:
+    """Spacing whose proportions fit on a page: a wrong spacing in a file would make a picture a hundred metres high.
+
+    Height is between an eighth and twice the width, the extent across B-scans at most `deepest` times the width.
+    """
+    (d, h, w), (dz, dy, dx) = shape, spacing_mm
+    width = w * dx
+    across, down = np.clip(d * dz, width / 8, width * deepest), np.clip(h * dy, width / 8, width * 2)
+    return float(across) / d, float(down) / h, dx
+
+
 def prepared_picture(voxels: np.ndarray, spacing: tuple[float, float, float], what: str) -> Picture:
-    """Middle B-scan of a prepared volume [D, H, W]; `what` it is, in words."""
+    """Middle B-scan of a prepared volume [D, H, W]; `what` names the volume in its alternative text."""
     return _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of {what}")
 
 
 def _some_of_each(scenes: Sequence[Scene], count: int) -> list[Scene]:
-    of: dict[str, list[Scene]] = {}
+    by_scanner: dict[str, list[Scene]] = {}
     for scene in scenes:
-        of.setdefault(scene.scanner, []).append(scene)
-    return [scene for own in of.values() for scene in own[:count]]
+        by_scanner.setdefault(scene.scanner, []).append(scene)
+    return [scene for own in by_scanner.values() for scene in own[:count]]
 
 
 def _tokens(scene: Scene, key: str) -> np.ndarray | None:
-    """Values on the token grid as they are seen."""
+    """An overlay on the token grid, mirrored back for left eyes as `Scene.as_seen` mirrors voxels."""
     values = scene.overlay(key)
     return values if values is None or not scene.mirrored else values[:, :, ::-1]
 
@@ -169,7 +162,7 @@ def _bscan(
     tint: np.ndarray | None = None,
     size: tuple[int, ...] | None = None,
 ) -> Picture:
-    """`image` [H, W] or [H, W, 3]; `size` in voxels where the image is a token grid."""
+    """A picture of `image` [H, W] or [H, W, 3]; `size` is its size in voxels if the image is a token grid."""
     rows, columns = size or image.shape[:2]
     height, width = rows * spacing[1], columns * spacing[2]
     figure, axes = _canvas(height, width)
@@ -178,7 +171,7 @@ def _bscan(
         axes.imshow(tint, extent=(0, width, height, 0), interpolation="nearest", aspect="auto")
     if band is not None:
         across = (np.arange(columns) + 0.5) * spacing[2]
-        # Padded A-scans have no band: both surfaces are stored at the same row.
+        # Padded A-scans have no band; both surfaces are stored at the same row.
         for surface in np.where(band[1] > band[0], band, np.nan):
             axes.plot(across, surface * spacing[1], color=BAND, linewidth=1.2)
     _scale_bar(axes, height, width)
@@ -195,7 +188,7 @@ def _enface(
     size: tuple[int, int] | None = None,
     vertical: str | None = "SI",
 ) -> Picture:
-    """`image` [D, W] or [d, w, 3]; temporal and nasal are only named where the laterality is known."""
+    """A picture of `image` [D, W] or [d, w, 3]; temporal and nasal are named only if laterality is known."""
     rows, columns = size or image.shape[:2]
     height, width = rows * spacing[0], columns * spacing[2]
     figure, axes = _canvas(height, width, WIDTH_PX * 2 // 3)
@@ -205,15 +198,14 @@ def _enface(
     if laterality in ("R", "L"):
         left, right = ("T", "N") if laterality == "R" else ("N", "T")
         sides += [(left, 0.04, 0.5), (right, 0.96, 0.5)]
+    style = {"transform": axes.transAxes, "color": "white", "fontsize": 12, "ha": "center", "va": "center"}
     for word, x, y in sides:
-        axes.text(
-            x, y, word, transform=axes.transAxes, color="white", fontsize=12, ha="center", va="center", path_effects=RIM
-        )
+        axes.text(x, y, word, **style, path_effects=RIM)
     return Picture(_png(figure), alt, caption, wide=False)
 
 
 def _canvas(height_mm: float, width_mm: float, width_px: int = WIDTH_PX) -> tuple[Figure, Axes]:
-    """A figure without margins whose pixels are square in millimetres."""
+    """A figure without margins, with equal scales in mm along both axes."""
     figure = Figure(figsize=(width_px / 100, width_px / 100 * height_mm / width_mm), dpi=100, facecolor="black")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
@@ -224,10 +216,8 @@ def _canvas(height_mm: float, width_mm: float, width_px: int = WIDTH_PX) -> tupl
 
 def _show(axes: Axes, image: np.ndarray, height: float, width: float, *, smooth: bool) -> None:
     top = 255 if image.dtype == np.uint8 else 1
-    interpolation = "bilinear" if smooth else "nearest"
-    axes.imshow(
-        image, cmap="gray", vmin=0, vmax=top, extent=(0, width, height, 0), interpolation=interpolation, aspect="auto"
-    )
+    style = {"extent": (0, width, height, 0), "interpolation": "bilinear" if smooth else "nearest", "aspect": "auto"}
+    axes.imshow(image, cmap="gray", vmin=0, vmax=top, **style)
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
 
@@ -249,7 +239,7 @@ def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, da
 
 
 def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
-    """[d, h, w]: squared mean brightness of each token: tissue outweighs vitreous and choroid en face."""
+    """[d, h, w]: squared mean brightness of each token, so that tissue outweighs vitreous and choroid en face."""
     d, h, w = grid
     D, H, W = (n // g * g for n, g in zip(voxels.shape, grid, strict=True))
     blocks = voxels[:D, :H, :W].astype(np.float32).reshape(d, D // d, h, H // h, w, W // w)
@@ -265,7 +255,7 @@ def _png(figure: Figure) -> str:
 
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    # 128 colours are enough for an OCT with an overlay and a third of the bytes.
+    # 128 colours are enough for an OCT with an overlay, and take a third of the bytes.
     small = io.BytesIO()
     Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()

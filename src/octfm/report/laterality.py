@@ -1,4 +1,4 @@
-"""The laterality audit of a catalog: what is stated about the side of each doubtful eye, and what its anatomy says."""
+"""The laterality audit of a catalog: for each doubtful eye, the stated side and the side that its anatomy shows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ AUDITED = (
     "disc_on_the_left",
     "laterality_unknown",
 )
-"""Flags of the audit, the gravest first."""
+"""Flags of the audit, the most serious first."""
 SHOWN = 24
-"""Rows of the table."""
+"""Rows of the page's table."""
 EYES = {"R": "right", "L": "left"}
 
 
 @dataclass(frozen=True)
 class Doubt:
     row: int
-    """Of catalog.parquet, from 0."""
+    """Row of catalog.parquet, from 0."""
     acquisition: Acquisition
     flag: str
     stated: str
@@ -35,7 +35,7 @@ class Doubt:
 
 
 def laterality_doubts(acquisitions: Sequence[Acquisition]) -> list[Doubt]:
-    """Every volume whose side is doubtful, the gravest first; an unknown side that pixels do not tell either comes last."""
+    """Every volume whose side is doubtful, the most serious first; a side that is merely unknown comes last."""
     found = []
     for row, a in enumerate(acquisitions):
         flag = next((flag for flag in AUDITED if flag in a.flags), None)
@@ -56,7 +56,7 @@ def _anatomy(a: Acquisition) -> str:
 
 
 def by_scanner(acquisitions: Sequence[Acquisition]) -> list[tuple[str, int, int]]:
-    """(scanner, volumes with a stated side, volumes without one): a wrong export is wrong for a scanner."""
+    """(scanner, volumes with a stated side, volumes without one); a faulty export affects a whole scanner."""
     stated = Counter(a.scanner for a in acquisitions if a.laterality)
     unknown = Counter(a.scanner for a in acquisitions if not a.laterality)
     return [(s, stated[s], unknown[s]) for s in sorted(stated.keys() | unknown.keys())]

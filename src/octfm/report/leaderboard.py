@@ -1,4 +1,4 @@
-"""leaderboard.html: several encoders on identical data and splits, as one self-contained page."""
+"""leaderboard.html: several encoders on identical data and splits."""
 
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ KINDS = {
 
 
 def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path) -> Path:
-    """Render what `octfm.trust.leaderboard` returned, entries in this order. Written whole or not at all."""
+    """Render what `octfm.trust.leaderboard` returned, with entries in the given order."""
     rows = {(r["encoder"], r["metric"]): r for r in result["results"]}
     metrics = list(dict.fromkeys(r["metric"] for r in result["results"]))
-    shown = sorted(result["results"], key=lambda r: order.index(r["encoder"]))
-    forests = [figures.forest_plot(shown, metric, words.METRICS[metric]) for metric in metrics if metric in HEADLINE]
+    in_order = sorted(result["results"], key=lambda r: order.index(r["encoder"]))
     first = result["results"][0]
     facts = {
         "target": result["target"],
@@ -30,7 +29,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "participants": first["n_test_participants"],
         "unit": first["unit"],
         "counts": first["test_participants_per_class"] or {},
-        "seen": max(r["seen_test_participants"] for r in result["results"]),
+        "seen": words.tested_before(result["results"]),
         "metrics": [words.METRICS[m] for m in metrics],
         "rows": [
             {
@@ -41,13 +40,9 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
             }
             for name in order
         ],
-        "comparisons": [
-            {**c, "metric": words.METRICS[c["metric"]], "gap": words.interval(c)}
-            for c in result["comparisons"]
-            if c["metric"] in HEADLINE
-        ],
+        "comparisons": words.comparison_rows(result["comparisons"]),
         "notes": sorted({r["note"] for r in result["results"] if r["note"]}),
-        "forests": [f for f in forests if f is not None],
+        "forests": figures.forest_plots(in_order, [m for m in metrics if m in HEADLINE]),
         "resamples": result["settings"]["resamples"],
         "commands": result["commands"],
     }

@@ -1,4 +1,4 @@
-"""What a clinician needs from a report in two minutes: what it is, on whom, how good, how sure, and what it must not be used for."""
+"""The report's two-minute overview for clinicians: what it is, on whom, how good, how sure, and what it is not for."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ PLAIN = {
     "study_group": "the study groups from each other",
 }
 NOT_FOR = (
-    "Diagnosis, screening, triage or any decision about a patient: this is research software, not a medical device. Other scanners, "
-    "protocols or populations than those named here, without a new test. A good number here says that features hold information, not "
-    "that a model built on them is safe."
+    "Diagnosis, screening, triage or any decision about a patient: this is research software, not a medical device. "
+    "Other scanners, protocols or populations than those named here, without a new test. A good number here says that "
+    "features hold information, not that a model built on them is safe."
 )
 
 
 def two_minutes(sources: Sources) -> list[tuple[str, str]]:
-    """Five questions with their answers in plain words; every number is the run's own."""
+    """Five questions and answers; every number comes from the run's files."""
     return [
         ("What is it?", _what(sources)),
         ("On whom?", _whom(sources)),
@@ -34,9 +34,9 @@ def _what(sources: Sources) -> str:
     trained = (sources.record.get("store") or {}).get("train_participants")
     on = f"the scans of {trained:,} participants" if isinstance(trained, int) else "scans"
     return (
-        f"A program that turns a 3-D OCT scan into a list of numbers (features). It learned from {on} without any label, by predicting "
-        "hidden parts of the retina. It answers no clinical question by itself: small models are fitted on its "
-        "features, and this page says how well they do."
+        f"A program that turns a 3-D OCT scan into a list of numbers (features). It learned from {on} without any "
+        "label, by predicting hidden parts of the retina. It answers no clinical question by itself: small models are "
+        "fitted on its features, and this page says how well they do."
     )
 
 
@@ -46,8 +46,9 @@ def _whom(sources: Sources) -> str:
         return "Not known to this page: neither a catalog nor a prepared store was given to it."
     people = {a.participant for own in splits.values() for a in own}
     scanners = sorted({a.scanner.replace("_", " ") for own in splits.values() for a in own})
-    kind = "synthetic eyes, no patients:" if sources.is_phantom else "scans:"
-    text = f"{kind[0].upper()}{kind[1:]} {sum(map(len, splits.values())):,} volumes of {len(people):,} participants from {', '.join(scanners)}"
+    kind = "Synthetic eyes, no patients:" if sources.is_phantom else "Scans:"
+    volumes = sum(map(len, splits.values()))
+    text = f"{kind} {volumes:,} volumes of {len(people):,} participants from {', '.join(scanners)}"
     ages = next((cells for name, cells in characteristics(sources) if name.startswith("Age")), None)
     known = [f"{split} {cell}" for split, cell in zip(splits, ages or (), strict=False) if not cell.startswith("fewer")]
     text += f"; age, median and quartiles: {', '.join(known)}." if known else "."
@@ -56,7 +57,8 @@ def _whom(sources: Sources) -> str:
         tested = max((r["n_test_participants"] for r in probe["results"]), default=0)
         text += f" Each of {tested:,} participants was tested by a model that had learned from others."
     elif "test" in splits:
-        text += f" Models were tested on {len({a.participant for a in splits['test']}):,} other participants than they learned from."
+        others = len({a.participant for a in splits["test"]})
+        text += f" Models were tested on {others:,} other participants than they learned from."
     return text
 
 
@@ -78,11 +80,13 @@ def _good(probe: dict[str, Any] | None) -> str:
             unit = " µm" if target.endswith("_um") else ""
             miss = f", off by {off['estimate']:.3g}{unit} on average" if off is not None else ""
             sentences.append(
-                f"Predicting {what}: {_of_100(row)} % of the differences between people explained{miss} (guessing: 0 %)."
+                f"Predicting {what}: {_of_100(row)} % of the differences between people explained{miss} "
+                "(guessing: 0 %)."
             )
+    # Of the key result, only what follows the numbers: its comparison with the baseline.
     _, key = words.key_result(probe)
-    beside = [part for part in key.split(". ")[1:] if part.startswith(("That is", "The difference", "Against"))]
-    return " ".join([*sentences[:4], *(f"{part.rstrip('.')}." for part in beside)])
+    compared = [part for part in key.split(". ")[1:] if part.startswith(("That is", "The difference", "Against"))]
+    return " ".join([*sentences[:4], *(f"{part.rstrip('.')}." for part in compared)])
 
 
 def _of_100(row: dict[str, Any]) -> str:
@@ -104,18 +108,16 @@ def _sure(sources: Sources) -> str:
     few = sorted({r["target"].replace("_", " ") for r in probe["results"] if r["low"] is None})
     if few:
         parts.append(f"Too few participants for an interval: {', '.join(few)}.")
-    seen = max((r["seen_test_participants"] for r in probe["results"]), default=0)
-    if seen:
+    if seen := words.tested_before(probe["results"]):
         parts.append(f"Caution: {seen} tested participants had been seen in training, so the numbers are too good.")
-    leak = next(
-        (r for r in probe["results"] if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None
-    )
+    leak = words.leakage(probe["results"])
     if leak is not None and leak["estimate"] > 0.6:
         parts.append(
             "The features also tell scanners apart, which a model may mistake for disease where clinics differ in both."
         )
     one = "" if probe.get("settings", {}).get("seeds", 1) > 1 else " with one set of folds"
     parts.append(
-        f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were tested."
+        f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were "
+        "tested."
     )
     return " ".join(parts)

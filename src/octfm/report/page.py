@@ -1,18 +1,29 @@
-"""Self-contained pages: one template, one style sheet, no network; written whole or not at all."""
+"""Render and write self-contained HTML pages: a template and a style sheet, no network."""
 
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octfm.io.location import BucketPath, write_whole
+from octfm.errors import EvaluationError
+from octfm.io.location import BucketPath, Location, location, write_whole
 
 MAX_BYTES = 25_000_000
-"""Of a page: what most mail servers let through."""
+"""Largest size of a page; most mail servers accept it."""
 Place = TypeVar("Place", bound=Path | BucketPath)
 
 
+def html_file(out: str | Location, example: str) -> Location:
+    """The location of a page to write. Raises EvaluationError if it is a folder."""
+    out = location(out)
+    if isinstance(out, Path) and out.is_dir():
+        raise EvaluationError(
+            f"{out}: expected the name of an HTML file, got a folder; give for example {out / example}"
+        )
+    return out
+
+
 def render(template: str, facts: dict[str, Any]) -> str:
-    """The page of a template beside this file; every fact that it asks for must be given."""
+    """Fill a template of this folder. A fact that the template names but is not given is an error."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -22,5 +33,6 @@ def render(template: str, facts: dict[str, Any]) -> str:
 
 
 def write_page(page: str, out: Place) -> Place:
+    """Write a page, whole or not at all."""
     write_whole(out, page.encode("utf-8"))
     return out

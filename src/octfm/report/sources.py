@@ -1,11 +1,13 @@
-"""Everything a report is made of, read from a run folder, its catalog and its store; what is not there is None, never a failure."""
+"""Everything that reports and cards are made of, read from a run folder, its catalog and its store."""
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from octfm.catalog.catalog import Catalog
 from octfm.errors import EvaluationError
@@ -18,6 +20,8 @@ from octfm.tasks.scene import Scene, load_scenes
 
 @dataclass(frozen=True, eq=False)
 class Sources:
+    """Contents of a run's files. Optional files that do not exist are None or empty."""
+
     run: Path
     record: dict[str, Any]
     """run.json"""
@@ -32,35 +36,38 @@ class Sources:
     catalog: Catalog | None
     store: Store | None
     unprepared: tuple[Unprepared, ...]
-    """What the store could not prepare."""
+    """Volumes that could not be prepared."""
     is_phantom: bool
-    """Whether the catalog is of a synthetic cohort, which bears its ground truth beside it."""
+    """Whether the catalog is of a phantom cohort, which has a ground_truth folder."""
     scenes: tuple[Scene, ...]
-    """A few volumes of each scanner with what the encoder makes of them."""
+    """A few volumes of each scanner with the encoder's tokens, masks and features."""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """config.yaml, parsed."""
+        return (yaml.safe_load(self.config) if self.config else None) or {}
 
 
 def is_pretraining(run: Location) -> bool:
-    """Whether this is a run folder of octfm pretrain; those of fine-tuning and segmentation have a run.json as well."""
+    """Whether this is a run folder of octfm pretrain; runs of fine-tuning and segmentation have a run.json as well."""
     try:
         record = json.loads((run / "run.json").read_text())
     except FileNotFoundError:
         return False
     except ValueError:
-        return True  # whoever reads more of it says that it is damaged
+        return True  # gather names the damage
     return not isinstance(record, dict) or record.get("kind", "pretrain") == "pretrain"
 
 
-def gather(run: Path, catalog: Location | None, store: Location | None) -> Sources:
-    """Raises EvaluationError where `run` is no run folder; a catalog or store that was named but cannot be read is an error as well."""
+def gather(run: Path, catalog: Location | None = None, store: Location | None = None) -> Sources:
+    """Read a run folder. Raises EvaluationError if it is none, or if a catalog or store that was given cannot be read."""
     if not is_pretraining(run):
-        raise EvaluationError(f"{run}: expected a run folder with a run.json; make one with octfm pretrain")
+        raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain")
     metrics = run / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if isinstance(row, dict)] if metrics.is_file() else []
     config = run / "config.yaml"
-    scanned, prepared = (
-        Catalog.load(catalog) if catalog is not None else None,
-        Store.open(store) if store is not None else None,
-    )
+    scanned = Catalog.load(catalog) if catalog is not None else None
+    prepared = Store.open(store) if store is not None else None
     return Sources(
         run=run,
         record=_json(run / "run.json"),
@@ -79,13 +86,25 @@ def gather(run: Path, catalog: Location | None, store: Location | None) -> Sourc
 
 
 def number(value: Any) -> float:
-    """A metric as a float; words ("nan", "inf") and absent values become NaN."""
-    if isinstance(value, (int, float, str)):
-        try:
-            return float(value)
-        except ValueError:
-            return float("nan")
-    return float("nan")
+    """A metric as a float. metrics.jsonl spells "nan" and "inf"; other words and absent values become NaN."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def lookup(values: Any, *keys: str) -> Any:
+    """The value under nested keys, or None."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Nested dictionaries as one, keyed by the path of keys; empty dictionaries disappear."""
+    if not isinstance(values, dict):
+        return {path: values}
+    return {key: leaf for name, inner in values.items() for key, leaf in flat(inner, (*path, str(name))).items()}
 
 
 def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -100,10 +119,9 @@ def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise EvaluationError(
-            f"{path}: not valid JSON ({error}); the file was edited or cut off, make it again"
+            f"{path}: not valid JSON ({error}); the file was edited or cut off, create it again"
         ) from None
     if not isinstance(values, dict) or any(key not in values for key in keys):
-        raise EvaluationError(
-            f"{path}: expected an object{' with ' + ' and '.join(keys) if keys else ''}; make the file again"
-        )
+        wanted = f" with {' and '.join(keys)}" if keys else ""
+        raise EvaluationError(f"{path}: expected an object{wanted}; create the file again")
     return values

@@ -1,4 +1,4 @@
-"""The viewer: scenes as one self-contained HTML that scrubs through B-scans offline, within a given size."""
+"""The offline viewer: volumes with overlays as self-contained HTML within a given size, to scroll through B-scans."""
 
 import base64
 import hashlib
@@ -7,29 +7,32 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
-from octfm.report.images import front
+from octfm.report.images import front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import Overlay, Scene
 from octfm.volume.volume import Volume
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 LINE_STEPS, NO_LINE = 16, -32768
-"""Lines are int16 in sixteenths of a row; must be those of viewer_paint.js."""
+"""Lines are int16 in sixteenths of a row. viewer_paint.js has the same numbers."""
 LINE_COLUMNS = 512
 CODINGS = ((88, 4_000_000, 1), (75, 4_000_000, 1), (75, 400_000, 1), (75, 250_000, 1), (70, 150_000, 1), (60, 100_000, 1),
            (60, 100_000, 2), (60, 100_000, 3), (60, 80_000, 4), (60, 80_000, 6), (50, 60_000, 8), (50, 60_000, 16), (40, 40_000, 32),
            (40, 20_000, 64))  # fmt: skip
-"""(JPEG quality, most pixels of a B-scan, one in how many B-scans), the finest first: pixels are given up before B-scans."""
+"""(JPEG quality, most pixels of a B-scan, one in this many B-scans), the finest first. Pixels go before B-scans."""
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """Parts of a page; `policy` is what its Content-Security-Policy must allow: this script and no other."""
+    """Parts of a page; its Content-Security-Policy must allow `policy`, the hash of this script and no other."""
 
     body: str
     style: str
@@ -37,9 +40,9 @@ class Viewer:
 
 
 def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alone: bool = False) -> Viewer:
-    """One viewer for all scenes, of at most `budget` bytes; `alone` on its page it takes the focus at once.
+    """One viewer for all scenes in at most `budget` bytes; `alone` on its page, it takes the keyboard focus.
 
-    Raises EvaluationError where not even few and coarse B-scans fit.
+    Raises EvaluationError if not even few, coarse B-scans fit.
     """
     folder = resources.files("octfm.report")
     script = "\n" + "".join((folder / name).read_text(encoding="utf-8") for name in ("viewer_paint.js", "viewer.js"))
@@ -47,7 +50,7 @@ def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alon
     room = (budget - len(script) - 20_000) // max(1, len(scenes))
     for scene in scenes:
         facts["volumes"].append(_volume(scene.as_seen(), room))
-    # "<" would end the element that holds the data.
+    # A "</script>" in the data would end the element that holds it.
     data = json.dumps(facts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = render("viewer.html.jinja", {"viewer": {"data": data, "script": script, "alone": alone}})
     if len(body.encode()) > budget:
@@ -59,14 +62,14 @@ def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alon
 
 
 def write_view(scene: Scene, out: Location, facts: Sequence[tuple[str, str]] = (), detail: str = "") -> Location:
-    """A page of its own for one volume, under 25 MB. Written whole or not at all."""
+    """Write a page for one volume, under 25 MB."""
     shown = viewer([scene], alone=True)
     page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts}
     return write_page(render("view.html.jinja", page), out)
 
 
 def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
-    """What a file says about its volume, without whose it is; sizes are those of the `scene` that is made of it."""
+    """(name, value) of what a file says about its volume, except whose it is; sizes are those of `scene`."""
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
         ("Scanner", volume.scanner.replace("_", " ")),
@@ -87,8 +90,9 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
                 f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond",
             ),
         ]
-    told = None if volume.superior_first is None else order[volume.superior_first]
-    return [*facts, ("Order of B-scans", told or "the file does not tell which is superior")]
+    if volume.superior_first is None:
+        return [*facts, ("Order of B-scans", "the file does not tell which is superior")]
+    return [*facts, ("Order of B-scans", order[volume.superior_first])]
 
 
 def eye_of(scene: Scene) -> str:
@@ -96,7 +100,7 @@ def eye_of(scene: Scene) -> str:
 
 
 def _volume(scene: Scene, room: int) -> dict[str, Any]:
-    """What viewer.js needs of one scene, in at most about `room` characters."""
+    """The data that viewer.js needs for one scene, in at most about `room` characters."""
     depth, height, width = scene.voxels.shape
     dz, dy, dx = scene.spacing_mm
     facts: dict[str, Any] = {
@@ -105,13 +109,8 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         "shape": [depth, height, width],
         "mm": [dz, dy, dx],
         "hasMm": True,
-        # A wrong spacing would make a picture of a hundred metres: proportions are kept within what a page can show.
-        "shownMm": [
-            float(np.clip(depth * dz, width * dx / 8, width * dx * 4)) / depth,
-            float(np.clip(height * dy, width * dx / 8, width * dx * 2)) / height,
-            dx,
-        ],
-        # A circle begins and ends at the same side, and a star has one for every B-scan.
+        "shownMm": list(shown_spacing(scene.voxels.shape, scene.spacing_mm, 4)),
+        # Other layouts have no sides: a circle ends where it began, and in a star they differ between B-scans.
         "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or "") if scene.is_raster else None,
         "vertical": ["S", "I"] if scene.superior_first else None,
         "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,
@@ -135,7 +134,8 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
     room -= len(json.dumps(facts)) + 3 * sum(o.values.nbytes for o in scene.overlays if o.on_tokens)
     for quality, most, skip in CODINGS:
         kept = list(range(0, depth, skip))
-        few = kept[:: max(1, len(kept) // 4)]  # tell whether it is worth coding all
+        # Four or so B-scans show whether coding all of them is worth the time.
+        few = kept[:: max(1, len(kept) // 4)]
         if 0.8 * sum(len(_jpeg(scene.voxels[k], quality, most)) for k in few) / len(few) * len(kept) > room:
             continue
         coded = [_jpeg(scene.voxels[k], quality, most) for k in kept]
@@ -149,7 +149,8 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
     note = []
     if skip > 1:
         note.append(
-            f"To keep this page small, one in {skip} B-scans is shown, {len(kept)} of {depth}. The view from the front has all."
+            f"To keep this page small, one in {skip} B-scans is shown, {len(kept)} of {depth}. The view from the front "
+            "has all."
         )
     if (size := _size(scene.voxels[0], most)) != (width, height):
         note.append(
@@ -192,36 +193,37 @@ def _jpeg(bscan: np.ndarray, quality: int, most: int) -> str:
     image = Image.fromarray(np.ascontiguousarray(bscan))
     if (size := _size(bscan, most)) != image.size:
         image = image.resize(size, Image.Resampling.BOX)
-    buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=quality)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return _saved(image, format="JPEG", quality=quality)
 
 
 def _size(bscan: np.ndarray, most: int) -> tuple[int, int]:
-    """(width, height) of at most about so many pixels."""
+    """(width, height) of a B-scan reduced to about `most` pixels."""
     height, width = bscan.shape
     share = min(1.0, (most / (height * width)) ** 0.5)
     return max(1, round(width * share)), max(1, round(height * share))
 
 
 def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
-    """The mask of one B-scan as a transparent PNG in the colours of its legend; None where it is empty."""
+    """The mask of one B-scan as a transparent PNG in the colours of its legend; None if it is empty."""
     from PIL import Image
 
     if not bscan.any():
         return None
     image = Image.fromarray(np.ascontiguousarray(bscan))
     image.putpalette([0, 0, 0, *(channel for _, colour in overlay.legend for channel in colour)])
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG", transparency=0, optimize=True)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return _saved(image, format="PNG", transparency=0, optimize=True)
 
 
 def _png(image: np.ndarray) -> str:
     from PIL import Image
 
+    return _saved(Image.fromarray(image), format="PNG", optimize=True)
+
+
+def _saved(image: "Image", **options: Any) -> str:
+    """An image file in base64."""
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG", optimize=True)
+    image.save(buffer, **options)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -230,7 +232,7 @@ def _base64(array: np.ndarray) -> str:
 
 
 def _colour_maps() -> dict[str, list[list[int]]]:
-    """64 steps each: inferno for what begins at 0, and one that is grey at 0 (blue below, orange above) for what has two sides."""
+    """64 steps each of inferno, for values from 0 up, and of a map from blue through grey at 0 to orange."""
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 

@@ -1,4 +1,4 @@
-"""A live dashboard of a run in the terminal, from its metrics.jsonl alone: curves as sparklines, verdicts in words, time to go."""
+"""A live dashboard of a run in the terminal, from its metrics.jsonl: curves as sparklines, verdicts, remaining time."""
 
 import json
 import time
@@ -36,7 +36,7 @@ COLOURS = {"ok": "green", "watch": "yellow", "bad": "bold red"}
 
 @dataclass
 class Follower:
-    """Rows of a growing metrics.jsonl; a line that is still being written waits, and a file that was cut back is read again."""
+    """Reads a growing metrics.jsonl: leaves an unfinished line for later, and starts over if the file was cut back."""
 
     where: Location
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -44,14 +44,12 @@ class Follower:
     _file: tuple[int, int] = (-1, -1)
 
     def update(self) -> list[dict[str, Any]]:
-        """All rows by now."""
+        """Read what was added, and return all rows."""
+        # Every version of a bucket's file is a new local file, so it is read from the start.
+        where = self.where
+        source = bucket_cache.local_copy(str(where)) if isinstance(where, BucketPath) else nullcontext(where)
         try:
-            # In a bucket every version of a file is another one, of which the new bytes cannot be told.
-            with (
-                bucket_cache.local_copy(str(self.where))
-                if isinstance(self.where, BucketPath)
-                else nullcontext(self.where) as path
-            ):
+            with source as path:
                 state = path.stat()
                 if (state.st_dev, state.st_ino) != self._file or state.st_size < self._read:
                     self.rows, self._read, self._file = [], 0, (state.st_dev, state.st_ino)
@@ -66,16 +64,16 @@ class Follower:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # a line that a full disk tore apart
+                continue  # a line cut by a full disk
             if isinstance(row, dict) and "kind" in row and "step" in row:
                 self.rows.append(row)
         return self.rows
 
 
 def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
-    """Show the dashboard of a run until it is finished or interrupted; `once` prints it and returns.
+    """Show the dashboard of a run until it is finished or interrupted; `once` prints it once and returns.
 
-    A run in a bucket is as far as its last checkpoint there, and is asked for no more often than every BUCKET_S.
+    A run in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds.
     """
     from rich.console import Console
     from rich.live import Live
@@ -109,53 +107,40 @@ def last_step(rows: list[dict[str, Any]]) -> int:
 
 
 def seconds_left(rows: list[dict[str, Any]], steps: int) -> float | None:
-    """From the pace of the last twenty logged steps; None before there is one. A pause between two processes does not count."""
+    """Remaining time from the median pace of the last twenty logged steps, which a pause hardly changes; None without."""
     at = [(int(row["step"]), number(row.get("time"))) for row in rows if row["kind"] == "train"][-20:]
     paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(at) if b[0] > a[0]]
     return float(np.median(paces)) * max(0, steps - 1 - at[-1][0]) if paces else None
 
 
 def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
-    """Finite values as bars, the lowest and highest of them as the ends of the scale; each bar is the median of its share."""
+    """Finite values as bars on a scale from the lowest to the highest; each bar is the median of its part."""
     values = values[np.isfinite(values)]
     if not len(values):
         return ""
     parts = np.array([np.median(part) for part in np.array_split(values, min(width, len(values)))])
-    low, high = parts.min(), parts.max()
-    level = (
-        np.zeros(len(parts), int)
-        if high <= low
-        else ((parts - low) / (high - low) * (len(BARS) - 1)).round().astype(int)
-    )
+    span = np.ptp(parts) or 1.0
+    level = ((parts - parts.min()) / span * (len(BARS) - 1)).round().astype(int)
     return "".join(BARS[i] for i in level)
 
 
 def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableType":
-    """One screen: progress, curves, verdicts, what happened."""
+    """One screen: progress, curves, health verdicts and recent events."""
     from rich import box
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    done = last_step(rows) + 1
-    left = seconds_left(rows, steps)
-    state = (
-        "finished"
-        if done >= steps
-        else "nothing logged yet"
-        if not done
-        else "pace not known yet"
-        if left is None
-        else f"{_duration(left)} to go"
-    )
-    head = Table.grid(padding=(0, 2))
-    head.add_row(
-        Text(name, style="bold"),
-        ProgressBar(total=steps, completed=done, width=30),
-        f"step {done:,} of {steps:,}",
-        state,
-    )
+    done, left = last_step(rows) + 1, seconds_left(rows, steps)
+    if done >= steps:
+        state = "finished"
+    elif not done:
+        state = "nothing logged yet"
+    else:
+        state = "pace not known yet" if left is None else f"{_duration(left)} to go"
+    head, bar = Table.grid(padding=(0, 2)), ProgressBar(total=steps, completed=done, width=30)
+    head.add_row(Text(name, style="bold"), bar, f"step {done:,} of {steps:,}", state)
     curves = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for kind, key, title, form in CURVES:
         values = series([row for row in rows if row["kind"] == kind], key)[1]
@@ -163,12 +148,11 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
             curves.add_row(title, Text(sparkline(values), style="cyan"), form.format(values[-1]))
     verdicts = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for row in latest_health([row for row in rows if row["kind"] == "health"]):
-        verdicts.add_row(
-            Text(row["verdict"], style=COLOURS.get(row["verdict"], "")), row["what"], Text(row["sentence"])
-        )
+        verdict = Text(row["verdict"], style=COLOURS.get(row["verdict"], ""))
+        verdicts.add_row(verdict, row["what"], Text(row["sentence"]))
     parts: list[RenderableType] = [head, curves, verdicts]
-    told = [row for row in rows if row["kind"] in ("incident", "checkpoint", "waiting", "tracker")][-4:]
-    parts += [Text(f"step {row['step']}: {row['sentence']}", style="yellow") for row in told]
+    events = [row for row in rows if row["kind"] in ("incident", "checkpoint", "waiting", "tracker")][-4:]
+    parts += [Text(f"step {row['step']}: {row['sentence']}", style="yellow") for row in events]
     if advice := checkpoint_advice(rows):
         parts.append(Text(advice, style="bold"))
     return Group(*parts)

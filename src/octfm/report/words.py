@@ -1,6 +1,7 @@
-"""The overview in plain words: what was run, what came out, and how sure that is."""
+"""Sentences and table rows that pages and cards share: the key result, the overview, health and checkpoint advice."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,30 +33,63 @@ TARGETS = {
 }
 MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
+POOLS = {
+    "mean": "mean over tissue tokens",
+    "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
+}
+"""How objective.pool turns a volume's tokens into a vector."""
 
 
 def encoder(name: str) -> str:
     return ENCODERS.get(name, name)
 
 
-POOLS = {
-    "mean": "mean over tissue tokens",
-    "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
-}
-"""What objective.pool makes of a volume's tokens."""
+def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:
+    """Rows of a table of probe results, one per target and metric, with a cell for each of `encoders`."""
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for r in results:
+        cells.setdefault((r["target"], r["metric"]), {})[r["encoder"]] = r
+    return [
+        {
+            **next(iter(own.values())),
+            "metric": METRICS.get(metric, metric),
+            "cells": [interval(own[e]) if e in own else absent for e in encoders],
+            "notes": sorted({r["note"] for r in own.values() if r["note"]}),
+        }
+        for (_, metric), own in cells.items()
+    ]
+
+
+def comparison_rows(comparisons: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a table of paired comparisons, for the metrics that pages show."""
+    return [
+        {"p_holm": None, **c, "metric": METRICS[c["metric"]], "gap": interval(c)}
+        for c in comparisons
+        if c["metric"] in HEADLINE
+    ]
+
+
+def tested_before(results: Iterable[dict[str, Any]]) -> int:
+    """Test participants whom pretraining had seen."""
+    return max((r["seen_test_participants"] for r in results), default=0)
+
+
+def leakage(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The result of the probe for the scanner, if it was measured."""
+    return next((r for r in results if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None)
 
 
 def interval(row: dict[str, Any], *, digits: int = 2) -> str:
-    """`0.91 (0.87 to 0.95)`, or the estimate alone, or a signed difference with its interval."""
+    """`0.91 (0.87 to 0.95)`, the estimate alone if it has no interval, or a signed difference with its interval."""
     signed = "difference" in row
     value = row["difference"] if signed else row.get("estimate")
     if value is None:
         return "not measurable"
     sign = "+" if signed else ""
-    text = f"{value:{sign}.{digits}f}"
-    return (
-        text if row.get("low") is None else f"{text} ({row['low']:{sign}.{digits}f} to {row['high']:{sign}.{digits}f})"
-    )
+    form = f"{sign}.{digits}f"
+    if row.get("low") is None:
+        return f"{value:{form}}"
+    return f"{value:{form}} ({row['low']:{form}} to {row['high']:{form}})"
 
 
 def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
@@ -63,7 +97,8 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
     if probe is None:
         return (
             "none",
-            "No probe has been run on this encoder yet, so nothing can be said about what its features are worth. Run octfm probe.",
+            "No probe has been run on this encoder yet, so nothing can be said about what its features are worth. Run "
+            "octfm probe.",
         )
     results = [r for r in probe["results"] if r["estimate"] is not None]
     row = next(
@@ -73,29 +108,21 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
         return "none", "The probe found no target that could be measured; the probe section says why."
     what = TARGETS.get(row["target"], f"predicting {row['target']}")
     metric = METRICS.get(row["metric"], row["metric"])
+    seen = row["seen_test_participants"]
     people = f"{row['n_test_participants']} participants"
-    people += (
-        f", {row['seen_test_participants']} of whom the encoder had seen"
-        if row["seen_test_participants"]
-        else " it had never seen"
-    )
+    people += f", {seen} of whom the encoder had seen" if seen else " it had never seen"
     text = f"In {what} among {people}, {encoder(row['encoder'])} reaches {metric} {interval(row)}"
     text += ", 95\u00a0% interval in brackets." if row["low"] is not None else f". {row['note']}"
-    compared = next(
-        (
-            c
-            for c in probe["comparisons"]
-            if (c["target"], c["metric"], c["a"]) == (row["target"], row["metric"], row["encoder"])
-        ),
-        None,
-    )
+    key = row["target"], row["metric"], row["encoder"]
+    compared = next((c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == key), None)
     if compared is None:
         return "none", text + " There is nothing to compare it with."
     gap = f"{metric} {interval(compared)}"
     if compared["low"] is None:
         return (
             "inconclusive",
-            f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an interval.",
+            f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an "
+            "interval.",
         )
     if compared["verdict"] == "inconclusive":
         text += f" The difference to {encoder(compared['b'])} is inconclusive: {gap}; the interval includes 0."
@@ -105,27 +132,31 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def _with_fewer_labels(probe: dict[str, Any], row: dict[str, Any], compared: dict[str, Any]) -> str:
-    """The same comparison where fewer participants had a label, a clause for each number of them."""
-    of = ("target", "metric", "a", "b")
-    looks = [
+    """The same comparison with fewer labelled participants, one clause per number of them."""
+    same = ("target", "metric", "a", "b")
+    with_fewer = [
         c
         for c in probe.get("label_efficiency_comparisons", [])
-        if all(c[name] == compared[name] for name in of) and c["low"] is not None and c["fraction"] < 1
+        if all(c[name] == compared[name] for name in same) and c["low"] is not None and c["fraction"] < 1
     ]
-    if not looks:
+    if not with_fewer:
         return ""
-    clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {_after_holm(c)}" for c in looks)
+    clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {_after_holm(c)}" for c in with_fewer)
     return f" That is with {row['n_train_participants']} labelled participants to learn from; {clauses}."
 
 
 def _after_holm(c: dict[str, Any]) -> str:
-    """The verdict, unless several looks may have made it by luck."""
-    lucky = c["verdict"] != "inconclusive" and c.get("p_holm") is not None and c["p_holm"] > 0.05
-    return f"{c['verdict']}, but not after Holm" if lucky else c["verdict"]
+    """The verdict, with a caution if it does not survive Holm's correction."""
+    return f"{c['verdict']}, but not after Holm" if fails_holm(c) else c["verdict"]
+
+
+def fails_holm(c: dict[str, Any]) -> bool:
+    """Whether a verdict of better or worse does not survive Holm's correction for several comparisons."""
+    return c["verdict"] != "inconclusive" and c.get("p_holm") is not None and c["p_holm"] > 0.05
 
 
 def subtitle(sources: Sources, name: str) -> str:
-    """Which run, when, how large, by which code."""
+    """One line: which run, when it started, its size and its commit."""
     record = sources.record
     parts = [name]
     if record.get("started"):
@@ -138,7 +169,7 @@ def subtitle(sources: Sources, name: str) -> str:
 
 
 def five_lines(sources: Sources) -> list[tuple[str, str]]:
-    """Data, preparation, training, probe, health, and the checkpoint to take where an online probe ran: a label and a sentence each."""
+    """(label, sentence) of data, preparation, training, probe and health, and of a checkpoint if there was an online probe."""
     return [
         ("Data", _data(sources)),
         ("Preparation", _preparation(sources)),
@@ -150,7 +181,7 @@ def five_lines(sources: Sources) -> list[tuple[str, str]]:
 
 
 def latest_health(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last verdict on every subject, with how often each verdict was given over the run; the worst first."""
+    """The last verdict on every subject with the run's counts of each verdict, the worst first."""
     latest: dict[str, dict[str, Any]] = {}
     counts: dict[str, Counter] = {}
     for row in rows:
@@ -162,14 +193,15 @@ def latest_health(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
-    """Which checkpoint the online probe would take, and whether the SSL loss agrees; empty without a probe."""
+    """The checkpoint with the best online probe, and whether the SSL loss agrees; empty without an online probe."""
     probed = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
     if not probed:
         return ""
     best = max(probed, key=lambda row: number(row["score"]))
     metric, step = METRICS.get(best["metric"], best["metric"]), int(best["step"])
-    text = f"Take step-{step + 1:08d}.pt: frozen features predict {best['target']} best there ({metric} {number(best['score']):.2f}"
-    text += f", chance {number(best['chance']):.2f})." if best.get("chance") else ")."
+    chance = f", chance {number(best['chance']):.2f}" if best.get("chance") else ""
+    score = f"{metric} {number(best['score']):.2f}{chance}"
+    text = f"Take step-{step + 1:08d}.pt: frozen features predict {best['target']} best there ({score})."
     if number(best["score"]) <= number(best.get("chance", 0)):
         return f"{text} No probed state is better than chance: do not trust any of them yet."
     held_out = [
@@ -178,6 +210,7 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     if not held_out:
         return text
     lowest = min(held_out, key=lambda row: number(row["masked_over_baseline"]))
+    # Further apart than a fifth of the run: nearer than that, either may be chance.
     span = max(int(row["step"]) for row in [*probed, *held_out]) + 1
     if abs(int(lowest["step"]) - step) > 0.2 * span:
         text += f" The SSL loss disagrees: it is lowest at step {int(lowest['step']) + 1}."
@@ -191,11 +224,9 @@ def _data(sources: Sources) -> str:
     s = sources.catalog.summary()
     codes = ", ".join(f"{code} {n}" for code, n in s["rejects"].items())
     scanners = ", ".join(f"{n} {name}" for name, n in s["scanners"].items())
-    rejected = (
-        f"{s['rejected']} files were rejected, each with a reason ({codes})."
-        if s["rejected"]
-        else "No file was rejected."
-    )
+    rejected = "No file was rejected."
+    if s["rejected"]:
+        rejected = f"{s['rejected']} files were rejected, each with a reason ({codes})."
     return f"{s['accepted']} OCT volumes of {s['participants']} participants were accepted ({scanners}). {rejected}"
 
 
@@ -217,36 +248,27 @@ def _training(sources: Sources) -> str:
     if not len(steps):
         return "No training step has been logged yet."
     held_out = series(sources.validation, "masked_over_baseline")[1]
-    text = f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {ratio[-1]:.0%} of the error of an answer that never looks"
-    return text + (
-        f", {held_out[-1]:.0%} on held-out participants." if len(held_out) else "; no validation was logged."
-    )
+    error = f"{ratio[-1]:.0%} of the error of an answer that never looks"
+    error += f", {held_out[-1]:.0%} on held-out participants." if len(held_out) else "; no validation was logged."
+    return f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {error}"
 
 
 def _probe(probe: dict[str, Any] | None) -> str:
     if probe is None:
         return "Not run."
-    results, compared = (
-        probe["results"],
-        [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in ("auroc", "r2")],
-    )
-    encoders = len({r["encoder"] for r in results})
-    text = f"{len({r['target'] for r in results})} targets, {encoders} encoders."
-    by_verdict = Counter(c["verdict"] for c in compared)
-    verdicts = ", ".join(
-        f"{n} {verdict}" for verdict in ("better", "worse", "inconclusive") if (n := by_verdict[verdict])
-    )
-    if verdicts:
+    results = probe["results"]
+    compared = [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in ("auroc", "r2")]
+    text = f"{len({r['target'] for r in results})} targets, {len({r['encoder'] for r in results})} encoders."
+    counts = Counter(c["verdict"] for c in compared)
+    if verdicts := ", ".join(f"{counts[v]} {v}" for v in ("better", "worse", "inconclusive") if counts[v]):
         text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."
-    seen = max((number(r["seen_test_participants"]) for r in results), default=0)
-    return text + (f" Caution: {seen:.0f} test participants had been seen in pretraining." if seen else "")
+    seen = tested_before(results)
+    return text + (f" Caution: {seen} test participants had been seen in pretraining." if seen else "")
 
 
 def _health(sources: Sources) -> str:
     latest = latest_health(sources.health)
     if not latest:
         return "No health verdict has been logged yet."
-    troubled = [f"{row['what']} ({row['verdict']})" for row in latest if row["verdict"] != "ok"]
-    return f"{len(latest)} checks; " + (
-        "to look at: " + ", ".join(troubled) + "." if troubled else "all fine at the last look."
-    )
+    troubled = ", ".join(f"{row['what']} ({row['verdict']})" for row in latest if row["verdict"] != "ok")
+    return f"{len(latest)} checks; " + (f"to look at: {troubled}." if troubled else "all fine at the last look.")

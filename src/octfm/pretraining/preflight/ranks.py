@@ -44,7 +44,7 @@ def require_same_folder(runtime: Runtime, run: RunFolder) -> None:
     if len(blind):
         raise ConfigError(
             f"rank {blind[0]} does not see rank 0's run folder ({run.path}), into which every rank writes its shards "
-            "with runtime.parallel=fsdp; put --out (or $OCTFM_CACHE for a run in a bucket) on a disk that all hosts "
+            "with runtime.parallel=fsdp; put --out, or for a run in a bucket $OCTFM_CACHE, on a disk that all hosts "
             "share"
         )
 

@@ -213,7 +213,7 @@ def _remedy(how: str, output: str) -> str:
         return "another process holds libtpu: wait for it, or delete /tmp/libtpu_lockfile if it was killed"
     if how == "SIGKILL" or NO_MEMORY.search(output):
         free = f"{host_bytes_available() / 1e9:.1f} GB are free now"
-        return f"this machine's memory probably ran out ({free}): end other programs, or try a smaller slice"
+        return f"most likely this machine's memory ran out ({free}): end other programs, or try a smaller slice"
     if LOST_LIBRARY.search(output):
         return "a library is missing or damaged: create the environment again with `tests/xla/environment.sh .venv-xla`"
     return "try again; if it fails again, report it with your config"

@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
+from octfm.report.figures import DASHED, INK, REFERENCE, SERIES, Chart, canvas, draw_interval, plain, to_svg
 
-from octfm.report.figures import INK, MARKERS, SERIES, STYLE, Chart, plain, to_svg
-
-DASHED: Any = (0, (3, 3))
 MAX_POINTS = 500
 
 
@@ -21,53 +17,38 @@ class Bar:
     """With estimate or difference, low and high."""
     series: int = 0
     name: str = ""
-    """Of the series, in the legend."""
+    """Name of the series in the legend."""
+
+    @property
+    def value(self) -> float | None:
+        return self.row.get("difference", self.row.get("estimate"))
 
 
 def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: float | None) -> Chart | None:
-    """One row per label; several series of a label stand below each other. Hollow: no interval."""
-
-    def value(b: Bar) -> float | None:
-        return b.row.get("difference", b.row.get("estimate"))
-
-    rows = [b for b in rows if value(b) is not None]
-    if not rows:
+    """One row per label, with its series below each other. Hollow markers have no interval."""
+    known = [(b, b.value) for b in rows if b.value is not None]
+    if not known:
         return None
-    labels, key = list(dict.fromkeys(b.label for b in rows)), _key(title)
-    series = sorted({b.series for b in rows})
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-        pitch = len(series) + (0.7 if len(series) > 1 else 0)
-        figure = Figure(figsize=(6.4, 0.7 + 0.25 * max(2.0, len(labels) * pitch)), layout="constrained")
-        axes = figure.subplots()
-        for b in rows:
-            y, color = labels.index(b.label) * pitch + series.index(b.series), SERIES[b.series % len(SERIES)]
-            low, high, middle = b.row.get("low"), b.row.get("high"), value(b)
-            if low is not None and high is not None:
-                axes.plot([low, high], [y, y], color=color, linewidth=1.8, solid_capstyle="round")
-            filled = color if low is not None else "none"
-            marker = MARKERS[b.series % len(MARKERS)]
-            shown = b.name if b.name and b is next(o for o in rows if o.series == b.series) else None
-            axes.plot(
-                [middle or 0.0],
-                [y],
-                marker,
-                color=color,
-                markerfacecolor=filled,
-                markersize=5.5,
-                linestyle="none",
-                label=shown,
-            )
-        axes.set_yticks(
-            [i * pitch + (len(series) - 1) / 2 for i in range(len(labels))], [plain(label) for label in labels]
-        )
+    labels, key = list(dict.fromkeys(b.label for b, _ in known)), _key(title)
+    series = sorted({b.series for b, _ in known})
+    pitch = len(series) + (0.7 if len(series) > 1 else 0)
+    with canvas(key, 6.4, 0.7 + 0.25 * max(2.0, len(labels) * pitch)) as (figure, axes):
+        in_legend: set[int] = set()
+        for b, value in known:
+            label = b.name if b.name and b.series not in in_legend else None
+            in_legend.add(b.series)
+            y = labels.index(b.label) * pitch + series.index(b.series)
+            draw_interval(axes, y, value, b.row, b.series, label)
+        middles = [i * pitch + (len(series) - 1) / 2 for i in range(len(labels))]
+        axes.set_yticks(middles, [plain(label) for label in labels])
         axes.set_ylim(len(labels) * pitch - 0.4, -0.7)
         axes.grid(axis="y", visible=False)
         if reference is not None:
-            axes.axvline(reference, color=INK, linewidth=0.9, linestyle=DASHED)
+            axes.axvline(reference, **REFERENCE)
         axes.set_xlabel(axis)
-        if any(b.name for b in rows):
+        if any(b.name for b, _ in known):
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-        spoken = "; ".join(f"{plain(b.label)}{', ' + b.name if b.name else ''} {value(b):.2f}" for b in rows)
+        spoken = "; ".join(f"{plain(b.label)}{', ' + b.name if b.name else ''} {value:.2f}" for b, value in known)
         svg = to_svg(figure, key, f"{title}: {spoken}")
     return Chart(title, caption, svg)
 
@@ -75,18 +56,14 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
 def reliability(row: dict[str, Any], title: str, caption: str) -> Chart:
     """Observed share against predicted probability, with Wilson intervals; the diagonal is a calibrated model."""
     key = _key(f"reliability {row['target']} {row['encoder']}")
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-        figure = Figure(figsize=(3.6, 3.1), layout="constrained")
-        axes = figure.subplots()
-        axes.plot([0, 1], [0, 1], color=INK, linewidth=0.9, linestyle=DASHED)
+    with canvas(key, 3.6, 3.1) as (figure, axes):
+        axes.plot([0, 1], [0, 1], **REFERENCE)
         curve = row["curve"]
         most = max(point["n"] for point in curve)
         for point in curve:
             axes.plot([point["predicted"]] * 2, [point["low"], point["high"]], color=SERIES[0], linewidth=1.2)
-        axes.scatter(
-            [p["predicted"] for p in curve], [p["observed"] for p in curve], [12 + 70 * p["n"] / most for p in curve],
-            color=SERIES[0], zorder=3, linewidths=0,
-        )  # fmt: skip
+        across, up, size = zip(*((p["predicted"], p["observed"], 12 + 70 * p["n"] / most) for p in curve), strict=True)
+        axes.scatter(across, up, size, color=SERIES[0], zorder=3, linewidths=0)
         axes.set_xlim(-0.02, 1.02)
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel(plain(row["of"]))
@@ -99,16 +76,15 @@ def reliability(row: dict[str, Any], title: str, caption: str) -> Chart:
 
 
 def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
-    """Difference of two scanners against their mean, one point per eye; lines are bias and limits of agreement, shades their intervals."""
+    """Bland-Altman plot (doi 10.1016/S0140-6736(86)90837-8): difference of two scanners against their mean, per eye.
+
+    Lines are bias and limits of agreement, shaded are their intervals.
+    """
     key = _key(f"agreement {pair['target']} {pair['a']} {pair['b']}")
     found = pair["bland_altman"]
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
-        figure = Figure(figsize=(4.2, 2.7), layout="constrained")
-        axes = figure.subplots()
-        points = pair["points"][:MAX_POINTS]
-        axes.scatter(
-            [m for m, _ in points], [d for _, d in points], 11, color=SERIES[0], alpha=0.7, linewidths=0, zorder=3
-        )
+    with canvas(key, 4.2, 2.7) as (figure, axes):
+        mean, difference = zip(*pair["points"][:MAX_POINTS], strict=True)
+        axes.scatter(mean, difference, 11, color=SERIES[0], alpha=0.7, linewidths=0, zorder=3)
         for name, dash in (("lower", DASHED), ("bias", "-"), ("upper", DASHED)):
             line = found[name]
             axes.axhline(line["estimate"], color=SERIES[1], linewidth=1.2, linestyle=dash)
