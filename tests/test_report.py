@@ -194,7 +194,7 @@ def test_a_damaged_part_of_a_run_is_named(tmp_path, name, content, message):
 def test_a_folder_in_place_of_the_page_is_refused_without_leftovers(tmp_path):
     run, folder = write_run(tmp_path), tmp_path / "site"
     folder.mkdir()
-    with pytest.raises(EvaluationError, match="site: expected the name of an HTML file, this is a folder"):
+    with pytest.raises(EvaluationError, match="site: expected the name of an HTML file, got a folder"):
         write_report(run, folder)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([run.name, "site"])
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octfm.config import Config, dump
+from octfm.models.objectives.builtin import BUILT_IN
 from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
 from octfm.report.shareable import CHOICES, WITHHELD, shareable, shareable_command
@@ -35,7 +36,7 @@ def choices_of(annotation) -> set[str]:
 
 
 def test_every_choice_of_a_setting_is_known():
-    assert choices_of(PretrainConfig) == CHOICES
+    assert choices_of(PretrainConfig).union(*map(choices_of, BUILT_IN.values())) == CHOICES
 
 
 @given(

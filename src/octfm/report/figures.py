@@ -318,7 +318,7 @@ def _chart(
 
 
 def _online_probe(sources: Sources) -> Chart | None:
-    """Scores of the online probe (left axis) and held-out SSL loss (right axis) over the run; the best score is marked."""
+    """Online probe scores (left axis) and held-out SSL loss (right axis) over the run; the best score is marked."""
     rows = sources.online
     steps, score = series(rows, "score")
     if not len(steps):
@@ -364,7 +364,7 @@ def _draw(axes: Axes, line: Line, i: int) -> None:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS values, of each group the one furthest from the group's median, so that spikes stay visible."""
+    """At most MAX_POINTS values, of each group the one furthest from its median, so that spikes stay visible."""
     if len(steps) <= MAX_POINTS:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
@@ -387,7 +387,7 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
 
 
 def to_svg(figure: Figure, key: str, alt: str) -> str:
-    """The figure as an <svg> element with ids unique on the page, colours as CSS variables and text in the page's font."""
+    """The figure as an <svg> element: ids unique on the page, colours as CSS variables, text in the page's font."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()

@@ -1,4 +1,7 @@
-"""Pictures of volumes in true proportions (mm): B-scans with vitreous on top, tissue band, masks, PCA; en face, superior on top."""
+"""Pictures of volumes in true proportions (mm): B-scans with tissue band, masks or PCA, and en-face views.
+
+Vitreous is on top in B-scans, superior on top en face.
+"""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Who the data came from, for a model card or a paper: the way from files to tested participants, and their characteristics by split."""
+"""Participants of a run, for cards and papers: the flow from files to tests, and characteristics by split."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,35 +13,35 @@ from octfm.store.layout import StoreRow
 
 SPLITS = ("train", "val", "test", "none")
 SMALL = 5
-"""A group of fewer people is not counted on a page that may be published: it could be recognised."""
+"""Groups of fewer people are withheld from pages that may be published, since they could be recognised."""
 GROUPS = ("study_group", "diagnosis", "clinical_site", "sex", "race", "ethnicity")
-"""Columns of participants that are counted where the data has them, in this order."""
+"""Columns of participants to count, in this order, if the data has them."""
 MOST_GROUPS = 12
+"""A column with more values is not shown."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One box of the flow."""
+    """One box of the participant flow."""
 
     label: str
     volumes: int | None
     participants: int | None
     detail: str = ""
     kind: Literal["all", "lost", "part"] = "all"
-    """What is left, what was left out on the way, or a part of what is left."""
+    """Everything that remains, what was lost on the way, or a part of what remains."""
 
 
 def flow(sources: Sources) -> list[Step]:
-    """From the files that were found to the participants that a probe was tested on; steps that nothing is known of are left out."""
+    """Steps from the files found to the participants tested; unknown steps are left out."""
     steps: list[Step] = []
     if sources.catalog is not None:
         s = sources.catalog.summary()
         files = s["accepted"] + s["rejected"] + s["skipped"]
         steps.append(Step("Image files found", files, None))
         if s["skipped"]:
-            steps.append(
-                Step("Skipped on purpose (no structural OCT volume)", s["skipped"], None, _counts(s["skips"]), "lost")
-            )
+            label = "Skipped on purpose (no structural OCT volume)"
+            steps.append(Step(label, s["skipped"], None, _counts(s["skips"]), "lost"))
         if s["rejected"]:
             steps.append(Step("Rejected, each with a reason", s["rejected"], None, _counts(s["rejects"]), "lost"))
         steps.append(Step("Accepted OCT volumes", s["accepted"], s["participants"]))
@@ -57,21 +57,14 @@ def flow(sources: Sources) -> list[Step]:
     trained = (sources.record.get("store") or {}).get("train_participants")
     if trained is not None:
         steps.append(Step("Pretrained on", None, int(trained), kind="part"))
-    for target in tested(sources.probe):
-        steps.append(
-            Step(
-                f"Probed for {target['target']}",
-                target["n_test_acquisitions"],
-                target["n_test_participants"],
-                _probed(target),
-                "part",
-            )
-        )
+    for row in tested(sources.probe):
+        counts = row["n_test_acquisitions"], row["n_test_participants"]
+        steps.append(Step(f"Probed for {row['target']}", *counts, _probed(row), "part"))
     return steps
 
 
 def by_split(sources: Sources) -> dict[str, Sequence[StoreRow | Acquisition]]:
-    """What was prepared, or else accepted, by split in the usual order."""
+    """Prepared volumes, or accepted ones without a store, by split in the usual order."""
     known: Sequence[StoreRow | Acquisition] = ()
     if sources.store is not None:
         known = sources.store.rows
@@ -81,7 +74,7 @@ def by_split(sources: Sources) -> dict[str, Sequence[StoreRow | Acquisition]]:
 
 
 def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
-    """Rows of a table with one column per split, (name, a cell for each), as Table 1 of a clinical paper; small groups uncounted."""
+    """Table 1 of a clinical paper as (name, a cell per split); small groups are withheld."""
     splits = by_split(sources)
     if not splits:
         return []
@@ -92,24 +85,17 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
         ("Volumes", [f"{len(own):,}" for own in splits.values()]),
     ]
     for scanner in sorted({a.scanner for own in splits.values() for a in own}):
-        table.append(
-            (f"Volumes of {scanner}", [f"{sum(a.scanner == scanner for a in own):,}" for own in splits.values()])
-        )
+        counts = [sum(a.scanner == scanner for a in own) for own in splits.values()]
+        table.append((f"Volumes of {scanner}", [f"{n:,}" for n in counts]))
     if any("age" in labels for own in people for labels in own.values()):
-        table.append(
-            (
-                "Age, median (quartiles)",
-                [_quartiles([number(labels.get("age")) for labels in own.values()]) for own in people],
-            )
-        )
+        ages = [[number(labels.get("age")) for labels in own.values()] for own in people]
+        table.append(("Age, median (quartiles)", [_quartiles(own) for own in ages]))
     for column in GROUPS:
         values = sorted({labels[column] for own in people for labels in own.values() if labels.get(column)})
         if not 1 < len(values) <= MOST_GROUPS:
             continue
-        counted = [
-            guarded({value: sum(labels.get(column) == value for labels in own.values()) for value in values})
-            for own in people
-        ]
+        found = [Counter(labels.get(column) for labels in own.values()) for own in people]
+        counted = [guarded({value: own[value] for value in values}) for own in found]
         for value in values:
             cells = [text[value] for text in counted]
             table.append((f"{column.replace('_', ' ')}: {value.replace('_', ' ')}", cells))
@@ -117,9 +103,12 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
 
 
 def tested(probe: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """One result per target of a probe, leakage aside: whom it was fitted and scored on."""
-    rows = {r["target"]: r for r in reversed(probe["results"]) if not r.get("leakage")} if probe is not None else {}
-    return list(reversed(rows.values()))
+    """The first result of every target of a probe except the scanner, for its counts of participants."""
+    rows: dict[str, dict[str, Any]] = {}
+    for r in probe["results"] if probe is not None else ():
+        if not r.get("leakage"):
+            rows.setdefault(r["target"], r)
+    return list(rows.values())
 
 
 def _probed(row: dict[str, Any]) -> str:
@@ -135,7 +124,8 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def guarded(counts: dict[str, int]) -> dict[str, str]:
-    """Counts of people as text; small ones are withheld, and where only one is, the next smallest too, lest it follow from the total."""
+    """Counts of people as text, with small ones withheld; a single small one would follow from the total, so then the
+    next smallest is withheld as well."""
     withheld = {name for name, count in counts.items() if 0 < count < SMALL}
     if len(withheld) == 1:
         others = {name: count for name, count in counts.items() if count >= SMALL}

@@ -1,7 +1,8 @@
-"""What a page that is meant to be shared may be made of: no id, path, date, UID, nor a word that is not known to name nobody.
+"""Make a run or catalog fit for sharing: without ids, paths, dates, UIDs, or words that might name somebody.
 
-Everything is let through by form, nothing is searched for: names of columns, classes, scanners and protocols that octfm does not know are
-numbered, sentences that quote are replaced by the meaning of their code, settings and commands keep their numbers and choices.
+Text passes only if its form is known to be harmless; nothing is searched for and removed. Unknown names of columns,
+classes, scanners and protocols are numbered, sentences that quote files are replaced by the meaning of their code, and
+settings and commands keep numbers and choices.
 """
 
 import copy
@@ -33,17 +34,17 @@ from octfm.store.layout import StoreRow
 from octfm.store.prepare import meaning_of
 
 NAME = "OCT encoder"
-"""Of a model that nobody has named for publication: the name of a folder may be private."""
+"""Name of a model that was given none for publication; its folder's name may be private."""
 WITHHELD = "…"
 BY_NUMBERS = frozenset({"masked loss", "effective rank", "teacher", "gradient", "targets", "data"})
-"""Health checks whose sentences hold numbers and words of octfm alone."""
+"""Health checks whose sentences hold only numbers and words of octfm."""
 CHOICES = vocabulary("""
-    bf16 bscan constant context cosine data2vec ddp enface extremes fp32 fsdp inner layer learned mae mean offline online radial raster
-    rotary stop target tissue tpu vjepa2 warn whiten xla_spmd
+    bf16 bscan constant context cosine data2vec ddp enface extremes fp32 fsdp inner layer learned mae mean offline
+    online radial raster rotary stop target tissue tpu vjepa2 warn whiten xla_spmd
 """)
-"""Every word that a setting of a run may choose; all other texts in a config are the user's own."""
+"""Every word that a setting of a run can choose; all other text in a config comes from the user."""
 RECORDED = ("octfm", "parameters", "environment", "store", "precision")
-"""Of run.json; beside them the commit, fingerprints and the year."""
+"""Keys of run.json that pass; of the others, only the commit, fingerprints and the year do."""
 
 Row = TypeVar("Row", Acquisition, StoreRow)
 _FACT = re.compile(r"[\w .,+()-]{0,60}")
@@ -55,7 +56,7 @@ _NUMBER = re.compile(r"[-+]?\d{1,9}(\.\d+)?(e[-+]?\d+)?")
 
 
 class Words:
-    """The words of one page: those that are known as they are, others numbered in the order in which they are met."""
+    """The names on one page: known ones pass, others become "scanner 1", "scanner 2" in order of appearance."""
 
     def __init__(self) -> None:
         kinds = ("scanner", "protocol", "site", "target", "class", "encoder")
@@ -68,7 +69,7 @@ class Words:
         return name if is_known_protocol(name) else self._numbered["protocol"](name)
 
     def target(self, name: str) -> str:
-        """The name of a column, or column:label where its cells hold several labels."""
+        """The name of a column, or column:label if its cells hold several labels."""
         return name if all(map(is_known_name, name.split(":"))) else self._numbered["target"](name)
 
     def one_class(self, name: str) -> str:
@@ -78,7 +79,7 @@ class Words:
         return name if name in ENCODERS or is_plain_word(name) else self._numbered["encoder"](name)
 
     def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
-        """Columns of a participant, without dates."""
+        """A participant's columns with values that may be shown, without dates."""
         passed = {}
         for column, value in labels.items():
             safe = safe_value(column, value)
@@ -89,19 +90,19 @@ class Words:
         return passed
 
     def row(self, row: Row) -> Row:
-        """With its scanner, protocol and labels in words that may be shown; its ids stay, to be counted."""
+        """The row with scanner, protocol and labels that may be shown; ids stay, for counting."""
         named: dict[str, Any] = {"scanner": self.scanner(row.scanner), "protocol": self.protocol(row.protocol)}
         return replace(row, **named, participant_labels=self.labels(row.participant_labels))
 
 
 def shareable_catalog(catalog: Catalog, words: Words | None = None) -> Catalog:
-    """The same rows in words that may be shown; ids and uris are still there, for counting and to find pictures."""
+    """The catalog with names that may be shown; ids and uris stay, for counting and for reading pictures."""
     words = words or Words()
     return replace(catalog, acquisitions=tuple(words.row(a) for a in catalog.acquisitions))
 
 
 def shareable(sources: Sources) -> Sources:
-    """The same run for strangers: whatever a page shows of it names no person, place or day. Without scenes."""
+    """The run without anything that names a person, place or day, and without scenes."""
     words = Words()
     people = numbered("participant")
     catalog, store = sources.catalog, sources.store
@@ -137,7 +138,7 @@ def shareable(sources: Sources) -> Sources:
 
 
 def shareable_command(command: str) -> str:
-    """A command with its verb, options, numbers and choices; every name and place in it is withheld."""
+    """A command with its verb, options, numbers and choices; names and paths are withheld."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -175,7 +176,7 @@ def _facts(value: Any) -> Any:
 
 
 def _config(text: str | None, words: Words) -> str | None:
-    """config.yaml with numbers and choices; texts that a user wrote (places, projects, columns) are withheld."""
+    """config.yaml with numbers and choices; text that a user wrote (paths, projects, columns) is withheld."""
     values = yaml.safe_load(text) if text else None
     if not isinstance(values, dict):
         return None

@@ -60,7 +60,7 @@ def is_pretraining(run: Location) -> bool:
 
 
 def gather(run: Path, catalog: Location | None = None, store: Location | None = None) -> Sources:
-    """Read a run folder. Raises EvaluationError if it is none, or if a catalog or store that was given cannot be read."""
+    """Read a run folder. Raises EvaluationError if it is none; a given catalog or store must be readable."""
     if not is_pretraining(run):
         raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain")
     metrics = run / "metrics.jsonl"

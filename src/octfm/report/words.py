@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.evaluation.scoring import HEADLINE
 from octfm.report.sources import Sources, number, series
 
 METRICS = {
@@ -169,7 +170,7 @@ def subtitle(sources: Sources, name: str) -> str:
 
 
 def five_lines(sources: Sources) -> list[tuple[str, str]]:
-    """(label, sentence) of data, preparation, training, probe and health, and of a checkpoint if there was an online probe."""
+    """(label, sentence) of data, preparation, training, probe and health; and of a checkpoint, with an online probe."""
     return [
         ("Data", _data(sources)),
         ("Preparation", _preparation(sources)),

@@ -1,6 +1,7 @@
-"""The model card of a run: Markdown with the front matter of the Hugging Face hub; what nobody stated is said to be unstated.
+"""The model card of a run: Markdown with front matter for the Hugging Face hub; what nobody stated is "not stated".
 
-Its parts follow Mitchell et al. 2019, "Model Cards for Model Reporting" (doi 10.1145/3287560.3287596)."""
+The sections follow Mitchell et al. 2019, "Model Cards for Model Reporting" (doi 10.1145/3287560.3287596).
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,19 +11,23 @@ from typing import Any
 
 import yaml
 
-from octfm.evaluation.scoring import HEADLINE
-from octfm.io.location import Location, location, write_whole
+from octfm.io.location import Location, write_whole
 from octfm.report import words
-from octfm.report.card.paper import bibtex, setting
+from octfm.report.card.paper import bibtex, setting, shareable_run
 from octfm.report.participants import by_split, characteristics, flow, tested
-from octfm.report.shareable import NAME, shareable
-from octfm.report.sources import Sources, gather, series
+from octfm.report.shareable import NAME
+from octfm.report.sources import Sources, series
 
 NOT_STATED = "not stated"
-HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
-                "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
-"""Identifiers that the hub knows by themselves; any other licence is `other` with its name."""
+HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0",
+                "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
+"""Identifiers that the hub knows; any other licence is `other` with its name."""
 TASKS = {"binary": "image-classification", "multiclass": "image-classification", "ordinal": "image-classification"}
+OBJECTIVES = {
+    "vjepa2": "V-JEPA 2 with context loss, on tissue tokens",
+    "data2vec": "data2vec, on tissue tokens",
+    "mae": "masked autoencoding of tissue tokens",
+}
 MARK = {"all": "", "lost": "− ", "part": "of these: "}
 USAGE = """```python
 import octfm
@@ -35,12 +40,12 @@ tokens = encoder.embed_tokens(octfm.read_volume("scan.dcm"))  # float32 [d, h, w
 
 @dataclass(frozen=True)
 class Statements:
-    """What no file of a run can know, and whoever publishes the weights has to say."""
+    """Statements that no file of a run contains, which the publisher of the weights has to make."""
 
     licence: str | None = None
-    """Of the weights, as a licence identifier (apache-2.0, cc-by-nc-4.0) or in words."""
+    """Licence of the weights: an identifier (apache-2.0, cc-by-nc-4.0) or words."""
     data_agreement: str | None = None
-    """The terms under which the pretraining data may be used, and whether they allow weights to be passed on."""
+    """Terms of use of the pretraining data, and whether they allow the weights to be distributed."""
     dataset: str | None = None
     """Name of the data set."""
     contact: str | None = None
@@ -55,29 +60,23 @@ def model_card(
     usage: str | None = None,
     name: str | None = None,
 ) -> str:
-    """The text of a model card (README.md on the hub) for a run folder; `catalog` and `store` add whom the data came from.
+    """The text of a model card (README.md on the hub) for a run folder; `catalog` and `store` add the participants.
 
-    `usage` replaces the example of how to load the weights; `name` is what the model is called. Counts of fewer than five people are
-    not given, and no path, date, participant or acquisition is named (octfm.report.shareable). Raises EvaluationError where `run` is no
-    run folder.
+    `usage` replaces the example of how to load the weights; `name` is the model's name. Counts of fewer than five
+    people are withheld, and no path, date, participant or acquisition is named (octfm.report.shareable). Raises
+    EvaluationError if `run` is no run folder.
     """
-    found = gather(Path(run), location(catalog) if catalog else None, location(store) if store else None)
-    sources, name = shareable(found), name or NAME
-    width, pool = setting(sources, "model", "width"), setting(sources, "objective", "pool")
+    sources, name = shareable_run(run, catalog, store), name or NAME
+    if usage is None:
+        pooled = words.POOLS.get(setting(sources, "objective", "pool"), words.POOLS["mean"])
+        place = "folder or hub id" if name == NAME else _line(name)
+        usage = USAGE.format(run=place, width=setting(sources, "model", "width"), pooled=pooled)
     parts = [
         _front_matter(sources, statements, name),
         f"# {_line(name)}: a 3-D encoder for retinal OCT",
         _key(sources),
         _model(sources, name),
-        "## How to use it\n\n"
-        + (
-            usage
-            or USAGE.format(
-                run="folder or hub id" if name == NAME else _line(name),
-                width=width,
-                pooled=words.POOLS.get(pool, words.POOLS["mean"]),
-            )
-        ),
+        f"## How to use it\n\n{usage}",
         _intended(),
         _terms(sources, statements),
         _data(sources, statements),
@@ -91,7 +90,7 @@ def model_card(
 
 
 def write_model_card(run: str | Path, out: Path | None = None, **options: Any) -> Path:
-    """Write `model_card(run, **options)` to `out`, or RUN/model_card.md; whole or not at all."""
+    """Write `model_card(run, **options)` to `out`, by default RUN/model_card.md."""
     out = Path(out) if out is not None else Path(run) / "model_card.md"
     write_whole(out, model_card(run, **options).encode())
     return out
@@ -103,25 +102,10 @@ def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     if licence.lower() in HUB_LICENCES:
         facts["license"] = licence.lower()
     else:
-        facts |= {
-            "license": "other",
-            "license_name": re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-") or "not-stated",
-        }
-    facts |= {
-        "library_name": "octfm",
-        "pipeline_tag": "image-feature-extraction",
-        "tags": [
-            "oct",
-            "optical-coherence-tomography",
-            "retina",
-            "ophthalmology",
-            "medical",
-            "3d",
-            "self-supervised",
-            "v-jepa",
-            "pytorch",
-        ],
-    }
+        slug = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
+        facts |= {"license": "other", "license_name": slug or "not-stated"}
+    tags = "oct optical-coherence-tomography retina ophthalmology medical 3d self-supervised v-jepa pytorch"
+    facts |= {"library_name": "octfm", "pipeline_tag": "image-feature-extraction", "tags": tags.split()}
     if statements.dataset:
         facts["datasets"] = [re.sub(r"\s+", "-", statements.dataset.strip())]
     if index := _index(sources.probe, name):
@@ -136,9 +120,8 @@ def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     first = probe["results"][0]["encoder"] if probe["results"] else ""
     results = []
     for target in dict.fromkeys(r["target"] for r in probe["results"] if not r.get("leakage")):
-        rows = [
-            r for r in probe["results"] if r["target"] == target and r["encoder"] == first and r["estimate"] is not None
-        ]
+        own = [r for r in probe["results"] if (r["target"], r["encoder"]) == (target, first)]
+        rows = [r for r in own if r["estimate"] is not None]
         metrics = []
         for r in rows:
             label = str(words.METRICS.get(r["metric"], r["metric"]))
@@ -159,12 +142,10 @@ def _key(sources: Sources) -> str:
         "worse": "Worse than its baseline.",
         "inconclusive": "Inconclusive.",
     }.get(tone, "")
-    synthetic = (
-        " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**"
-        if sources.is_phantom
-        else ""
-    )
-    return f"> **{verdict}** {_text(text)}{synthetic}" if verdict else f"> {_text(text)}{synthetic}"
+    text = f"> **{verdict}** {_text(text)}" if verdict else f"> {_text(text)}"
+    if sources.is_phantom:
+        text += " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**"
+    return text
 
 
 def _model(sources: Sources, name: str) -> str:
@@ -174,20 +155,16 @@ def _model(sources: Sources, name: str) -> str:
     rows = [
         ("Architecture", f"3-D Vision Transformer, width {get('model', 'width')}, {get('model', 'depth')} blocks, "
                          f"{get('model', 'heads')} heads, patches of {_by(get('model', 'patch_size'))} voxels"),
-        ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks" if parameters else NOT_STATED),
-        ("Objective", {"vjepa2": "V-JEPA 2 with context loss, on tissue tokens", "data2vec": "data2vec, on tissue tokens",
-                       "mae": "masked autoencoding of tissue tokens"}.get(objective, objective)),
+        ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks"
+                       if parameters else NOT_STATED),
+        ("Objective", OBJECTIVES.get(objective, objective)),
         ("Code", words.subtitle(sources, name)),
     ]  # fmt: skip
     if sources.store is not None:
         pre = sources.store.preprocessing
         mm = " × ".join(f"{n * s:.3g}" for n, s in zip(pre.image_size, pre.target_spacing, strict=True))
-        rows.append(
-            (
-                "Input",
-                f"{_by(pre.image_size)} voxels (B-scan, axial, lateral) over {mm} mm; left eyes are mirrored to right",
-            )
-        )
+        size = f"{_by(pre.image_size)} voxels (B-scan, axial, lateral)"
+        rows.append(("Input", f"{size} over {mm} mm; left eyes are mirrored to right"))
         rows.append(("Preprocessing fingerprint", f"`{sources.store.fingerprint}`"))
     return "## Model\n\n" + _table(("", ""), rows)
 
@@ -195,67 +172,71 @@ def _model(sources: Sources, name: str) -> str:
 def _intended() -> str:
     return """## Intended use
 
-For research: frozen features of macular OCT volumes for probes, retrieval, segmentation or fine-tuning, on scanners and participants
-that are described below, evaluated again on your own data with participant-level splits.
+For research: frozen features of macular OCT volumes for probes, retrieval, segmentation or fine-tuning, on scanners and
+participants that are described below, evaluated again on your own data with participant-level splits.
 
 ## Not for
 
 - Diagnosis, screening, triage or any decision about a patient. This is research software, not a medical device, and no
   regulator has seen it.
-- Participants, scanners or protocols other than those described below, without a new evaluation: features may carry the scanner more than
-  the eye.
+- Participants, scanners or protocols other than those described below, without a new evaluation: features may carry the
+  scanner more than the eye.
 - Identifying people. Retinal images are biometric data."""
 
 
 def _terms(sources: Sources, statements: Statements) -> str:
     licence = f"The weights are licensed under {_line(statements.licence)}." if statements.licence else (
-        "**The licence of the weights is not stated.** Without one nobody may use them; whoever publishes this card has to state it "
-        "(`octfm card RUN --licence ...`)."
+        "**The licence of the weights is not stated.** Without one nobody may use them; whoever publishes this card "
+        "has to state it (`octfm card RUN --licence ...`)."
     )  # fmt: skip
     if statements.data_agreement:
         agreement = f"Data agreement: {_line(statements.data_agreement)}"
     elif sources.is_phantom:
-        agreement = "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in them."
+        agreement = (
+            "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in "
+            "them."
+        )
     else:
         agreement = (
-            "**The data agreement is not stated.** Weights are derived from the data they saw, and some agreements (AI-READI's among "
-            "them) limit what may be done with the data; check that they allow these weights to be passed on "
-            "(`octfm card RUN --data-agreement ...`)."
+            "**The data agreement is not stated.** Weights are derived from the data they saw, and some agreements "
+            "(AI-READI's among them) limit what may be done with the data; check that they allow these weights to be "
+            "passed on (`octfm card RUN --data-agreement ...`)."
         )
     return f"## Licence and data agreement\n\n{licence} The octfm code is Apache-2.0.\n\n{agreement}"
 
 
 def _data(sources: Sources, statements: Statements) -> str:
-    named = f"Data set: {_line(statements.dataset)}.\n\n" if statements.dataset else ""
-    steps = flow(sources)
+    text = "## Data\n\n" + (f"Data set: {_line(statements.dataset)}.\n\n" if statements.dataset else "")
     if sources.catalog is None and sources.store is None:
-        return f"## Data\n\n{named}Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
-    text = f"## Data\n\n{named}### From files to participants\n\n"
-    text += _table(
-        ("", "Volumes or files", "Participants", ""),
-        [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in steps],
-    )
-    table = characteristics(sources)
-    if table:
+        return text + (
+            "Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
+        )
+    text += "### From files to participants\n\n"
+    rows = [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in flow(sources)]
+    text += _table(("", "Volumes or files", "Participants", ""), rows)
+    if table := characteristics(sources):
         text += "\n\n### Who they are\n\n" + _table(("", *by_split(sources)), [(name, *cells) for name, cells in table])
-        text += "\n\nSmall groups (fewer than five people) are withheld. What has no row was not in the data's tables and is unknown."
+        text += (
+            "\n\nSmall groups (fewer than five people) are withheld. What has no row was not in the data's tables and "
+            "is unknown."
+        )
     return text
 
 
 def _training(sources: Sources) -> str:
     steps, _ = series(sources.train, "masked_over_baseline")
     get = partial(setting, sources)
-    lines = [f"{get('steps')} steps of {get('data', 'global_batch_size')} volumes, "
-             f"AdamW, peak learning rate {get('schedule', 'base_lr')}, {sources.record.get('precision', NOT_STATED)}."]  # fmt: skip
+    lines = [
+        f"{get('steps')} steps of {get('data', 'global_batch_size')} volumes, AdamW, peak learning rate "
+        f"{get('schedule', 'base_lr')}, {sources.record.get('precision', NOT_STATED)}."
+    ]
     if len(steps):
         lines.append(words.five_lines(sources)[2][1])
     if advice := words.checkpoint_advice([*sources.online, *sources.validation]):
         lines.append(advice)
-    environment = sources.record.get("environment") or {}
-    if environment:
-        lines.append(
-            "Ran on " + ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision") + "."
-        )
+    if environment := sources.record.get("environment"):
+        machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision")
+        lines.append(f"Ran on {machine}.")
     if hours := _hours(sources):
         lines.append(f"{hours} between the first and the last logged step.")
     lines.append("Health: " + words.five_lines(sources)[4][1])
@@ -264,29 +245,18 @@ def _training(sources: Sources) -> str:
 
 def _evaluation(probe: dict[str, Any] | None) -> str:
     if probe is None:
-        return "## Evaluation\n\nNo probe has been run on this encoder: nothing is known about what its features are worth."
+        unknown = "No probe has been run on this encoder: nothing is known about what its features are worth."
+        return f"## Evaluation\n\n{unknown}"
     encoders = list(dict.fromkeys(r["encoder"] for r in probe["results"]))
-    text = "## Evaluation\n\nLinear models on frozen features; estimate and 95 % interval over participants. " + _text(
-        probe.get("interval_meaning", "")
-    )
+    text = "## Evaluation\n\nLinear models on frozen features; estimate and 95 % interval over participants. "
+    text += _text(probe.get("interval_meaning", ""))
     rows = []
-    for target, metric in dict.fromkeys(
-        (r["target"], r["metric"]) for r in probe["results"] if r["metric"] in HEADLINE
-    ):
-        cells = {r["encoder"]: r for r in probe["results"] if (r["target"], r["metric"]) == (target, metric)}
-        any_row = next(iter(cells.values()))
-        what = f"{target} (leakage: less is better)" if any_row["leakage"] else target
-        scores = [words.interval(cells[e]) if e in cells else "" for e in encoders]
-        rows.append(
-            (what, words.METRICS[metric], *scores, f"{any_row['chance']:.2f}", str(any_row["n_test_participants"]))
-        )
+    for r in words.score_rows((r for r in probe["results"] if r["metric"] in HEADLINE), encoders):
+        what = f"{r['target']} (leakage: less is better)" if r["leakage"] else r["target"]
+        rows.append((what, r["metric"], *r["cells"], f"{r['chance']:.2f}", str(r["n_test_participants"])))
     text += "\n\n" + _table(("Target", "Metric", *encoders, "Chance", "Participants"), rows)
-    compared = [c for c in probe["comparisons"] if c["metric"] in HEADLINE and not c.get("leakage")]
-    if compared:
-        rows = [
-            (c["target"], words.METRICS[c["metric"]], f"{c['a']} − {c['b']}", words.interval(c), _verdict(c))
-            for c in compared
-        ]
+    if compared := [c for c in words.comparison_rows(probe["comparisons"]) if not c.get("leakage")]:
+        rows = [(c["target"], c["metric"], f"{c['a']} − {c['b']}", c["gap"], _verdict(c)) for c in compared]
         text += "\n\nPaired differences on the same participants:\n\n"
         text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
         text += "\n\n“Better” and “worse” are only said where the interval of the difference excludes 0."
@@ -296,12 +266,11 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
 
 
 def _verdict(c: dict[str, Any]) -> str:
-    after = c.get("p_holm") is not None and c["p_holm"] > 0.05 and c["verdict"] != "inconclusive"
-    return c["verdict"] + (" (not after Holm's correction)" if after else "")
+    return c["verdict"] + (" (not after Holm's correction)" if words.fails_holm(c) else "")
 
 
 def _limits(sources: Sources) -> str:
-    """What is known to be missing or weak, told from the run's own numbers."""
+    """Known gaps and weaknesses, from the run's own numbers."""
     found = []
     if sources.is_phantom:
         found.append("Trained and tested on synthetic phantoms only. Nothing is known about real eyes.")
@@ -314,44 +283,33 @@ def _limits(sources: Sources) -> str:
         unsure = sum(not row.confident for row in sources.store.rows)
         if unsure:
             found.append(
-                f"In {unsure} of {len(sources.store.rows)} volumes the tissue band was not found with confidence; they keep every row."
+                f"In {unsure} of {len(sources.store.rows)} volumes the tissue band was not found with confidence; they "
+                "keep every row."
             )
     if sources.probe is None:
         found.append("No probe was run.")
     else:
         results = sources.probe["results"]
-        leak = next(
-            (r for r in results if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None
-        )
-        if leak is not None:
+        if leak := words.leakage(results):
             found.append(
-                f"Frozen features tell {leak['target']} apart with AUROC {words.interval(leak)}: a shortcut for any model built on them."
+                f"Frozen features tell {leak['target']} apart with AUROC {words.interval(leak)}: a shortcut for any "
+                "model built on them."
             )
         few = sorted({r["target"] for r in results if r["low"] is None})
         if few:
             found.append(f"Too few participants for an interval: {', '.join(few)}.")
-        seen = max((r["seen_test_participants"] for r in results), default=0)
-        if seen:
+        if seen := words.tested_before(results):
             found.append(f"{seen} test participants had been seen in pretraining; the numbers are too good.")
-        undecided = sorted(
-            {
-                c["target"]
-                for c in sources.probe["comparisons"]
-                if c["verdict"] == "inconclusive" and not c.get("leakage")
-            }
-        )
-        if undecided:
+        compared = [c for c in sources.probe["comparisons"] if not c.get("leakage")]
+        if undecided := sorted({c["target"] for c in compared if c["verdict"] == "inconclusive"}):
             found.append(f"Some comparisons with the baselines are inconclusive: {', '.join(undecided)}.")
         if not any("age" in t["column"] or "site" in t["column"] for t in tested(sources.probe)):
             found.append(
-                "Differences between subgroups (age, sex, ethnicity, site) are not in this card; octfm's trust report measures them."
+                "Differences between subgroups (age, sex, ethnicity, site) are not in this card; octfm's trust report "
+                "measures them."
             )
-    troubled = [
-        f"{row['what']} ({row['verdict']}: {row['sentence']})"
-        for row in words.latest_health(sources.health)
-        if row["verdict"] != "ok"
-    ]
-    if troubled:
+    latest = words.latest_health(sources.health)
+    if troubled := [f"{r['what']} ({r['verdict']}: {r['sentence']})" for r in latest if r["verdict"] != "ok"]:
         found.append("Health checks that were not fine at the last look: " + "; ".join(troubled) + ".")
     return "## Limits\n\n" + "\n".join(f"- {_text(line)}" for line in found)
 
@@ -370,7 +328,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _line(text: str) -> str:
-    """One line that cannot end a cell of a table nor open an HTML element, whatever a header said."""
+    """One line that can neither end a table cell nor open an HTML element, whatever the text contains."""
     return _text(" ".join(text.split())).replace("|", "\\|")
 
 

@@ -1,15 +1,13 @@
-"""Drafts for a paper: methods, the flow of participants, the CLAIM checklist, BibTeX; what only authors know stays open."""
+"""Drafts for a paper: methods, participant flow, CLAIM checklist and BibTeX, with gaps that only authors can fill."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from octfm.io.location import Location, location, write_whole
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
-from octfm.report.sources import Sources, gather
+from octfm.report.sources import Sources, gather, lookup
 from octfm.version import __version__
 
 OPEN = "**for the authors**"
@@ -58,10 +56,11 @@ CLAIM: tuple[tuple[str, str], ...] = (
     ("Where protocol, code and data can be had", "code"),
     ("Funding", ""),
 )
-"""The 42 items of CLAIM in our words (Mongan, Moy, Kahn 2020), and the sentence below that answers it from the run."""
+"""The 42 items of CLAIM in our words (Mongan, Moy, Kahn 2020), each with its answer's key in `_answers`, if any."""
 CLAIM_NOTE = (
-    "Items in short words, numbered as in Mongan, Moy and Kahn, Radiology: Artificial Intelligence 2020;2(2):e200029. The update of 2024 "
-    "(Tejani et al., 2024;6(4):e240300) changes words and adds items; fill in the form that your journal asks for."
+    "Items in short words, numbered as in Mongan, Moy and Kahn, Radiology: Artificial Intelligence 2020;2(2):e200029. "
+    "The update of 2024 (Tejani et al., 2024;6(4):e240300) changes words and adds items; fill in the form that your "
+    "journal asks for."
 )
 
 
@@ -72,10 +71,11 @@ def paper(
     store: str | Location | None = None,
     name: str | None = None,
 ) -> str:
-    """Markdown: draft methods, participant flow, CLAIM checklist and BibTeX. Raises EvaluationError where `run` is no run folder."""
-    found = gather(Path(run), location(catalog) if catalog else None, location(store) if store else None)
-    sources, name = shareable(found), name or NAME
-    known = {**_answers(sources), **_performance(sources.probe)}
+    """Markdown with draft methods, participant flow, CLAIM checklist and BibTeX. EvaluationError if `run` is no run."""
+    sources, name = shareable_run(run, catalog, store), name or NAME
+    known = _answers(sources)
+    if sources.probe is not None:
+        known["performance"] = f"Model card, “Evaluation” (test participants; others: {OPEN})"
     rows = [f"| {i} | {item} | {known.get(key) or OPEN} |" for i, (item, key) in enumerate(CLAIM, 1)]
     parts = [
         f"# Drafts for a paper about {_clean(name)}",
@@ -94,63 +94,70 @@ def paper(
 
 
 def write_paper(run: str | Path, out: Path | None = None, **options: Any) -> Path:
-    """Write `paper(run, **options)` to `out`, or RUN/paper.md; whole or not at all."""
+    """Write `paper(run, **options)` to `out`, by default RUN/paper.md."""
     out = Path(out) if out is not None else Path(run) / "paper.md"
     write_whole(out, paper(run, **options).encode())
     return out
 
 
 def methods(sources: Sources) -> str:
-    """Paragraphs in the past tense; what the files do not tell is left out."""
+    """Paragraphs in the past tense, without what the run's files do not say."""
     known = _answers(sources)
-    paragraphs = [
-        " ".join(known[key] for key in ("data", "eligibility", "missing", "partitions", "disjoint") if known.get(key)),
-        " ".join(known[key] for key in ("preprocessing",) if known.get(key)),
-        " ".join(
-            known[key] for key in ("model", "initialisation", "training", "selection", "software") if known.get(key)
-        ),
-        " ".join(known[key] for key in ("metrics", "statistics") if known.get(key)),
-    ]
+    topics = (
+        ("data", "eligibility", "missing", "partitions", "disjoint"),
+        ("preprocessing",),
+        ("model", "initialisation", "training", "selection", "software"),
+        ("metrics", "statistics"),
+    )
+    paragraphs = [" ".join(known[key] for key in keys if known.get(key)) for keys in topics]
     return "\n\n".join(p for p in paragraphs if p)
 
 
+def shareable_run(run: str | Path, catalog: str | Location | None, store: str | Location | None) -> Sources:
+    """A run's files, without anything that names a person or place."""
+    return shareable(gather(Path(run), location(catalog) if catalog else None, location(store) if store else None))
+
+
 def setting(sources: Sources, *keys: str) -> Any:
-    """A setting as it ran, from config.yaml; "unknown" where the file does not have it."""
-    value: Any = yaml.safe_load(sources.config) if sources.config else {}
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+    """A setting of the run from config.yaml, or "unknown"."""
+    value = lookup(sources.settings, *keys)
     return "unknown" if value is None else value
 
 
 def bibtex(sources: Sources, name: str) -> str:
-    """The run, octfm, and the methods that this run used."""
+    """BibTeX entries for the run, octfm, and the methods that the run used."""
     started = str(sources.record.get("started", ""))[:4]
     commit = str((sources.record.get("git") or {}).get("commit") or "")[:10]
     note = f"octfm {sources.record.get('octfm', __version__)}" + (f", commit {commit}" if commit else "")
     key = "".join(c for c in name if c.isascii() and c.isalnum()) or "encoder"
     entries = [
         ("misc", key, {"title": f"{{{_tex(name)}}}: a 3-D encoder for retinal OCT", "year": started, "note": note}),
-        ("software", "octfm", {"title": "octfm: a 3D OCT foundation model, built to be trusted", "author": "{The octfm authors}",
-                               "version": __version__, "license": "Apache-2.0"}),
+        ("software", "octfm", {
+            "title": "octfm: a 3D OCT foundation model, built to be trusted", "author": "{The octfm authors}",
+            "version": __version__, "license": "Apache-2.0"}),
     ]  # fmt: skip
     if setting(sources, "objective", "name") == "data2vec":
         entries.append(("misc", "baevski2022data2vec", {
             "title": "data2vec: A General Framework for Self-supervised Learning in Speech, Vision and Language",
-            "author": "Baevski, Alexei and Hsu, Wei-Ning and Xu, Qiantong and Babu, Arun and Gu, Jiatao and Auli, Michael", "year": "2022",
-            "eprint": "2202.03555", "archivePrefix": "arXiv"}))  # fmt: skip
+            "author": "Baevski, Alexei and Hsu, Wei-Ning and Xu, Qiantong and Babu, Arun and Gu, Jiatao and "
+                      "Auli, Michael",
+            "year": "2022", "eprint": "2202.03555", "archivePrefix": "arXiv"}))  # fmt: skip
     elif setting(sources, "objective", "name") == "mae":
         entries.append(("misc", "he2021mae", {
             "title": "Masked Autoencoders Are Scalable Vision Learners",
-            "author": r"He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and Doll{\'a}r, Piotr and Girshick, Ross",
+            "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
+                      r"Doll{\'a}r, Piotr and Girshick, Ross",
             "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
     else:
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
-            "author": "Assran, Mahmoud and others", "year": "2025", "eprint": "2506.09985", "archivePrefix": "arXiv"}))  # fmt: skip
+            "author": "Assran, Mahmoud and others",
+            "year": "2025", "eprint": "2506.09985", "archivePrefix": "arXiv"}))  # fmt: skip
     if sources.probe is not None:
         entries.append(("article", "efron1987bca", {
             "title": "Better Bootstrap Confidence Intervals", "author": "Efron, Bradley", "year": "1987",
-            "journal": "Journal of the American Statistical Association", "volume": "82", "pages": "171--185"}))  # fmt: skip
+            "journal": "Journal of the American Statistical Association",
+            "volume": "82", "pages": "171--185"}))  # fmt: skip
     text = ""
     for kind, key, fields in entries:
         inner = "".join(f"  {field} = {{{value}}},\n" for field, value in fields.items() if value)
@@ -159,7 +166,7 @@ def bibtex(sources: Sources, name: str) -> str:
 
 
 def _answers(sources: Sources) -> dict[str, str]:
-    """Sentences that the run's files can vouch for, by topic."""
+    """Sentences that follow from the run's files, by topic."""
     found: dict[str, str] = {}
     steps = {s.label: s for s in flow(sources)}
     if (accepted := steps.get("Accepted OCT volumes")) and sources.catalog is not None:
@@ -167,11 +174,13 @@ def _answers(sources: Sources) -> dict[str, str]:
         kind = "synthetic OCT volumes (phantoms)" if sources.is_phantom else "OCT volumes"
         scanners = ", ".join(f"{n:,} of {name}" for name, n in s["scanners"].items())
         found["data"] = (
-            f"The data comprised {accepted.volumes:,} {kind} of {accepted.participants:,} participants ({_clean(scanners)})."
+            f"The data comprised {accepted.volumes:,} {kind} of {accepted.participants:,} participants "
+            f"({_clean(scanners)})."
         )
         found["eligibility"] = (
-            f"Of {steps['Image files found'].volumes:,} image files, {s['skipped']:,} were left out as no structural OCT raster and "
-            f"{s['rejected']:,} were rejected as unreadable or inconsistent, each with a recorded reason."
+            f"Of {steps['Image files found'].volumes:,} image files, {s['skipped']:,} were left out as no structural "
+            f"OCT raster and {s['rejected']:,} were rejected as unreadable or inconsistent, each with a recorded "
+            "reason."
         )
     if prepared := steps.get("Prepared"):
         lost = steps.get("Could not be prepared")
@@ -192,10 +201,10 @@ def _answers(sources: Sources) -> dict[str, str]:
         pre = sources.store.preprocessing
         size, mm = (" × ".join(f"{v:g}" for v in values) for values in (pre.image_size, pre.target_spacing))
         found["preprocessing"] = (
-            f"Volumes were resampled by area averaging to {size} voxels of {mm} mm (B-scan, axial, lateral) without stretching, "
-            f"{'after axial registration of B-scans, ' if pre.register_bscans else ''}around the {pre.center}; left eyes were "
-            f"mirrored to right. The tissue band, from {pre.margin_mm * 1000:g} µm above the internal limiting membrane to as much below "
-            "Bruch's membrane, was found without labels."
+            f"Volumes were resampled by area averaging to {size} voxels of {mm} mm (B-scan, axial, lateral) without "
+            f"stretching, {'after axial registration of B-scans, ' if pre.register_bscans else ''}around the "
+            f"{pre.center}; left eyes were mirrored to right. The tissue band, from {pre.margin_mm * 1000:g} µm above "
+            "the internal limiting membrane to as much below Bruch's membrane, was found without labels."
         )
     if sources.config:
         get = partial(setting, sources)
@@ -213,7 +222,8 @@ def _answers(sources: Sources) -> dict[str, str]:
         found["model"] = (
             f"The encoder was a 3-D Vision Transformer (width {get('model', 'width')}, {get('model', 'depth')} blocks, "
             f"{get('model', 'heads')} heads{f', {total:,} parameters' if total else ''}) on patches of "
-            f"{' × '.join(map(str, patch)) if isinstance(patch, list) else patch} voxels with {get('model', 'positions')} positions."
+            f"{' × '.join(map(str, patch)) if isinstance(patch, list) else patch} voxels with "
+            f"{get('model', 'positions')} positions."
         )
         init = get("model", "init")
         found["initialisation"] = (
@@ -242,8 +252,9 @@ def _answers(sources: Sources) -> dict[str, str]:
             f"It was pretrained with {how} for {get('steps'):,} steps of {get('data', 'global_batch_size')} volumes "
             f"(AdamW, peak learning rate {get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, "
             f"mask ratio {get('masks', 'mask_ratio')} of {get('masks', 'budget')} tokens, seed {get('seed')}); "
-            f"augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast (± {get('augment', 'contrast')}) and gamma "
-            f"(± {get('augment', 'gamma')}){''.join(f', {name}' for name in more)}."
+            f"augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast "
+            f"(± {get('augment', 'contrast')}) and gamma (± {get('augment', 'gamma')})"
+            f"{''.join(f', {name}' for name in more)}."
         ) if isinstance(get("steps"), int) else ""  # fmt: skip
         found["selection"] = (
             "The checkpoint was chosen by a frozen probe on validation participants." if sources.online
@@ -261,12 +272,13 @@ def _answers(sources: Sources) -> dict[str, str]:
         corrected = any(c.get("p_holm") is not None for c in sources.probe["comparisons"])
         targets = ", ".join(f"{t['target']} ({t['n_test_participants']} participants)" for t in tested(sources.probe))
         found["metrics"] = (
-            f"Frozen features were judged by linear probes (regularisation by inner folds) for {_clean(targets)}, beside the same network "
-            "at random initialisation and an intensity histogram."
+            f"Frozen features were judged by linear probes (regularisation by inner folds) for {_clean(targets)}, "
+            "beside the same network at random initialisation and an intensity histogram."
         )
         found["statistics"] = (
-            f"Intervals are 95 % BCa bootstrap intervals over {settings.get('resamples', 'unknown')} resamples of participants; "
-            f"differences are paired on the same resamples{', planned comparisons corrected after Holm' if corrected else ''}."
+            f"Intervals are 95 % BCa bootstrap intervals over {settings.get('resamples', 'unknown')} resamples of "
+            "participants; differences are paired on the same "
+            f"resamples{', planned comparisons corrected after Holm' if corrected else ''}."
         )
     found["limits"] = "Model card, “Limits”; " + OPEN
     found["maps"] = (
@@ -275,36 +287,20 @@ def _answers(sources: Sources) -> dict[str, str]:
     return found
 
 
-def _performance(probe: dict[str, Any] | None) -> dict[str, str]:
-    return (
-        {"performance": "Model card, “Evaluation” (test participants; others: " + OPEN + ")"}
-        if probe is not None
-        else {}
-    )
-
-
 def _flow_figure(sources: Sources) -> str:
-    """Boxes of text, which every editor shows alike."""
-    boxes = []
+    """The participant flow as boxes of text, which every editor shows alike."""
+    boxes: list[str] = []
     for s in flow(sources):
-        counts = ", ".join(
-            part
-            for part in (
-                None if s.volumes is None else f"n = {s.volumes:,}",
-                None if s.participants is None else f"{s.participants:,} participants",
-            )
-            if part
-        )
-        box = f"{s.label}: {counts}" + (f" ({s.detail})" if s.detail else "")
+        counts = [f"n = {s.volumes:,}"] if s.volumes is not None else []
+        counts += [f"{s.participants:,} participants"] if s.participants is not None else []
+        box = f"{s.label}: {', '.join(counts)}" + (f" ({s.detail})" if s.detail else "")
         if s.kind == "all":
             boxes += ["  │"] * bool(boxes) + [box]
         else:
             boxes.append(f"  ├──{'✗' if s.kind == 'lost' else '►'} {box}")
-    return (
-        "```text\n" + "\n".join(box.replace("```", "'''") for box in boxes) + "\n```"
-        if boxes
-        else "Neither a catalog nor a store was given."
-    )
+    if not boxes:
+        return "Neither a catalog nor a store was given."
+    return "```text\n" + "\n".join(box.replace("```", "'''") for box in boxes) + "\n```"
 
 
 def _clean(text: str) -> str:

@@ -1,38 +1,30 @@
-"""trust.html: what an encoder is worth, on whom, on which scanner and how surely, as one self-contained page that names nobody."""
+"""trust.html: how good an encoder is, on whom, on which scanner and how surely, on one page without names or ids."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from octfm.report.figures import Chart
-from octfm.report.images import Picture, prepared_picture
+from octfm.report.images import prepared_picture
 from octfm.report.page import render, write_page
 from octfm.report.trust import figures, words
 from octfm.report.words import interval
 from octfm.store.store import Store
 
 PAIRS = 6
-"""Bland-Altman plots shown; trust.json has the numbers of all pairs."""
+"""Bland-Altman plots to show; trust.json has the numbers of all pairs."""
 
 
 def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *, images: bool = True) -> Path:
-    """Render what `octfm.trust.report.trust` returned. Volumes are read from `store`; without images none is shown.
+    """Render what `octfm.trust.report.trust` returned, with pictures from `store` if `images`.
 
-    Neither participants nor acquisitions are named: a volume is its row in the store.
+    Neither participants nor acquisitions are named; a volume is identified by its row in the store.
     """
-    found = words.findings(result)
+    pictured = store if images else None
     facts = {
         "reference": result["reference"],
         "cohort": result["cohort"],
-        "findings": [
-            {
-                "question": f.question,
-                "tone": f.tone,
-                "word": words.WORDS[f.tone],
-                "sentence": f.sentence,
-                "section": f.section,
-            }
-            for f in found
-        ],
+        "findings": [{**asdict(f), "word": words.WORDS[f.tone]} for f in words.findings(result)],
         "encoders": result["encoders"],
         "baseline_table": _table(result),
         "baseline_comparisons": [_compared(c) for c in result["comparisons"] if c["planned"]],
@@ -44,8 +36,8 @@ def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *,
         "subgroups": _subgroups(result),
         "calibration": _calibration(result),
         "leakage": _leakage(result),
-        "neighbours": _neighbours(result, store if images else None),
-        "failures": _failures(result, store if images else None),
+        "neighbours": _neighbours(result, pictured),
+        "failures": _failures(result, pictured),
         "copies": _copies(result, store),
         "skipped": result["skipped"],
         "images": images,
@@ -62,7 +54,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
 
 
 def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One table per target: encoders by metrics."""
+    """One table per target, with encoders as rows and metrics as columns."""
     tables = []
     for target in dict.fromkeys(r["target"] for r in result["results"]):
         own = [r for r in result["results"] if r["target"] == target]
@@ -73,12 +65,8 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "target": target,
                 "metrics": [words.NAMES[m] for m in metrics],
                 "rows": [
-                    {
-                        "name": e,
-                        "what": own_row["what"],
-                        "cells": [interval(cell[e, m], digits=words.digits_of(m)) for m in metrics],
-                    }
-                    for e, own_row in {r["encoder"]: r for r in own}.items()
+                    {"name": e, "what": what, "cells": [_interval(cell[e, m]) for m in metrics]}
+                    for e, what in {r["encoder"]: r["what"] for r in own}.items()
                 ],
                 "people": own[0]["n_test_participants"],
                 "unit": own[0]["unit"],
@@ -90,19 +78,16 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
     return tables
 
 
+def _interval(row: dict[str, Any]) -> str:
+    return interval(row, digits=words.digits_of(row["metric"]))
+
+
 def _compared(c: dict[str, Any]) -> dict[str, Any]:
-    """A comparison as cells; a claim is shown only where it stands after Holm."""
-    metric = words.NAMES.get(c["metric"], c["metric"])
-    gap = interval(c, digits=words.digits_of(c["metric"])) if c["difference"] is not None else "–"
+    """A comparison as cells of a table; `lost` if its verdict does not survive Holm's correction."""
+    metric, gap = words.NAMES.get(c["metric"], c["metric"]), _interval(c) if c["difference"] is not None else "–"
     p, adjusted = ("–" if c.get(k) is None else "<0.001" if c[k] < 0.001 else f"{c[k]:.3f}" for k in ("p", "p_holm"))
-    return {
-        **c,
-        "metric": metric,
-        "gap": gap,
-        "p": p,
-        "holm": adjusted,
-        "lost": c["verdict"] != c["claim"] and c.get("planned"),
-    }
+    lost = c["verdict"] != c["claim"] and c.get("planned")
+    return {**c, "metric": metric, "gap": gap, "p": p, "holm": adjusted, "lost": lost}
 
 
 def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
@@ -112,51 +97,43 @@ def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
         rows = [r for r in result["results"] if r["target"] == target and r["metric"] == (metric or "auroc")]
         if not rows:
             continue
-        caption = "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the paired table does."
-        axis, title = words.NAMES[rows[0]["metric"]], f"{target.replace('_', ' ')}: every encoder"
-        charts.append(
-            figures.bars(title, caption, [figures.Bar(r["encoder"], r) for r in rows], axis, rows[0]["chance"])
+        caption = (
+            "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the "
+            "paired table does."
         )
+        axis, title = words.NAMES[rows[0]["metric"]], f"{words.plain(target)}: every encoder"
+        bars = [figures.Bar(r["encoder"], r) for r in rows]
+        charts.append(figures.bars(title, caption, bars, axis, rows[0]["chance"]))
     return [c for c in charts if c is not None]
 
 
 def _left_out(result: dict[str, Any]) -> dict[str, Any]:
     part = result["left_out_scanner"]
-    reference, charts = result["reference"], []
+    reference, regimes, charts = result["reference"], part["regimes"], []
     own = [r for r in part["results"] if r["encoder"] == reference]
+    caption = (
+        "The same tested participants of each scanner, with four training sets of the probe. Hollow: too few for an "
+        "interval."
+    )
+    series = list(regimes)
     for target in dict.fromkeys(r["target"] for r in own):
         rows = [r for r in own if r["target"] == target]
-        caption = "The same tested participants of each scanner, with four training sets of the probe. Hollow: too few for an interval."
-        shown = [
-            figures.Bar(
-                r["scanner"] or "mean over scanners",
-                r,
-                list(part["regimes"]).index(r["regime"]),
-                part["regimes"][r["regime"]],
-            )
+        bars = [
+            figures.Bar(r["scanner"] or "mean over scanners", r, series.index(r["regime"]), regimes[r["regime"]])
             for r in rows
         ]
         axis = words.NAMES[rows[0]["metric"]]
-        charts.append(figures.bars(f"{target.replace('_', ' ')} by scanner", caption, shown, axis, None))
-    means = [
-        {
-            "target": r["target"],
-            "encoder": r["encoder"],
-            "metric": words.NAMES[r["metric"]],
-            "regime": part["regimes"][r["regime"]],
-            "cell": interval(r),
-        }
-        for r in part["results"]
-        if r["scanner"] is None
-    ]
+        charts.append(figures.bars(f"{words.plain(target)} by scanner", caption, bars, axis, None))
     table: dict[tuple[str, str, str], dict[str, str]] = {}
-    for m in means:
-        table.setdefault((m["target"], m["metric"], m["encoder"]), {})[m["regime"]] = m["cell"]
+    for r in part["results"]:
+        if r["scanner"] is None:
+            key = r["target"], words.NAMES[r["metric"]], r["encoder"]
+            table.setdefault(key, {})[regimes[r["regime"]]] = interval(r)
     pretrained = {r["scanner"]: r["in_pretraining"] for r in own if r["scanner"] is not None}
     return {
         "sentence": part["sentence"],
         "charts": [c for c in charts if c is not None],
-        "regimes": list(part["regimes"].values()),
+        "regimes": list(regimes.values()),
         "means": [{"target": t, "metric": m, "encoder": e, "cells": cells} for (t, m, e), cells in table.items()],
         "comparisons": [_compared(c) for c in part["comparisons"] if c["encoder"] == reference],
         "skipped": part["skipped"],
@@ -169,7 +146,7 @@ def _domains(result: dict[str, Any]) -> dict[str, Any]:
     origin = [
         {
             "name": name,
-            "scanners": ", ".join(s.replace("_", " ") for s in facts["scanners"]),
+            "scanners": ", ".join(map(words.plain, facts["scanners"])),
             "named": facts["named"],
             "participants": facts["participants"],
             "steps": facts["steps"],
@@ -194,24 +171,21 @@ def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
         (p for p in part["pairs"] if p["bland_altman"]),
         key=lambda p: (p["quantity"] != "predicted value", -p["n_eyes"]),
     )[:PAIRS]
-    caption = "One point per eye. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations); shaded: their 95\u00a0% intervals."
+    caption = (
+        "One point per eye. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations); shaded: their "
+        "95\u00a0% intervals."
+    )
     plots = [
-        figures.bland_altman(
-            p, f"{p['target'].replace('_', ' ')}: {p['a'].replace('_', ' ')} − {p['b'].replace('_', ' ')}", caption
-        )
+        figures.bland_altman(p, f"{words.plain(p['target'])}: {words.plain(p['a'])} − {words.plain(p['b'])}", caption)
         for p in drawn
     ]
-    pairs = [
-        {
-            **p,
-            "icc": " ".join(f"{i['form']} {interval(i)}" for i in p["icc"]) or p["note"],
-            "bias": interval(p["bland_altman"]["bias"]) if p["bland_altman"] else "",
-            "limits": "{:.2f} to {:.2f}".format(*(p["bland_altman"][k]["estimate"] for k in ("lower", "upper")))
-            if p["bland_altman"]
-            else "",
-        }
-        for p in part["pairs"]
-    ]
+    pairs = []
+    for p in part["pairs"]:
+        icc, bias, limits = " ".join(f"{i['form']} {interval(i)}" for i in p["icc"]) or p["note"], "", ""
+        if b := p["bland_altman"]:
+            bias = interval(b["bias"])
+            limits = f"{b['lower']['estimate']:.2f} to {b['upper']['estimate']:.2f}"
+        pairs.append({**p, "icc": icc, "bias": bias, "limits": limits})
     retrieval = [
         {
             **r,
@@ -241,8 +215,8 @@ def _subgroups(result: dict[str, Any]) -> dict[str, Any]:
         caption = (
             "Every group by itself. Hollow: fewer than 10 participants per class, so no interval and no comparison."
         )
-        shown = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
-        charts.append(figures.bars(f"{target.replace('_', ' ')} by group", caption, shown, axis, None))
+        bars = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
+        charts.append(figures.bars(f"{words.plain(target)} by group", caption, bars, axis, None))
     return {
         "sentence": part["sentence"],
         "charts": [c for c in charts if c is not None],
@@ -258,14 +232,17 @@ def _calibration(result: dict[str, Any]) -> dict[str, Any]:
         line = r["line"] or {}
         rows.append(
             {
-                "target": r["target"], "encoder": r["encoder"], "verdict": r["verdict"], "note": r["note"], "ece": interval(r["ece"]),
-                "brier": interval(r["brier"]), "chance": f"{r['brier']['chance']:.2f}",
+                **{name: r[name] for name in ("target", "encoder", "verdict", "note")},
+                "ece": interval(r["ece"]),
+                "brier": interval(r["brier"]),
+                "chance": f"{r['brier']['chance']:.2f}",
                 "honest": f"{r['honest_ece']['mean']:.2f}, up to {r['honest_ece']['high']:.2f}",
-                "slope": interval(line["slope"]) if line else "–", "intercept": interval(line["intercept"]) if line else "–",
+                **{name: interval(line[name]) if line else "–" for name in ("slope", "intercept")},
             }
-        )  # fmt: skip
-        caption = f"{r['n_participants']} participants; a larger mark holds more cases; bars are Wilson's 95\u00a0% intervals."
-        charts.append(figures.reliability(r, f"{r['target'].replace('_', ' ')}: {r['encoder']}", caption))
+        )
+        caption = f"{r['n_participants']} participants; a larger mark holds more cases; "
+        caption += "bars are Wilson's 95\u00a0% intervals."
+        charts.append(figures.reliability(r, f"{words.plain(r['target'])}: {r['encoder']}", caption))
     return {"sentence": part["sentence"], "rows": rows, "charts": charts, "skipped": part["skipped"]}
 
 
@@ -288,22 +265,17 @@ def _neighbours(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
     rows: dict[str, dict[str, str]] = {}
     columns: dict[str, str] = {}
     for r in part["results"]:
-        columns[r["target"]] = f"{r['target'].replace('_', ' ')} (chance {r['chance']:.2f})"
+        columns[r["target"]] = f"{words.plain(r['target'])} (chance {r['chance']:.2f})"
         rows.setdefault(r["encoder"], {})[r["target"]] = interval(r)
     examples = []
     for e in part["examples"] if store is not None else []:
-        shown = []
-        for place, (name, label) in enumerate(zip([e["query"], *e["nearest"]], e["labels"], strict=True)):
-            picture, facts = _volume(store, name)
-            shown.append(
-                {
-                    "picture": picture,
-                    "word": "tested scan" if place == 0 else f"neighbour {place}",
-                    "label": label,
-                    **facts,
-                }
-            )
-        examples.append(shown)
+        scans = enumerate(zip([e["query"], *e["nearest"]], e["labels"], strict=True))
+        examples.append(
+            [
+                {"word": f"neighbour {place}" if place else "tested scan", "label": label, **_volume(store, name)}
+                for place, (name, label) in scans
+            ]
+        )
     return {
         "sentence": part["sentence"],
         "columns": columns,
@@ -316,8 +288,7 @@ def _neighbours(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
 def _failures(result: dict[str, Any], store: Store | None) -> list[dict[str, Any]]:
     by_target: dict[str, list[dict[str, Any]]] = {}
     for f in result["failures"]:
-        picture, facts = _volume(store, f["acquisition"]) if store is not None else (None, {})
-        by_target.setdefault(f["target"], []).append({**f, "picture": picture, **facts})
+        by_target.setdefault(f["target"], []).append({**f, **_volume(store, f["acquisition"])})
     return [{"target": t, "cases": cases} for t, cases in by_target.items()]
 
 
@@ -336,19 +307,19 @@ def _copies(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
     return {**part, "pairs": pairs}
 
 
-def _volume(store: Store | None, acquisition: str) -> tuple[Picture, dict[str, Any]]:
-    """A picture of a prepared volume, and what may be said of it on a page that is passed around."""
-    assert store is not None
+def _volume(store: Store | None, acquisition: str) -> dict[str, Any]:
+    """A picture of a prepared volume and facts about it that identify nobody; no picture without a store."""
+    if store is None:
+        return {"picture": None}
     row = next(r for r in store.rows if r.acquisition == acquisition)
     arrays = store.read([row.index])
     eye = {"R": "right eye", "L": "left eye, mirrored"}.get(row.laterality or "", "eye unknown")
-    scanner = row.scanner.replace("_", " ")
-    spacing = store.preprocessing.target_spacing
-    picture = prepared_picture(arrays.voxels[0], spacing, f"row {row.index}, {scanner}")
+    scanner, spacing = words.plain(row.scanner), store.preprocessing.target_spacing
     doubts = [*row.flags, *([] if row.confident else ["tissue band not found with confidence"])]
-    return picture, {
+    return {
+        "picture": prepared_picture(arrays.voxels[0], spacing, f"row {row.index}, {scanner}"),
         "row": row.index,
         "scanner": scanner,
         "eye": eye,
-        "doubts": ", ".join(d.replace("_", " ") for d in doubts),
+        "doubts": ", ".join(map(words.plain, doubts)),
     }

@@ -1,6 +1,6 @@
-"""The trust report in plain words: one finding per question, and never more than its interval allows."""
+"""Findings of the trust report in sentences, one per question, none of which claims more than its interval allows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,11 +39,11 @@ class Finding:
     tone: Tone
     sentence: str
     section: str
-    """Where on the page the numbers are."""
+    """Anchor of the page's section with the numbers."""
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
-    """One per question, in the order of the page."""
+    """One finding per question, in the order of the page."""
     return [
         *_baselines(result),
         _left_out(result),
@@ -66,7 +66,7 @@ def target(name: str) -> str:
 
 
 def digits_of(name: str) -> int:
-    """Errors in the unit of a label need fewer digits than shares."""
+    """Decimals of a metric: fewer for errors in the unit of a label than for shares."""
     return 1 if name in ("mae", "predicted value") else 2
 
 
@@ -80,16 +80,15 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         if any(c["metric"] == "kappa" for c in own):
             metric = "kappa"
         own = [c for c in own if c["metric"] == metric]
-        row = next(
-            r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == (name, reference, metric)
-        )
+        key = name, reference, metric
+        row = next(r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == key)
         people = f"{row['n_test_participants']} participants"
         people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
+        question = f"Does it beat every baseline in {target(name)}?"
         if row["low"] is None:
-            found.append(
-                Finding(_question(name), "inconclusive", f"{text} {row['note']} No comparison is claimed.", "baselines")
-            )
+            text += f" {row['note']} No comparison is claimed."
+            found.append(Finding(question, "inconclusive", text, "baselines"))
             continue
         groups: dict[str, list[str]] = {}
         for c in own:
@@ -99,13 +98,14 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
                 text += f" It is {claim} than {_list(groups[claim])}."
         if "inconclusive" in groups:
             text += f" Against {_list(groups['inconclusive'])} the difference is inconclusive."
-        tone: Tone = "worse" if "worse" in groups else "better" if set(groups) == {"better"} else "inconclusive"
-        found.append(Finding(_question(name), tone, text, "baselines"))
+        found.append(Finding(question, _overall(groups), text, "baselines"))
     return found
 
 
-def _question(name: str) -> str:
-    return f"Does it beat every baseline in {target(name)}?"
+def _overall(claims: Iterable[str]) -> Tone:
+    """Worse if any claim is, better if all are."""
+    claims = set(claims)
+    return "worse" if "worse" in claims else "better" if claims == {"better"} else "inconclusive"
 
 
 def _left_out(result: dict[str, Any]) -> Finding:
@@ -121,17 +121,14 @@ def _left_out(result: dict[str, Any]) -> Finding:
     parts = []
     for c in mean:
         change = f"{NAMES[c['metric']]} {interval(c)}"
-        said = {
-            "worse": f"In {target(c['target'])} it loses: {change}",
-            "better": f"In {target(c['target'])} it gains: {change}",
-            "inconclusive": f"In {target(c['target'])} a loss is neither shown nor excluded: {change}",
-        }[c["claim"]]
+        what = {"worse": "it loses", "better": "it gains", "inconclusive": "a loss is neither shown nor excluded"}
         parts.append(
-            f"{said}, mean over scanners, against a probe fitted on as many participants of the tested scanner."
+            f"In {target(c['target'])} {what[c['claim']]}: {change}, mean over scanners, against a probe fitted on as "
+            "many participants of the tested scanner."
         )
     singles = len([c for c in planned if c["scanner"] is not None])
     if singles:
-        on = _list([f"{_plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in lost])
+        on = _list([f"{plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in lost])
         parts.append(
             f"Scanner by scanner, {len(lost)} of {singles} comparisons show a loss{f': {on}' if lost else ''}."
         )
@@ -161,17 +158,12 @@ def _domains(result: dict[str, Any]) -> Finding:
     stands = [c for c in single if c["claim"] != "inconclusive"]
     if single:
         which = _list(
-            [f"{c['claim']} on {_plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in stands]
+            [f"{c['claim']} on {plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in stands]
         )
         parts.append(
             f"Scanner by scanner {len(stands)} of {len(single)} differences stand{f': {which}' if stands else ''}."
         )
-    tone: Tone = "inconclusive"
-    if len(tones) == 1:
-        tone = tones.pop()
-    elif "worse" in tones:
-        tone = "worse"
-    return Finding(question, tone, " ".join(parts), "domains")
+    return Finding(question, _overall(tones), " ".join(parts), "domains")
 
 
 def _same_eye(result: dict[str, Any]) -> list[Finding]:
@@ -181,8 +173,8 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
     reference, parts = result["reference"], []
     for row in [r for r in part["agreement"] if r["encoder"] == reference]:
         parts.append(
-            f"The {row['quantity']} in {target(row['target'])} agrees with ICC(1,1) {interval(row)} over {row['n_eyes']} eyes of "
-            f"{row['n_participants']} participants."
+            f"The {row['quantity']} in {target(row['target'])} agrees with ICC(1,1) {interval(row)} over "
+            f"{row['n_eyes']} eyes of {row['n_participants']} participants."
         )
     limits = [p for p in part["pairs"] if p["bland_altman"] and p["quantity"] == "predicted value"]
     if limits:
@@ -191,28 +183,24 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
         sure = (b["bias"]["low"] or 0) > 0 or (b["bias"]["high"] or 0) < 0
         text = f"{interval(b['bias'], digits=1)}" + ("" if sure else ", which includes no offset")
         parts.append(
-            f"The largest mean offset of {_plain(worst['target'])} is between {_plain(worst['a'])} and {_plain(worst['b'])}: {text}; "
-            f"95\u00a0% of eyes lie between {interval({'estimate': b['lower']['estimate']}, digits=1)} and "
-            f"{interval({'estimate': b['upper']['estimate']}, digits=1)}."
+            f"The largest mean offset of {plain(worst['target'])} is between {plain(worst['a'])} and "
+            f"{plain(worst['b'])}: {text}; 95\u00a0% of eyes lie between {b['lower']['estimate']:.1f} and "
+            f"{b['upper']['estimate']:.1f}."
         )
     parts.append(
         "ICC depends on how different the eyes are; a probe that says one number of every eye would have none."
     )
-    measured = len(parts) > 1
-    found = [
-        Finding(
-            question,
-            "measured" if measured else "none",
-            " ".join(parts) if measured else part["skipped"][0]["sentence"],
-            "same-eye",
-        )
-    ]
+    if len(parts) > 1:
+        found = [Finding(question, "measured", " ".join(parts), "same-eye")]
+    else:
+        found = [Finding(question, "none", part["skipped"][0]["sentence"], "same-eye")]
     own = next((r for r in part["retrieval"] if r["encoder"] == reference), None)
     if own:
         chance, gallery = own["chance"]["first"], own["median_gallery"]
         text = (
-            f"Of {own['n_queries']} scans, a share of {interval(own['first'])} have the same eye first among the tested scans of another "
-            f"scanner (by chance {chance:.3f} of a median {gallery:.0f}); median rank {own['median_rank']:g}."
+            f"Of {own['n_queries']} scans, a share of {interval(own['first'])} have the same eye first among the "
+            f"tested scans of another scanner (by chance {chance:.3f} of a median {gallery:.0f}); median rank "
+            f"{own['median_rank']:g}."
         )
         text, tone = _against(text, [c for c in part["comparisons"] if c["metric"] == "reciprocal_rank"])
         found.append(Finding("Does it find the same eye on another scanner?", tone, text, "same-eye"))
@@ -220,6 +208,7 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
 
 
 def _against(text: str, compared: Sequence[dict[str, Any]]) -> tuple[str, Tone]:
+    """The text with what the comparisons claim, and their overall tone."""
     groups: dict[str, list[str]] = {}
     for c in compared:
         groups.setdefault(c["claim"], []).append(named(c["b"]))
@@ -228,7 +217,7 @@ def _against(text: str, compared: Sequence[dict[str, Any]]) -> tuple[str, Tone]:
             text += f" That is {claim} than {_list(groups[claim])}."
     if "inconclusive" in groups:
         text += f" Against {_list(groups['inconclusive'])} it is inconclusive."
-    return text, "worse" if "worse" in groups else "better" if set(groups) == {"better"} else "inconclusive"
+    return text, _overall(groups)
 
 
 def _subgroups(result: dict[str, Any]) -> Finding:
@@ -241,8 +230,9 @@ def _subgroups(result: dict[str, Any]) -> Finding:
     text = f"{len(stands)} of {len(planned)} gaps stand after Holm"
     if stands:
         text += ": " + "; ".join(
-            f"{c['claim']} for {c['group']} {_plain(c['value'])} than for {_plain(c['against'])} in {target(c['target'])} "
-            f"({NAMES[c['metric']].removesuffix(' (less is better)')} {interval(c, digits=digits_of(c['metric']))})"
+            f"{c['claim']} for {c['group']} {plain(c['value'])} than for {plain(c['against'])} in "
+            f"{target(c['target'])} ({NAMES[c['metric']].removesuffix(' (less is better)')} "
+            f"{interval(c, digits=digits_of(c['metric']))})"
             for c in stands
         )
     text += "."
@@ -266,12 +256,10 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
             found.append(Finding(question, "inconclusive", f"{text} {row['note']}", "calibration"))
             continue
         wrong = row["verdict"] in ("overconfident", "underconfident")
-        says = (
-            f"It is {row['verdict']}"
-            if wrong
-            else "No miscalibration is shown, which is not the same as being calibrated"
-        )
-        text += f" {says}: it is {row['mean_confidence']:.0%} sure on average and {row['accuracy']:.0%} of its answers are right."
+        verdict = "No miscalibration is shown, which is not the same as being calibrated"
+        text += f" It is {row['verdict']}" if wrong else f" {verdict}"
+        sure, right = f"{row['mean_confidence']:.0%}", f"{row['accuracy']:.0%}"
+        text += f": it is {sure} sure on average and {right} of its answers are right."
         found.append(Finding(question, "worse" if wrong else "inconclusive", text, "calibration"))
     return found
 
@@ -287,24 +275,15 @@ def _leakage(result: dict[str, Any]) -> Finding:
     )
     if row["low"] is None:
         return Finding(question, "inconclusive", f"{text} {row['note']}", "leakage")
-    told = row["low"] > row["chance"]
-    text += (
-        " Whatever is confounded with the scanner can be learned through it."
-        if told
-        else " More than guessing is not shown."
-    )
-    text, tone = _less(text, [c for c in part["comparisons"] if c["planned"]])
-    return Finding(
-        question, "worse" if told and tone == "worse" else "bad" if told else "inconclusive", text, "leakage"
-    )
-
-
-def _less(text: str, compared: Sequence[dict[str, Any]]) -> tuple[str, Tone]:
-    """Leakage: better is less."""
-    more, less = ([named(c["b"]) for c in compared if c["claim"] == claim] for claim in ("worse", "better"))
+    leaks = row["low"] > row["chance"]
+    text += " Whatever is confounded with the scanner can be learned through it." if leaks else ""
+    text += " More than guessing is not shown." if not leaks else ""
+    planned = [c for c in part["comparisons"] if c["planned"]]
+    more, less = ([named(c["b"]) for c in planned if c["claim"] == claim] for claim in ("worse", "better"))
     text += f" It leaks more than {_list(more)}." if more else ""
     text += f" It leaks less than {_list(less)}." if less else ""
-    return text, "worse" if more else "better" if less else "inconclusive"
+    tone: Tone = ("worse" if more else "bad") if leaks else "inconclusive"
+    return Finding(question, tone, text, "leakage")
 
 
 def _neighbours(result: dict[str, Any]) -> Finding:
@@ -314,33 +293,30 @@ def _neighbours(result: dict[str, Any]) -> Finding:
     rows = [r for r in part["results"] if r["encoder"] == result["reference"]]
     parts = []
     for r in rows:
-        what = "the scanner" if r["leakage"] else f"the class of {_plain(r['target'])}"
-        parts.append(
-            f"Of the five nearest scans of other participants, {interval(r)} share {what} (by chance {r['chance']:.2f})."
-        )
+        what = "the scanner" if r["leakage"] else f"the class of {plain(r['target'])}"
+        chance = f"by chance {r['chance']:.2f}"
+        parts.append(f"Of the five nearest scans of other participants, {interval(r)} share {what} ({chance}).")
     tones: set[Tone] = set()
     planned = [c for c in part["comparisons"] if c["planned"]]
     for name in dict.fromkeys(c["target"] for c in planned):
         text, tone = _against("", [c for c in planned if c["target"] == name])
         text = text.strip()
-        parts.append(f"For the class of {_plain(name)}: {text[:1].lower()}{text[1:]}")
+        parts.append(f"For the class of {plain(name)}: {text[:1].lower()}{text[1:]}")
         tones.add(tone)
-    whole: Tone = (
-        "worse" if "worse" in tones else "better" if tones == {"better"} else "inconclusive" if tones else "measured"
-    )
-    return Finding(question, whole, " ".join(parts), "neighbours")
+    return Finding(question, _overall(tones) if tones else "measured", " ".join(parts), "neighbours")
 
 
 def _copies(result: dict[str, Any]) -> Finding:
     question, part = "Is a tested scan in the training data under another name?", result["copies"]
     exact, near = len(part["exact"]), len(part["near"])
     if exact or near:
-        text = f"{exact} pairs hold the same voxels and {near} more the same speckle, across the split or under two participants."
-        return Finding(question, "bad", f"{text} Results above are too good until they are removed.", "copies")
+        text = f"{exact} pairs hold the same voxels and {near} more the same speckle, across the split or under two "
+        text += "participants. Results above are too good until they are removed."
+        return Finding(question, "bad", text, "copies")
     known = f"{part['fingerprints']} of the volumes have a fingerprint of their file"
     highest = f"highest correlation {part['highest_correlation']:.2f}, threshold {part['threshold']:.2f}"
-    text = f"No pair has the same voxels ({known}), and of {part['looked_at']} pairs that the vectors suspect none has the same speckle"
-    text += f" ({highest})."
+    text = f"No pair has the same voxels ({known}), and of {part['looked_at']} pairs that the vectors suspect none has "
+    text += f"the same speckle ({highest})."
     return Finding(question, "ok", f"{text} A copy that the vectors do not suspect would be missed.", "copies")
 
 
@@ -349,5 +325,5 @@ def _list(items: Sequence[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1] if items else ""
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     return str(name).replace("_", " ")
