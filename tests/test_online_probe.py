@@ -52,13 +52,13 @@ def test_no_target_no_probe(store):
 def test_F12_a_test_participant_never_chooses_a_checkpoint(store, labels):
     test_rows = select(store, "test")
     for train, held_out in ((test_rows, select(store, "val")), (select(store, "train"), test_rows)):
-        with pytest.raises(ConfigError, match=r"of split test, expected (train|val): it would leak"):
+        with pytest.raises(ConfigError, match=r"of split test, expected (train|val): that would leak"):
             find_cases(OnlineProbeConfig(target="depth", labels=str(labels)), store, train, held_out)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"target": "nothing"}, r"0 training and 0 validation volumes .* set probe\.labels, or one of the store's own: study_group"),
+    [({"target": "nothing"}, r"0 training and 0 validation volumes .* set probe\.labels, or choose a label of the store: study_group"),
      ({"target": "study_group"}, "every training volume has the label healthy")],
 )  # fmt: skip
 def test_a_probe_that_cannot_be_made_is_named(store, settings, message):

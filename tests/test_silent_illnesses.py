@@ -190,7 +190,7 @@ def test_fixed_masks_are_named(store, tmp_path, monkeypatch, of):
     """The same numbers are drawn for every volume, or the first step's masks are kept."""
     if of == "generators":
         monkeypatch.setattr(
-            inputs, "generators", lambda seed, stream, at: [np.random.default_rng((seed, stream)) for _ in at]
+            inputs, "generators", lambda seed, stream, at, *view: [np.random.default_rng((seed, stream)) for _ in at]
         )
     else:
         sample, kept = inputs.sample_masks, []
@@ -207,7 +207,7 @@ def test_fixed_masks_are_named(store, tmp_path, monkeypatch, of):
 def test_fixed_masks_are_named_before_step_0(store, monkeypatch):
     chosen = choose(store, "train")
     assert objective.masks_change(config(), store, chosen).status == "PASS"
-    monkeypatch.setattr(inputs, "generators", lambda seed, stream, at: [np.random.default_rng(seed) for _ in at])
+    monkeypatch.setattr(inputs, "generators", lambda seed, stream, at, *view: [np.random.default_rng(seed) for _ in at])
     assert objective.masks_change(config(), store, chosen).status == "FAIL"
 
 
@@ -228,7 +228,7 @@ def test_an_order_that_repeats_volumes_is_named_before_step_0(store, monkeypatch
     chosen = choose(store, "train")
     assert data.order(config(), store, chosen).status == "PASS"
     few = data.order(config(), store, chosen[:3])
-    assert few.status == "WARN" and "3 volumes to train on and 4 in a batch" in few.measured
+    assert few.status == "WARN" and "3 training volumes for batches of 4" in few.measured
     single = {"global_batch_size": 1, "per_device_batch_size": 1}
     orders = [data.order(config(data=single, seed=seed), store, chosen[:4]) for seed in range(40)]
     assert {found.status for found in orders} == {"PASS"}, "the last of an epoch may be the first of the next"

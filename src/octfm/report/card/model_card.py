@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from octfm.evaluation.scoring import HEADLINE
 from octfm.io.location import Location, write_whole
 from octfm.report import words
 from octfm.report.card.paper import bibtex, setting, shareable_run
