@@ -179,7 +179,7 @@ STRANGERS = {
     "negative workers": ("scan", "--workers=-1", r"'--workers': Input should be greater than or equal to 0"),
     "an age that is none": ("trust", "--age-bands=nan,nan", r"--age-bands: expected years in ascending order"),
     "a date for a number": ("finetune", "epochs=2024-01-01", r"epochs: .* got '2024-01-01'"),
-    "a scan of a terabyte": ("phantom", "--size=10000x10000x10000", r"has 1,000\.0 GB; the most is 0\.5 GB"),
+    "a scan of a terabyte": ("phantom", "--size=10000x10000x10000", r"take 1,000\.0 GB; at most 0\.5 GB"),
     "no distance": ("view", "--spacing=0,0,0", r"--spacing: expected dz,dy,dx in millimetres"),
     "a config that contains itself": ("pretrain", "{recursive}", r"line 1: a value that contains itself"),
     "a billion laughs": ("doctor", "{laughs}", r"expands to more than 100,000 values"),

@@ -206,7 +206,7 @@ def test_null_cohort_has_the_same_labels_and_no_disease(tmp_path):
 def test_bad_requests_say_what_to_do_and_leave_nothing_behind(tmp_path):
     (tmp_path / "there").mkdir()
     for arguments, words in (
-        ({"out": tmp_path / "there"}, "exists already"),
+        ({"out": tmp_path / "there"}, "already exists"),
         ({"scanners": ["zeiss"]}, "unknown scanner zeiss; known:"),
         ({"diagnoses": ["amd"]}, "unknown diagnosis amd; known: healthy, drusen"),
         ({"participants": 0}, "at least 1 participant"),

@@ -1,7 +1,8 @@
 """Synthetic retinal OCT volumes ("phantoms") with known anatomy, disease and geometry.
 
-An `Eye` has anatomy, vessels and lesions as functions of en-face position; a `Scanner` renders it into a Volume with its
-GroundTruth. `write_phantom` writes a cohort of DICOM files in the layout of AI-READI. docs/phantom.md has the validation.
+An `Eye` has anatomy, vessels and lesions as functions of en-face position; a `Scanner` renders it into a Volume with
+its GroundTruth. `write_phantom` writes a cohort of DICOM files in the layout of AI-READI. docs/phantom.md has the
+validation.
 """
 
 import numpy as np

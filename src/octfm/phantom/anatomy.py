@@ -1,9 +1,9 @@
-"""A healthy eye as functions of en-face position: thickness of every retinal layer and the choroid, shape of Bruch's membrane.
+"""A healthy eye as functions of en-face position: thickness of retinal layers and choroid, shape of Bruch's membrane.
 
-Coordinates are millimetres from the foveal centre, x nasal (towards the optic disc), y superior, in right and left eyes alike:
-the left eye is mirrored only when it is scanned (render.en_face_positions). As everything is a function of position, one eye
-can be scanned on any grid. It is computed in float64 and rounded to float32 at the end, so that CPUs whose vector units differ
-in the last bit give the same bytes.
+Coordinates are millimetres from the foveal centre, x nasal (towards the optic disc), y superior, in right and left eyes
+alike: the left eye is mirrored only when it is scanned (render.en_face_positions). As everything is a function of
+position, one eye can be scanned on any grid. It is computed in float64 and rounded to float32 at the end, so that CPUs
+whose vector units differ in the last bit give the same bytes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ LAYERS = (
     "drusen",
     "choroid",
 )
-"""From the vitreous outwards. `onl` includes Henle's fibre layer; `subretinal_fluid` and `drusen` are 0 µm in a healthy eye."""
+"""From the vitreous outwards. `onl` includes Henle's fibre layer; `subretinal_fluid` and `drusen` are 0 µm in a
+healthy eye."""
 SURFACES = (
     "ilm",
     "nfl_gcl",
@@ -50,10 +51,10 @@ DISC_MM = (4.5, 0.35)
 DISC_RADIUS_MM = (0.82, 0.92)
 """Horizontal and vertical radius of a disc of mean area, 2.4 mm²."""
 
-# (floor, rim, periphery) of each inner layer in µm, the parameters of `pit`. They are set so that the ETDRS means of a normal
-# eye match those published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al. 2017,
-# PMC5498048, 297 eyes), rings 326 and 282 in older women (CAREDS2, PMC7910637). Other layers have approximate literature
-# values. tests/test_phantom.py checks the result against normative.py.
+# (floor, rim, periphery) of each inner layer in µm, the parameters of `pit`. They are set so that the ETDRS means of a
+# normal eye match those published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al.
+# 2017, PMC5498048, 297 eyes), rings 326 and 282 in older women (CAREDS2, PMC7910637). Other layers have approximate
+# literature values. tests/test_phantom.py checks the result against normative.py.
 _PIT = {"gcl": (2.0, 84.0, 36.0), "ipl": (9.0, 56.0, 24.0), "inl": (8.0, 44.0, 26.0), "opl": (17.0, 29.0, 12.0)}
 # Layers whose thickness varies irregularly across the macula.
 _WAVY = ("nfl", "gcl", "ipl", "inl", "opl", "onl", "outer_segment", "choroid")
@@ -129,8 +130,8 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
     """
     z_shared, z_own = shared.standard_normal(len(_TRAITS)), own.standard_normal(len(_TRAITS))
     z = dict(zip(_TRAITS, np.clip(0.95 * z_shared + 0.31 * z_own, -2.5, 2.5), strict=True))
-    # Change per year of age relative to 60: inner layers lose 0.1-0.3 % (significant in GCL and IPL: PMC5963176), the choroid
-    # about 1.5 µm (Margolis & Spaide 2009).
+    # Change per year of age relative to 60: inner layers lose 0.1-0.3 % (significant in GCL and IPL: PMC5963176), the
+    # choroid about 1.5 µm (Margolis & Spaide 2009).
     aging = {"nfl": -0.002, "gcl": -0.003, "ipl": -0.002, "inl": -0.001}
     spread = {"nfl": 0.10, "gcl": 0.07, "ipl": 0.06, "inl": 0.06, "opl": 0.09, "onl": 0.08, "outer_segment": 0.06}
     scale = {
@@ -148,7 +149,8 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
         curvature_um_per_mm2=float(8 + 5 * z["curvature"]),
         choroid_um=float(np.clip(270 + 65 * z["choroid"] - 1.5 * (age - 60), 110, 460)),
         choroid_nasal_loss=float(np.clip(0.12 + 0.03 * z["choroid_decay"], 0.04, 0.2)),
-        # Partial detachment is common from middle age on. The hyaloid is a decoy for segmentation: a line that is not the ILM.
+        # Partial detachment is common from middle age on. The hyaloid is a decoy for segmentation: a line that is not
+        # the ILM.
         hyaloid_um=float(150 + 70 * abs(z["hyaloid"])) if z["hyaloid"] > 0.6 else 0.0,
         texture={name: waves(own, (0.5, 3.0)) for name in (*_WAVY, "bm", "csi")},
     )
@@ -157,8 +159,9 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
 def pit(r_mm: np.ndarray, anatomy: Anatomy, floor: float, rim: float, periphery: float) -> np.ndarray:
     """Thickness in µm of an inner layer at distance r from the foveal centre.
 
-    The radial model of Scheibe et al. 2014 (Exp Eye Res 119:19-26), µ σ² r^γ exp(-µ r^γ) + α (1 - exp(-µ r^γ)), applied to
-    each inner layer instead of the whole retina: `rim` is σ², `periphery` is α, and u = µ r^γ is 1 at the pit radius.
+    The radial model of Scheibe et al. 2014 (Exp Eye Res 119:19-26), µ σ² r^γ exp(-µ r^γ) + α (1 - exp(-µ r^γ)), applied
+    to each inner layer instead of the whole retina: `rim` is σ², `periphery` is α, and u = µ r^γ is 1 at the pit
+    radius.
     """
     u = (r_mm / anatomy.pit_radius_mm) ** anatomy.pit_shape
     decay = np.exp(-u)
@@ -227,6 +230,7 @@ def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.nda
 
 
 def bruch_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """Depth in µm of Bruch's membrane relative to the fovea; negative (towards the vitreous) in the periphery of the globe."""
+    """Depth in µm of Bruch's membrane relative to the fovea; the curved globe makes it negative (anterior) further
+    out."""
     bowl = -anatomy.curvature_um_per_mm2 * (x_mm**2 + y_mm**2)
     return bowl + 4 * anatomy.texture["bm"](x_mm, y_mm)

@@ -1,7 +1,7 @@
 """The participants of a phantom cohort: age, disease and severity of each eye, study group, split and scanners.
 
-Everything is drawn from the cohort's seed. Diagnoses are balanced against scanners, splits and ages, so that none of these
-predicts a diagnosis.
+Everything is drawn from the cohort's seed. Diagnoses are balanced against scanners and splits, and ages have the same
+distribution in all of them, so that none of these predicts a diagnosis.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ STUDY_GROUPS = (
 )
 SITES = ("UW", "UAB", "UCSD")
 SPLITS = ("train", "val", "test")
-# Probability of each study group given the diagnosis: oedema needs diabetes, but most people with diabetes have no oedema;
-# preretinal fibrosis is commoner with diabetes (odds ratio 3.2 in the Blue Mountains Eye Study, Mitchell et al. 1997,
-# PMID 9186446).
+# Probability of each study group given the diagnosis: oedema needs diabetes, but most people with diabetes have no
+# oedema; preretinal fibrosis is commoner with diabetes (odds ratio 3.2 in the Blue Mountains Eye Study, Mitchell et al.
+# 1997, PMID 9186446).
 _GROUP_GIVEN_DIAGNOSIS = {
     "healthy": (0.40, 0.25, 0.22, 0.13),
     "drusen": (0.36, 0.25, 0.25, 0.14),
@@ -33,15 +33,15 @@ _GROUP_GIVEN_DIAGNOSIS = {
     "macular_hole": (0.38, 0.26, 0.23, 0.13),
     "glaucoma": (0.36, 0.26, 0.24, 0.14),
 }
-# Share of participants with the disease in both eyes: 11.7 % for holes (McCannel et al. 2009, PMC2867090), 31 % for membranes
-# (Mitchell et al. 1997). All other diagnoses are bilateral.
+# Share of participants with the disease in both eyes: 11.7 % for holes (McCannel et al. 2009, PMC2867090), 31 % for
+# membranes (Mitchell et al. 1997). All other diagnoses are bilateral.
 _BILATERAL = {"epiretinal_membrane": 0.31, "macular_hole": 0.12}
 # Standard deviation of an eye's severity around the participant's; 0.15 for the other diagnoses.
 _ASYMMETRY = {"glaucoma": 0.22}
 # Participants are drawn in shuffled blocks, so that every prefix of a cohort is about 40 % healthy.
 _SICK_PER_BLOCK, _HEALTHY_PER_SICK = 12, 2 / 3
-# Ages have the same distribution with and without disease, as in a matched case-control study; otherwise the thinning and the
-# drupelets of age alone would predict the diagnosis. Old enough for atrophy and holes.
+# Ages have the same distribution with and without disease, as in a matched case-control study; otherwise the thinning
+# and the drupelets of age alone would predict the diagnosis. Old enough for atrophy and holes.
 _AGE, _AGE_SPREAD, _YOUNGEST, _OLDEST = 66, 8, 50, 88
 
 
@@ -78,8 +78,8 @@ def draw_cohort(
 ) -> tuple[Participant, ...]:
     """Draw the cohort of this seed; a longer cohort begins with the shorter one.
 
-    Diagnoses and scanners are balanced against each other, and splits within each diagnosis. `second_scanner` is the share of
-    participants scanned on two instruments, `fractions` the shares of train, val and test.
+    Diagnoses and scanners are balanced against each other, and splits within each diagnosis. `second_scanner` is the
+    share of participants scanned on two instruments, `fractions` the shares of train, val and test.
     """
     people = []
     block = _block(diagnoses)
@@ -140,8 +140,8 @@ def _block(diagnoses: Sequence[str]) -> tuple[str, ...]:
 def _scanner_order(seed: int, diagnosis: str, turn: int, scanners: Sequence[str]) -> list[str]:
     """Scanners of the `turn`-th participant with this diagnosis, the first one first.
 
-    Participants of one diagnosis rotate through all scanners, in a new random order every round, so that neither diagnosis nor
-    split predicts the scanner.
+    Participants of one diagnosis rotate through all scanners, in a new random order every round, so that neither
+    diagnosis nor split predicts the scanner.
     """
     cycle, at = divmod(turn, len(scanners))
     shuffled = np.random.default_rng([seed, 13, DIAGNOSES.index(diagnosis), cycle]).permutation(len(scanners))
@@ -160,7 +160,7 @@ def _eyes(rng: np.random.Generator, diagnosis: str) -> tuple[dict[Laterality, st
 
 
 def _furthest_behind(counts: dict[tuple[str, str], int], diagnosis: str, fractions: tuple[float, float, float]) -> str:
-    """The split that is furthest below its share: the sum of its deficits within this diagnosis and in the whole cohort."""
+    """The split furthest below its share, within this diagnosis and in the whole cohort together."""
     own = sum(counts[diagnosis, s] for s in SPLITS) + 1
     everyone = sum(counts.values()) + 1
 

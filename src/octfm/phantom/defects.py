@@ -1,6 +1,7 @@
 """Defective DICOM files of the kinds found in archives, each with the reason code that `octfm scan` must report.
 
-Most kinds have several forms, one of them drawn at random: a reader that handles only the commonest form fails the tests.
+Most kinds have several forms, one of them drawn at random: a reader that handles only the commonest form fails the
+tests.
 """
 
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _other_content(rng: np.random.Generator) -> bytes:
 
 
 def _cut(ds: Dataset, voxels: np.ndarray, rng: np.random.Generator) -> bytes:
-    """Truncate the file anywhere in its encapsulated pixel data: within a fragment, between two, or in the end marker."""
+    """Truncate encapsulated pixel data anywhere: within a fragment, between two, or inside the end marker."""
     set_pixels(ds, voxels, rle=True)
     whole = to_bytes(ds)
     # The header of PixelData: tag (7FE0,0010), VR OB, two reserved bytes, undefined length.

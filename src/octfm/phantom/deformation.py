@@ -1,4 +1,7 @@
-"""What lesions do to the layers of an eye, and where the visible ones lie."""
+"""Effects of lesions on layer thickness (deform), and the position of those that are painted: membranes and cysts.
+
+All positions are in the eye's own frame (anatomy.py): mm from the fovea, x nasal, y superior.
+"""
 
 import numpy as np
 
@@ -6,9 +9,9 @@ from octfm.phantom.anatomy import DISC_MM, LAYER
 from octfm.phantom.pathology import Lesions
 
 _NEUROSENSORY = ("nfl", "gcl", "ipl", "inl", "opl", "onl", "myoid", "ellipsoid", "outer_segment")
-# Share of lost nerve fibres by which each layer thins: axons go altogether, the inner plexiform layer has other cells' processes too.
+# Share of each layer's thickness lost per share of nerve fibres lost. The IPL also holds processes of other cells.
 _NERVE = {"nfl": 1.15, "gcl": 1.0, "ipl": 0.7}
-# At full traction a membrane carries this many µm of each inner layer across the fovea and stretches the outer nuclear layer.
+# µm that a membrane at full traction adds at the fovea: ectopic inner layers and a stretched outer nuclear layer.
 _ECTOPIC_UM = {"nfl": 8.0, "gcl": 26.0, "ipl": 26.0, "inl": 40.0, "opl": 14.0, "onl": 50.0}
 _RIM_MM = 0.24
 """Width over which the edge of a hole is rounded."""
@@ -17,7 +20,7 @@ _CUFF_UM = 125.0
 
 
 def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """The layers [L, ...] with what the lesions add to them, press out of them or take away."""
+    """Layer thickness [L, ...] after all lesions of the eye have thickened, compressed or destroyed layers."""
     layers = thickness_um.copy()
     lost = nerve_loss(lesions, x_mm, y_mm)
     for name, share in _NERVE.items():
@@ -25,42 +28,44 @@ def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: n
 
     atrophic = atrophy(lesions, x_mm, y_mm)
     layers[LAYER["drusen"]] += _domes(lesions.drusen, x_mm, y_mm) * (1 - atrophic)
-    # Photoreceptors over a druse are compressed: little of its height reaches the inner retina.
+    # Drusen compress the photoreceptors above them, so little of their height reaches the inner retina.
     compressed = np.minimum(0.85 * layers[LAYER["drusen"]], 0.6 * layers[LAYER["onl"]])
     layers[LAYER["onl"]] -= compressed
     layers[LAYER["outer_segment"]] *= np.exp(-layers[LAYER["drusen"]] / 120)
-    _waste(lesions, layers, atrophic, x_mm, y_mm)
+    _atrophy_outer_retina(lesions, layers, atrophic, x_mm, y_mm)
 
     swelling = np.zeros(x_mm.shape)
     for x, y, width, peak in lesions.swelling:
         swelling += peak * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * width**2))
     for name, share in (("inl", 0.35), ("opl", 0.2), ("onl", 0.45)):
         layers[LAYER[name]] += share * swelling
-    # A cyst makes its own room; together they push the layer apart, but less than the sum of their heights.
+    # Cysts push their layer apart, where they overlap by the largest of them, not by the sum of their heights.
     for index in np.unique(lesions.cyst_layer).astype(int):
         room = np.zeros(x_mm.shape)
         for x, y, radius, half_height in lesions.cysts[lesions.cyst_layer == index]:
-            room = np.maximum(
-                room, half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * (1.5 * radius + 0.11) ** 2))
-            )
+            width = 1.5 * radius + 0.11
+            room = np.maximum(room, half_height * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * width**2)))
         layers[index] += room
     layers[LAYER["subretinal_fluid"]] += _domes(lesions.subretinal, x_mm, y_mm)
-    _pull(lesions, layers, x_mm, y_mm)
-    _open(lesions, layers, x_mm, y_mm)
+    _contract_membrane(lesions, layers, x_mm, y_mm)
+    _open_hole(lesions, layers, x_mm, y_mm)
     return layers
 
 
 def nerve_loss(lesions: Lesions, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
     """Share of nerve fibres lost at each position, in [0, 1).
 
-    Arcs leave the disc steeply, bend around the fovea and end at the horizontal raphe, like the vessels' arcades and the traced bundles of
-    Jansonius et al. 2009 (PMC2848177); a bundle is known by the height of its arc, and none crosses the raphe.
+    Bundles leave the disc steeply, arch around the fovea and end at the horizontal raphe, which none crosses, as traced
+    by Jansonius et al. 2009 (PMC2848177). The vessel arcades (vessels.py) follow the same curves. A bundle is
+    identified by the height of its arc.
     """
     lost = np.full(x_mm.shape, lesions.diffuse_loss)
     if len(lesions.bundles) == 0:
         return lost
     t = np.clip((DISC_MM[0] - x_mm) / 8.0, 0.01, 1.1) ** (1 / 1.15)
     above = y_mm - DISC_MM[1] * np.clip(x_mm / DISC_MM[0], 0, 1)
+    # Height of the arc through each position: the curve of a vessel arcade with a reach of 8 mm, solved for its height
+    # above a base line that descends from the disc to the raphe.
     height = np.abs(above) / ((1 - np.exp(-t / 0.13)) * (1 - 0.3 * t**2))
     for hemifield, arc, width, share in lesions.bundles:
         within = 0.5 * (1 + np.tanh(hemifield * above / 0.06))
@@ -69,20 +74,24 @@ def nerve_loss(lesions: Lesions, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarr
 
 
 def atrophy(lesions: Lesions, x_mm: np.ndarray, y_mm: np.ndarray, border_mm: float = 0.06) -> np.ndarray:
-    """Completeness in [0, 1] of the loss of RPE and photoreceptors at each position, falling to 0 over `border_mm`."""
+    """Completeness in [0, 1] of the loss of RPE and photoreceptors at each position; it falls to 0 over `border_mm`."""
     lost = np.zeros(x_mm.shape)
     if len(lesions.atrophy) == 0 or lesions.outline is None:
         return lost
-    wander = lesions.outline(x_mm, y_mm)
+    irregularity = lesions.outline(x_mm, y_mm)
     for x, y, radius, complete in lesions.atrophy:
-        inside = radius + min(0.2 * radius, 0.09) * wander - np.hypot(x_mm - x, y_mm - y)
+        inside = radius + min(0.2 * radius, 0.09) * irregularity - np.hypot(x_mm - x, y_mm - y)
         lost = np.maximum(lost, complete * np.clip(inside / border_mm + 0.5, 0, 1))
     return lost
 
 
-def _waste(lesions: Lesions, layers: np.ndarray, atrophic: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> None:
-    """Where the RPE dies so do the photoreceptors, within 60 µm of the border; what lies above sinks in over fifteen times that distance,
-    and the outer nuclear layer makes up the difference."""
+def _atrophy_outer_retina(
+    lesions: Lesions, layers: np.ndarray, atrophic: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray
+) -> None:
+    """Remove RPE and photoreceptors within the atrophy, whose border is 60 µm wide.
+
+    The layers above sink in over a border fifteen times as wide; the outer nuclear layer makes up the difference.
+    """
     if len(lesions.atrophy) == 0:
         return
     wide = atrophy(lesions, x_mm, y_mm, 0.9)
@@ -96,7 +105,7 @@ def _waste(lesions: Lesions, layers: np.ndarray, atrophic: np.ndarray, x_mm: np.
 
 
 def membrane_um(lesions: Lesions, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(thickness of the epiretinal membrane, width of the gap between it and the ILM), both 0 where there is none.
+    """Thickness of the epiretinal membrane and width of the gap between it and the ILM, in µm; 0 where there is none.
 
     A taut membrane rests on the crests of the folds and bridges the troughs.
     """
@@ -110,15 +119,15 @@ def membrane_um(lesions: Lesions, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[n
     return thickness, gap
 
 
-def _pull(lesions: Lesions, layers: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> None:
-    """Contraction of a membrane: folds under it, thickening, and inner layers drawn across the fovea."""
+def _contract_membrane(lesions: Lesions, layers: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> None:
+    """Fold and thicken the retina under a contracting membrane, and draw inner layers across the fovea."""
     if len(lesions.membrane) == 0 or lesions.wrinkles is None:
         return
     folds = np.clip(lesions.wrinkles(x_mm, y_mm), -1.8, 1.8)
     r = np.hypot(x_mm, y_mm)
     for x, y, radius, _ in lesions.membrane:
         under = np.exp(-((np.hypot(x_mm - x, y_mm - y) / radius) ** 4))
-        # The pit goes first (stage 2 is the outer nuclear layer), the ectopic inner layers come late.
+        # The pit is lost first, as the outer nuclear layer stretches (stage 2); ectopic inner layers follow (stage 3).
         early, late = np.clip(2 * lesions.traction, 0, 1), np.clip(1.6 * lesions.traction - 0.6, 0, 1)
         for name, um in _ECTOPIC_UM.items():
             amount = early if name == "onl" else 0.35 * early + 0.65 * late
@@ -129,15 +138,18 @@ def _pull(lesions: Lesions, layers: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarr
             layers[LAYER[name]] *= 1 + (0.05 + 0.13 * lesions.traction) * folds * under
 
 
-def _open(lesions: Lesions, layers: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> None:
-    """A hole through the neurosensory retina with rounded rims, its edge lifted from the RPE by a cuff of fluid; or its first stage."""
+def _open_hole(lesions: Lesions, layers: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> None:
+    """Open a hole with rounded rims in the neurosensory retina, its edge lifted from the RPE by a cuff of fluid.
+
+    In stage 1 (`lesions.roof`) only the photoreceptors are missing.
+    """
     for x, y, gap, cuff in lesions.hole:
         r = np.hypot(x_mm - x, y_mm - y)
         if lesions.roof:
             for name in ("myoid", "ellipsoid", "outer_segment"):
                 layers[LAYER[name]] *= np.clip((r - gap) / 0.04 + 0.5, 0, 1)
             continue
-        # A quarter circle: the walls are steep at the gap and level out at the rim.
+        # The wall is a quarter circle: steep at the gap, level at the rim.
         t = np.clip((r - gap) / _RIM_MM, 0, 1)
         present = np.sqrt(1 - (1 - t) ** 2)
         for name in _NEUROSENSORY:
@@ -147,7 +159,7 @@ def _open(lesions: Lesions, layers: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarr
 
 
 def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """Height in µm of rounded elevations; where they overlap the higher one counts, so confluent drusen do not tower."""
+    """Height in µm of rounded elevations; where they overlap the higher one counts, so confluent drusen stay low."""
     height = np.zeros(x_mm.shape)
     for x, y, radius, peak in table:
         inside = np.clip(1 - ((x_mm - x) ** 2 + (y_mm - y) ** 2) / radius**2, 0, 1)
@@ -158,9 +170,9 @@ def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
 def cyst_spans(
     lesions: Lesions, surfaces_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray
 ) -> list[tuple[np.ndarray, ...]]:
-    """Per cyst: the en-face index arrays (d, w) of its footprint, and top and bottom depth in µm there.
+    """For each cyst, index arrays (d, w) of the A-scans through it, and the depth in µm of its top and bottom there.
 
-    A cyst is an ellipsoid around the middle of its layer, kept between IPL and ELM.
+    A cyst is an ellipsoid around the middle of its layer, clipped to lie between IPL and ELM.
     """
     spans = []
     inner, outer = surfaces_um[LAYER["ipl"] + 1] + 3, surfaces_um[LAYER["onl"] + 1] - 3

@@ -1,7 +1,12 @@
-"""A phantom volume as Ophthalmic Tomography DICOM, with geometry where AI-READI files have it: in the functional groups."""
+"""Write a phantom volume as an Ophthalmic Tomography DICOM file.
+
+As in AI-READI files, geometry is in the shared and per-frame functional groups (PixelMeasures, PlanePosition,
+OphthalmicFrameLocation), not in the top-level attributes.
+"""
 
 import struct
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from pydicom.charset import convert_encodings
@@ -23,15 +28,18 @@ IMPLEMENTATION_UID = generate_uid(entropy_srcs=["octfm phantom implementation"])
 
 
 def uid(*parts: object) -> str:
-    """A UID that is a function of its parts."""
+    """A UID derived from these parts by a hash."""
     return str(generate_uid(entropy_srcs=["octfm phantom", *(str(part) for part in parts)]))
 
 
 def to_dataset(
     volume: Volume, scanner: Scanner, person: Participant, version: str, *, rle: bool | None = None
 ) -> Dataset:
-    """The file of this volume. Orientation is in patient coordinates: columns run to the patient's left, rows to posterior, and
-    frame positions carry superior (+z), so that B-scan order can be recovered."""
+    """The DICOM dataset of this volume, compressed as the scanner does, or as `rle` says.
+
+    Patient coordinates: columns run to the patient's left, rows to posterior. Frame positions give the superior
+    direction (+z), from which readers recover the order of B-scans.
+    """
     frames, rows, columns = volume.shape
     ds = Dataset()
     ds.SpecificCharacterSet = "ISO_IR 192"
@@ -51,7 +59,7 @@ def to_dataset(
     ds.PatientName = f"Phantom^{person.participant}"
     ds.PatientID = person.participant
     ds.PatientBirthDate = ""
-    ds.PatientSex = "M"  # AI-READI files say so of everyone
+    ds.PatientSex = "M"  # as in every AI-READI file
     ds.StudyInstanceUID = uid("study", person.participant)
     ds.SeriesInstanceUID = uid("series", volume.acquisition)
     ds.FrameOfReferenceUID = uid("frame of reference", person.participant, volume.laterality)
@@ -72,10 +80,7 @@ def to_dataset(
     ds.PresentationLUTShape = "IDENTITY"
     ds.SharedFunctionalGroupsSequence = Sequence([_shared(volume)])
     _add_frames(ds, volume)
-    if rle is None:
-        compress(ds, volume.voxels, scanner.compression)
-    else:
-        set_pixels(ds, volume.voxels, rle)
+    compress(ds, volume.voxels, scanner.compression if rle is None else "rle" if rle else "none")
     return ds
 
 
@@ -83,7 +88,7 @@ def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
     compress(ds, voxels, "rle" if rle else "none")
 
 
-# One named encoder each: another library may choose other runs, and the same seed must give the same bytes.
+# One named encoder plugin each: encoders differ in the bytes they write, and the same seed must give the same bytes.
 _ENCODERS = {
     "rle": (RLELossless, RLELosslessEncoder, "pylibjpeg"),
     "jpeg_ls": (JPEGLSLossless, JPEGLSLosslessEncoder, "pyjpegls"),
@@ -91,7 +96,7 @@ _ENCODERS = {
 
 
 def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
-    """Pixel data and the file meta information that says how it is written."""
+    """Set the pixel data, and the file meta information with its transfer syntax."""
     meta = FileMetaDataset()
     meta.FileMetaInformationVersion = b"\x00\x01"
     meta.MediaStorageSOPClassUID = ds.SOPClassUID
@@ -104,13 +109,9 @@ def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
         ds.PixelData = voxels.tobytes()
     else:
         meta.TransferSyntaxUID, encoder, plugin = _ENCODERS[compression]
-        options = {
-            "rows": voxels.shape[1],
-            "columns": voxels.shape[2],
-            "number_of_frames": 1,
-            "photometric_interpretation": "MONOCHROME2",
-        }
-        options |= {"samples_per_pixel": 1, "bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
+        options: dict[str, Any] = {"rows": voxels.shape[1], "columns": voxels.shape[2], "number_of_frames": 1}
+        options |= {"photometric_interpretation": "MONOCHROME2", "samples_per_pixel": 1}
+        options |= {"bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
         ds.PixelData = encapsulate(
             [encoder.encode(np.ascontiguousarray(f), encoding_plugin=plugin, **options) for f in voxels]
         )
@@ -119,6 +120,7 @@ def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
 
 
 def to_bytes(ds: Dataset) -> bytes:
+    """The file's bytes, explicit VR little endian."""
     buffer = BytesIO()
     ds.save_as(buffer, implicit_vr=False, little_endian=True, enforce_file_format=True)
     return buffer.getvalue()
@@ -144,8 +146,10 @@ def _shared(volume: Volume) -> Dataset:
 
 
 def _add_frames(ds: Dataset, volume: Volume) -> None:
-    """PerFrameFunctionalGroupsSequence as the bytes it is written as: a dozen objects for each of hundreds of B-scans took as long to make
-    and write as the image. Whoever looks at the sequence gets it parsed."""
+    """Set PerFrameFunctionalGroupsSequence as encoded bytes, which pydicom parses on access.
+
+    Built from pydicom objects, a dozen for each of hundreds of B-scans, it took as long to make and write as the image.
+    """
     frames, _, columns = volume.shape
     dz, _, dx = volume.spacing_mm
     left, fundus = _ds(-(columns - 1) / 2 * dx), uid("fundus", volume.acquisition)
@@ -163,18 +167,21 @@ def _add_frames(ds: Dataset, volume: Volume) -> None:
     tag = Tag("PerFrameFunctionalGroupsSequence")
     value = b"".join(map(_item, items))
     ds[tag] = RawDataElement(tag, "SQ", len(value), value, 0, is_implicit_VR=False, is_little_endian=True)
-    ds.set_original_encoding(
-        False, True, convert_encodings(ds.SpecificCharacterSet)
-    )  # as it is written: nothing has to be converted
+    # The encoding in which the file is written, so that pydicom writes the bytes as they are.
+    ds.set_original_encoding(False, True, convert_encodings(ds.SpecificCharacterSet))
 
 
 def _location(superior_mm: float, width_mm: float, fundus: str) -> bytes:
-    """Where the B-scan lies on a 768 x 768 fundus image of 9 mm, rows counted from superior: [row, column] of its first and last A-scan."""
+    """Encoded item of OphthalmicFrameLocationSequence: the B-scan as a line on a fundus image.
+
+    The image has 768 x 768 pixels of 9 mm in all, row 1 superior; coordinates are (row, column) of the first and last
+    A-scan.
+    """
     pixel_mm = 9 / 768
     row = 384.5 - superior_mm / pixel_mm
     reach = width_mm / 2 / pixel_mm
     return (
-        _text(0x00081150, "UI", "1.2.840.10008.5.1.4.1.1.77.1.5.1")
+        _text(0x00081150, "UI", "1.2.840.10008.5.1.4.1.1.77.1.5.1")  # Ophthalmic Photography 8 Bit Image
         + _text(0x00081155, "UI", fundus)
         + _numbers(0x00220032, "FL", "<4f", row, 384.5 - reach, row, 384.5 + reach)
         + _text(0x00220039, "CS", "LINEAR")
@@ -182,15 +189,17 @@ def _location(superior_mm: float, width_mm: float, fundus: str) -> bytes:
 
 
 def _text(tag: int, vr: str, text: str) -> bytes:
-    """An explicit little-endian element (DICOM PS3.5 7.1.2) with a value of even length."""
-    value = text.encode() + (b"\0" if vr == "UI" else b" ") * (len(text) % 2)
-    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), len(value)) + value
+    """A text element, padded to an even length: UIDs with a null byte, others with a space (DICOM PS3.5 6.2)."""
+    return _element(tag, vr, text.encode() + (b"\0" if vr == "UI" else b" ") * (len(text) % 2))
 
 
 def _numbers(tag: int, vr: str, form: str, *numbers: float) -> bytes:
-    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), struct.calcsize(form)) + struct.pack(
-        form, *numbers
-    )
+    return _element(tag, vr, struct.pack(form, *numbers))
+
+
+def _element(tag: int, vr: str, value: bytes) -> bytes:
+    """An explicit VR little-endian element with a 16-bit length (DICOM PS3.5 7.1.2)."""
+    return struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, vr.encode(), len(value)) + value
 
 
 def _sequence(tag: int, item: bytes) -> bytes:
@@ -203,5 +212,5 @@ def _item(content: bytes) -> bytes:
 
 
 def _ds(value: float) -> str:
-    """Decimal string of at most 16 characters."""
+    """Decimal string (DS), at most 16 characters."""
     return f"{value:.8f}".rstrip("0").rstrip(".")

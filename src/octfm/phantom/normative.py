@@ -1,4 +1,4 @@
-"""Published thickness of a normal macula in the nine sectors of the ETDRS grid, and the same of a phantom eye."""
+"""Normal macular thickness in the nine sectors of the ETDRS grid, as published and as measured on a phantom eye."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ SECTORS = (
     "outer inferior",
     "outer temporal",
 )
-"""Within 0.5 mm of the fovea, 0.5 to 1.5 mm, 1.5 to 3 mm."""
+"""The centre reaches 0.5 mm from the fovea, the inner ring 1.5 mm, the outer ring 3 mm."""
 PUBLISHED_UM: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "retina": (
         (257.0, 339.4, 339.6, 335.1, 324.9, 300.4, 317.4, 287.2, 283.8),
@@ -33,7 +33,8 @@ PUBLISHED_UM: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
         (4.4, 3.2, 3.3, 3.3, 3.2, 3.1, 2.7, 2.8, 2.7),
     ),
 }
-"""Mean and standard deviation of each sector in µm, Spectralis: BMC Ophthalmology 2018;18:169 (PMC6042244), table 6."""
+"""Layer -> (mean, standard deviation) of each of SECTORS in µm, on Spectralis: BMC Ophthalmology 2018;18:169
+(PMC6042244), table 6."""
 _PARTS = {name: slice(index, index + 1) for name, index in LAYER.items()} | {
     "retina": slice(0, LAYER["choroid"]),
     "photoreceptors and rpe": slice(LAYER["myoid"], LAYER["choroid"]),
@@ -41,7 +42,7 @@ _PARTS = {name: slice(index, index + 1) for name, index in LAYER.items()} | {
 
 
 def sectors_um(eye: Eye) -> dict[str, np.ndarray]:
-    """[9] mean thickness of each part in PUBLISHED_UM in each of SECTORS, in µm."""
+    """Mean thickness in µm of every part of PUBLISHED_UM in each of SECTORS, [9]."""
     grid = (np.arange(120) + 0.5) / 120 * 6 - 3
     x, y = np.meshgrid(grid, -grid)
     r = np.hypot(x, y)

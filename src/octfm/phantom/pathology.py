@@ -1,7 +1,8 @@
-"""Disease as things with a place and a size in the eye. Sizes and shares are those of the literature; no encoder was asked.
+"""Draw the lesions of an eye: position, size and number by diagnosis and severity.
 
-Severity in [0, 1] scales number and size; below about 0.2 a lesion may be smaller than the distance between B-scans, and the
-layers it changes stay within normal variation, so early disease is hard on purpose. What the lesions do to the layers: deformation.py.
+Sizes and frequencies follow the literature; none was tuned to what an encoder can recognise. Severity in [0, 1] scales
+number and size. Below about 0.2 a lesion may be smaller than the distance between B-scans, and layers stay within
+normal variation: early disease is meant to be hard to detect. deformation.py applies the lesions to the layers.
 """
 
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from octfm.phantom.anatomy import LAYER, Waves, waves
 DIAGNOSES = ("healthy", "drusen", "geographic_atrophy", "dme", "epiretinal_membrane", "macular_hole", "glaucoma")
 """`drusen` is intermediate age-related macular degeneration, `dme` diabetic macular oedema."""
 LESIONS = {"intraretinal_fluid": 1, "subretinal_fluid": 2, "drusen": 3, "atrophy": 4, "membrane": 5, "hole": 6}
-"""Values of the lesion mask; 0 is none. Atrophy is the column from the outer plexiform layer to Bruch's membrane; membrane and hole lie
-above the ILM: the membrane upon it, the hole between its rims. Glaucoma has no lesion, only thinner layers."""
+"""Lesion -> value in the lesion mask, where 0 is none. Atrophy is marked from the outer plexiform layer to Bruch's
+membrane. Membrane and hole lie above the ILM: the membrane upon it, the hole between its rims. Glaucoma marks nothing;
+it only thins layers."""
 
 
 def _none() -> np.ndarray:
@@ -23,7 +25,7 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Lesions:
-    """Positions and radii in mm, heights in µm; an empty array means none."""
+    """All lesions of one eye. Positions and radii in mm, heights in µm; an empty array means none."""
 
     drusen: np.ndarray = field(default_factory=_none)
     """[N, 4]: x, y, radius, height of the RPE elevation."""
@@ -32,36 +34,37 @@ class Lesions:
     cysts: np.ndarray = field(default_factory=_none)
     """[N, 4]: x, y, lateral radius, half height."""
     cyst_layer: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[N]: index of the layer whose middle the cyst sits in."""
+    """[N]: index of the layer that each cyst is centred in."""
     subretinal: np.ndarray = field(default_factory=_none)
-    """[N, 4]: x, y, radius, height of the fluid between photoreceptors and RPE."""
+    """[N, 4]: x, y, radius, height of fluid between photoreceptors and RPE."""
     foci: np.ndarray = field(default_factory=_none)
-    """[N, 4]: x, y, radius, position between IPL (0) and ELM (1) of a hyperreflective focus."""
+    """[N, 4]: x, y, radius, depth from IPL (0) to ELM (1) of a hyperreflective focus."""
     atrophy: np.ndarray = field(default_factory=_none)
     """[N, 4]: x, y, radius, completeness of the loss of RPE and photoreceptors in [0, 1]."""
     membrane: np.ndarray = field(default_factory=_none)
     """[N, 4]: x, y, radius, thickness of an epiretinal membrane."""
     traction: float = 0.0
-    """Of the membrane, in [0, 1]: 0 lies on a normal pit, 1 has pulled the inner layers across the fovea."""
+    """Contraction of the membrane: 0 leaves the foveal pit normal, 1 has drawn the inner layers across the fovea."""
     outline: Waves | None = None
     """Irregularity of the borders of atrophy and membrane."""
     wrinkles: Waves | None = None
     """Folds of the inner retina under a contracting membrane."""
     hole: np.ndarray = field(default_factory=_none)
-    """[N, 4]: x, y, radius of the gap, radius of the detached cuff around it. A stage-1 hole is an outer gap under an intact roof."""
+    """[N, 4]: x, y, radius of the gap, radius of the detached cuff around it."""
     roof: bool = False
-    """The inner layers still bridge the hole."""
+    """Stage 1: only the outer retina has a gap, and the inner layers still bridge it."""
     operculum: bool = False
     """The torn-off roof floats above the hole."""
     bundles: np.ndarray = field(default_factory=_none)
-    """[N, 4]: hemifield (1 superior, -1 inferior), height of the arc, its width, share of nerve fibres lost."""
+    """[N, 4]: hemifield (1 superior, -1 inferior), height and width of a nerve fibre bundle's arc, share of it lost."""
     diffuse_loss: float = 0.0
     """Share of nerve fibres lost everywhere."""
 
 
 def sample_lesions(rng: np.random.Generator, diagnosis: str, severity: float, age: float) -> Lesions:
+    """Draw the lesions of an eye with this diagnosis; drupelets come with age in every eye. Raises ValueError."""
     if diagnosis not in DIAGNOSES:
-        raise ValueError(f"diagnosis {diagnosis!r}: the phantom knows {', '.join(DIAGNOSES)}")
+        raise ValueError(f"unknown diagnosis {diagnosis!r}, expected one of {', '.join(DIAGNOSES)}")
     drupelets = _drupelets(rng, age)
     match diagnosis:
         case "drusen":
@@ -81,6 +84,7 @@ def sample_lesions(rng: np.random.Generator, diagnosis: str, severity: float, ag
 
 
 def _polar(rng: np.random.Generator, radius_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of points at these distances from the fovea, in random directions."""
     angle = rng.uniform(0, 2 * np.pi, len(radius_mm))
     return radius_mm * np.cos(angle), radius_mm * np.sin(angle)
 
@@ -90,16 +94,16 @@ def _table(*columns: np.ndarray) -> np.ndarray:
 
 
 def _drupelets(rng: np.random.Generator, age: float) -> np.ndarray:
-    """Deposits below 63 µm are normal ageing (Ferris et al. 2013), whatever the diagnosis."""
+    """Draw deposits below 63 µm, which are normal ageing (Ferris et al. 2013), for every diagnosis."""
     count = rng.poisson(max(0.0, (age - 45) / 12))
     x, y = _polar(rng, rng.uniform(0.2, 3.0, count))
     return _table(x, y, rng.uniform(0.015, 0.031, count), rng.uniform(4, 12, count))
 
 
 def _drusen(rng: np.random.Generator, severity: float) -> np.ndarray:
-    """Diameters from 63 to 500 µm, heights 20 to 150 µm; larger and more numerous with severity, densest near the fovea."""
+    """Draw drusen of 63 to 500 µm diameter and 20 to 150 µm height, larger and more numerous with severity."""
     count = 5 + rng.poisson(55 * severity)
-    # Drusen cluster: offspring around a few parents.
+    # Drusen cluster, densest near the fovea: offspring around four parents.
     px, py = _polar(rng, np.abs(rng.normal(0, 1.0, 4)))
     parent = rng.integers(0, 4, count)
     x = px[parent] + rng.normal(0, 0.55, count)
@@ -111,13 +115,17 @@ def _drusen(rng: np.random.Generator, severity: float) -> np.ndarray:
 
 
 def _geographic_atrophy(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
-    """Complete atrophy is at least 250 µm wide (Sadda et al. 2018, PMC11366072). Areas of 7.3 ± 6.6 mm² at presentation, two thirds of
-    them multifocal, the fovea involved in 41 % (Monés & Biarnés 2018, doi 10.1167/tvst.7.6.40): here about 0.1 to 14 mm²."""
+    """Draw geographic atrophy of about 0.1 to 14 mm² in all.
+
+    Complete atrophy is at least 250 µm wide (Sadda et al. 2018, PMC11366072). Published areas at presentation are 7.3 ±
+    6.6 mm², two thirds of them multifocal, with the fovea involved in 41 % (Monés & Biarnés 2018, doi
+    10.1167/tvst.7.6.40).
+    """
     count = 1 if rng.random() < 0.33 else 2 + int(rng.poisson(1.5))
     area = 0.06 + 13 * severity**1.8 * np.exp(rng.normal(0, 0.2))
     share = rng.dirichlet(np.full(count, 2.0))
     radius = np.sqrt(np.maximum(share * area, 0.05) / np.pi)
-    # Atrophy begins around the fovea, which it spares for long.
+    # Atrophy begins around the fovea and spares its centre for a long time.
     x, y = _polar(rng, np.abs(rng.normal(0.9, 0.45, count)) + 0.25 * radius)
     complete = np.clip(0.55 + 0.9 * severity + rng.normal(0, 0.1, count), 0.4, 1.0)
     return Lesions(
@@ -128,6 +136,8 @@ def _geographic_atrophy(rng: np.random.Generator, severity: float, drupelets: np
 
 
 def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
+    """Draw diabetic macular oedema: leaks with swelling, cysts and hyperreflective foci around them, subretinal
+    fluid."""
     leaks = 1 + rng.poisson(2.0 * severity)
     # Leaking microaneurysms lie anywhere in the macula; the more severe, the more often the centre is involved.
     fx, fy = _polar(rng, rng.uniform(0.0, 2.0 - 1.1 * severity, leaks))
@@ -141,7 +151,7 @@ def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.nd
     cy = fy[leak] + rng.normal(0, 0.75, count) * width[leak]
     radius = 0.025 + (0.015 + 0.16 * severity) * rng.beta(1.2, 2.4, count)
     half_height = 1000 * radius * rng.uniform(0.45, 1.1, count)
-    # Inner nuclear and Henle's fibre layer hold most cysts; in the outer one they stand upright and grow larger.
+    # Most cysts lie in the inner nuclear and Henle's fibre layer (`onl`); in the latter they are taller.
     layer = rng.choice([LAYER["inl"], LAYER["opl"], LAYER["onl"]], count, p=[0.45, 0.2, 0.35])
     half_height = np.where(layer == LAYER["onl"], 1.25, 1.0) * half_height
     cysts = _table(cx, cy, radius, np.clip(half_height, 12, 150))
@@ -159,8 +169,11 @@ def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.nd
 
 
 def _epiretinal_membrane(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
-    """After the four stages of Govetto et al. 2017 (doi 10.1016/j.ajo.2016.12.006): pit kept; pit lost and outer nuclear layer stretched;
-    inner layers across the fovea; layers disrupted, here by cysts. Contraction folds the retina across its direction."""
+    """Draw an epiretinal membrane; with severity it passes the four stages of Govetto et al. 2017.
+
+    Foveal pit kept; pit lost and outer nuclear layer stretched; inner layers across the fovea; layers disrupted, here
+    by cysts (doi 10.1016/j.ajo.2016.12.006). The retina folds across the direction of contraction.
+    """
     x, y = _polar(rng, np.abs(rng.normal(0, 0.5, 1)))
     traction = float(np.clip(1.15 * severity - 0.08 + rng.normal(0, 0.05), 0.03, 1.0))
     across = rng.uniform(0, np.pi)
@@ -183,8 +196,11 @@ def _epiretinal_membrane(rng: np.random.Generator, severity: float, drupelets: n
 
 
 def _macular_hole(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
-    """Stages after Gass. Narrowest width 400 ± 156 µm over 1,483 operations (Steel et al. 2021, BEAVRS database), at the RPE about
-    twice that. Before it opens there is a foveal pseudocyst and an outer gap."""
+    """Draw a macular hole in the stages of Gass; below a severity of 0.3 a foveal pseudocyst over an outer gap.
+
+    The published minimum width of open holes is 400 ± 156 µm over 1,483 operations (Steel et al. 2021, BEAVRS
+    database), and about twice that at the RPE.
+    """
     x, y = rng.normal(0, 0.05, 1), rng.normal(0, 0.05, 1)
     if severity < 0.3:
         foveal = np.array([0.06 + 0.3 * severity * rng.uniform(0.8, 1.2)])
@@ -214,8 +230,11 @@ def _macular_hole(rng: np.random.Generator, severity: float, drupelets: np.ndarr
 
 
 def _glaucoma(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
-    """Arcuate loss in one hemifield, more often the inferior one (macular vulnerability zone, Hood et al. 2013), in the other later; some
-    loss everywhere. Ganglion cells keep a residual thickness even in severe loss (de A Moura et al. 2012, PMC3443822)."""
+    """Draw glaucoma: arcuate loss of nerve fibres in one hemifield, later in the other, and some diffuse loss.
+
+    The inferior hemifield is affected more often (macular vulnerability zone, Hood et al. 2013). Ganglion cells keep a
+    residual thickness even in severe loss (de A Moura et al. 2012, PMC3443822).
+    """
     side = -1.0 if rng.random() < 0.62 else 1.0
     loss = np.clip((0.10 + 0.45 * severity) * rng.uniform(0.85, 1.15), 0.08, 0.6)
     other = loss * np.clip((severity - 0.3) / 0.7, 0, 1) * rng.uniform(0.2, 1.0)

@@ -1,7 +1,8 @@
 """Render one OCT acquisition of a phantom eye: a Volume and its ground truth (layer surfaces and a lesion mask).
 
-The mean backscattered power of every voxel is computed first: layers, choroid, vessels, lesions. Then the instrument acts on
-it: signal strength, roll-off, point-spread function, speckle, detector noise and the display's log compression (optics.py).
+The mean backscattered power of every voxel is computed first: layers, choroid, vessels, lesions. Then the instrument
+acts on it: signal strength, roll-off, point-spread function, speckle, detector noise and the display's log compression
+(optics.py).
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ FWHM = 2.3548
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """What is true of a rendered volume. Row 0.0 is the centre of the first pixel row; a surface may leave the frame."""
+    """What is true of a rendered volume. Row 0 is the centre of the first pixel row; surfaces may leave the frame."""
 
     participant: str
     laterality: str
@@ -178,8 +179,8 @@ def _db(level: float | np.ndarray) -> np.ndarray:
 class _Steps:
     """Piecewise constant A-scans [D, H, W] built from steps at fractional rows.
 
-    A layer is a step up at its upper edge and a step down at its lower one, so a volume costs one cumulative sum, however
-    many layers it has. A step at row e changes row floor(e) by the fraction of that row below e (antialiasing).
+    A layer is a step up at its upper edge and a step down at its lower one, so a volume costs one cumulative sum,
+    however many layers it has. A step at row e changes row floor(e) by the fraction of that row below e (antialiasing).
     """
 
     def __init__(self, frames: int, height: int, columns: int):
@@ -251,8 +252,8 @@ def _add_below_bruch(power: np.ndarray, scene: _Scene) -> None:
     first = int(np.clip(np.floor(bm.min()), 0, power.shape[1] - 1))
     rows = np.arange(first, power.shape[1])
     z = (rows + 0.5) * dy_mm
-    # cos(a(d, w) + k z(h)) = cos a cos kz - sin a sin kz, so the 3-D texture is one matrix product per B-scan. The factors
-    # are rounded to 1/256: sums of such products are exact in float32, so every BLAS gives the same bytes.
+    # cos(a(d, w) + k z(h)) = cos a cos kz - sin a sin kz, so the 3-D texture is one matrix product per B-scan. The
+    # factors are rounded to 1/256: sums of such products are exact in float32, so every BLAS gives the same bytes.
     plane, kz = eye.choroid_texture
     waves = zip(plane.k_per_mm, plane.phase, kz, strict=True)
     phase = np.stack([kx * x_mm + ky * y_mm + p - k * dy_mm * bm for (kx, ky), p, k in waves], axis=1)
@@ -310,7 +311,7 @@ def _paint_vessels(power: np.ndarray, scene: _Scene) -> None:
 def _paint_lesions(power: np.ndarray, scene: _Scene) -> np.ndarray:
     """Paint what is not a layer (cysts, foci, membrane, operculum); return the lesion mask uint8 [D, H, W].
 
-    The other lesions are in `power` already, as layers that they thicken, thin or add. Later lesions overwrite earlier ones.
+    The other lesions are in `power` already, as layers that they thicken, thin or add.
     """
     eye, edges, x_mm, y_mm, rows_per_um = scene.eye, scene.edges, scene.x_mm, scene.y_mm, scene.rows_per_um
     lesions = np.zeros(power.shape, np.uint8)

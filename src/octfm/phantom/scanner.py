@@ -1,4 +1,4 @@
-"""The OCT instruments: geometry, optics and display of each, and what varies from one acquisition to the next."""
+"""OCT instruments (geometry, optics, display), and what varies between scans (fixation, motion, signal, contrast)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,11 +9,14 @@ from octfm.phantom.anatomy import Waves, waves
 from octfm.volume.volume import Shape3, Spacing3
 
 Compression = Literal["none", "rle", "jpeg_ls"]
-"""How pixel data are written: uncompressed, RLE Lossless, JPEG-LS Lossless. JPEG 2000 would cost more than the image itself."""
+"""Transfer syntax of the pixel data: uncompressed, RLE Lossless or JPEG-LS Lossless. Encoding JPEG 2000 would take
+longer than rendering the image."""
 
 
 @dataclass(frozen=True)
 class Scanner:
+    """One OCT instrument."""
+
     name: str
     manufacturer: str
     model: str
@@ -21,44 +24,48 @@ class Scanner:
     field_mm: Spacing3
     """Extent (across B-scans, axial, lateral)."""
     vendor_size: Shape3
-    """B-scans, rows, columns of the instrument itself; phantoms are smaller unless asked."""
+    """B-scans, rows, columns of the real instrument; phantoms are smaller by default."""
     superior_first: bool
+    """B-scan 0 is the superior one."""
     frames_averaged: int
     """Effective number of independent frames averaged per B-scan."""
     axial_psf_um: float
-    """Full width at half maximum in tissue."""
+    """Full width at half maximum in tissue, as `lateral_psf_um`."""
     lateral_psf_um: float
     noise_db: float
     """Detector noise relative to the RPE."""
     roll_off_db_per_mm: float
+    """Loss of signal with depth in the frame."""
     choroid_decay_mm: float
     """Depth over which the signal below Bruch's membrane falls to 1/e: longer at 1,050 nm than at 840 nm."""
     black_db: float
+    """Level that the display shows as 0."""
     range_db: float
-    """Display window: level shown as 0, and how far above it 255 lies."""
+    """How far above `black_db` 255 lies."""
     axial_motion_um: float
-    """Standard deviation of what remains of axial eye motion across the volume."""
+    """Standard deviation of the axial eye motion left in the volume."""
     saccades: float
-    """Expected number per volume of abrupt lateral jumps; tracking instruments repeat those B-scans."""
+    """Expected number of abrupt lateral jumps per volume; instruments with eye tracking repeat such B-scans."""
     gamma: float
-    """Exponent of the display between black and white: below 1 lifts dark tissue."""
+    """Exponent of the display's curve between black and white: below 1 brightens dark tissue."""
     compression: Compression
     held_out: bool = False
-    """Scans only where it is asked for by name: never trained on, so that results on it tell of an instrument nobody has seen."""
+    """Used only if requested by name: kept out of training, to test generalisation to an unseen device."""
 
     def spacing_mm(self, size: Shape3) -> Spacing3:
+        """(dz, dy, dx) of a scan of the whole field with this many voxels."""
         z, y, x = (mm / n for mm, n in zip(self.field_mm, size, strict=True))
         return z, y, x
 
     def looks(self, size: Shape3) -> int:
-        """Independent speckle grains in one pixel: averaged frames, times the resolution cells a coarse pixel averages over."""
+        """Independent speckle grains averaged in one pixel: averaged frames times resolution cells per pixel."""
         _, dy, dx = self.spacing_mm(size)
         cells = max(1.0, 1000 * dy / self.axial_psf_um) * max(1.0, 1000 * dx / self.lateral_psf_um)
         return max(1, round(self.frames_averaged * cells))
 
 
-# Geometry as in AI-READI (frames, rows, columns, spacing); optics after the makers' data sheets; noise, window and B-scan order of Maestro2
-# and Cirrus by eye (guesses).
+# Geometry (frames, rows, columns, spacing) as in AI-READI, optics from the manufacturers' data sheets. Noise, display
+# window and B-scan order of Maestro2 and Cirrus are guesses by eye.
 SCANNERS = {
     # Eye tracking, averaged frames, inferior B-scan first, black background; 30 x 25 degrees reach the optic disc.
     "heidelberg_spectralis": Scanner(
@@ -104,7 +111,7 @@ SCANNERS = {
         gamma=1.0,
         compression="rle",
     ),
-    # Spectral domain, one shot, no tracking: grainy, and the deeper the dimmer.
+    # Spectral domain, one shot, no tracking: grainy, with a strong roll-off.
     "topcon_maestro2": Scanner(
         name="topcon_maestro2",
         manufacturer="Topcon",
@@ -148,7 +155,7 @@ SCANNERS = {
         gamma=1.0,
         compression="rle",
     ),
-    # No real instrument: a fifth set of optics and geometry, for results on a scanner that no training has seen.
+    # Not a real instrument: a fifth set of optics and geometry, for tests on a scanner not seen in training.
     "synthetic_held_out": Scanner(
         name="synthetic_held_out",
         manufacturer="Synthetic",
@@ -173,28 +180,31 @@ SCANNERS = {
     ),
 }
 DEFAULT_SCANNERS = tuple(name for name, scanner in SCANNERS.items() if not scanner.held_out)
-"""Whom a cohort is scanned on unless scanners are named."""
+"""The scanners of a cohort unless others are named."""
 
 
 @dataclass(frozen=True, eq=False)
 class Acquisition:
-    """One press of the button: where the eye was, and how good the signal. None of it knows the diagnosis."""
+    """What varies between scans with one instrument; none of it depends on the diagnosis."""
 
     fixation_mm: tuple[float, float]
-    """Image position of the fovea relative to the centre of the scan."""
+    """Position (x, y) of the fovea relative to the centre of the scan."""
     torsion_rad: float
+    """Rotation of the eye about the optical axis."""
     tilt: tuple[float, float]
     """Slope of the retina in the frame across columns and across B-scans, µm per mm."""
     position: float
     """Depth of the fovea in the frame, as a share of its height."""
     axial_motion_um: np.ndarray
-    """[D]"""
+    """[D] axial displacement of each B-scan."""
     lateral_motion_mm: np.ndarray
-    """[D, 2]: x and y displacement of each B-scan."""
+    """[D, 2] x and y displacement of each B-scan."""
     signal_db: np.ndarray
-    """[D]: strength of every B-scan, quality of the acquisition included."""
+    """[D] signal strength of each B-scan."""
     vignetting: Waves
+    """Pattern of signal loss across the field."""
     vignetting_db: float
+    """Its strength."""
     black_db: float
     range_db: float
     noise_db: float
@@ -203,6 +213,7 @@ class Acquisition:
 
 
 def acquire(rng: np.random.Generator, scanner: Scanner, frames: int) -> Acquisition:
+    """Draw one acquisition of `frames` B-scans."""
     return Acquisition(
         fixation_mm=(float(rng.normal(0, 0.12)), float(rng.normal(0, 0.12))),
         torsion_rad=float(rng.normal(0, np.radians(3))),
@@ -213,7 +224,7 @@ def acquire(rng: np.random.Generator, scanner: Scanner, frames: int) -> Acquisit
         signal_db=(rng.normal(-1.5, 1.8) + rng.normal(0, 0.35, frames)),
         vignetting=waves(rng, (3.0, 12.0)),
         vignetting_db=float(rng.uniform(0.2, 1.6)),
-        # Operators and firmware set brightness and contrast; disease must not be readable from either.
+        # Brightness and contrast depend on operator and firmware; disease must not be readable from either.
         black_db=float(scanner.black_db + rng.normal(0, 1.5)),
         range_db=float(scanner.range_db * np.exp(rng.normal(0, 0.09))),
         noise_db=float(scanner.noise_db + rng.normal(0, 1.2)),
@@ -222,7 +233,10 @@ def acquire(rng: np.random.Generator, scanner: Scanner, frames: int) -> Acquisit
 
 
 def _axial_motion(rng: np.random.Generator, scanner: Scanner, frames: int) -> np.ndarray:
-    """Pulse and breathing are slow, head drift is a random walk, and single B-scans jump; between 10 and 60 µm in all."""
+    """Axial displacement of each B-scan in µm, with a standard deviation of 10 to 60 µm.
+
+    A slow oscillation (pulse, breathing), a random walk (head drift) and independent jumps of single B-scans.
+    """
     t = np.arange(frames)
     slow = np.sin(2 * np.pi * (t / frames * rng.uniform(0.8, 4) + rng.random()))
     drift = np.cumsum(rng.normal(0, 1, frames))
@@ -233,6 +247,7 @@ def _axial_motion(rng: np.random.Generator, scanner: Scanner, frames: int) -> np
 
 
 def _lateral_motion(rng: np.random.Generator, scanner: Scanner, frames: int) -> np.ndarray:
+    """Lateral displacement (x, y) of each B-scan in mm: saccades, which displace all later B-scans, and jitter."""
     jumps = np.zeros((frames, 2))
     for _ in range(rng.poisson(scanner.saccades)):
         jumps[rng.integers(0, frames) :] += rng.normal(0, 0.09, 2)

@@ -1,4 +1,4 @@
-"""Retinal vessels: arcades from the disc around the fovea, branches towards it, and what they do to an A-scan."""
+"""Retinal vessels: arcades from the disc around the fovea, their branches, and their height and shadow in an A-scan."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from octfm.phantom.anatomy import DISC_MM
 
 @dataclass(frozen=True, eq=False)
 class Vessels:
-    """Centre-line points, dense enough that the nearest one tells the distance to the vessel."""
+    """Vessels as centre-line points, so dense that the distance to the nearest point is the distance to the vessel."""
 
     points_mm: np.ndarray
-    """[N, 2]"""
+    """[N, 2] nasal and superior position."""
     radius_mm: np.ndarray
     """[N]"""
 
 
 def sample_vessels(rng: np.random.Generator) -> Vessels:
-    """An artery and a vein in each arcade, every one with branches that thin out before the foveal avascular zone."""
+    """Draw an artery and a vein for each arcade, with branches that thin out before the foveal avascular zone."""
     points, radii = [], []
     for superior in (1.0, -1.0):
         for calibre in (0.045, 0.062):
@@ -36,7 +36,10 @@ def sample_vessels(rng: np.random.Generator) -> Vessels:
 
 
 def _arcade(rng: np.random.Generator, superior: float, calibre: float) -> tuple[np.ndarray, np.ndarray]:
-    """Leaves the disc steeply and bends around the fovea at 2 to 3 mm, the way of the arcuate fibres."""
+    """Centre line [N, 2] and radius [N] of a vessel that leaves the disc steeply and arches around the fovea.
+
+    It passes the fovea at 2 to 3 mm, like the arcuate nerve fibres (deformation.nerve_loss).
+    """
     t = np.linspace(0, 1, 400)
     height, reach = rng.uniform(2.2, 3.1), rng.uniform(7.0, 8.5)
     x = DISC_MM[0] - reach * t**1.15
@@ -48,6 +51,7 @@ def _arcade(rng: np.random.Generator, superior: float, calibre: float) -> tuple[
 def _branch(
     rng: np.random.Generator, start: np.ndarray, radius: float, superior: float, inward: bool
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Centre line and radius of a branch from `start`, towards the fovea (`inward`) or away from it."""
     t = np.linspace(0, 1, 160)[:, None]
     if inward:
         angle = rng.uniform(0, 2 * np.pi)
@@ -60,9 +64,9 @@ def _branch(
 
 
 def vessel_profile(vessels: Vessels, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(half height of the lumen in µm, transmission below it in [0, 1]), both of the shape of x_mm.
+    """Half height of the vessel in µm and transmission below it in [0, 1], both of the shape of x_mm.
 
-    Blood scatters forward, so a vessel shows as a round body with a shadow whose edge is softer than its wall.
+    Blood scatters forward, so the shadow has a softer edge than the vessel's wall.
     """
     distance, nearest = KDTree(vessels.points_mm).query(
         np.stack([x_mm.ravel(), y_mm.ravel()], axis=1), distance_upper_bound=0.15

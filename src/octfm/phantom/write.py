@@ -1,4 +1,8 @@
-"""A phantom cohort on disk in the layout of AI-READI, with its ground truth beside it."""
+"""Write a phantom cohort to disk in the layout of AI-READI, plus a folder of ground truth.
+
+retinal_oct/manifest.tsv, participants.tsv and retinal_oct/structural_oct/SCANNER/PARTICIPANT/*.dcm are as in AI-READI.
+ground_truth/ has labels.tsv, defects.tsv, phantom.json (settings) and an .npz of surfaces and lesions for every volume.
+"""
 
 import csv
 import json
@@ -26,9 +30,9 @@ from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
 from octfm.volume.volume import Laterality, Shape3, Volume
 
 PHANTOM_VERSION = "3"
-"""Raised by every change that alters bytes; results name it."""
+"""Increased by every change that alters bytes; reports of results state it."""
 MAX_SIDE, MAX_VOXELS = 8192, 5 * 10**8
-"""Of one scan; a native volume of a Triton has 1.3e8."""
+"""Limits of one scan; a native Triton volume has 1.3e8 voxels."""
 
 SIDES: tuple[Laterality, ...] = ("R", "L")
 _MODALITIES = (
@@ -40,23 +44,24 @@ _MODALITIES = (
     "retinal_octa",
     "retinal_photography",
 )
-
-
 _LIMITS = Limits(seconds=24 * 3600, memory=2**62)
-"""None: what is rendered here is not a stranger's file."""
+"""No limits in effect: rendering reads no files of unknown origin."""
 
-_Rows = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
-"""Of one participant: rows of manifest.tsv, labels.tsv and defects.tsv."""
+_Row = dict[str, Any]
+_Rows = tuple[list[_Row], list[_Row], list[_Row]]
+"""One participant's rows of manifest.tsv, labels.tsv and defects.tsv."""
 
 
 @dataclass(frozen=True)
 class _Job:
+    """One participant to write."""
+
     out: Path
     person: Participant
     seed: int
     size: Shape3 | None
     defects: dict[tuple[str, Laterality], Defect]
-    """By scanner and eye: what the spoilt second file of that acquisition suffers from."""
+    """(scanner, eye) -> defect of the extra, defective file written for that acquisition."""
     effect: bool
 
 
@@ -76,14 +81,17 @@ def write_phantom(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write both eyes of every participant; a share of participants is scanned on a second instrument too.
+    """Write a cohort: both eyes of every participant, of a share `second_scanner` of them on two instruments.
 
-    `size` is (B-scans, rows, columns); None takes each instrument's own. `fractions` are the shares of recommended_split
-    train, val and test. `defects` adds that many spoilt files per good one; no good file is replaced. Without `effect`, labels are drawn
-    exactly the same but every eye is rendered healthy: on such a null cohort nothing may predict them. `zipped` puts the files of each
-    scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI is also shipped. The same arguments give the
-    same bytes whatever `workers` is (default: all cores). `progress(done, total)` counts participants.
-    The folder appears at once when it is complete; one that exists is refused.
+    size: (B-scans, rows, columns); None for the size that each instrument has in AI-READI.
+    fractions: shares of train, val and test in the column recommended_split.
+    defects: number of defective files added per good file; no good file is replaced.
+    zipped: put the files of each scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI also ships.
+    effect: False renders every eye healthy under the same labels; in such a null cohort nothing may predict them.
+    workers: processes, None for one per core; the bytes do not depend on it.
+    progress: called with (done, total) participants.
+
+    The folder appears when it is complete. Raises OctfmError for impossible arguments, or if `out` exists.
     """
     out = local_path(out)
     _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
@@ -93,12 +101,12 @@ def write_phantom(
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    manifest: list[dict[str, Any]] = []
-    labels: list[dict[str, Any]] = []
-    planted: list[dict[str, Any]] = []
-    spoilt_files = _plan_defects(people, seed, defects)
-    jobs = [_Job(partial, person, seed, size, spoilt_files[person.index], effect) for person in people]
-    count = 0 if workers == 1 else workers  # one worker is this process
+    manifest: list[_Row] = []
+    labels: list[_Row] = []
+    planted: list[_Row] = []
+    plan = _plan_defects(people, seed, defects)
+    jobs = [_Job(partial, person, seed, size, plan[person.index], effect) for person in people]
+    count = 0 if workers == 1 else workers  # a single worker is this process
     written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
     for done, (rows, truths, spoilt) in enumerate(written, 1):
         manifest += rows
@@ -112,19 +120,24 @@ def write_phantom(
     _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
     _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
     _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
-    _write_tsv(
-        partial / "ground_truth" / "defects.tsv", planted, ("filepath", "kind", "code", "outcome", "participant_id")
-    )
-    settings = {"phantom_version": PHANTOM_VERSION, "participants": participants, "seed": seed, "size": size}
-    settings |= {
+    columns = ("filepath", "kind", "code", "outcome", "participant_id")  # of a table that may have no rows
+    _write_tsv(partial / "ground_truth" / "defects.tsv", planted, columns)
+    settings = {
+        "phantom_version": PHANTOM_VERSION,
+        "participants": participants,
+        "seed": seed,
+        "size": size,
         "scanners": list(scanners),
         "second_scanner": second_scanner,
         "fractions": fractions,
         "defects": defects,
+        **({"zipped": True} if zipped else {}),
+        "diagnoses": list(diagnoses),
+        "effect": effect,
+        "lesions": LESIONS,
+        "volumes": len(labels),
+        "synthetic": True,
     }
-    settings |= {"zipped": True} if zipped else {}
-    settings |= {"diagnoses": list(diagnoses), "effect": effect}
-    settings |= {"lesions": LESIONS, "volumes": len(labels), "synthetic": True}
     (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
     partial.rename(out)
     return out
@@ -142,7 +155,7 @@ def _check(
 ) -> None:
     if out.exists():
         raise OctfmError(
-            f"{out}: exists already; a phantom cohort is written to a new folder, remove this one or choose another"
+            f"{out}: already exists; a phantom cohort is written to a new folder: remove this one or name another"
         )
     if count < 1:
         raise OctfmError(f"phantom cohort: expected at least 1 participant, got {count}")
@@ -151,24 +164,21 @@ def _check(
     if size is not None and (len(size) != 3 or size[0] < 4 or size[1] < 64 or size[2] < 32):
         raise OctfmError(f"phantom cohort: expected a size of at least 4 B-scans x 64 rows x 32 columns, got {size}")
     if size is not None and (max(size) > MAX_SIDE or math.prod(size) > MAX_VOXELS):
+        voxels, taken = " x ".join(f"{n:,}" for n in size), math.prod(size) / 1e9
         raise OctfmError(
-            f"phantom cohort: a scan of {' x '.join(f'{n:,}' for n in size)} has {math.prod(size) / 1e9:,.1f} GB; "
-            f"the most is {MAX_VOXELS / 1e9:g} GB, and {MAX_SIDE:,} along an axis"
+            f"phantom cohort: {voxels} voxels per scan take {taken:,.1f} GB; "
+            f"at most {MAX_VOXELS / 1e9:g} GB and {MAX_SIDE:,} voxels along an axis are allowed"
         )
-    unknown = [name for name in scanners if name not in SCANNERS]
-    if unknown or not scanners:
-        raise OctfmError(
-            f"phantom cohort: unknown scanner {', '.join(unknown) or '(none given)'}; known: {', '.join(SCANNERS)}"
-        )
-    unknown = [name for name in diagnoses if name not in DIAGNOSES]
-    if unknown or not diagnoses:
-        raise OctfmError(
-            f"phantom cohort: unknown diagnosis {', '.join(unknown) or '(none given)'}; known: {', '.join(DIAGNOSES)}"
-        )
+    for what, names, known in (("scanner", scanners, SCANNERS), ("diagnosis", diagnoses, DIAGNOSES)):
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            raise OctfmError(
+                f"phantom cohort: unknown {what} {', '.join(unknown) or '(none given)'}; known: {', '.join(known)}"
+            )
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
     if not 0 <= defects <= 1:
-        raise OctfmError(f"phantom cohort: defects is a share of the good files, expected 0 to 1, got {defects}")
+        raise OctfmError(f"phantom cohort: defects is a share of the good files; expected 0 to 1, got {defects}")
 
 
 def _not_written(job: _Job, lost: Lost) -> _Rows:
@@ -198,15 +208,8 @@ def _write_participant(job: _Job) -> _Rows:
 
 
 def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
-    """`again`: a second scan of the same eye, with other noise and motion."""
-    stream = [
-        job.seed,
-        11,
-        job.person.index,
-        list(SCANNERS).index(scanner.name),
-        0 if laterality == "R" else 1,
-        *([1] if again else []),
-    ]
+    """Scan one eye; `again` for a second scan of it, with different noise and motion."""
+    stream = [job.seed, 11, job.person.index, list(SCANNERS).index(scanner.name), SIDES.index(laterality), *[1] * again]
     eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
     volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
     identity = uid(
@@ -216,26 +219,26 @@ def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool
 
 
 def _plan_defects(people: Sequence[Participant], seed: int, share: float) -> list[dict[tuple[str, Laterality], Defect]]:
-    """Per participant; kinds take turns, so that any cohort with enough spoilt files has them all."""
+    """For each participant, (scanner, eye) -> defect of an extra file. Kinds take turns, so a large cohort has all."""
     files = [(person.index, name, side) for person in people for name in person.scanners for side in SIDES]
     plan: list[dict[tuple[str, Laterality], Defect]] = [{} for _ in people]
     chosen = np.random.default_rng([seed, 12]).permutation(len(files))[: math.ceil(share * len(files))]
-    for turn, at in enumerate(chosen):
-        index, name, side = files[at]
+    for turn, file in enumerate(chosen):
+        index, name, side = files[file]
         plan[index][name, side] = DEFECTS[turn % len(DEFECTS)]
     return plan
 
 
 def _plant(
     job: _Job, volume: Volume, scanner: Scanner, defect: Defect, rng: np.random.Generator
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A spoilt second file of the same eye; returns its rows of the manifest (none for a stray copy) and of defects.tsv."""
+) -> tuple[list[_Row], _Row]:
+    """Write a defective extra file; return its rows of the manifest (none for a stray copy) and of defects.tsv."""
     assert volume.laterality is not None
     spoilt = _acquire(job, scanner, volume.laterality, again=True)[0] if defect.rescanned else volume
     spoilt = replace(spoilt, acquisition=volume.acquisition if defect.same_uid else uid("spoilt", volume.acquisition))
     path = _path(spoilt, scanner)
     if defect.same_uid:
-        # Sorts before the good file: only the manifest can tell which of the two is meant.
+        # Sorts before the good file, so that only the manifest shows which of the two is meant.
         path = f"{path.rpartition('/')[0]}/0_copy_{path.rpartition('/')[2]}"
     ds = to_dataset(spoilt, scanner, job.person, PHANTOM_VERSION, rle=False)
     _write(job.out / path.lstrip("/"), spoil(ds, spoilt.voxels, defect.kind, rng))
@@ -263,7 +266,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _zip(folder: Path) -> None:
-    """Replace a folder by an archive of its files. Stored, so that bytes do not depend on a compression library, with a fixed date."""
+    """Replace a folder by a ZIP archive of its files.
+
+    Stored, not deflated, with a fixed date, so that bytes depend neither on a compression library nor on the clock.
+    """
     with zipfile.ZipFile(folder.with_name(folder.name + ".zip"), "w", zipfile.ZIP_STORED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             archive.writestr(zipfile.ZipInfo(str(path.relative_to(folder)), (1980, 1, 1, 0, 0, 0)), path.read_bytes())
@@ -272,7 +278,7 @@ def _zip(folder: Path) -> None:
 
 def _write_truth(path: Path, truth: GroundTruth) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # 1/64 row is far below what anybody can measure, and compresses well.
+    # Rounded to 1/64 row, which compresses well and is far below what can be measured.
     surfaces = np.round(truth.surfaces * 64) / np.float32(64)
     arrays = {
         "surfaces": surfaces.astype(np.float32),
@@ -280,7 +286,7 @@ def _write_truth(path: Path, truth: GroundTruth) -> None:
         "lesions": truth.lesions,
         "spacing_mm": np.array(truth.spacing_mm),
     }
-    # What np.savez_compressed does, at a level that does not cost more than the image, and with a fixed date.
+    # As np.savez_compressed, but at a compression level that takes less time than the image, and with a fixed date.
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             buffer = BytesIO()
@@ -289,8 +295,8 @@ def _write_truth(path: Path, truth: GroundTruth) -> None:
             archive.writestr(member, buffer.getbuffer(), zipfile.ZIP_DEFLATED, compresslevel=1)
 
 
-def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> dict[str, Any]:
-    """The columns of AI-READI v3."""
+def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> _Row:
+    """A row of retinal_oct/manifest.tsv, with the columns of AI-READI v3."""
     dz, dy, dx = volume.spacing_mm
     frames, rows, columns = volume.shape
     return {
@@ -312,8 +318,11 @@ def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> dict[str, Any]
     }
 
 
-def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: str) -> dict[str, Any]:
-    """Diagnosis and severity are the drawn ones of this eye, which a null cohort does not show; the thickness is what was rendered."""
+def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: str) -> _Row:
+    """A row of labels.tsv: the diagnosis and severity drawn for this eye, and the thickness that was rendered.
+
+    In a null cohort (effect=False) the volume does not show the diagnosis.
+    """
     side: Laterality = "R" if truth.laterality == "R" else "L"
     return {
         "participant_id": truth.participant,
@@ -330,7 +339,7 @@ def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: st
     }
 
 
-def _participant_row(person: Participant) -> dict[str, Any]:
+def _participant_row(person: Participant) -> _Row:
     date = f"{person.study_date[:4]}-{person.study_date[4:6]}-{person.study_date[6:]}"
     row = {
         "person_id": person.participant,
@@ -343,7 +352,7 @@ def _participant_row(person: Participant) -> dict[str, Any]:
     return row | {name: str(name == "retinal_oct").upper() for name in _MODALITIES}
 
 
-def _write_tsv(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str] | None = None) -> None:
+def _write_tsv(path: Path, rows: Iterable[_Row], columns: Sequence[str] | None = None) -> None:
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
