@@ -218,7 +218,7 @@ def test_two_processes_do_not_train_into_one_run(place, store):
     def echo(text: str) -> None:
         if text.startswith("step") and not inside:
             inside.append(True)
-            with pytest.raises(BucketError, match="is at training into this run; wait for it or stop it"):
+            with pytest.raises(BucketError, match="is training into this run; wait for it or stop it"):
                 pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
 
     pretrain(config(), store, place / "run", "cpu", echo=echo)

@@ -456,7 +456,7 @@ def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
     lock, purpose = place / "lock", "preparing this store"
     with Lease(lock, purpose) as first:
         with (
-            pytest.raises(BucketError, match="is at preparing this store; wait for it or stop it"),
+            pytest.raises(BucketError, match="is preparing this store; wait for it or stop it"),
             Lease(lock, purpose),
         ):
             pass

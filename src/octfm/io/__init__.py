@@ -1,1 +1,1 @@
-"""Files, buckets and archives: where things are, how they are read and written, and processes that may crash."""
+"""Files on disk, in buckets and in ZIP archives; locks, atomic writes, and child processes for untrusted decoders."""

@@ -1,8 +1,8 @@
-"""One uri for a file on disk and for a member of a ZIP archive read in place: /data/x.zip!/1001/scan.dcm.
+"""Open files on disk, in buckets and inside ZIP archives (/data/x.zip!/1001/scan.dcm) by one kind of uri.
 
-Nothing in an archive is believed: names that leave it, links, doubled names, overlapping members, members that inflate beyond any OCT
-volume, encryption and exotic compressions are refused with a reason code before a byte of them is decompressed.
-ZIP: PKWARE APPNOTE 6.3.10. Overlapping members: D. Fifield, "A better zip bomb", WOOT 2019.
+Archives are untrusted. Names that leave the archive, links, duplicate names, overlapping members, members that inflate
+beyond any OCT volume, encryption and unusual compression methods are refused with a reason code before any of their
+bytes are decompressed. ZIP: PKWARE APPNOTE 6.3.10. Overlapping members: D. Fifield, "A better zip bomb", WOOT 2019.
 """
 
 import io
@@ -25,11 +25,12 @@ from octfm.io.location import Location, is_remote, listed
 from octfm.io.ranged import directly_below, is_prefix, known, open_binary
 
 MEMBER = "!/"
-"""Stands between the archive and the member."""
+"""Separates the archive from the member in a uri."""
 MAX_MEMBER_BYTES = 2 * 2**30 + 64 * 2**20
-"""The largest volume that a reader accepts, and a generous header."""
+"""The largest volume that a reader accepts, plus a generous header."""
 MAX_RATIO, RATIO_FROM_BYTES = 200, 256 * 2**20
-"""An OCT never shrinks 200 times; a blank one does, so that only what is larger than any real file is refused for it."""
+"""Members that inflate more than 200 times are refused: no OCT compresses so well. A blank volume does, so only members
+larger than RATIO_FROM_BYTES are."""
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CHUNK = 2**20
@@ -38,8 +39,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Member:
+    """A member that may be read, as the archive's central directory describes it."""
+
     name: str
-    """Inside the archive, with / between folders, never leaving it."""
+    """Path inside the archive, with / between folders; never leaves it."""
     stored_name: str
     header_offset: int
     compressed: int
@@ -50,7 +53,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Refused:
-    """A member that is not read."""
+    """A member that must not be read, and why."""
 
     uri: str
     code: str
@@ -61,13 +64,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Archive:
+    """The checked directory of a ZIP archive."""
+
     path: str
     members: dict[str, Member]
     refused: tuple[Refused, ...]
 
 
 def open_archive(path: str | Location) -> Archive:
-    """What may be read from it and what may not. Raises ReadError: damaged_archive."""
+    """Read and check the directory of an archive. Raises ReadError damaged_archive."""
     path = str(path)
     if is_remote(path):
         remote = known(path)
@@ -77,15 +82,16 @@ def open_archive(path: str | Location) -> Archive:
 
 
 def split_uri(uri: str | Location) -> tuple[str, str] | None:
-    """(archive, member) of a uri inside an archive, None for any other."""
+    """(archive, member) for a uri inside an archive, else None."""
     text = str(uri)
     at = text.find(MEMBER)
     if is_remote(text):
-        # Asking the bucket for every uri would cost more than reading: what looks like an archive is one.
+        # A request per uri, to see whether the archive exists, would cost more than reading: trust the name.
         at = text.lower().find(f".zip{MEMBER}")
         return None if at < 0 else (text[: at + 4], text[at + 4 + len(MEMBER) :])
     if at < 0 or os.path.exists(text):  # noqa: PTH110
         return None
+    # A folder may have "!/" in its name, so take the first prefix that is a file.
     while at > 0:
         if os.path.isfile(text[:at]):  # noqa: PTH113
             return text[:at], text[at + len(MEMBER) :]
@@ -98,7 +104,8 @@ _FOLLOW_LINKS: ContextVar[bool] = ContextVar("follow_links", default=True)
 
 @contextmanager
 def links(*, follow: bool) -> Iterator[None]:
-    """Inside, with `follow` False, `open_file` and `list_folder` raise ReadError link_not_followed at a symbolic link."""
+    """Set whether links are followed. If not, `open_file` and `list_folder` raise ReadError link_not_followed at
+    one."""
     before = _FOLLOW_LINKS.set(follow)
     try:
         yield
@@ -107,15 +114,16 @@ def links(*, follow: bool) -> Iterator[None]:
 
 
 def refuse_link(path: str) -> None:
-    """Raises ReadError where links are not followed and this is one."""
+    """Raise ReadError if this is a symbolic link and links are not followed."""
     if not _FOLLOW_LINKS.get() and os.path.islink(path):  # noqa: PTH114
         raise ReadError(
-            "link_not_followed", f"{path}: a link; put the file itself there, or scan without --no-follow-links"
+            "link_not_followed",
+            f"{path}: is a symbolic link; put the file itself there, or scan without --no-follow-links",
         )
 
 
 def read_start(uri: str | Location, count: int) -> bytes:
-    """The first `count` bytes of a file or of a member, of which no more is inflated. Raises OSError, ReadError."""
+    """The first `count` bytes of a file or member, inflating no more than needed. Raises OSError, ReadError."""
     inside = split_uri(uri)
     if inside is None:
         with open_file(uri) as file:
@@ -130,7 +138,7 @@ def read_start(uri: str | Location, count: int) -> bytes:
 
 @contextmanager
 def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]:
-    """A seekable stream of a file or of a member. `whole`: everything will be read, so a member's checksum is verified first.
+    """Open a file or member as a seekable stream. `whole`: all will be read, so a member's checksum is verified first.
 
     Raises OSError for a file, ReadError with a reason code for a member.
     """
@@ -156,13 +164,13 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
             content = io.BytesIO(_content(file, start, member, str(uri)))
     except OSError as error:
         raise ReadError(
-            "unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions"
+            "unreadable", f"{uri}: cannot be read ({error.strerror or error}); check path and permissions"
         ) from error
     yield content
 
 
 def is_folder(uri: str | Location) -> bool:
-    """Whether it is a folder, on disk or inside an archive."""
+    """Whether this is a folder on disk or in an archive, or a prefix in a bucket."""
     inside = split_uri(uri)
     if inside is None and is_remote(uri):
         return is_prefix(str(uri))
@@ -173,7 +181,8 @@ def is_folder(uri: str | Location) -> bool:
 
 
 def list_folder(uri: str | Location) -> list[str]:
-    """uris of the files directly in a folder, on disk or inside an archive, sorted. Raises OSError, ReadError."""
+    """Sorted uris of the files directly in a folder, on disk, in a bucket or in an archive. Raises OSError,
+    ReadError."""
     inside = split_uri(uri)
     if inside is None and is_remote(uri) and not str(uri).endswith(MEMBER[0]):
         return directly_below(str(uri))
@@ -189,7 +198,7 @@ def list_folder(uri: str | Location) -> list[str]:
 
 
 def file_size(uri: str | Location) -> int:
-    """Bytes of a file or, unpacked, of a member, or of the files directly in a folder; 0 where there is none."""
+    """Bytes of a file, of an unpacked member, or of all files directly in a folder; 0 if there is none."""
     inside = split_uri(uri)
     try:
         if is_folder(uri):
@@ -202,8 +211,11 @@ def file_size(uri: str | Location) -> int:
 
 
 def unpacked_paths(uri: str) -> tuple[str, ...]:
-    """Where tables may say that this file lies: at its own path, and for a member where unpacking beside the archive or into a folder of
-    its name would put it."""
+    """Paths by which a table may refer to this file.
+
+    Its own uri; for a member also its path after unpacking next to the archive, or into a folder named like the
+    archive.
+    """
     inside = split_uri(uri)
     if inside is None:
         return (uri,)
@@ -212,9 +224,10 @@ def unpacked_paths(uri: str) -> tuple[str, ...]:
 
 
 def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
-    """Write every member that is not refused below `folder`, and return member uri -> file. What is there already is kept.
+    """Unpack all members that are not refused below `folder`; return member uri -> file. Existing files are kept.
 
-    A file appears complete and checked, or not at all. Members that cannot be read are left out: reading them in place gives the code.
+    A file appears complete and verified, or not at all. Unreadable members are left out; reading them in place gives
+    the reason code.
     """
     written = {}
     for name, member in archive.members.items():
@@ -233,12 +246,15 @@ def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
     return written
 
 
-# ---- listing ---------------------------------------------------------------------------------------------------------------------
+# ---- listing -----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=16)
 def _listed(path: str, version: int | str, size: int) -> Archive:
-    """Cached: reading the directory of a large archive for each of its members would take longer than reading the members."""
+    """Read and check the directory of this version of an archive.
+
+    Cached, since reading a large directory for each of its members would take longer than reading the members.
+    """
     try:
         with open_binary(path, in_place=True) as file, zipfile.ZipFile(file) as archive:
             entries = [
@@ -249,7 +265,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
     except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, struct.error, EOFError) as error:
         what = " ".join(str(error).split())[:80]
         raise ReadError(
-            "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); fetch it again"
+            "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); download it again"
         ) from None
     names = [_inner_name(entry.orig_filename) for entry in entries]
     times = Counter(name for name in names if name)
@@ -258,43 +274,31 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
     members, refused = {}, []
     for entry, name in zip(entries, names, strict=True):
         if name is None:
-            problem = ("unsafe_member", "the name leaves the archive, or is none; unpack it by hand if you trust it")
+            problem = "unsafe_member", "its name is invalid or leaves the archive; unpack it by hand if you trust it"
         elif times[name] > 1 or name in folders:
-            problem = (
-                "unsafe_member",
-                "the name is there twice, and which one is meant is a guess; make the archive again",
-            )
-        elif entry.external_attr >> 28 == 0xA:
-            problem = ("unsafe_member", "a link, not a file; make the archive again with the file itself")
+            problem = "unsafe_member", "two members have this name, so it is ambiguous; create the archive again"
+        elif entry.external_attr >> 28 == 0xA:  # S_IFLNK in the Unix mode
+            problem = "unsafe_member", "is a symbolic link; create the archive again with the file itself"
         elif entry.header_offset in shared:
-            problem = ("decompression_bomb", "shares its bytes with another member; make the archive again")
+            problem = "decompression_bomb", "shares its bytes with another member; create the archive again"
         elif entry.flag_bits & 0x1:
-            problem = ("unsupported_member", "encrypted; unpack it with its password")
+            problem = "unsupported_member", "is encrypted; unpack it with its password"
         elif entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            problem = (
-                "unsupported_member",
-                f"compression method {entry.compress_type}, expected stored or deflated; unpack it",
-            )
+            found = f"compression method {entry.compress_type}, expected stored or deflated; unpack it"
+            problem = "unsupported_member", found
         else:
             problem = _oversized(entry)
-        if problem is None and name is not None:
-            members[name] = Member(
-                name,
-                entry.orig_filename,
-                entry.header_offset,
-                entry.compress_size,
-                entry.file_size,
-                entry.CRC,
-                entry.compress_type,
-            )
-        elif problem is not None:
+        if problem is not None:
             uri = f"{path}{MEMBER}{_shown(entry.orig_filename)}"
             refused.append(Refused(uri, problem[0], f"{uri}: {problem[1]}", entry.file_size))
+        elif name is not None:
+            where, sizes = (entry.orig_filename, entry.header_offset), (entry.compress_size, entry.file_size)
+            members[name] = Member(name, *where, *sizes, entry.CRC, entry.compress_type)
     return Archive(path, dict(sorted(members.items())), tuple(refused))
 
 
 def _inner_name(stored: str) -> str | None:
-    """The name with / between folders and without empty ones; None where it would leave the archive or cannot be a file's name."""
+    """The name with / between folders, none of them empty; None if it leaves the archive or is no valid file name."""
     text = stored.replace("\\", "/")
     if _CONTROL.search(text) or text.startswith("/") or re.match(r"[A-Za-z]:", text):
         return None
@@ -304,7 +308,7 @@ def _inner_name(stored: str) -> str | None:
 
 
 def _shown(name: str) -> str:
-    """A hostile name as harmless text: no control characters, no longer than a line."""
+    """A name that is safe to print: control characters escaped, at most 200 characters."""
     return name.encode("unicode_escape").decode("ascii")[:200]
 
 
@@ -322,14 +326,15 @@ def _overlapping(entries: list[zipfile.ZipInfo]) -> set[int]:
 
 
 def _oversized(entry: zipfile.ZipInfo) -> tuple[str, str] | None:
+    """Reason code and sentence for a member that claims to inflate beyond any OCT volume."""
     ratio = entry.file_size / max(entry.compress_size, 1)
     if entry.file_size > MAX_MEMBER_BYTES or (entry.file_size > RATIO_FROM_BYTES and ratio > MAX_RATIO):
-        grows = f"{entry.compress_size:,} bytes claim to hold {entry.file_size:,}"
-        return "decompression_bomb", f"{grows}, which no OCT volume does; unpack it by hand if you trust it"
+        grows = f"claims to inflate from {entry.compress_size:,} to {entry.file_size:,} bytes"
+        return "decompression_bomb", f"{grows}, more than any OCT volume does; unpack it by hand if you trust it"
     return None
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------------------
+# ---- reading -----------------------------------------------------------------------------------------------------
 
 
 def _member(archive: str, name: str, uri: str) -> Member:
@@ -339,53 +344,55 @@ def _member(archive: str, name: str, uri: str) -> Member:
     for refused in listed.refused:
         if refused.uri == uri:
             raise ReadError(refused.code, refused.sentence)
-    raise ReadError("unreadable", f"{uri}: no such member in the archive; scan again")
+    raise ReadError("unreadable", f"{uri}: no such member in the archive, which may have changed; scan again")
 
 
 def _data_offset(file: BinaryIO, member: Member, uri: str) -> int:
-    """First byte of the member's data. The header in front of it must name the same member as the directory does."""
+    """Offset of the member's data. Raises ReadError unless its local header agrees with the central directory."""
     file.seek(member.header_offset)
     head = file.read(_LOCAL_HEADER.size)
     if len(head) < _LOCAL_HEADER.size or head[:4] != b"PK\x03\x04":
-        raise _damaged(uri, "its header is not where the directory says")
+        raise _damaged(uri, "no member starts at the offset given in the directory")
     fields = _LOCAL_HEADER.unpack(head)
-    flags, name_length, extra_length = fields[2], fields[9], fields[10]
+    flags, name_length, extra_length = fields[2], fields[9], fields[10]  # flag 0x800: the name is UTF-8
     name = file.read(name_length)
     if name.decode("utf-8" if flags & 0x800 else "cp437", "replace") != member.stored_name:
-        raise _damaged(uri, "its header has another name than the directory")
+        raise _damaged(uri, "local header and directory give different names")
     start = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
     if start + member.compressed > file.seek(0, io.SEEK_END):
-        raise _damaged(uri, "the archive ends before it does")
+        raise _damaged(uri, "the archive ends in the middle of this member")
     if member.method == zipfile.ZIP_STORED and member.size != member.compressed:
-        raise _damaged(uri, f"stored as {member.compressed:,} bytes, and {member.size:,} are claimed")
+        raise _damaged(uri, f"stored as {member.compressed:,} bytes, but the directory claims {member.size:,}")
     return start
 
 
 def _content(file: BinaryIO, start: int, member: Member, uri: str) -> bytes:
-    """All bytes of the member, never more than the directory claims, with the right checksum."""
+    """All bytes of the member. Raises ReadError unless size and checksum agree with the directory."""
     file.seek(start)
     content = file.read(member.compressed) if member.method == zipfile.ZIP_STORED else _inflated(file, member, uri)
     if len(content) != member.size or zlib.crc32(content) != member.crc:
-        raise _damaged(uri, "size or checksum differ from what the archive claims")
+        raise _damaged(uri, "size or checksum differs from the directory")
     return content
 
 
 def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None) -> bytes:
-    """All bytes, or the first `most`."""
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    pieces, done, left = [], 0, member.compressed
+    """Inflate all bytes of the member, or the first `most`."""
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)  # negative: raw deflate, without a zlib header
+    pieces, inflated, left = [], 0, member.compressed
     try:
         while left and (packed := file.read(min(left, _CHUNK))):
             left -= len(packed)
-            # One byte more than there may be, so that a surplus shows.
+            # Allow one byte more than claimed, to detect a surplus without inflating all of it.
             limit = member.size if most is None else min(most, member.size)
-            pieces.append(inflater.decompress(packed, limit - done + 1))
-            done += len(pieces[-1])
-            if most is not None and done >= most:
+            pieces.append(inflater.decompress(packed, limit - inflated + 1))
+            inflated += len(pieces[-1])
+            if most is not None and inflated >= most:
                 return b"".join(pieces)[:most]
-            if done > member.size:
+            if inflated > member.size:
                 raise ReadError(
-                    "decompression_bomb", f"{uri}: inflates beyond the {member.size:,} bytes that the archive claims"
+                    "decompression_bomb",
+                    f"{uri}: inflates beyond the {member.size:,} bytes that the directory claims; "
+                    "unpack it by hand if you trust it",
                 )
     except zlib.error:
         raise _damaged(uri, "the compressed data are corrupt") from None
@@ -393,11 +400,11 @@ def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None)
 
 
 def _damaged(uri: str, found: str) -> ReadError:
-    return ReadError("damaged_archive", f"{uri}: {found}; fetch the archive again")
+    return ReadError("damaged_archive", f"{uri}: {found}; download the archive again")
 
 
 class _Frugal(io.BufferedReader):
-    """Asked for more than there is, it takes memory for what there is: damaged lengths claim gigabytes."""
+    """A reader that never allocates more than the file has left: damaged headers claim lengths of gigabytes."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _CHUNK:
@@ -408,11 +415,11 @@ class _Frugal(io.BufferedReader):
 
 
 class _Window(io.RawIOBase):
-    """Part of a file as a stream of its own: headers of stored members are read without touching their pixels."""
+    """Part of a file as a stream, so that the header of a stored member is read without its pixels."""
 
     def __init__(self, file: BinaryIO, start: int, size: int, name: str):
         super().__init__()
-        self.name = name  # pydicom asks for it
+        self.name = name  # required by pydicom
         self._file, self._start, self._size, self._at = file, start, size, 0
 
     def readable(self) -> bool:

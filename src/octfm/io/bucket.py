@@ -1,8 +1,9 @@
-"""Objects in a bucket, s3:// (any endpoint) and gs://, through fsspec: every request is bounded, checked, tried again and counted.
+"""Read, write, list and delete objects in buckets: s3:// (any endpoint) and gs://, through fsspec.
 
-Credentials and endpoints come from the standard environment (botocore's and google-auth's chains, AWS_ENDPOINT_URL,
-STORAGE_EMULATOR_HOST); no message of this file repeats them. fsspec and its drivers are imported on first use.
-The libraries' own retries are switched off, so that there is one policy (Patience) and every failed request is counted (Tally).
+Every request has a time limit, is retried with back-off (Patience) and counted (Tally); contents are verified. The
+libraries' own retries are switched off, so that there is one policy and every failed request is counted. Credentials
+and endpoints come from the standard environment (botocore's and google-auth's chains, AWS_ENDPOINT_URL,
+STORAGE_EMULATOR_HOST) and never appear in messages. fsspec and its drivers are imported on first use.
 """
 
 import base64
@@ -30,23 +31,26 @@ R = TypeVar("R")
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
 """Scheme -> driver, and the extra of octfm that installs it."""
 PIECE = 16 * 2**20
-"""Larger objects are read in parallel pieces of this size, each of which is tried again by itself."""
+"""Larger objects are read in parallel pieces of this size, each retried on its own."""
 ONE_REQUEST = 32 * 2**20
 """Larger objects are written in parts."""
 AT_ONCE = 8
-"""Pieces of one object under way together."""
+"""Pieces of one object read at the same time."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Exponential back-off with full jitter (Brooker, "Exponential backoff and jitter", AWS 2015)."""
+    """How often a request is retried: exponential back-off with full jitter.
+
+    M. Brooker, "Exponential backoff and jitter", AWS 2015.
+    """
 
     attempts: int = 10
     first_s: float = 0.2
     longest_s: float = 30.0
 
     def pause(self, failures: int) -> float:
-        """Seconds before the next attempt; about a minute and a half in all, on average half of the longest possible."""
+        """Seconds before the next attempt. On average the pauses of all attempts add up to about 40 seconds."""
         return random.uniform(0, min(self.longest_s, self.first_s * 2**failures))
 
 
@@ -55,22 +59,22 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True)
 class Object:
-    """What a listing says about an object."""
+    """Size and version of an object, as in a listing."""
 
     size: int
     version: str
-    """Changes with the content: ETag, or generation."""
+    """ETag or generation, which change with the content."""
 
 
 @dataclass
 class Tally:
-    """Requests of this process, and what became of them."""
+    """Counts of requests and bytes."""
 
     requests: int = 0
     retries: int = 0
-    """Requests that failed and were sent again."""
+    """Requests repeated after a failure."""
     failures: int = 0
-    """Given up after Patience.attempts."""
+    """Requests given up after Patience.attempts."""
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -85,14 +89,14 @@ _TALLY, _LOCK = Tally(), threading.Lock()
 
 
 def tally() -> Tally:
-    """The counts of this process so far."""
+    """Counts of this process so far."""
     with _LOCK:
         return Tally(**asdict(_TALLY))
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A result, and what it took in requests of another process."""
+    """A result from another process, with the requests it took there."""
 
     result: Any
     spent: Tally
@@ -100,11 +104,11 @@ class Counted:
 
 @dataclass(frozen=True)
 class Counting:
-    """A function for other processes, whose results come back as `Counted`."""
+    """A function that returns its result as `Counted`, so that requests made in other processes are not lost."""
 
     function: Callable[[Any], Any]
     home: tuple[str, int]
-    """The process that counts by itself."""
+    """The calling process, whose own requests `tally` counts already."""
 
     def __call__(self, item: Any) -> Counted:
         before = tally()
@@ -117,17 +121,18 @@ def _process() -> tuple[str, int]:
 
 
 class Account:
-    """What a piece of work on `places` costs in requests, over all of its processes; nothing for a local disk."""
+    """Counts the requests of a piece of work on `places` over all of its processes, if any place is in a bucket."""
 
     def __init__(self, *places: object):
         self._open = any("://" in str(place) for place in places)
         self._before, self._elsewhere = tally(), Tally()
 
     def counting(self, function: Callable[[T], R]) -> Callable[[T], R]:
-        """`function` for other processes; its results pass through `counted` on their way back."""
+        """Wrap a function that will run in other processes; pass its results through `counted`."""
         return cast(Callable[[T], R], Counting(function, _process())) if self._open else function
 
     def counted(self, results: Iterable[R]) -> Iterator[R]:
+        """Unwrap the results and add up their requests."""
         for result in results:
             if isinstance(result, Counted):
                 self._elsewhere += result.spent
@@ -136,18 +141,18 @@ class Account:
                 yield result
 
     def close(self) -> dict[str, int]:
-        """The counts of Tally, or nothing."""
+        """The counts as a dict; empty for work on local disks, and after the first call."""
         if not self._open:
             return {}
         self._open = False
         return asdict(tally() - self._before + self._elsewhere)
 
 
-# ---- requests --------------------------------------------------------------------------------------------------------------------
+# ---- requests ----------------------------------------------------------------------------------------------------
 
 
 def find(uri: str) -> dict[str, Object]:
-    """Every object below a prefix: uri -> size and version, in one listing. Folder markers are left out."""
+    """List all objects below a prefix: uri -> size and version. Folder markers are left out."""
     scheme = uri.split("://", 1)[0]
     listing = _patiently("list it", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
     return {
@@ -158,7 +163,7 @@ def find(uri: str) -> dict[str, Object]:
 
 
 def stat(uri: str) -> Object:
-    """Raises FileNotFoundError where there is no such object."""
+    """Size and version of an object. Raises FileNotFoundError."""
     info = _patiently("look it up", uri, lambda: _driver_of(uri).info(uri))
     if info.get("type") != "file":
         raise FileNotFoundError(f"{uri}: no such object")
@@ -166,7 +171,7 @@ def stat(uri: str) -> Object:
 
 
 def read(uri: str, start: int = 0, end: int | None = None) -> bytes:
-    """Bytes [start, end) of an object, or all; never fewer than were asked for (a cut-off body is read again)."""
+    """Bytes [start, end) of an object, or all; never fewer, since a truncated response is retried."""
     if end is None:
         end = stat(uri).size
     if end <= start:
@@ -179,7 +184,7 @@ def read(uri: str, start: int = 0, end: int | None = None) -> bytes:
 
 
 def download(uri: str, file: Path, size: int) -> None:
-    """Write the `size` bytes of an object to a local file, in parallel pieces."""
+    """Download an object of `size` bytes to a local file, in parallel pieces."""
     with file.open("wb") as handle, ThreadPoolExecutor(AT_ONCE) as pool:
         handle.truncate(size)
         descriptor = handle.fileno()
@@ -191,9 +196,9 @@ def download(uri: str, file: Path, size: int) -> None:
 
 
 def write(uri: str, data: bytes, *, create: bool = False) -> None:
-    """Put an object: it appears whole or not at all, and what the bucket has is compared with what was sent.
+    """Write an object, which appears whole or not at all, and verify what the bucket holds.
 
-    create: raise FileExistsError where it exists already (a conditional request; endpoints that do not know it overwrite).
+    create: raise FileExistsError if it exists. This is a conditional request; endpoints without support overwrite.
     """
     mode = {"mode": "create"} if create else {}
 
@@ -207,7 +212,7 @@ def write(uri: str, data: bytes, *, create: bool = False) -> None:
 
 
 def upload(file: Path, uri: str) -> None:
-    """Put a local file of any size, large ones in parts, compared like `write` does."""
+    """Upload a local file, in parts if it is large, and verify what the bucket holds."""
     size = file.stat().st_size
     if size <= ONE_REQUEST:
         return write(uri, file.read_bytes())
@@ -224,7 +229,7 @@ def upload(file: Path, uri: str) -> None:
 
 
 def delete(uri: str) -> None:
-    """Objects that are gone already are fine."""
+    """Delete an object; do nothing if it does not exist."""
 
     def remove() -> None:
         with suppress(FileNotFoundError):
@@ -233,7 +238,7 @@ def delete(uri: str) -> None:
     _patiently("delete it", uri, remove)
 
 
-# ---- one policy --------------------------------------------------------------------------------------------------------------------
+# ---- one policy --------------------------------------------------------------------------------------------------
 
 
 def _read_piece(uri: str, start: int, end: int) -> bytes:
@@ -250,11 +255,12 @@ def _read_piece(uri: str, start: int, end: int) -> bytes:
 
 
 def _expect_arrived(uri: str, size: int, md5: str) -> None:
-    """Raises OSError where the bucket holds other bytes. What it says itself is believed; where it says nothing, they are read back."""
+    """Raise OSError if the bucket holds other bytes, by the checksum that it states or by reading them back."""
     info = _driver_of(uri).info(uri)
     if info["size"] != size:
         raise OSError(f"{info['size']:,} of {size:,} bytes arrived")
-    # An S3 ETag is an MD5 for uploads in one part without a key of one's own, and does not say so: only equality tells.
+    # An S3 ETag is the MD5 only for single-part uploads without customer keys, and it does not say which it is:
+    # equality proves the content, a difference proves nothing.
     stated = base64.b64decode(info["md5Hash"]).hex() if "md5Hash" in info else str(info.get("ETag", "")).strip('"')
     if stated == md5:
         return
@@ -262,14 +268,14 @@ def _expect_arrived(uri: str, size: int, md5: str) -> None:
     for at in range(0, size, PIECE):
         digest.update(_driver_of(uri).cat_file(uri, start=at, end=min(at + PIECE, size)))
     if digest.hexdigest() != md5:
-        raise OSError("other bytes arrived than were sent")
+        raise OSError("the bytes in the bucket differ from those sent")
 
 
 def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
-    """The answer to `request`. Raises FileNotFoundError, FileExistsError, or BucketError saying what was tried."""
+    """Run `request`, retrying transient failures. Raises FileNotFoundError, FileExistsError or BucketError."""
     if not re.match(r"[a-z0-9]+://[^/]", uri):
         raise BucketError(
-            f"{uri}: expected the name of a bucket after the scheme, such as {uri.partition(':')[0]}://bucket/…"
+            f"{uri}: expected the name of a bucket after the scheme, as in {uri.partition(':')[0]}://bucket/…"
         )
     start = time.monotonic()
     for failures in range(PATIENCE.attempts):
@@ -281,42 +287,38 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
         except (FileNotFoundError, FileExistsError) as error:
             if verb == "write it" and isinstance(error, FileNotFoundError):
                 raise BucketError(f"{uri}: cannot write it: there is no such bucket; check its name") from None
-            raise type(error)(
-                f"{uri}: {'no such object' if isinstance(error, FileNotFoundError) else 'exists already'}"
-            ) from None
+            found = "no such object" if isinstance(error, FileNotFoundError) else "already exists"
+            raise type(error)(f"{uri}: {found}") from None
         except Exception as error:
-            # Three libraries with a network behind them fail in ways that share no base class; what is none of theirs goes on.
+            # The libraries' exceptions share no base class. Those that come from elsewhere are bugs, and pass through.
             if not _from_outside(error):
                 raise
-            last = _told(error)
-            if reason := _final(error, last):
-                raise BucketError(f"{uri}: cannot {verb}: {last}; {reason}") from None
+            last = _one_line(error)
+            if advice := _advice(error, last):
+                raise BucketError(f"{uri}: cannot {verb}: {last}; {advice}") from None
         if failures + 1 < PATIENCE.attempts:
             time.sleep(PATIENCE.pause(failures))
     with _LOCK:
         _TALLY.failures += 1
     raise BucketError(
-        f"{uri}: cannot {verb}: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, the last with: {last}; "
-        "check the network and the endpoint, and run the same command again"
+        f"{uri}: cannot {verb}: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, "
+        f"the last with: {last}; check the network and the endpoint, and run the same command again"
     )
 
 
 def _from_outside(error: Exception) -> bool:
+    """Whether an exception may come from the network, the operating system or a bucket library."""
     libraries = {"aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "requests", "urllib3", "fsspec", "s3fs"}
     return isinstance(error, OSError | ValueError | RuntimeError) or type(error).__module__.split(".")[0] in libraries
 
 
-def _final(error: Exception, told: str) -> str:
-    """What to do about an error that no repetition mends; empty where one may."""
+def _advice(error: Exception, text: str) -> str:
+    """What to do about a permanent error; empty for one that a retry may overcome."""
     name = type(error).__name__
-    if (
-        isinstance(error, PermissionError)
-        or told.startswith("Forbidden")
-        or "Credential" in name
-        or "NoSuchBucket" in told
-    ):
+    refused = isinstance(error, PermissionError) or text.startswith("Forbidden")
+    if refused or "Credential" in name or "NoSuchBucket" in text:
         return "check the bucket's name, and the credentials in the environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS)"
-    if isinstance(error, IsADirectoryError | NotADirectoryError) or told.startswith("Bad Request"):
+    if isinstance(error, IsADirectoryError | NotADirectoryError) or text.startswith("Bad Request"):
         return "check the address"
     if name in ("ParamValidationError", "InvalidRegionError", "UnknownEndpointError"):
         return "check the address, the region and the endpoint"
@@ -328,8 +330,8 @@ _SECRET = re.compile(
 )
 
 
-def _told(error: Exception) -> str:
-    """The error in one line, without anything that opens the bucket."""
+def _one_line(error: Exception) -> str:
+    """The error's message in one line, without secrets."""
     text = " ".join(str(error).split()) or type(error).__name__
     for name, value in os.environ.items():
         if len(value) >= 6 and re.search(r"SECRET|TOKEN|ACCESS_KEY|PASSWORD|CREDENTIAL", name):
@@ -337,7 +339,7 @@ def _told(error: Exception) -> str:
     return _SECRET.sub(r"\1=…", mask(text))[:300]
 
 
-# ---- drivers -----------------------------------------------------------------------------------------------------------------------
+# ---- drivers -----------------------------------------------------------------------------------------------------
 
 
 def _driver_of(uri: str) -> Any:
@@ -345,7 +347,7 @@ def _driver_of(uri: str) -> Any:
 
 
 def _driver(scheme: str) -> Any:
-    # One per process: connections do not survive a fork.
+    # One driver per process, as connections do not survive a fork, and per endpoint.
     return _connect(scheme, os.getpid(), os.environ.get("AWS_ENDPOINT_URL"), os.environ.get("STORAGE_EMULATOR_HOST"))
 
 
@@ -356,12 +358,8 @@ def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:
         if scheme == "s3":
             from s3fs import S3FileSystem
 
-            config = {
-                "retries": {"total_max_attempts": 1},
-                "max_pool_connections": 64,
-                "connect_timeout": 15,
-                "read_timeout": 60,
-            }
+            config: dict[str, Any] = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 64}
+            config |= {"connect_timeout": 15, "read_timeout": 60}
             driver = S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
             driver.retries = 1
             return driver
@@ -372,9 +370,10 @@ def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:
 
 @functools.cache
 def _once_gcs() -> type:
-    """gcsfs without its own retries, which would neither be counted nor be the same as those of S3.
+    """gcsfs without its own retries, which would not be counted and would differ from those of S3.
 
-    The class of its JSON interface: the one for hierarchical buckets asks another service about every bucket, which emulators lack.
+    This is the class for the JSON API. The one for hierarchical buckets queries a second service about every bucket,
+    which emulators do not have.
     """
     from urllib.parse import quote
 
@@ -386,7 +385,7 @@ def _once_gcs() -> type:
         async def _pipe_file(self, path, data, mode="overwrite", **kwargs):
             if not data or len(data) > ONE_REQUEST:
                 return await super()._pipe_file(path, data, mode=mode, **kwargs)
-            # The bytes alone: a multipart body would end at the first line that looks like its boundary.
+            # A media upload sends the bytes alone; a multipart body would end at any line that equals its boundary.
             name, key, _ = self.split_path(path)
             only_new: Any = {"ifGenerationMatch": "0"} if mode == "create" else {}
             address = f"{self._location}/upload/storage/v1/b/{quote(name)}/o"
@@ -397,8 +396,6 @@ def _once_gcs() -> type:
 
 
 def _object(info: dict[str, Any]) -> Object:
-    version = next(
-        (str(info[key]) for key in ("ETag", "generation", "etag", "md5Hash", "mtime", "LastModified") if info.get(key)),
-        "",
-    )
+    keys = ("ETag", "generation", "etag", "md5Hash", "mtime", "LastModified")
+    version = next((str(info[key]) for key in keys if info.get(key)), "")
     return Object(int(info["size"] or 0), version.strip('"'))

@@ -1,7 +1,8 @@
-"""Objects of buckets on the local disk: whole or absent, shared by processes, the least recently used deleted when they take too much room.
+"""Cache of bucket objects on the local disk, shared by processes, with the least recently used evicted.
 
-The folder is $OCTFM_CACHE, else octfm below the user's cache folder; the limit $OCTFM_CACHE_GB, else 50. A file's name is a hash of the
-object's address, size and version, so that an object that changed is another file.
+The folder is $OCTFM_CACHE, by default octfm in the user's cache folder; the limit is $OCTFM_CACHE_GB, by default 50. A
+file is named by a hash of the object's address, size and version, so a changed object is another file. Files appear
+whole or not at all. Readers hold a shared lock (flock) on theirs, and eviction skips locked files.
 """
 
 import fcntl
@@ -18,18 +19,20 @@ from octfm.io.hashing import hash_text
 
 DEFAULT_GB = 50.0
 KEEP = 0.9
-"""Share of the limit that is left when it was reached, so that not every new file has to make room."""
+"""Eviction goes down to this share of the limit, so that not every new file triggers another one."""
 GRACE_S = 3600.0
-"""Files that were being written when their process died are deleted after so long."""
+"""Age in seconds at which partial files of dead processes are deleted."""
 
 
 def folder() -> Path:
+    """The cache folder."""
     named = os.environ.get("OCTFM_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octfm"
     return Path(named) if named else home
 
 
 def limit_bytes() -> int:
+    """The most bytes that the cache may hold. Raises BucketError."""
     text = os.environ.get("OCTFM_CACHE_GB", str(DEFAULT_GB))
     try:
         limit = float(text)
@@ -42,9 +45,9 @@ def limit_bytes() -> int:
 
 @contextmanager
 def local_copy(uri: str, found: bucket.Object | None = None) -> Iterator[Path]:
-    """A local file with the object's bytes, which stays at least as long as the context.
+    """A local file with the object's bytes, not evicted while the context lasts.
 
-    `found`: what a listing says about it; without, the bucket is asked. Raises FileNotFoundError, BucketError.
+    `found`, if known from a listing, saves a request. Raises FileNotFoundError, BucketError.
     """
     found = found or bucket.stat(uri)
     with kept(key(uri, found), found.size, lambda file: bucket.download(uri, file, found.size)) as path:
@@ -52,17 +55,18 @@ def local_copy(uri: str, found: bucket.Object | None = None) -> Iterator[Path]:
 
 
 def key(uri: str, found: bucket.Object) -> str:
+    """File name of this version of an object."""
     return hash_text(f"{uri}\0{found.size}\0{found.version}")
 
 
 @contextmanager
 def kept(name: str, size: int, make: Callable[[Path], None]) -> Iterator[Path]:
-    """The cached file of this name, made by `make` where it is absent or cut off; it is not evicted while the context lasts."""
+    """The cached file of this name, created by `make` if absent or truncated; not evicted while the context lasts."""
     path = folder() / "objects" / name[:2] / name
     while True:
         with suppress(FileNotFoundError):
             with path.open("rb") as handle:
-                # Eviction takes an exclusive lock first, and a file that was evicted in between has no name any more.
+                # Between open and flock the file may have been evicted: then it has no links left, and is made again.
                 fcntl.flock(handle, fcntl.LOCK_SH)
                 if os.fstat(handle.fileno()).st_nlink and os.fstat(handle.fileno()).st_size == size:
                     os.utime(path)  # file systems are often mounted without access times
@@ -84,14 +88,15 @@ def _make_room(size: int) -> None:
     limit = limit_bytes()
     if size > limit:
         raise BucketError(
-            f"{folder()}: an object of {size / 1e9:.2f} GB does not fit into the cache of {limit / 1e9:.2f} GB; raise OCTFM_CACHE_GB"
+            f"{folder()}: an object of {size / 1e9:.2f} GB does not fit into the cache of {limit / 1e9:.2f} GB; "
+            "raise OCTFM_CACHE_GB"
         )
     folder().mkdir(parents=True, exist_ok=True)
     with (folder() / "used").open("a+") as book:
         fcntl.flock(book, fcntl.LOCK_EX)
         book.seek(0)
         text = book.read()
-        # Counting every file for each new one would take longer than fetching it.
+        # A running total: adding up all files for each new one would take longer than fetching it.
         used = int(text) if text.isdigit() else limit
         if used + size > limit:
             used = _shrink(int(limit * KEEP) - size)
@@ -100,7 +105,7 @@ def _make_room(size: int) -> None:
 
 
 def _shrink(target: int) -> int:
-    """Delete the oldest until `target` bytes are left, and return how many are."""
+    """Delete the least recently used files until at most `target` bytes are left; return the bytes left."""
     files, total = [], 0
     for path in (folder() / "objects").glob("??/*"):
         with suppress(FileNotFoundError):
@@ -119,7 +124,7 @@ def _shrink(target: int) -> int:
 
 
 def _evicted(path: Path) -> bool:
-    """Whether it could be deleted: not while somebody reads it."""
+    """Delete a file unless a reader has it locked; return whether it is gone."""
     try:
         with path.open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""Functions of files that nobody vouches for, in child processes: a decoder that crashes, hangs or swallows memory ends its child only.
+"""Run functions on untrusted files in child processes, since decoders may crash, hang or exhaust memory.
 
-A child is a fresh interpreter that serves one file after the other and is replaced when it dies. Not a fork, which would copy threads,
-locks and torch; not multiprocessing, which runs the caller's script again and is forbidden inside the workers of a cluster.
-
-Children never import from the current folder, which may be where strangers' files lie: a json.py there would run in the place of Python's.
+A child is a fresh interpreter that handles one file after the other and is replaced when it dies. It is not a fork,
+which would copy threads, locks and torch, and not multiprocessing, which runs the caller's script again and is
+forbidden inside the workers of a cluster. Children never import from the current folder, which may hold untrusted
+files: a json.py there would replace Python's.
 """
 
 import atexit
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from octfm.errors import ConfigError
 
@@ -29,28 +29,33 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 IDLE_S = 30.0
-"""A child without work ends after this long, and gives its memory back."""
+"""An idle child exits after this long, which frees its memory."""
 
 _START_S = 120.0
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "VECLIB_MAXIMUM")}
 _HEAD = struct.Struct("<Q")
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from octfm.io.isolation import serve; serve(int(sys.argv[2]))"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from octfm.io.isolation import serve; serve(int(sys.argv[2]))"
+)
 _HOME = Path(__file__).absolute().parents[2]
-"""The folder that octfm is imported from, also where an editable install finds it without sys.path."""
+"""The folder that octfm is imported from; an editable install may find it without sys.path."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one file may cost before its child is ended."""
+    """Time and memory that one file may take before its child is killed."""
 
     seconds: float = 10.0
-    """For a file of any size, running or asleep but not waiting for a core; ..."""
+    """Seconds for a file of any size. Time in which the child waits for a core does not count."""
     seconds_per_megabyte: float = 1.0
-    """...and for every megabyte of it (million voxels, once they are known): ten times what JPEG 2000, the slowest codec, needs."""
+    """Further seconds per megabyte (per million voxels once their number is known): ten times what JPEG 2000, the
+    slowest codec, needs."""
     seconds_remote: float = 120.0
-    """More for a file in a bucket, whose server may be slow or have to be asked again."""
+    """Further seconds for a file in a bucket, whose server may be slow or need retries."""
     memory: int = 2 * 10**9
-    """Bytes of heap and private mappings of the whole child (RLIMIT_DATA). Linux enforces it; elsewhere only time is limited."""
+    """Bytes of heap and private mappings of the whole child (RLIMIT_DATA). Linux enforces it; elsewhere only time is
+    limited."""
 
     def deadline(self, size: int, uri: str = "") -> float:
         """Seconds for a file of `size` bytes."""
@@ -59,55 +64,57 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lost:
-    """An item whose child ended before its result was there."""
+    """Takes the place of a result whose child died or was killed."""
 
     code: str
     """decoder_crashed, decoder_timeout or decoder_memory, of octfm.formats.reasons.REASONS."""
     what: str
-    """What was seen, as the end of a sentence."""
+    """What happened, as the predicate of a sentence."""
 
 
 def each(
     function: Callable[[T], R], items: Sequence[T], limits: Limits, deadline: Callable[[T], float]
 ) -> Iterator[R | Lost]:
-    """`function` of every item, in a child; whatever ends the child costs the item that it was at, and another child goes on.
+    """Yield `function(item)` for every item, computed in a child; Lost where the child ended, and go on in another one.
 
-    `deadline` is in seconds and begins anew with every item. Function, items and results travel as pickles; what the function raises is
-    raised here, except MemoryError.
+    `deadline` is in seconds for each item. Function, items and results are pickled. Exceptions of the function are
+    raised here, except MemoryError, which gives Lost.
     """
-    done = 0
-    while done < len(items):
+    finished = 0
+    while finished < len(items):
         child = _borrow(limits.memory)
         try:
-            child.send(function, items[done:])
-            while done < len(items):
-                result = child.receive(deadline(items[done]))
-                done += 1
+            child.send(function, items[finished:])
+            while finished < len(items):
+                result = child.receive(deadline(items[finished]))
+                finished += 1
                 yield result
                 if child.ended:
                     break
         except BaseException:
-            child.kill()  # it may be in the middle of something
+            child.kill()  # it may still be working on an item, and would answer the next request with that
             raise
         _give_back(child)
 
 
 def release(keep: int = 0) -> None:
-    """End all but `keep` of the children that wait for work."""
+    """Kill idle children, all but `keep` of them."""
     with _lock:
         idle, _idle[:] = _idle[keep:], _idle[:keep]
     for child in idle:
         child.kill()
 
 
-# ---- the parent's side -----------------------------------------------------------------------------------------------------------
+# ---- the parent's side -------------------------------------------------------------------------------------------
 
 
 class _Child:
+    """A child process, with a pipe of requests to it and one of replies from it."""
+
     def __init__(self, memory: int):
         self.memory, self.ended, self.idle_since = memory, False, 0.0
         self.surroundings = _surroundings()
-        # -P: the path that it starts with has no current folder either.
+        # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
         environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_python_path())}
         self._process = subprocess.Popen(
@@ -129,14 +136,14 @@ class _Child:
             message = pickle.dumps((function, items))
         except (pickle.PicklingError, AttributeError, TypeError):
             message = b"__main__"
-        if b"__main__" in message:  # the child has another main module, so such functions travel by value
+        if b"__main__" in message:  # the child has another __main__, so such functions are pickled by value
             import cloudpickle
 
             message = cloudpickle.dumps((function, items))
         self._write(message)
 
     def receive(self, seconds: float) -> Any:
-        """The next result; Lost, with the child ended, where there is none within `seconds`."""
+        """Wait for the next result; kill the child and return Lost if there is none within `seconds`."""
         start, waited = time.monotonic(), self._waited_for_a_core()
         while True:
             if len(self._buffer) >= _HEAD.size:
@@ -146,7 +153,7 @@ class _Child:
                     del self._buffer[: _HEAD.size + length]
                     break
             left = seconds - (time.monotonic() - start)
-            if left <= 0:
+            if left <= 0:  # extend the deadline by the time in which the child had no core
                 left += self._waited_for_a_core() - waited
             if left <= 0:
                 self.kill()
@@ -164,15 +171,15 @@ class _Child:
         return result
 
     def _waited_for_a_core(self) -> float:
-        """Seconds that it could have run and other processes did: no fault of the file. 0 where the system does not tell."""
+        """Seconds that the child was ready to run while others had the cores; 0 if the system does not report it."""
         try:
-            # CPU time, time on a run queue (ns), time slices: Documentation/scheduler/sched-stats.rst
+            # CPU time, time on a run queue (ns), time slices: Documentation/scheduler/sched-stats.rst of Linux
             return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             return 0.0
 
     def usable(self) -> bool:
-        """Not about to leave by itself, and with what the parent has set since."""
+        """Whether it is alive, not about to exit as idle, and started in the parent's present environment."""
         fresh = time.monotonic() - self.idle_since < IDLE_S / 2
         return fresh and self._process.poll() is None and self.surroundings == _surroundings()
 
@@ -194,7 +201,7 @@ class _Child:
 
     def _write(self, message: bytes) -> None:
         data = memoryview(_HEAD.pack(len(message)) + message)
-        with contextlib.suppress(BrokenPipeError):  # it has died: `receive` says how
+        with contextlib.suppress(BrokenPipeError):  # the child has died; `receive` reports how
             while data:
                 data = data[self._requests.write(data) :]
 
@@ -208,7 +215,7 @@ class _Child:
 _idle: list[_Child] = []
 _lock = threading.Lock()
 atexit.register(release)
-# A forked process must not talk to the children of its parent.
+# A forked process must not share the pipes of its parent's children.
 os.register_at_fork(after_in_child=_idle.clear)
 
 
@@ -232,48 +239,46 @@ def _give_back(child: _Child) -> None:
 
 
 def import_path() -> list[str]:
-    """sys.path without the current folder, except where the user names that in PYTHONPATH in full, or runs a script that lies there.
+    """sys.path without the current folder, unless its full path is in PYTHONPATH or the running script lies in it.
 
-    `python -m`, `python -c`, notebooks and an empty entry of PYTHONPATH put it there unasked.
+    `python -m`, `python -c`, notebooks and an empty entry of PYTHONPATH add the current folder without the user's
+    intent.
     """
-    wanted = {os.path.normpath(place) for place in _python_path()}
+    intended = {os.path.normpath(place) for place in _python_path()}
     main = sys.modules.get("__main__")
     if (script := getattr(main, "__file__", None)) is not None and getattr(main, "__spec__", None) is None:
-        wanted.add(str(Path(script).absolute().parent))
+        intended.add(str(Path(script).absolute().parent))
     here = {os.path.normpath(Path.cwd()), os.path.realpath(Path.cwd())}
 
     def elsewhere(place: str) -> bool:
         return os.path.isabs(place) and not {os.path.normpath(place), os.path.realpath(place)} & here  # noqa: PTH117
 
-    kept = [place for place in sys.path if os.path.normpath(place) in wanted or elsewhere(place)]
+    kept = [place for place in sys.path if os.path.normpath(place) in intended or elsewhere(place)]
     return kept if str(_HOME) in kept else [*kept, str(_HOME)]
 
 
 def _python_path() -> list[str]:
-    """What PYTHONPATH names in full: an empty or relative entry means the current folder, wherever that is."""
+    """Absolute entries of PYTHONPATH; an empty or relative one depends on the current folder."""
     return [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]  # noqa: PTH117
 
 
 def _surroundings() -> tuple:
-    """What a child inherits when it starts, and never hears of again: credentials, for one. (pytest puts the test's name there.)"""
-    return (
-        Path.cwd(),
-        tuple(sys.path),
-        {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-    )
+    """What a child inherits at its start only, such as credentials in the environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return Path.cwd(), tuple(sys.path), environment
 
 
-# ---- the child's side ------------------------------------------------------------------------------------------------------------
+# ---- the child's side --------------------------------------------------------------------------------------------
 
 
 def serve(parent: int) -> None:
-    """Answer requests until the parent is gone or has nothing more to ask."""
-    # Decoders print; what they print must not end among the answers.
+    """Answer requests until the parent is gone or sends none for IDLE_S."""
+    # Decoders print to stdout, which must not get mixed with the replies.
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     memory = pickle.loads(_read_message(requests))
     _limit(memory)
     _answer(replies, None, True)
@@ -296,8 +301,8 @@ def serve(parent: int) -> None:
 
 def _not_importable(error: ImportError) -> ConfigError:
     return ConfigError(
-        f"a child process cannot import what it should run ({error}); children do not import from the current folder: put the full path of "
-        "the folder that has it into PYTHONPATH, or install it"
+        f"a child process cannot import the function to run ({error}); children do not import from the current folder: "
+        "put the full path of the folder that has it into PYTHONPATH, or install it"
     )
 
 
@@ -315,10 +320,10 @@ def _answer(replies: int, error: BaseException | None, result: Any) -> None:
     try:
         message = pickle.dumps((error, result))
         if error is not None:
-            pickle.loads(message)  # an exception with arguments of its own may be written and not be read
+            pickle.loads(message)  # some exceptions can be pickled but not unpickled
     except Exception as problem:
         message = pickle.dumps(
-            (RuntimeError(f"{type(error).__name__}: {error}" if error else f"a result cannot travel: {problem}"), None)
+            (RuntimeError(f"{type(error).__name__}: {error}" if error else f"cannot pickle a result: {problem}"), None)
         )
     data = memoryview(_HEAD.pack(len(message)) + message)
     while data:
@@ -335,18 +340,14 @@ def _read(requests: int, count: int) -> bytes:
     while left:
         piece = os.read(requests, min(left, 2**20))
         if not piece:
-            _leave()
+            os._exit(0)
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
 
 
-def _leave() -> NoReturn:
-    os._exit(0)
-
-
-def _leave_with(parent: int) -> None:
-    """Within a second of the parent's death, even in the middle of a file."""
+def _exit_with(parent: int) -> None:
+    """Exit within a second of the parent's death, even in the middle of a file."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    _leave()
+    os._exit(0)

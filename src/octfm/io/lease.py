@@ -1,8 +1,9 @@
-"""One writer at a time in a bucket, as far as a bucket can tell: an object that its owner renews and that others respect.
+"""A lock in a bucket: an object that names its owner, who renews it; others do not write while it is fresh.
 
-A lock on a disk ends with its process; nothing does that in a bucket. So the owner renews the lease, a lease that was not renewed for
-STALE_S may be taken over, and an owner that finds another's name in it stops writing. Endpoints with conditional requests (S3, GCS) let
-only one of two simultaneous claimants begin; with others the second to write wins, and the first notices at its next renewal.
+A lock on a disk is released when its process dies; a bucket has nothing like that. So the owner renews the lease every
+RENEW_S, a lease not renewed for STALE_S may be taken over, and an owner that finds another name in it stops writing. If
+two processes claim it at the same moment, endpoints with conditional requests (S3, GCS) let only one begin; with others
+the second to write wins, and the first notices at its next renewal.
 """
 
 import json
@@ -23,7 +24,7 @@ STALE_S = 180.0
 
 
 class Lease:
-    """Held from `with` to its end. `lost` tells that somebody else has taken over."""
+    """Context manager that holds the lock; `lost` is True once another process has taken over. Raises BucketError."""
 
     def __init__(self, where: BucketPath, purpose: str):
         self._uri, self._purpose = str(where), purpose
@@ -34,7 +35,7 @@ class Lease:
         if self._read():
             self._take_over()
         else:
-            with suppress(FileExistsError):  # whose it is shows in a moment
+            with suppress(FileExistsError):  # another process was faster, as _expect_mine will find
                 bucket.write(self._uri, self._content(), create=True)
         self._expect_mine()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="octfm-lease")
@@ -44,31 +45,32 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
-        with suppress(BucketError):  # then it goes stale by itself
+        with suppress(BucketError):  # if it cannot be deleted it becomes stale
             if not self.lost and self._read().get("owner") == self._owner:
                 bucket.delete(self._uri)
 
     def require(self) -> None:
-        """Raises BucketError once another process has taken over."""
+        """Raise BucketError if another process has taken over."""
         if self.lost:
             raise BucketError(
-                f"{self._uri}: another process has taken over {self._purpose}; this one stops, so that two do not mix"
+                f"{self._uri}: another process has taken over {self._purpose}; this one stops, so that only one writes"
             )
 
     def _take_over(self) -> None:
-        """Ages are told by the clocks of two machines, which are trusted to agree within a minute."""
+        """Take over a stale lease; its age compares the clocks of two machines, assumed to agree within a minute."""
         found = self._read()
         renewed = found.get("renewed", 0.0)
         if time.time() - renewed < STALE_S:
             raise BucketError(
-                f"{self._uri}: {found.get('owner', 'another process')} is at {self._purpose}; wait for it or stop it. If it was killed, "
-                f"the same command works {STALE_S:.0f} s after its last sign of life, or as soon as this object is deleted"
+                f"{self._uri}: {found.get('owner', 'another process')} is {self._purpose}; wait for it or stop it. "
+                f"If it was killed, the same command works {STALE_S:.0f} s after its last renewal, "
+                "or once this object is deleted"
             )
         bucket.write(self._uri, self._content())
 
     def _expect_mine(self) -> None:
         if (owner := self._read().get("owner")) != self._owner:
-            raise BucketError(f"{self._uri}: {owner} was faster and is at {self._purpose}; wait for it or stop it")
+            raise BucketError(f"{self._uri}: {owner} was faster and is {self._purpose}; wait for it or stop it")
 
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
@@ -78,7 +80,7 @@ class Lease:
                     return
                 bucket.write(self._uri, self._content())
             except BucketError:
-                continue  # the bucket is away for everybody; the next renewal tells
+                continue  # the bucket is unreachable; the next renewal shows whether the lease is still held
 
     def _content(self) -> bytes:
         return json.dumps({"owner": self._owner, "renewed": time.time()}).encode()

@@ -15,7 +15,7 @@ from octfm.errors import BucketError
 
 
 def is_remote(where: Any) -> bool:
-    """Whether this is an address in a bucket."""
+    """Whether this is an address in a bucket, s3:// or gs://."""
     return isinstance(where, BucketPath) or str(where).startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
@@ -93,6 +93,7 @@ class BucketPath:
 
     @staticmethod
     def of(uri: str) -> "BucketPath":
+        """Parse scheme://bucket/key. Raises BucketError; ConfigError for credentials in the address."""
         scheme, _, rest = uri.partition("://")
         if not is_bucket(rest.split("/")[0]):
             refuse_credentials(uri)
@@ -162,7 +163,7 @@ class BucketPath:
         return next(self.iterdir(), None) is not None
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        """Objects anywhere below this prefix: a bucket has no folders."""
+        """All objects below this prefix, at any depth: a bucket has no folders."""
         from octfm.io import bucket
 
         return (BucketPath.of(uri) for uri in sorted(bucket.find(str(self))))

@@ -1,4 +1,4 @@
-"""Objects of a bucket as seekable streams: headers are read by ranges, and what is read everywhere is fetched whole instead."""
+"""Bucket objects as seekable streams: headers by range requests, the whole object (cached) once much of it is read."""
 
 import io
 import time
@@ -12,22 +12,23 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.location import BucketPath, is_remote
 
 HEAD = 128 * 2**10
-"""First bytes of an object, fetched together and kept: they hold the header of nearly every volume."""
+"""First bytes of an object, fetched in one request and cached: they hold the header of nearly every volume."""
 BLOCK = 16 * 2**10
-"""Read at a time further on."""
+"""Size of further requests."""
 MANY = 6
-"""After so many blocks the rest is wanted as well: compressed pixels have a length in front of every frame."""
+"""After this many blocks the whole object is fetched: a reader that skips through compressed pixels, where every frame
+is preceded by its length, would otherwise send a request per frame."""
 AT_ONCE = 32
-"""Heads under way together: a bucket answers slowly, and many questions at a time."""
+"""Heads fetched at the same time: the latency of a bucket is long, but it serves many requests in parallel."""
 TRUST_S = 300.0
-"""How long an answer about size and version holds for a process that reads many members of one archive."""
+"""Seconds for which size and version are remembered, for reading many members of one archive."""
 
 _KNOWN: dict[str, tuple[bucket.Object, float]] = {}
 
 
 @contextmanager
 def open_binary(where: str | Path | BucketPath, *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
-    """A seekable stream of a file or an object. `whole`: everything will be read; `in_place`: an object is never copied to the disk."""
+    """Open a file or an object as a seekable stream; `whole` and `in_place` are as in `open_object`."""
     if is_remote(where):
         with open_object(str(where), whole=whole, in_place=in_place) as file:
             yield file
@@ -37,12 +38,12 @@ def open_binary(where: str | Path | BucketPath, *, whole: bool = False, in_place
 
 
 def remember(uri: str, found: bucket.Object) -> None:
-    """What a listing said, so that nobody has to ask again."""
+    """Keep the size and version from a listing, which saves a request later."""
     _KNOWN[uri] = (found, time.monotonic())
 
 
 def recall(path: object) -> None:
-    """In another process than the one that listed: what the listing said about this path."""
+    """Remember the size and version that a path brings from the process that listed it."""
     if isinstance(path, BucketPath) and path.facts is not None:
         text = str(path)
         archive = text.lower().find(".zip!/")
@@ -50,7 +51,7 @@ def recall(path: object) -> None:
 
 
 def is_prefix(uri: str) -> bool:
-    """Whether it is no object itself, and there are some below it."""
+    """Whether this is not an object, but there are objects below it."""
     try:
         known(uri)
     except FileNotFoundError:
@@ -59,7 +60,7 @@ def is_prefix(uri: str) -> bool:
 
 
 def directly_below(uri: str) -> list[str]:
-    """The objects of a prefix, without those of prefixes further down."""
+    """Sorted uris of the objects of a prefix, without those of prefixes further down."""
     found = bucket.find(uri)
     for below, facts in found.items():
         remember(below, facts)
@@ -67,7 +68,7 @@ def directly_below(uri: str) -> list[str]:
 
 
 def known(uri: str) -> bucket.Object:
-    """Size and version, from a listing or from the bucket. Raises FileNotFoundError."""
+    """Size and version of an object, remembered or requested. Raises FileNotFoundError."""
     found, since = _KNOWN.get(uri, (None, 0.0))
     if found is None or time.monotonic() - since > TRUST_S:
         found = bucket.stat(uri)
@@ -76,14 +77,18 @@ def known(uri: str) -> bucket.Object:
 
 
 def fetch_heads(objects: Mapping[str, bucket.Object]) -> None:
-    """The first block of each object into the cache, many at a time: the readers, one after the other, then find it there."""
+    """Fetch the head of each object into the cache, many at a time, before readers open them one by one."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(_head, objects, objects.values()))
 
 
 @contextmanager
 def open_object(uri: str, *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
-    """A seekable stream. `whole`: everything will be read; `in_place`: never fetch it whole (an archive may be larger than the disk)."""
+    """Open an object as a seekable stream.
+
+    whole: everything will be read, so fetch it now.
+    in_place: never fetch the whole object, as an archive may be larger than the disk; takes precedence over `whole`.
+    """
     found = known(uri)
     if whole and not in_place:
         with bucket_cache.local_copy(uri, found) as path, path.open("rb") as file:
@@ -94,14 +99,14 @@ def open_object(uri: str, *, whole: bool = False, in_place: bool = False) -> Ite
 
 
 class Ranged(io.RawIOBase):
-    """An object read by blocks, the first of them from the cache."""
+    """Stream that reads an object in blocks, its head from the cache."""
 
     def __init__(self, uri: str, found: bucket.Object, in_place: bool):
         super().__init__()
-        self.name = uri  # pydicom asks for it
+        self.name = uri  # required by pydicom
         self._uri, self._found, self._in_place = uri, found, in_place
         self._at, self._head, self._blocks = 0, b"", {}
-        self._block = HEAD if in_place else BLOCK  # in an archive every block holds another header
+        self._block = HEAD if in_place else BLOCK  # in an archive a block elsewhere is the head of another member
         self._whole: BinaryIO | None = None
         self._open = ExitStack()
 
@@ -140,7 +145,7 @@ class Ranged(io.RawIOBase):
             return self._whole.read(end - start)
         if start < HEAD:
             self._head = self._head or _head(self._uri, self._found)
-            # A part of what was asked for is a valid answer to readinto.
+            # readinto may return fewer bytes than requested; the next call goes on behind the head.
             return self._head[start:end]
         if end - start > self._block:
             return bucket.read(self._uri, start, end)
@@ -154,8 +159,6 @@ class Ranged(io.RawIOBase):
 
 
 def _head(uri: str, found: bucket.Object) -> bytes:
-    size = min(HEAD, found.size)
-    with bucket_cache.kept(
-        bucket_cache.key(f"{uri}#head", found), size, lambda file: bucket.download(uri, file, size)
-    ) as path:
+    size, key = min(HEAD, found.size), bucket_cache.key(f"{uri}#head", found)
+    with bucket_cache.kept(key, size, lambda file: bucket.download(uri, file, size)) as path:
         return path.read_bytes()

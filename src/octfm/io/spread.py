@@ -1,4 +1,4 @@
-"""A function over many files in parallel; results come in the order of the files, whichever process is faster."""
+"""Apply a function to many files in parallel child processes; results come in the order of the files."""
 
 import os
 from collections import deque
@@ -13,9 +13,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 HEADERS = 32
-"""Headers per task: one takes milliseconds, handing it over to a process takes part of one."""
+"""Headers per task: reading one takes milliseconds, so passing them on one by one would be a noticeable overhead."""
 AHEAD = 2
-"""Tasks handed out per worker."""
+"""Tasks queued per worker."""
 
 
 def spread(
@@ -30,20 +30,21 @@ def spread(
     cluster: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[R]:
-    """`function` of every item; `lost` says what becomes of an item whose process crashed, hung or ran out of memory.
+    """Yield `function(item)` for every item, or `lost(item, …)` if its process crashed, hung or ran out of memory.
 
-    workers: child processes, None for one per core; 0 works in this process, where a crash of a decoder is a crash of the run.
-    deadline: seconds for an item, by default `limits.seconds`.
-    cluster: address of a dask scheduler (tcp://host:port) whose workers are used instead, all of them, each file in a child there.
+    workers: child processes, None for one per core; 0 for this process, which a crashing decoder then takes down.
+    deadline: seconds allowed for an item, by default `limits.seconds`.
+    chunk: items per task.
+    cluster: address of a dask scheduler (tcp://host:port), all of whose workers are used instead, with children there.
     progress: called with (done, total) items.
     """
     limits = limits or Limits()
     chunks = [items[i : i + chunk] for i in range(0, len(items), chunk)]
-    done = 0
+    finished = 0
     for part, results in zip(chunks, _results(function, chunks, workers, limits, deadline, cluster), strict=True):
-        done += len(part)
+        finished += len(part)
         if progress:
-            progress(done, len(items))
+            progress(finished, len(items))
         for item, result in zip(part, results, strict=True):
             yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
 
@@ -57,20 +58,19 @@ def stream(
     limits: Limits | None = None,
     deadline: Callable[[T], float] | None = None,
 ) -> Iterator[R]:
-    """As `spread`, for results as large as volumes: no more than AHEAD of each worker wait for a slow consumer."""
+    """As `spread`, for results as large as volumes: at most AHEAD per worker wait for a slow consumer."""
     if workers == 0:
         yield from map(function, items)
         return
     limits, workers = limits or Limits(), workers or os.cpu_count() or 1
     pool, window = ThreadPoolExecutor(workers), deque[tuple[T, Future]]()
-    pending = iter(items)
 
     def take(future: Future, item: T) -> R:
         result = future.result()[0]
         return lost(item, result) if isinstance(result, Lost) else cast(R, result)
 
     try:
-        for item in pending:
+        for item in items:
             window.append((item, pool.submit(_isolated, function, [item], limits, deadline)))
             if len(window) >= AHEAD * workers:
                 first, future = window.popleft()
@@ -83,10 +83,11 @@ def stream(
 
 
 def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[list[Any]]:
+    """Results of each chunk, in order: in this process, in one child, in several, or on a cluster."""
     if workers == 0 and not cluster:
         yield from ([function(item) for item in chunk] for chunk in chunks)
         return
-    # A child needs as long to start as for eight chunks of headers.
+    # Starting a child takes as long as eight chunks of headers.
     most = len(chunks) if chunks and len(chunks[0]) == 1 else -(-len(chunks) // 8)
     if (workers == 1 or most <= 1) and not cluster:
         yield from (_isolated(function, chunk, limits, deadline) for chunk in chunks)
@@ -101,13 +102,13 @@ def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[l
             parallel = joblib.Parallel(**one_by_one)
             yield from cast(Any, parallel(tasks))
         return
-    # Threads that wait for a child each.
+    # Each thread waits for a child of its own.
     parallel = joblib.Parallel(n_jobs=workers, backend="threading", **one_by_one)
     yield from cast(Any, parallel(tasks))
 
 
 def require_cluster(address: str) -> None:
-    """Raise ConfigError unless a dask scheduler answers there."""
+    """Raise ConfigError unless a dask scheduler answers at this address."""
     _client(address).close()
 
 
@@ -121,7 +122,7 @@ def _client(address: str):
     except (OSError, ValueError) as error:
         what = " ".join(str(error).split())[:120]
         raise ConfigError(
-            f"cluster: no dask scheduler answers at {address} ({what}); expected tcp://host:port of one that runs"
+            f"cluster: no dask scheduler answers at {address} ({what}); give the tcp://host:port of a running one"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Which version of a file this is, without reading it: size and time on a disk, what a listing says in a bucket."""
+"""Version of a file without reading it: size and modification time on a disk, size and ETag in a bucket."""
 
 import bisect
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from octfm.io.location import BucketPath, Location
 
 
 def listing_of(root: Location) -> dict[str, str]:
-    """Every file or object below: its version, which changes with its content."""
+    """All files or objects below `root` -> version, which changes with the content."""
     if isinstance(root, BucketPath):
         return {uri: f"{found.size}-{found.version}" for uri, found in bucket.find(str(root)).items()}
     return {str(path): _version(path) for path in root.rglob("*") if path.is_file()}
@@ -24,24 +24,21 @@ def _version(path: Path) -> str:
 
 
 def versions(listing: dict[str, str]) -> Callable[[str], str]:
-    """A function of the uris of acquisitions: the version of the file that each names."""
+    """A function from the uri of an acquisition to the version of its file, by this listing."""
     names = sorted(listing)
 
     def version_of(uri: str) -> str:
-        """Of a file, of the archive that a member is in, of all images of a folder together."""
+        """Version of a file, of the archive that has the member, or of all images of a folder together."""
         inside = split_uri(uri)
         path = inside[0] if inside else uri
         if path in listing:
             return listing[path]
-        first, last = bisect.bisect_left(names, f"{path}/"), bisect.bisect_left(names, f"{path}0")  # "0" follows "/"
+        first, last = (bisect.bisect_left(names, path + end) for end in ("/", "0"))  # "0" sorts right after "/"
         below = [f"{name} {listing[name]}" for name in names[first:last]]
-        if not below:  # reached through a link, under another name; or gone, which reading it will tell
+        if not below:  # reached through a link under another name, or deleted, which reading it will report
             try:
-                below = (
-                    [_version(Path(path))]
-                    if Path(path).is_file()
-                    else [f"{name} {_version(Path(name))}" for name in list_folder(path)]
-                )
+                file, is_file = Path(path), Path(path).is_file()
+                below = [_version(file)] if is_file else [f"{n} {_version(Path(n))}" for n in list_folder(path)]
             except (OSError, ReadError):
                 return "gone"
         return hash_text("\n".join(below))[:24]
