@@ -1,1 +1,1 @@
-"""Voxels with their geometry, and everything done to them before a model sees them; numpy only."""
+"""OCT volumes with their geometry, and all preprocessing before a model sees them; numpy only."""

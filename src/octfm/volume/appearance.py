@@ -1,4 +1,7 @@
-"""What the voxels of a volume say by themselves: which way up it is, whether it shows tissue at all, and whether a band is its own."""
+"""Checks that need only voxels: is the volume upside down, does it show tissue, does a stored tissue band fit it?
+
+The thresholds were set on phantoms and a few real scans; the margins that they leave are given with each.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,55 +14,61 @@ from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.volume.volume import Spacing3
 
 ENOUGH_MM = (0.1875, 0.0104, 0.031)
-"""Finer voxels are averaged until they are about so large: speckle averages out, and the layers stay."""
+"""Voxel size (z, y, x) to which finer voxels are averaged: speckle averages out, the layers stay."""
 CLEAR = 0.1
-"""Share of A-scans by which the vitreous border must look better one way up than the other. Phantoms (100 of all scanners and diagnoses on
-two grids, each both ways up): .14 or more in favour of the right way; 388 of 400 get an answer, and no answer is wrong."""
+"""Smallest difference between the shares of A-scans with a clear vitreous border, one way up and the other. On phantoms
+(100 of all scanners and diagnoses, on two grids, both ways up) it is .14 or more in favour of the right way; 388 of 400
+get an answer, and none is wrong."""
 LEAST_STRUCTURE = 0.3
-"""Share of the variance of brightness that is left in means over a sixteenth of the rows and a quarter of the A-scans of a B-scan.
-Phantoms: .57 or more, seven real scans on four grids: .47 or more; white noise and speckle: .01 or less. Noise that was smoothed over
-more than five voxels passes; the tissue search does not trust it."""
+"""Smallest share of the variance of brightness left in means over a sixteenth of the rows and a quarter of the A-scans
+of a B-scan. Phantoms have .57 or more, seven real scans on four grids .47 or more, white noise and speckle .01 or less.
+Noise smoothed over more than five voxels passes, but the tissue search is not confident on it."""
 OWN_BAND_MM, OWN_BAND_ROWS = 0.025, 2.0
-"""Median distance of a stored vitreous border from the one that is found again in the voxels, in millimetres or rows, whichever is more.
-Phantoms and real scans: .010 mm or less; bands of other volumes: .10 mm in the median, above .022 mm in 99 of 100."""
+"""Largest median distance of a stored vitreous border from the one found again in the voxels, in millimetres or rows,
+whichever is more. It is .010 mm or less on phantoms and real scans; for bands of other volumes .10 mm in the median,
+and above .022 mm in 99 of 100."""
 
 FEW_BSCANS, APART_MM = 12, 0.12
-"""How many B-scans of a file are looked at, and how far apart they count as being, so that none is averaged with another."""
+"""Number of B-scans of a file that are examined, and the smallest distance assumed between them, so that the tissue
+search averages none with another."""
 UNDOUBTED = 0.9
-"""Share of A-scans with a clear vitreous border above which a volume is not upside down: at most .76 on 420 phantoms turned over."""
+"""A volume with a clear vitreous border on a larger share of A-scans is not upside down: 420 phantoms turned over reach
+at most .76."""
 OVERTURNED, CONVINCING = 0.15, 0.5
-"""By how many A-scans more the border must be clear, and on which share of them, for a file to count as upside down. Phantoms (420 of five
-scanners and all diagnoses): .22 or more in favour of the right way; real volumes .49 or more."""
+"""For a file to count as upside down, the share of A-scans with a clear border must be larger by OVERTURNED when it is
+turned over, and at least CONVINCING. The difference in favour of the right way is .22 or more on 420 phantoms (five
+scanners, all diagnoses) and .49 or more on real volumes."""
 EDGE_MM, SEEN_WHOLE = 0.06, 0.5
-"""A volume whose tissue begins within so much of the top of its B-scans, on more A-scans than that, may have lost its vitreous to a crop.
-Real scans cropped or flattened at the ILM: it begins further down on .28 of A-scans or less; turned over: on .59 or more, but 0 for one
-whose choroid fills the frame."""
+"""A volume may have lost its vitreous to a crop unless tissue begins further than EDGE_MM from the top of the B-scan on
+a share of A-scans above SEEN_WHOLE. That share is .28 or less in real scans cropped or flattened at the ILM, and .59 or
+more in scans turned over, except 0 for one whose choroid fills the frame."""
 
 Up = Literal["up", "down", "unclear"]
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one prepared volume looks like."""
+    """Result of inspecting one prepared volume."""
 
     up: Up
-    """`down`: upside down."""
+    """`down` is upside down."""
     structure: float
     """Share of the variance of brightness that is not speckle or noise, 0 to 1."""
     border_mm: float | None
-    """Median distance of the vitreous border in the stored band from the one in the voxels; None where either is not sure."""
+    """Median distance between the vitreous border of the stored band and of the voxels; None if either is uncertain."""
 
     @property
     def noise(self) -> bool:
+        """Whether the volume shows noise instead of tissue."""
         return self.structure < LEAST_STRUCTURE
 
     def strange_band(self, spacing_mm: Spacing3) -> bool:
-        """Whether the stored band is not of these voxels."""
+        """Whether the stored band belongs to another volume."""
         return self.border_mm is not None and self.border_mm > max(OWN_BAND_MM, OWN_BAND_ROWS * spacing_mm[1])
 
 
 def inspect(voxels_DHW: np.ndarray, band: np.ndarray, valid: np.ndarray, spacing_mm: Spacing3) -> Look:
-    """Look at one volume of a store; `band` and `valid` [2, D, W] as the store holds them."""
+    """Inspect one volume of a store; `band` and `valid` [2, D, W] are as in `Prepared`."""
     shown = (valid[1] > valid[0]).any(axis=1)
     voxels, band, valid = voxels_DHW[shown], band[:, shown], valid[:, shown]
     if not len(voxels):
@@ -75,10 +84,10 @@ def inspect(voxels_DHW: np.ndarray, band: np.ndarray, valid: np.ndarray, spacing
 
 
 def which_way_up(upright: Tissue, flipped: Tissue, spacing_mm: Spacing3) -> Up:
-    """From the tissue found in a volume and in the same volume turned upside down.
+    """Which way up a volume is, from the tissue found in it and in the same volume turned upside down.
 
-    A retina has one sharp border, to the dark vitreous, and fades out on the other side. Only where the search trusts what it finds
-    in one of them, and finds that border there more often, is there an answer.
+    A retina has one sharp border, to the dark vitreous, and fades out on the other side. The answer is "unclear" unless
+    the search is confident in only one of the two, and finds that border on clearly more A-scans there.
     """
     better = upright.confidence["ilm_support"] - flipped.confidence["ilm_support"]
     if better > CLEAR and upright.confident and not flipped.confident:
@@ -89,9 +98,10 @@ def which_way_up(upright: Tissue, flipped: Tissue, spacing_mm: Spacing3) -> Up:
 
 
 def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
-    """Which way up a volume lies in its file, from a dozen of its B-scans; spacing says how far apart B-scans of a raster are.
+    """Which way up a volume lies in its file, from a dozen of its B-scans.
 
-    Only the vitreous border counts, not whether the search trusts all it finds: fluid, holes and margins make it doubtful, not the border.
+    Only the vitreous border counts, not whether the search is confident: fluid, holes and image margins lower its
+    confidence without making the border less clear.
     """
     picked = np.unique(np.linspace(0, len(voxels_DHW) - 1, min(FEW_BSCANS, len(voxels_DHW))).round().astype(int))
     voxels = np.stack([voxels_DHW[i] for i in picked])
@@ -112,12 +122,13 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
 
 
 def _seen_whole(tissue: Tissue, spacing_mm: Spacing3) -> bool:
-    """Whether tissue ends below the top of the B-scans: where it does not, no border can be expected there, whichever side is up."""
+    """Whether tissue begins below the top of the B-scans; if not, no vitreous border can be visible there either way
+    up."""
     return bool((tissue.ilm * spacing_mm[1] > EDGE_MM).mean() > SEEN_WHOLE)
 
 
 def structure(voxels_DHW: np.ndarray) -> float:
-    """Share of the variance of brightness that is left in block means: layers survive averaging, noise does not."""
+    """Share of the variance of brightness left in block means: layers survive averaging, noise does not."""
     depth, height, width = voxels_DHW.shape
     h, w = max(1, height // 16), max(1, width // 4)
     whole = voxels_DHW[:, : height // h * h, : width // w * w].astype(np.float32)
@@ -128,8 +139,10 @@ def structure(voxels_DHW: np.ndarray) -> float:
 def _border(
     tissue: Tissue, band: np.ndarray, valid: np.ndarray, spacing_mm: Spacing3, block: tuple[int, int, int]
 ) -> float | None:
+    """Median distance in mm of the stored band's vitreous border from that of `tissue`; None where it cannot be
+    compared."""
     depth, width = (n // b * b for n, b in zip(band.shape[1:], (block[0], block[2]), strict=True))
-    # A band that reaches the edge of the image is cut off there, or is all of it.
+    # A band that reaches the upper edge of the image is cut off there, or is the whole image of an uncertain search.
     seen = (band[0] > valid[0] + 1) & (valid[1] > valid[0])
     seen = _blocks(seen[:depth, :width], block).min((1, 3)) > 0
     if not tissue.confident or seen.sum() < 0.1 * seen.size:
@@ -140,9 +153,9 @@ def _border(
 
 
 def _coarse(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """uint8 means over blocks of voxels, and the size of a block; a remainder at the far border is dropped."""
-    wanted = (max(1, round(enough / mm)) for enough, mm in zip(ENOUGH_MM, spacing_mm, strict=True))
-    d, h, w = (min(block, n) for block, n in zip(wanted, voxels_DHW.shape, strict=True))
+    """uint8 means over blocks of about ENOUGH_MM, and the block size; a remainder at the far border is dropped."""
+    target = (max(1, round(enough / mm)) for enough, mm in zip(ENOUGH_MM, spacing_mm, strict=True))
+    d, h, w = (min(block, n) for block, n in zip(target, voxels_DHW.shape, strict=True))
     depth, height, width = (n // b * b for n, b in zip(voxels_DHW.shape, (d, h, w), strict=True))
     if (d, h, w) == (1, 1, 1):
         return voxels_DHW, (1, 1, 1)

@@ -1,8 +1,8 @@
-"""On which side of a macular scan the optic disc lies, told by the nerve fibre layer, so that a wrong laterality tag is noticed.
+"""Find the side of the optic disc in a macular scan from the nerve fibre layer, to detect wrong laterality tags.
 
-Nerve fibres run to the disc, so nasally of the fovea the innermost retina is bright and thick, and temporally it is neither: to the right
-in the image of a right eye, to the left in that of a left eye. It is evidence against a tag, never a reason to change one. The disc
-itself need not be in the field, but enough of the retina beside the fovea must be.
+Nerve fibres converge on the disc, so nasal of the fovea (right in the image of a right eye, left in that of a left eye)
+the innermost retina is bright and thick, and temporal of it neither. This is evidence against a tag; tags are never
+changed. The disc itself need not be in the field, but enough retina on both sides of the fovea must be.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,23 @@ from octfm.volume.volume import Laterality, Spacing3
 
 Side = Literal["left", "right", "unclear"]
 Verdict = Literal["agrees", "contradicts", "only anatomy tells", "field too narrow", "band unsure", "sides alike"]
-"""What pixels say about the stated eye; the last three: they cannot tell, and why."""
+"""Result of comparing pixels with the stated eye; `only anatomy tells` if none is stated. The last three say why pixels
+cannot tell."""
 
 NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM = (10, 45), (60, 110), (10, 250)
-"""Depths below the ILM that are compared: nerve fibres fill the first nasally and not temporally; the second is dark everywhere."""
+"""Depths below the ILM that are compared: nasally nerve fibres fill the first, temporally they do not; the second is
+dark on both sides."""
 FROM_FOVEA_MM, ACROSS_MM = (1.0, 3.2), 2.2
 """Distances from the fovea along a B-scan, and between B-scans, at which both sides are compared."""
 LEAST_REACH_MM = 1.8
-"""A scan that shows less than this on either side of the fovea tells nothing."""
+"""A scan that shows less than this on either side of the fovea cannot be judged."""
 NEEDS = (
-    f"at least {LEAST_REACH_MM} mm of retina on both sides of the fovea (of the middle of the scan where no pit is found), a tissue band of "
-    "high confidence, and a nasal side that is brighter and thicker"
+    f"at least {LEAST_REACH_MM} mm of retina on both sides of the fovea (of the middle of the scan where no pit is found), "
+    "a tissue band of high confidence, and a nasal side that is brighter and thicker"
 )
-"""What a volume must show before its disc's side can be told."""
+"""What a volume must show for the side of its disc to be determined."""
 LEAST_BRIGHTNESS, LEAST_THICKNESS_UM = 0.02, 5.0
-"""Differences between the sides that count; both must point the same way."""
+"""Smallest differences between the sides that count; both must point the same way."""
 CANNOT_TELL: dict[str, Verdict] = {
     "disc_field_too_narrow": "field too narrow",
     "disc_band_unsure": "band unsure",
@@ -41,20 +43,23 @@ CANNOT_TELL: dict[str, Verdict] = {
 
 @dataclass(frozen=True)
 class DiscSide:
+    """The side of the optic disc in one volume, and the evidence for it."""
+
     side: Side
-    """Of the image, whose B-scans must not have been mirrored, or of a mirrored one, in that one."""
+    """Side of the image as given; if its B-scans were mirrored, of the mirrored image."""
     brightness: float
-    """Nerve fibres over ganglion cells, right minus left, in units of the retina's mean brightness; nan where nothing can be compared."""
+    """Nerve fibres minus ganglion cells, right minus left, relative to the mean brightness of the retina; nan if
+    nothing can be compared."""
     thickness_um: float
     """ILM to Bruch's membrane, right minus left."""
     why_unclear: str = ""
-    """A key of CANNOT_TELL where the side is unclear."""
+    """A key of CANNOT_TELL if the side is unclear."""
 
     def contradicts(self, laterality: Laterality | None) -> bool:
         return (laterality, self.side) in {("R", "left"), ("L", "right")}
 
     def flags(self, laterality: Laterality | None) -> tuple[str, ...]:
-        """What a catalog's row is flagged with: nothing where the side agrees with the stated eye."""
+        """Flags for the row of a catalog; none if the side agrees with the stated eye."""
         if self.side == "unclear":
             return (self.why_unclear,)
         if laterality is None:
@@ -67,25 +72,28 @@ def _unclear(why: str) -> DiscSide:
 
 
 def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tissue) -> DiscSide:
-    """Right and left of the fovea compared at equal distances: the median over B-scans and distances."""
+    """Compare right and left of the fovea at equal distances; the median over B-scans and distances decides.
+
+    Brightness and thickness must agree on the side, or it is unclear.
+    """
     depth, _, width = voxels_DHW.shape
     dz, dy, dx = spacing_mm
     fovea = tissue.fovea or ((depth - 1) / 2, (width - 1) / 2)
     reach = min(fovea[1], width - 1 - fovea[1]) * dx
     near = np.flatnonzero(np.abs(np.arange(depth) - fovea[0]) * dz < ACROSS_MM)
-    if (width - 1) * dx < 2 * LEAST_REACH_MM:  # wherever the fovea is, which an unsure band does not tell
+    if (width - 1) * dx < 2 * LEAST_REACH_MM:  # wherever the fovea may be, which an uncertain band does not show
         return _unclear("disc_field_too_narrow")
     if not tissue.confident:
         return _unclear("disc_band_unsure")
     if reach < LEAST_REACH_MM or not near.size:
         return _unclear("disc_field_too_narrow")
     away = np.arange(FROM_FOVEA_MM[0], min(FROM_FOVEA_MM[1], reach), max(dx, 0.05)) / dx
-    # Both neighbours of every position that is compared; the rest of the A-scans need not be looked at.
+    # Read only both neighbours of every position that is compared, not all A-scans.
     left = np.floor(np.concatenate([fovea[1] - away, fovea[1] + away])).astype(int)
     columns = np.unique(np.clip(np.concatenate([left, left + 1]), 0, width - 1))
     ilm, thickness_um = tissue.ilm[near][:, columns], (tissue.bm - tissue.ilm)[near][:, columns] * dy * 1000
     layers = _means_below(voxels_DHW, near, columns, ilm, (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM), dy)
-    shown = layers[2] > 0  # a raster made of a star is padding beyond it
+    shown = layers[2] > 0  # a raster made from a radial scan is padded with 0 around its circle
     if not shown.any():
         return _unclear("disc_field_too_narrow")
     contrast = (layers[0] - layers[1]) / max(float(layers[2][shown].mean()), 1e-6)
@@ -112,7 +120,7 @@ def _means_below(
     layers_um: tuple[tuple[float, float], ...],
     dy: float,
 ) -> list[np.ndarray]:
-    """Per layer [len(bscans), len(columns)]: mean brightness between two depths below the ILM, from at most 16 rows."""
+    """Mean brightness between two depths below the ILM, [len(bscans), len(columns)] per layer, from at most 16 rows."""
     depths = []
     for first, last in layers_um:
         rows = (last - first) / 1000 / dy
@@ -127,6 +135,7 @@ def _means_below(
 
 
 def _right_minus_left(field_DC: np.ndarray, columns: np.ndarray, middle: float, away: np.ndarray) -> float:
+    """Median difference between positions `away` right and left of `middle`; nan if no B-scan shows both."""
     differences = [np.interp(middle + away, columns, row) - np.interp(middle - away, columns, row) for row in field_DC]
     known = np.isfinite(differences)
     return float(np.median(np.array(differences)[known])) if known.any() else float("nan")

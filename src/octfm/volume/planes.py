@@ -1,4 +1,5 @@
-"""The B-scans of a 16-bit volume as 8-bit images, made one at a time: all of them would not fit into a worker beside it."""
+"""8-bit B-scans of a 16-bit volume, converted one at a time: a worker's memory would not hold a converted copy as
+well."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,7 +10,7 @@ from octfm.volume.volume import Shape3, Volume
 
 
 class Planes:
-    """Stands in for voxels uint8 [D, H, W] wherever B-scans are looked at one by one."""
+    """Replaces an array uint8 [D, H, W] in code that reads one B-scan after the other."""
 
     def __init__(self, voxels: np.ndarray, full_scale: int):
         """`full_scale`: the value of uint16 `voxels` that becomes 255."""
@@ -32,16 +33,23 @@ class Planes:
 
 
 def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Planes:
-    """Voxels as uint8 B-scans, white at 255. `full_scale`: the value of 16-bit voxels that is white, None for the volume's own."""
+    """The volume's B-scans as uint8, white at 255. `full_scale` is white in 16-bit voxels, None for what the volume
+    states."""
     return volume.voxels if volume.voxels.dtype == np.uint8 else Planes(volume.voxels, full_scale or volume.full_scale)
 
 
 def used_full_scale(voxels: np.ndarray) -> int:
-    """White of uint16 `voxels` [D, H, W] that do not say how many of their bits are used: as few of 8, 10, 12, 14 or 16 as hold the brightest
-    of all. No more steps than instruments have: at each, volumes of one cohort could part into brighter and darker ones."""
+    """White value of uint16 voxels whose file does not state how many bits are used.
+
+    It is the maximum of the smallest even bit depth from 8 to 16 that holds the brightest voxel. There are no finer
+    steps than instruments have, because volumes of one cohort on different sides of a step would differ in brightness.
+    """
     return (1 << max(8, -(-int(voxels.max()).bit_length() // 2) * 2)) - 1
 
 
 def memory_order(plane: np.ndarray) -> Literal[1, -1]:
-    """-1 where A-scans lie backwards in memory, as in the view that a mirrored eye is; then `plane[:, ::-1]` is several times as fast."""
+    """-1 if A-scans lie backwards in memory, as in the mirrored view of a left eye, else 1.
+
+    Operations on `plane[:, ::-1]` are then several times as fast.
+    """
     return -1 if plane.strides[1] < 0 else 1

@@ -1,4 +1,8 @@
-"""Preprocessing: the one home of everything that happens to a Volume before the model sees it (F15)."""
+"""Preprocessing: everything that happens to a Volume before the model sees it, in one place.
+
+Orient to the canonical frame (B-scan 0 superior, left eyes mirrored), convert to 8 bit, find the tissue band, crop or
+pad around it at a fixed spacing, and resample by area averages.
+"""
 
 import json
 from collections.abc import Mapping
@@ -27,36 +31,40 @@ RETINA_MM = 0.3
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """One volume as the model gets it, with the way back."""
+    """One volume as the model gets it, with the Transform back to its native frame."""
 
     voxels: np.ndarray
     """uint8 [D, H, W], exactly `image_size`; padding is 0."""
     band: np.ndarray
-    """float32 [2, D, W], upper and lower surface of the tissue band in prepared rows: ILM - 50 µm and BM + 50 µm; row h is inside
-    where upper <= h < lower. The whole valid interval where the search is not confident; both 0 on padding."""
+    """float32 [2, D, W], upper and lower surface of the tissue band in prepared rows: ILM - 50 µm and BM + 50 µm by
+    default.
+
+    Row h is inside where upper <= h < lower. The whole valid interval if the search is not confident; both 0 on
+    padding."""
     valid: np.ndarray
     """int16 [2, D, W], first row that holds image and one past the last; both 0 on padding."""
     confident: bool
+    """Whether the tissue band is trusted."""
     confidence: dict[str, float]
     transform: Transform
     disc: Side = "unclear"
-    """Where the optic disc lies in the canonical frame: right in every eye whose laterality is known and true."""
+    """Side of the optic disc in the canonical frame: right in every eye whose stated laterality is correct."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a target grid makes of a scan of given size, known before any voxel is read (F14)."""
+    """How a target grid and a scan of given size overlap; known before any voxel is read."""
 
     valid_share: float
     """Share of the prepared voxels that hold image; the rest is padding."""
     kept_share: float
     """Share of the scanned field that is kept; the rest is cropped away."""
     valid_rows: int
-    """Rows of H that hold image..."""
+    """Rows that hold image."""
     rows: int
-    """...of this many."""
+    """Rows of the grid."""
     retina_rows: float
-    """Rows that a retina of 0.3 mm spans."""
+    """Rows spanned by a retina of 0.3 mm."""
 
     def sentence(self) -> str:
         return (
@@ -66,30 +74,32 @@ class Coverage:
 
 
 MAX_SIDE, MAX_VOXELS = 32_767, 4 * 10**9
-"""Of a prepared volume: surfaces are stored as int16, voxels in one shard."""
+"""Limits of a prepared volume: surfaces are stored as int16, voxels in one shard."""
 Millimetres = Annotated[float, Field(ge=1e-4, le=10)]
-"""A tenth of a micrometre, far below what any light resolves, to a whole macula in one voxel."""
+"""From a tenth of a micrometre, far below the resolution of light, to a whole macula in one voxel."""
 
 
 class Preprocessing(Config):
-    """Frozen settings; calling them turns a Volume into Prepared. Travels in store and checkpoint."""
+    """Settings, and by calling them the function from Volume to Prepared; recorded in stores and checkpoints."""
 
     image_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 384, 384)
     """Prepared voxels [D, H, W]."""
     target_spacing: tuple[Millimetres, Millimetres, Millimetres] = (0.094, 0.0052, 0.0156)
     """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched."""
     margin_mm: float = Field(MARGIN_MM, ge=0, le=10)
-    """The tissue band reaches this far above ILM and below BM."""
+    """The tissue band extends this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
-    """Where a larger scan is cropped around: the foveal pit where it is found, else the middle of the field."""
+    """Centre of the crop of a larger scan: `fovea` is the foveal pit if found, else the middle of the field."""
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(65535, gt=0, le=65535)
-    """The uint16 value that becomes 255. 65535, the default: what each volume says is white (`Volume.full_scale`), else every bit
-    that its file uses; anything else overrules that."""
+    """The uint16 value that becomes 255. At the default, 65535, each volume's own white is used (`Volume.full_scale`);
+    any other value replaces it."""
     algorithm: Literal[2, 3] = 3
-    """Raised whenever the same settings would give other voxels or another band. 2 trusts a band that runs along the tops of lesions, and its
-    crop does not follow a drifting retina; what was made by it can be continued and used with it."""
+    """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
+
+    Version 2 trusts a band that runs along the tops of lesions, and its crop does not follow a drifting retina. Stores
+    and checkpoints made with it can still be continued and used."""
     intensity_mean: float = Field(0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, ge=1e-4, le=100)
@@ -97,30 +107,33 @@ class Preprocessing(Config):
 
     @classmethod
     def recorded(cls, settings: Mapping[str, Any]) -> "Preprocessing":
-        """As a store or a checkpoint records it; before version 3, records did not name the algorithm."""
+        """Parse the record of a store or a checkpoint; before version 3 records did not name the algorithm."""
         return load(cls, {"algorithm": 2, **settings})
 
     @field_validator("image_size")
     @classmethod
-    def _fits_a_memory(cls, size: Shape3) -> Shape3:
+    def _check_size(cls, size: Shape3) -> Shape3:
         if max(size) > MAX_SIDE or prod(size) > MAX_VOXELS:
             raise ValueError(
                 f"{list(size)} would take {prod(size) / 1e9:,.2f} GB for each volume; "
-                f"the most is {MAX_VOXELS / 1e9:g} GB, and {MAX_SIDE:,} along an axis"
+                f"the most is {MAX_VOXELS / 1e9:g} GB, and {MAX_SIDE:,} voxels along an axis"
             )
         return size
 
     def fingerprint(self) -> str:
-        """Stable hash of every setting and of the algorithm's version: equal exactly when stores are interchangeable."""
+        """Stable hash of all settings and the algorithm's version; equal exactly if stores are interchangeable."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hash_text(text)[:16]
 
     def __call__(self, volume: Volume) -> Prepared:
-        """Prepare one volume, a star (radial) as the raster that it shows. Raises ReadError for one that is neither or has too few lines,
-        for pixels that are not 8 or 16 bit, or that are blank where they are kept."""
+        """Prepare one volume; a radial scan (star) is made a raster first.
+
+        Raises ReadError for other layouts, for a star of too few lines, for pixels that are not 8 or 16 bit, and for
+        volumes that are blank, or blank in the part that is kept.
+        """
         if volume.layout not in ADMISSIBLE:
             raise ReadError(
-                "not_raster", f"{volume.source}: a {volume.layout} scan; only a raster is a volume in space"
+                "not_raster", f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
             )
         if volume.layout == "radial":
             volume = to_raster(volume)
@@ -146,7 +159,8 @@ class Preprocessing(Config):
             raise ReadError(
                 "no_image",
                 f"{volume.source}: expected image in the prepared field, found only A-scans of one value, or a scan "
-                f"({' x '.join(map(str, canonical.shape))}) too small to fill one voxel of target_spacing; look at it (octfm view)",
+                f"({' x '.join(map(str, canonical.shape))}) too small to fill one voxel of target_spacing; "
+                "look at it (octfm view)",
             )
         band = self._band(tissue, valid, transform)
         disc = disc_side(voxels, canonical.spacing_mm, tissue).side
@@ -169,9 +183,10 @@ class Preprocessing(Config):
         if volume.voxels.dtype not in (np.uint8, np.uint16):
             raise ReadError(
                 "unsupported_pixels",
-                f"{volume.source}: voxels are {volume.voxels.dtype}, expected uint8 or uint16 intensities; convert them when reading",
+                f"{volume.source}: voxels are {volume.voxels.dtype}, expected uint8 or uint16 intensities; "
+                "convert them when reading",
             )
-        # A store of version 2 goes on as it began: one brightness for all of its volumes.
+        # Stores of version 2 scaled all volumes alike, and are continued that way.
         stated = self.uint16_full_scale == 65535 and self.algorithm > 2
         voxels = eight_bit(volume, None if stated else self.uint16_full_scale)
         first = voxels[0][0, 0]
@@ -184,8 +199,10 @@ class Preprocessing(Config):
     def _place(
         self, volume: Volume, tissue: Tissue, *, reversed_bscans: bool, mirrored: bool
     ) -> tuple[Transform, float]:
-        """Put the target window on the scan, around the band axially, around the fovea (or the middle) across; and the share of the
-        retina that it holds, of the A-scans that it takes in."""
+        """Place the target grid on the scan: axially around the tissue band, laterally around the fovea or the middle.
+
+        Also returns the share of the retina, in the A-scans covered, that lies in the grid.
+        """
         scale = tuple(t / n for t, n in zip(self.target_spacing, volume.spacing_mm, strict=True))
         depth, height, width = volume.shape
         fovea = tissue.fovea if self.center == "fovea" and tissue.confident else None
@@ -228,7 +245,8 @@ class Preprocessing(Config):
 
 
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
-    """Native index of the first prepared voxel: centred, then moved so that no padding appears while there is image left to show."""
+    """Native index of the first prepared voxel: centred, then shifted so that no image is cropped where there is
+    padding."""
     span = count * step
     available = last - first + 1
     start = center - span / 2 + 0.5

@@ -1,7 +1,8 @@
-"""Stars: B-scans that cross at one point, each at its own angle, made into a raster in which millimetres mean what they say.
+"""Convert radial scans (stars: B-scans that cross at one point, each at its own angle) to rasters.
 
-A star has no distance between B-scans but an angle, so a grid in mm has no place for it as it is. Its A-scans are therefore interpolated
-between the two B-scans on either side of each place of a raster, after eye motion is taken out and along the retina, not across it.
+A star has angles between B-scans instead of a distance, so it does not fit on a grid in mm. Each A-scan of the raster
+is interpolated between the two nearest B-scans of the star, after eye motion is removed, and along the retina: A-scans
+are shifted by the height of the retina before they are averaged, so that layers are not blurred.
 """
 
 from dataclasses import dataclass, replace
@@ -15,41 +16,42 @@ from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Lines, Volume
 
 BSCAN_MM = 0.05
-"""Distance between the B-scans of the raster: that of most cubes, and half of what Preprocessing asks for by default."""
+"""Distance between the B-scans of the raster: as in most cubes, and half of Preprocessing's default target_spacing."""
 
 WIDEST_GAP_MM = 0.5
-"""The raster ends where neighbouring B-scans of the star lie further apart: nothing is more than half of this from what was scanned."""
+"""The raster ends where neighbouring B-scans of the star are further apart, so no A-scan is further than half of this
+from a scanned one."""
 
 LEAST_RADIUS_MM = 1.0
-"""A star of so few lines that it ends sooner shows neither a fovea nor an optic disc. Seven lines do."""
+"""Smallest usable radius of the raster: less shows neither a fovea nor an optic disc. Seven lines reach it."""
 
 CROSSING_MM = 0.15
-"""So near to the centre all B-scans show the same, whatever their angle."""
+"""Within this distance of the centre all B-scans show the same tissue, whatever their angle."""
 
 CENTRE_MM = 0.2
-"""Lines of a star pass its centre at most this far away; eye tracking leaves some tens of micrometres."""
+"""Largest distance of a line from the star's centre; eye tracking leaves some tens of micrometres."""
 
 
 @dataclass(frozen=True, eq=False)
 class Star:
-    """Straight B-scans in the order of their angles."""
+    """Geometry of the straight B-scans of a radial scan, in the order of their angles."""
 
     used: np.ndarray
-    """int64 [J]: which B-scans; circles around a star are not among them."""
+    """int64 [J] index of each B-scan in the volume; circles around a star are left out."""
     backwards: np.ndarray
-    """bool [J]: stored from the end; turned round, every angle is in [0, pi)."""
+    """bool [J] whether its A-scans are reversed, so that every angle is in [0, pi)."""
     angle: np.ndarray
-    """float64 [J], ascending, radians from the right (x) towards inferior (y)."""
+    """float64 [J] ascending, radians from the right (x) towards inferior (y)."""
     before: np.ndarray
-    """float64 [J], mm from the first A-scan (turned round) to the centre."""
+    """float64 [J] mm from the first A-scan (after reversal) to the centre."""
     length: np.ndarray
-    """float64 [J], mm from the first A-scan to the last."""
+    """float64 [J] mm from the first A-scan to the last."""
     radius: float
     """mm around the centre that the raster shows."""
 
 
 def expect_a_star(lines: Lines | None, uri: str) -> Star:
-    """Raises ReadError not_raster for B-scans that no raster can be made of."""
+    """The star that these lines form. Raises ReadError not_raster for lines that cannot be made a raster."""
     if lines is None:
         raise ReadError(
             "not_raster", f"{uri}: a radial scan whose positions are not stated in millimetres on the fundus; left out"
@@ -60,17 +62,15 @@ def expect_a_star(lines: Lines | None, uri: str) -> Star:
     # An angle of pi - 1e-9 and one of 0 are the same line.
     backwards = (angle < -1e-6) | (angle >= np.pi - 1e-6)
     order = np.argsort(np.where(backwards, angle - np.pi * np.sign(angle), angle), kind="stable")
-    used, backwards, direction = (
-        used[order],
-        backwards[order],
-        direction[order] * np.where(backwards[order], -1, 1)[:, None],
-    )
+    used, backwards = used[order], backwards[order]
+    direction = direction[order] * np.where(backwards, -1, 1)[:, None]
     start = np.where(backwards[:, None], lines.end[used], lines.start[used])
     length = np.linalg.norm(direction, axis=1)
     if len(used) < 2 or length.min() < 1e-3:
         raise ReadError("not_raster", f"{uri}: a radial scan of {len(used)} straight B-scans; left out")
     along = direction / length[:, None]
     across = along[:, ::-1] * (-1, 1)
+    # The centre is the point with the smallest sum of squared distances from all lines.
     centre, *_ = np.linalg.lstsq(across, (across * start).sum(1), rcond=None)
     missed = float(np.abs(((centre - start) * across).sum(1)).max())
     before = ((centre - start) * along).sum(1)
@@ -85,18 +85,20 @@ def expect_a_star(lines: Lines | None, uri: str) -> Star:
     if radius < LEAST_RADIUS_MM:
         raise ReadError(
             "not_raster",
-            f"{uri}: a star of {len(used)} B-scans, up to {np.rad2deg(gap):.0f} degrees apart, reaching {max(reach, 0):.2f} mm from its "
-            f"centre; what lies less than {WIDEST_GAP_MM:g} mm between two of them is {max(radius, 0):.2f} mm wide, expected "
-            f"{LEAST_RADIUS_MM:g}; left out",
+            f"{uri}: a star of {len(used)} B-scans, up to {np.rad2deg(gap):.0f} degrees apart, reaching "
+            f"{max(reach, 0):.2f} mm from its centre; neighbours are less than {WIDEST_GAP_MM:g} mm apart within a radius "
+            f"of {max(radius, 0):.2f} mm, expected {LEAST_RADIUS_MM:g}; left out",
         )
-    once = np.append(np.diff(angle) > 1e-3, True)  # of a line that was scanned again, the last
+    once = np.append(np.diff(angle) > 1e-3, True)  # keep the last of lines scanned repeatedly
     return Star(used[once], backwards[once], angle[once], before[once], length[once], radius)
 
 
 def to_raster(volume: Volume) -> Volume:
-    """The raster that a radial scan shows: B-scan 0 superior, A-scans from left to right of the fundus image, square around the centre.
+    """Convert a radial scan to a square raster around its centre, B-scan 0 superior, A-scans from left to right on the
+    fundus.
 
-    Places further out than `Star.radius` are 0, which everything downstream takes for padding. Raises ReadError not_raster.
+    A-scans further out than `Star.radius` are 0, which everything downstream treats as padding. Raises ReadError
+    not_raster.
     """
     star = expect_a_star(volume.lines, volume.source)
     planes = volume.voxels[star.used]
@@ -105,7 +107,7 @@ def to_raster(volume: Volume) -> Volume:
     motion, follow = _heights(planes, star, dy, dx, volume.full_scale)
     depth, columns = (2 * int(star.radius / mm) + 1 for mm in (BSCAN_MM, dx))
     x = (np.arange(columns) - columns // 2) * dx
-    # A-scans as rows: each is taken as one piece.
+    # A-scans as rows, so that each is contiguous in memory.
     ascans = np.ascontiguousarray(planes.transpose(0, 2, 1)).reshape(-1, height)
     follow, rows = follow.reshape(-1), np.arange(height)
     out = np.zeros((depth, height, columns), planes.dtype)
@@ -125,17 +127,15 @@ def to_raster(volume: Volume) -> Volume:
 def _heights(
     planes_JHW: np.ndarray, star: Star, dy: float, dx: float, full_scale: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Axial motion of each B-scan, [J], and how high the retina stands in it without that motion, [J, W], both in rows.
+    """Axial motion of each B-scan, [J], and row of the retina's middle without that motion, [J, W].
 
-    Where the retina is not found, the height is 0 everywhere: interpolation is then straight across.
+    If the retina is not found, that row is 0 everywhere: A-scans are then averaged without a shift.
     """
     between = float(np.median(np.diff(star.angle))) * star.radius / 2
     eight_bit = planes_JHW if planes_JHW.dtype == np.uint8 else Planes(planes_JHW, full_scale)
     tissue = find_tissue(eight_bit, (between, dy, dx))
-    reach, middle = (
-        max(1, round(CROSSING_MM / dx)),
-        np.rint(star.before / star.length * (planes_JHW.shape[2] - 1)).astype(int),
-    )
+    reach = max(1, round(CROSSING_MM / dx))
+    middle = np.rint(star.before / star.length * (planes_JHW.shape[2] - 1)).astype(int)
     crossing = [plane[:, at - reach : at + reach + 1].mean(axis=1) for plane, at in zip(eight_bit, middle, strict=True)]
     motion = register_star(np.array(crossing), dy)
     if not tissue.located:
@@ -144,14 +144,14 @@ def _heights(
 
 
 def _places(x: np.ndarray, y: float, star: Star, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The A-scans [2, N] (counted through all B-scans) on either side of each place, their shares, and the B-scans they are of."""
+    """The two nearest A-scans of each place, [2, N] counted through all B-scans; their weights; and their B-scans."""
     angle, radius = np.arctan2(y, x), np.hypot(x, y)
     other_end = (angle < 0) | (angle >= np.pi)
     side, angle = np.where(other_end, -1.0, 1.0), angle % np.pi
     lines = len(star.angle)
     after = np.searchsorted(star.angle, angle, side="right")
     line = np.stack([after - 1, after])
-    # Half a turn on, the first B-scan comes again, seen from its other end.
+    # After half a turn the first B-scan comes again, from its other end.
     wraps = np.floor_divide(line, lines)
     line = line - wraps * lines
     at = star.angle[line] + np.pi * wraps

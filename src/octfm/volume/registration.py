@@ -1,24 +1,26 @@
-"""Axial registration of B-scans: eye motion displaces neighbours by 10-60 µm, which any interpolation across them would smear."""
+"""Axial registration of B-scans: eye motion displaces neighbours by 10-60 µm, and interpolation would blur the
+layers."""
 
 import numpy as np
 
 SIMILAR = 0.15
-"""Neighbours whose best correlation is smaller have nothing to register on (noise reaches 0.04, a faint retina 0.3, a good one 0.9)."""
+"""Neighbours with a smaller correlation are not registered: noise reaches 0.04, a faint retina 0.3, a good one 0.9."""
 
 
 def register_bscans(
     coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35
 ) -> np.ndarray:
-    """Axial displacement of every B-scan in rows of `coarse_DWH`, float64 [D], positive downwards; blank B-scans are interpolated.
+    """Axial displacement of every B-scan in rows of `coarse_DWH`, float64 [D], positive downwards.
 
-    Neighbours are compared by cross-correlation summed over A-scans. Slow drift cannot be told from the shape of the eye, so the
-    best quadratic in the B-scan position is left in place as anatomy (curvature and tilt), and the rest is motion.
+    Neighbours are compared by cross-correlation summed over A-scans; blank B-scans are interpolated. Slow drift cannot
+    be distinguished from the shape of the eye, so the best-fitting quadratic in the B-scan position is left in place as
+    anatomy (curvature and tilt), and the rest is motion.
     """
     used = np.flatnonzero(coarse_DWH.max(axis=(1, 2)) > coarse_DWH.min(axis=(1, 2)))
     displacement = np.zeros(len(coarse_DWH))
     if len(used) < 2:
         return displacement
-    # A retina is smooth over 0.15 mm: fewer, calmer A-scans give the same answer sooner.
+    # A retina is smooth over 0.15 mm, so A-scans are averaged in groups, which is as accurate and faster.
     width = coarse_DWH.shape[1]
     group = min(max(1, round(0.15 / spacing_mm[2])), width)
     alike = coarse_DWH if len(used) == len(coarse_DWH) else coarse_DWH[used]
@@ -33,15 +35,15 @@ def register_bscans(
 
 
 def register_star(crossing_JH: np.ndarray, dy: float, reach_mm: float = 0.35) -> np.ndarray:
-    """Axial displacement of every B-scan of a star in rows, float64 [J], positive downwards, against their median.
+    """Axial displacement of every B-scan of a star in rows, float64 [J], positive downwards, relative to their median.
 
-    `crossing_JH`: each B-scan's mean A-scan where all of them cross. There all show the same, so that each is compared with the mean of
-    all, no error adds up from one to the next, and no drift is anatomy.
+    `crossing_JH` is each B-scan's mean A-scan where all of them cross. As all show the same tissue there, each is
+    compared with the mean of all: no error accumulates from one to the next, and all drift is motion.
     """
     rows = np.arange(crossing_JH.shape[1])
     motion = np.zeros(len(crossing_JH))
-    for _ in range(3):  # the first mean is blurred by the motion itself
-        aligned = [np.interp(rows + moved, rows, ascan) for ascan, moved in zip(crossing_JH, motion, strict=True)]
+    for _ in range(3):  # repeated, because the first mean is blurred by the motion itself
+        aligned = [np.interp(rows + shift, rows, ascan) for ascan, shift in zip(crossing_JH, motion, strict=True)]
         mean = np.mean(aligned, axis=0)
         pairs = (np.stack([mean, ascan])[:, None].astype(np.float32) for ascan in crossing_JH)
         motion = np.array([_neighbour_shifts(pair, reach=max(2, round(reach_mm / dy)))[0] for pair in pairs])
@@ -50,7 +52,7 @@ def register_star(crossing_JH: np.ndarray, dy: float, reach_mm: float = 0.35) ->
 
 
 def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
-    """Shift of each B-scan against the one before, in fractional rows, [D - 1]; 0 where the two are not alike."""
+    """Shift of each B-scan relative to the one before, in fractional rows, [D - 1]; 0 where the two are not similar."""
     height = planes_DWH.shape[2]
     reach = max(1, min(reach, height // 2))
     # Zero padding keeps the circular correlation from wrapping a retina at the bottom onto the top.
@@ -65,6 +67,7 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
     pairs = np.arange(len(near))
     below, peak, above = near[pairs, inner - 1], near[pairs, inner], near[pairs, inner + 1]
     curvature = below - 2 * peak + above
+    # The vertex of the parabola through the peak and its neighbours gives the fraction of a row.
     parabola = np.divide(below - above, 2 * curvature, out=np.zeros_like(peak), where=curvature < 0)
     shift = lags[best] + np.where(best == inner, np.clip(parabola, -0.5, 0.5), 0.0)
     energy = np.sqrt(np.square(contrast).sum(axis=(1, 2)))
@@ -72,7 +75,8 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
 
 
 def robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
-    """The quadratic that most of the path follows; a saccade in a few B-scans does not bend it."""
+    """Robust quadratic fit (iteratively reweighted towards the median): a saccade in a few B-scans hardly changes
+    it."""
     degree = 2 if len(path) >= 8 else 0
     basis = np.vander((position - position.mean()) / max(np.ptp(position), 1), degree + 1)
     weights = np.ones(len(path))

@@ -1,4 +1,4 @@
-"""Area-averaged resampling of a volume onto a prepared grid, B-scan by B-scan, with what holds image and what is padding."""
+"""Resample a volume onto the prepared grid by area averages, and track which rows hold image and which are padding."""
 
 import numpy as np
 
@@ -7,7 +7,10 @@ from octfm.volume.transform import Transform
 
 
 def seen_rows(voxels: np.ndarray | Planes) -> np.ndarray:
-    """int64 [2, D, W]: rows [first, past) that hold image. Constant A-scans and border rows constant over a B-scan hold none."""
+    """Rows [first, past) of every A-scan that hold image, int64 [2, D, W].
+
+    Constant A-scans, and rows at the border that are constant over a whole B-scan, hold none.
+    """
     depth, height, width = voxels.shape
     seen = np.zeros((2, depth, width), np.int64)
     for bscan, plane in enumerate(voxels):
@@ -15,7 +18,7 @@ def seen_rows(voxels: np.ndarray | Planes) -> np.ndarray:
         if _constant(plane[0]) or _constant(plane[-1]):
             rows = plane.max(axis=1) != plane.min(axis=1)
             first, past = (int(rows.argmax()), height - int(rows[::-1].argmax())) if rows.any() else (0, 0)
-        # Two rows tell nearly every A-scan from a constant one.
+        # Comparing two rows shows for nearly every A-scan that it is not constant.
         varies = plane[height // 2] != plane[height // 3]
         doubtful = np.flatnonzero(~varies)
         if doubtful.size:
@@ -30,8 +33,11 @@ def _constant(values: np.ndarray) -> bool:
 
 
 def _weights(origin: float | np.ndarray, scale: float, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Area average as taps: index int32 [..., count, taps] into `length` native voxels and weight (0 outside), [...] as `origin`. Finer
-    targets interpolate linearly, which is the same average with a box of one native voxel."""
+    """Area average along one axis as taps: index int32 [..., count, taps] into `length` native voxels, and weights.
+
+    Weights are 0 outside the image; leading axes are those of `origin`. If target voxels are finer than native ones,
+    the box is one native voxel wide, which is linear interpolation.
+    """
     width = max(scale, 1.0)
     start = (np.asarray(origin)[..., None] + scale * np.arange(count) - width / 2 + 0.5)[..., None]
     index = np.floor(start).astype(int) + np.arange(int(np.ceil(width)) + 1)
@@ -41,7 +47,7 @@ def _weights(origin: float | np.ndarray, scale: float, count: int, length: int) 
 
 
 def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform) -> tuple[np.ndarray, np.ndarray]:
-    """Area-averaged voxels uint8 [D, H, W] and valid rows int16 [2, D, W]; padding and blank A-scans weigh nothing."""
+    """Area-averaged voxels uint8 [D, H, W] and valid rows int16 [2, D, W]; padding and blank A-scans have no weight."""
     depth, height, width = voxels.shape
     out_d, out_h, out_w = transform.shape
     (z, _, x), (sz, _, sx) = transform.origin, transform.scale
@@ -49,7 +55,8 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
     shown = (seen[1] > seen[0]).astype(np.float32)
     lateral = _lateral(x, sx, out_w, width)
     weight_of, edges_of = _weights_and_edges(seen, shown, lateral, transform)
-    # From here on A-scans are counted as they lie in memory, and only those that are kept.
+    # From here on A-scans are indexed in memory order (a left eye is a mirrored view), and only those with weight are
+    # kept.
     step = memory_order(voxels[0])
     lateral, shown = lateral[::step], shown[:, ::step]
     used = np.flatnonzero(lateral.any(axis=1))
@@ -65,7 +72,8 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
         users = [(int(n), s) for n, s in zip(bscans[d], shares[d], strict=True) if s > 0 and shown[n].any()]
         if not users:
             continue
-        # What is linear along one axis commutes with the others: across B-scans first, along them once for all.
+        # The filter is separable: rows first, cached for each native B-scan, then across B-scans, then A-scans once per
+        # plane.
         filtered = {n: rows for n, rows in filtered.items() if n >= users[0][0]}
         for place, (native, share) in enumerate(users):
             if native not in filtered:
@@ -81,7 +89,7 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
         scale = np.where(weight > 0.5, 1 / np.maximum(weight, 1e-6), 0)
         plane *= scale.astype(np.float32)
         plane += np.float32(0.5)
-        # No mean of grey levels lies outside 0 to 255 by more than its rounding, which the half just added does not carry to 256.
+        # Means of grey levels exceed 255 by no more than rounding error, so after adding 0.5 the cast cannot overflow.
         np.copyto(out[d], plane, casting="unsafe")
         first, past = np.rint(edges * scale).clip(0, out_h).astype(np.int16)
         valid[:, d] = np.where(past > first, (first, past), 0)
@@ -97,7 +105,7 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
 def _lateral(origin: float, scale: float, count: int, length: int) -> np.ndarray:
     """float32 [length, count]: weight of each native A-scan in each prepared one."""
     index, weight = _weights(origin, scale, count, length)
-    matrix = np.zeros((length, count), np.float32)  # an index that was clipped comes twice, with a weight of 0
+    matrix = np.zeros((length, count), np.float32)  # add.at, because a clipped index occurs twice (with weight 0)
     np.add.at(matrix, (index.T, np.arange(count)), weight.T)
     return matrix
 
@@ -105,7 +113,8 @@ def _lateral(origin: float, scale: float, count: int, length: int) -> np.ndarray
 def _weights_and_edges(
     seen: np.ndarray, shown: np.ndarray, lateral: np.ndarray, transform: Transform
 ) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [D, out_w] weight of what is shown, and [2, D, out_w] the same times the edges of the image in prepared rows."""
+    """Weight of the A-scans with image, float64 [D, out_w], and weight times the image's edges in prepared rows [2,
+    ...]."""
     (_, y, _), (_, sy, _) = transform.origin, transform.scale
     matrix = lateral.astype(np.float64)
     weight = shown @ matrix
@@ -115,7 +124,7 @@ def _weights_and_edges(
 
 
 class _Axial:
-    """Weighted rows of B-scans, each at its own displacement; at the border what is left of the box is averaged, not darkened."""
+    """Axial filter of B-scans, each at its own displacement; boxes cut by the border are renormalised, not darkened."""
 
     def __init__(self, transform: Transform, height: int):
         from scipy.sparse import csr_matrix
@@ -129,13 +138,14 @@ class _Axial:
         self._matrix = csr_matrix((self._weight[0].ravel(), self._index[0].ravel(), starts), shape=(rows, height))
 
     def __call__(self, bscan: int, plane: np.ndarray) -> np.ndarray:
-        """float32 [H, W] prepared rows of native ones."""
+        """Filter one native B-scan to prepared rows, float32 [out_h, W]."""
         self._matrix.data, self._matrix.indices = self._weight[bscan].ravel(), self._index[bscan].ravel()
         return self._matrix @ plane.astype(np.float32)
 
 
 def _bands(lateral: np.ndarray, columns: int = 16) -> list[tuple[slice, slice, np.ndarray]]:
-    """The non-zero blocks of a banded matrix as (output columns, input columns, block), a tenth of the work of the whole matrix."""
+    """The non-zero blocks of a banded matrix as (output columns, input columns, block): a tenth of the work of all
+    of it."""
     blocks = []
     for start in range(0, lateral.shape[1], columns):
         out = slice(start, start + columns)

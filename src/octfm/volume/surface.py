@@ -1,12 +1,15 @@
-"""Surfaces over A-scans ([D, W], in rows): the best path through a score, and the smoothing that anatomy allows."""
+"""Surfaces [D, W] (a row per A-scan): best paths through a score by dynamic programming, and anatomical smoothing."""
 
 import numpy as np
 
 
 def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
-    """Rows [D, W] of the path with the largest summed score per B-scan, moving at most `jump` rows per A-scan at `penalty` each."""
+    """Rows [D, W] of the path with the largest summed score in each B-scan (Viterbi).
+
+    From one A-scan to the next it moves at most `jump` rows, at a cost of `penalty` per row.
+    """
     depth, width, height = score_DWH.shape
-    # A border of -inf as wide as a jump: nothing that is reached from a row lies outside, and no path goes there.
+    # A border of -inf as wide as a jump: no step leaves the array, and no path enters the border.
     best = np.empty((width, depth, height + 2 * jump), np.float32)
     best[:, :, :jump] = best[:, :, jump + height :] = -np.inf
     inner = slice(jump, jump + height)
@@ -29,24 +32,28 @@ def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
 
 
 def _dilate(values: np.ndarray, reach: int, penalty: float, wide: np.ndarray, lower: np.ndarray) -> None:
-    """Largest value within ± `reach` rows less `penalty` per row, written to `wide`; the window doubles instead of being walked.
+    """Write to `wide` the largest value within ± `reach` rows less `penalty` per row, by doubling the window.
 
-    All B-scans as one, [D * (H + 2 reach)]: their borders keep them apart. What comes back from a border has paid for more rows than what
-    never left, so it never wins. `lower` is memory to work in."""
-    done = 0
-    while done < reach:
-        step = min(done + 1, reach - done)
+    All B-scans are one array [D * (H + 2 reach)], kept apart by their borders. A value that returns from a border has
+    paid for more rows than one that never left, so it never wins. `lower` is scratch memory.
+    """
+    covered = 0
+    while covered < reach:
+        step = min(covered + 1, reach - covered)
         np.subtract(values, np.float32(penalty * step), out=lower)
-        if not done:
+        if not covered:
             wide[:step] = values[:step]
         np.maximum(values[step:], lower[:-step], out=wide[step:])
         np.maximum(wide[:-step], lower[step:], out=wide[:-step])
         values = wide
-        done += step
+        covered += step
 
 
 def running_sum(array_DWH: np.ndarray) -> np.ndarray:
-    """float32 [D, W, H]: sums along the last axis, as of np.cumsum, each of whose additions has to wait for the one before."""
+    """Cumulative sum along the last axis, float32 [D, W, H].
+
+    A matrix product in blocks of 32, faster than np.cumsum, in which every addition waits for the one before.
+    """
     depth, width, height = array_DWH.shape
     blocks = -(-height // len(_UP_TO))
     padded = np.zeros((depth, width, blocks * len(_UP_TO)), np.float32)
@@ -60,7 +67,7 @@ _UP_TO = np.triu(np.ones((32, 32), np.float32))
 
 
 def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
-    """Values [D, W] at the nearest row of a surface."""
+    """Values [D, W] at the row nearest to a surface, clipped to the frame."""
     depth, width, height = array_DWH.shape
     index = np.rint(rows_DW).astype(np.intp)
     bscan, column = np.ogrid[:depth, :width]
@@ -68,14 +75,14 @@ def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
 
 
 def median_of_bscans(surface: np.ndarray, dz: float) -> np.ndarray:
-    """Median over 3 or 5 B-scans within about 0.25 mm: one that disagrees with its registered neighbours is overruled."""
+    """Median over 3 or 5 B-scans within about 0.25 mm: outvotes a B-scan that disagrees with its neighbours."""
     reach = min(max(1, min(2, round(0.25 / dz))), (len(surface) - 1) // 2)
     padded = np.pad(surface, ((reach, reach), (0, 0)), mode="edge")
     return np.median(np.stack([padded[i : i + len(surface)] for i in range(2 * reach + 1)]), axis=0).astype(np.float32)
 
 
 def envelope(surface: np.ndarray, spacing_mm: tuple[float, float], side: int) -> np.ndarray:
-    """The smooth surface that bumps stand on: side 1 is the deeper one (BM below drusen), -1 the shallower (the rim above pits)."""
+    """Smooth envelope of a surface: side 1 is the deeper one (BM below drusen), -1 the shallower (rim above pits)."""
     trend = _quadratic(surface)
     residual = side * (surface - trend)
     for _ in range(3):
@@ -84,7 +91,7 @@ def envelope(surface: np.ndarray, spacing_mm: tuple[float, float], side: int) ->
 
 
 def _quadratic(surface: np.ndarray) -> np.ndarray:
-    """The least-squares quadratic: tilt and curvature, which the borders of a moving mean would flatten."""
+    """Least-squares quadratic: tilt and curvature, which a moving mean would flatten at the borders."""
     basis = _quadratic_basis(surface.shape)
     return (basis @ np.linalg.lstsq(basis, surface.ravel(), rcond=None)[0]).reshape(surface.shape)
 
@@ -96,7 +103,8 @@ def _quadratic_basis(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def bowl(surface: np.ndarray, known: np.ndarray, below: float = 0.2) -> np.ndarray:
-    """The quadratic that leaves a share `below` of the `known` places deeper than itself: what stands up from it does not lift it."""
+    """Quadratic with a share `below` of the `known` places deeper than itself (a quantile), so that elevations do
+    not lift it."""
     basis = _quadratic_basis(surface.shape)
     if not known.any():
         return surface
@@ -111,7 +119,7 @@ def bowl(surface: np.ndarray, known: np.ndarray, below: float = 0.2) -> np.ndarr
 
 
 def smooth(surface: np.ndarray, spacing_mm: tuple[float, float], reach_mm: float) -> np.ndarray:
-    """Mean over about ± `reach_mm` in both directions, over what there is at the borders."""
+    """Mean over about ± `reach_mm` in both directions; at the borders over the part inside."""
     for axis, mm in enumerate(spacing_mm):
         reach = int(reach_mm / mm)
         if reach:
@@ -133,7 +141,8 @@ def _sum_within(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
 
 
 def between_bscans(rows_SW: np.ndarray, at: np.ndarray, displacement_D: np.ndarray) -> np.ndarray:
-    """A surface known at the B-scans `at` of a registered volume, on all of them [D, W] and displaced as they are."""
+    """Interpolate a surface from the B-scans `at` of a registered volume to all of them, [D, W], and add their
+    displacement."""
     position = np.interp(np.arange(len(displacement_D)), at, np.arange(len(at)))
     low = np.minimum(position.astype(int), max(len(at) - 2, 0))
     part = (position - low)[:, None]
@@ -141,14 +150,15 @@ def between_bscans(rows_SW: np.ndarray, at: np.ndarray, displacement_D: np.ndarr
 
 
 def refine(rows_DW: np.ndarray, block: tuple[int, int], width: int) -> np.ndarray:
-    """A surface known per block of rows and A-scans, in native rows of every A-scan, float32 [D, width]; linear between the middles."""
+    """Convert a surface from blocks of rows and A-scans to native rows, float32 [D, width], linear between block
+    centres."""
     middle = (np.arange(rows_DW.shape[1]) + 0.5) * block[1] - 0.5
     position = np.arange(width)
     return np.stack([np.interp(position, middle, (row + 0.5) * block[0] - 0.5) for row in rows_DW]).astype(np.float32)
 
 
 def window_sum(values: np.ndarray, rows: int) -> np.ndarray:
-    """Sum of each `rows` successive values: sums of 1, 2, 4, ... of them, as `rows` is written in binary."""
+    """Sum of each `rows` successive values, put together from sums of 1, 2, 4, ... by the binary digits of `rows`."""
     count, total, at, size = len(values) - rows + 1, None, 0, 1
     while True:
         if rows & size:

@@ -1,4 +1,9 @@
-"""The tissue band: two surfaces per A-scan around everything between ILM and Bruch's membrane (BM), found without labels."""
+"""Find the ILM and Bruch's membrane (BM) of a volume without labels; the tissue band lies between them.
+
+Steps: average to coarse voxels, register the B-scans, normalise brightness, then search the ILM and, below it, the RPE
+as the best paths through scores made for them. Shares of A-scans on which the result looks right decide whether it is
+trusted.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,25 +29,27 @@ from octfm.volume.surface import (
 from octfm.volume.volume import Spacing3
 
 MARGIN_MM = 0.05
-"""The band starts this far above the estimated ILM and ends this far below the estimated BM (DESIGN §5)."""
+"""The band starts this far above the estimated ILM and ends this far below the estimated BM."""
 
 COARSE_MM = (0.008, 0.06)
-"""The surfaces are searched on block means of about this size (axial, lateral): fine against the margin, and speckle averages out."""
+"""Surfaces are searched on block means of about this size (axial, lateral): much finer than the margin, yet speckle
+averages out."""
 
 BSCANS_MM, NEIGHBOURS_MM = 0.11, 0.06
-"""B-scans that lie closer are not all searched; each that is, is averaged with its neighbours within the second distance."""
+"""If B-scans are closer than the first distance only some are searched, each averaged with its neighbours within the
+second."""
 
 THRESHOLD = 0.2
-"""Signal between vitreous and retina, on the scale of `_normalise`."""
+"""Signal level that separates vitreous from retina, on the scale of `_normalise`."""
 
 THINNEST_MM = 0.11
-"""No retina is thinner (a fovea keeps 0.15); less than this between ILM and BM is a full-thickness hole."""
+"""No retina is thinner (a fovea has 0.15 mm or more): where ILM and BM are closer there is a full-thickness hole."""
 
 DEEPEST_PIT_MM = 0.2
-"""No fovea is deeper below its rim; what is deeper is a hole, or the cup of the optic disc."""
+"""No foveal pit is deeper below its rim; a deeper one is a hole, or the cup of the optic disc."""
 
 RPE_TO_BM_MM = 0.01
-"""The path follows the brightest row of the RPE; Bruch's membrane is its lower edge."""
+"""Distance from the brightest row of the RPE, which the path follows, to Bruch's membrane, its lower edge."""
 
 FLOORS = {
     "contrast": 0.04,
@@ -55,34 +62,36 @@ FLOORS = {
     "thickness": 0.9,
     "bm_not_lifted": 0.99,
 }
-"""Smallest value of each confidence measurement that is still trusted."""
+"""Smallest value of each confidence measurement at which the surfaces are trusted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tissue:
-    """What the search found, in native rows of a volume whose B-scan order and laterality are already canonical."""
+    """Result of the search, in native rows of a volume whose B-scan order and laterality are canonical already."""
 
     ilm: np.ndarray
-    """[D, W] float32, estimated inner limiting membrane; a full-thickness hole is bridged from rim to rim. May leave the frame."""
+    """float32 [D, W], inner limiting membrane, bridged from rim to rim over full-thickness holes. May leave the
+    frame."""
     bm: np.ndarray
-    """[D, W] float32, estimated Bruch's membrane. May leave the frame."""
+    """float32 [D, W], Bruch's membrane. May leave the frame."""
     fovea: tuple[float, float] | None
-    """(B-scan, A-scan) index of the foveal pit, None where no pit stands out."""
+    """(B-scan, A-scan) index of the foveal pit; None if no pit stands out."""
     displacement: np.ndarray
-    """[D] float64, axial displacement of each B-scan by eye motion."""
+    """float64 [D], axial displacement of each B-scan by eye motion."""
     confident: bool
-    """False: do not trust the surfaces, keep every row."""
+    """Whether the surfaces are trusted; if not, every row is kept."""
     confidence: dict[str, float]
     """The measurements behind `confident`, each with its floor in `FLOORS`."""
 
     @property
     def located(self) -> bool:
-        """The retina was found, even if Bruch's membrane may lie below what was taken for it."""
+        """Whether the retina was found, even if Bruch's membrane may be deeper than estimated."""
         return _above_floors(self.confidence, except_for="bm_not_lifted")
 
 
 def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue:
-    """Register the B-scans, find the ILM, then the RPE below it, each as the best path per B-scan with its neighbours as referees."""
+    """Register the B-scans, then find the ILM and the RPE below it: best path per B-scan, median over neighbouring
+    ones."""
     coarse, block = _block_means(voxels_DHW, spacing_mm)
     dy, dx = spacing_mm[1] * block[0], spacing_mm[2] * block[1]
     displacement = register_bscans(coarse, (spacing_mm[0], dy, dx))
@@ -104,7 +113,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     scale = np.float32(1 / max(float(np.median(rpe_score.max(axis=2))), 1e-6))
     for score, shown in zip(rpe_score, seen[:, :, top:], strict=True):
         score *= scale
-        # Out of the frame, where it is 0, nothing speaks for or against, so a tilted RPE may leave it.
+        # Outside the frame the score would be 0; a neutral value lets the path of a tilted RPE leave the frame.
         score += np.float32(0.25) * ~shown
     rpe = median_of_bscans(best_path(rpe_score, jump=max(1, round(dx / dy)), penalty=0.06), dz) + np.float32(top)
     bm = envelope(rpe, (dz, dx), 1) + np.float32(RPE_TO_BM_MM / dy)
@@ -133,6 +142,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
 
 
 def _above_floors(confidence: dict[str, float], except_for: str = "") -> bool:
+    """Whether all measurements but one reach their floors."""
     return all(confidence[name] >= floor for name, floor in FLOORS.items() if name != except_for)
 
 
@@ -150,14 +160,14 @@ def _block_means(voxels: np.ndarray | Planes, spacing_mm: Spacing3) -> tuple[np.
         total = bscan[::rows].astype(exact)
         for row in range(1, rows):
             total += bscan[row::rows]
-        # All rows as one: sums that reach into the next row are not among those that are taken.
+        # Sum along all rows joined into one; the sums that reach into the next row are skipped by the stride.
         sums = window_sum(total.reshape(-1), columns)[::columns].reshape(h, w)
         np.divide(sums.T[::step], np.float32(rows * columns), out=mean)
     return means, (rows, columns)
 
 
 def _blank(coarse: np.ndarray) -> np.ndarray:
-    """bool [D, W]: A-scans of one value. Two rows tell nearly every other one."""
+    """Which A-scans are constant, bool [D, W]. Comparing two rows rules out nearly all others."""
     height = coarse.shape[2]
     blank = coarse[:, :, height // 2] == coarse[:, :, height // 3]
     doubtful = coarse[blank]
@@ -166,11 +176,14 @@ def _blank(coarse: np.ndarray) -> np.ndarray:
 
 
 def _levels(coarse: np.ndarray, blank: np.ndarray) -> tuple[float, float, float]:
-    """Noise floor; the step from it to the brightest layers in grey levels, and the same step in standard deviations of the speckle that
-    is left. Told by every second B-scan, or by fewer where there are many."""
+    """(noise floor, contrast to the brightest layers, contrast to noise) of coarse voxels, the first two in grey
+    levels.
+
+    Noise is the remaining speckle. Measured on every second B-scan, or on fewer if there are many.
+    """
     some = slice(None, None, max(2, len(coarse) // 16))
     sample, blank = coarse[some], blank[some]
-    # The floor is the level of the noise, not its darkest speckle: look at means over many blocks.
+    # The floor is the mean level of the noise, not its darkest speckle, so it is taken from means over many blocks.
     calm = _moving_mean(_moving_mean(sample, 3, 1, step=3), 3, 2, step=3)[~blank[:, ::3]]
     if not calm.size:
         return 0.0, 0.0, 0.0
@@ -181,7 +194,7 @@ def _levels(coarse: np.ndarray, blank: np.ndarray) -> tuple[float, float, float]
 
 
 def _searched(depth: int, dz: float) -> np.ndarray:
-    """int64: the B-scans whose surfaces are searched, about 0.1 mm apart: registered neighbours that lie closer show the same retina."""
+    """Indices of the B-scans to search, about 0.1 mm apart: closer neighbours show the same retina."""
     step = max(1, int(BSCANS_MM / dz))
     return np.arange((depth - 1) % step // 2, depth, step)
 
@@ -189,8 +202,11 @@ def _searched(depth: int, dz: float) -> np.ndarray:
 def _align(
     coarse: np.ndarray, blank: np.ndarray, displacement: np.ndarray, searched: np.ndarray, reach: int, pad: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of the B-scans within ± `reach` of each of `searched`, shifted by minus their displacements (linear), with `pad` rows more
-    on both sides: float32 [S, W, H + 2 pad] of what was seen, 0 elsewhere; and which voxels were seen at all."""
+    """Registered mean of the B-scans within ± `reach` of each of `searched`, and which of its voxels were imaged.
+
+    Both [S, W, H + 2 pad], with `pad` more rows above and below; the mean is over B-scans that are not blank, and 0
+    where nothing was imaged. Displacements are undone with linear interpolation.
+    """
     depth, width, height = coarse.shape
     reach = min(reach, (depth - 1) // 2)
     out = np.zeros((len(searched), width, height + 2 * pad), np.float32)
@@ -217,18 +233,18 @@ def _align(
 
 
 def _normalise(means: np.ndarray, seen: np.ndarray, low: float, contrast: float) -> None:
-    """In place: brightness with the noise floor at 0 and the brightest layers near 1, 0 where nothing was seen."""
+    """Scale brightness in place: noise floor at 0, brightest layers near 1, and 0 where nothing was imaged."""
     if not contrast:
         means[:] = 0
-    for signal, shown in zip(
-        means[:, None], seen[:, None], strict=True
-    ):  # one by one: a B-scan stays in the processor's cache
+    # One B-scan at a time fits into the processor's cache.
+    for signal, shown in zip(means[:, None], seen[:, None], strict=True):
         signal -= np.float32(low)
         signal *= shown
         signal[:] = _moving_mean(signal, 1, 1)
         signal *= shown
         signal /= np.float32(contrast or 1)
-        # Shadows, vignetting and fading dim whole A-scans: bring the brightest layer near 1 on each, but do not raise noise.
+        # Shadows and vignetting dim whole A-scans: scale the brightest layer of each to about 1, within limits, so that
+        # A-scans of noise are not amplified.
         three_rows = signal[:, :, :-2] + signal[:, :, 1:-1]
         three_rows += signal[:, :, 2:]
         peak = _moving_mean(three_rows.max(axis=2, keepdims=True) / np.float32(3), 6, 1)
@@ -236,8 +252,10 @@ def _normalise(means: np.ndarray, seen: np.ndarray, low: float, contrast: float)
 
 
 def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray, rows: int | None = None) -> np.ndarray:
-    """`function` of a few B-scans at a time, float32 [D, W, rows] (None: as the first array): they stay in the processor's cache, and what
-    it needs besides stays small."""
+    """Apply `function` to a few B-scans at a time, which fit into the processor's cache, with little scratch memory.
+
+    Returns float32 [D, W, rows]; `rows` is None for the height of the first array.
+    """
     depth, width, height = arrays[0].shape
     out = np.empty((depth, width, rows or height), np.float32)
     few = max(1, 2**15 // (width * height))
@@ -248,7 +266,7 @@ def _by_bscan(function: Callable[..., np.ndarray], *arrays: np.ndarray, rows: in
 
 
 def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.ndarray:
-    """Mean over ± `reach` along an axis, the border repeated, at every `step`-th place."""
+    """Mean over ± `reach` along axis 1 or 2, at every `step`-th place; the border is repeated."""
     padded = np.concatenate([array.take([0] * reach, axis), array, array.take([-1] * reach, axis)], axis)
     n = array.shape[axis]
     shifted = [
@@ -262,21 +280,26 @@ def _moving_mean(array: np.ndarray, reach: int, axis: int, step: int = 1) -> np.
 
 
 def _ilm_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
-    """Score of placing the ILM at each row: bright below it and dark above it count. Dark counts little, so that a cyst does not cut
-    the retina in two; what is bright over less than 0.04 mm is not retina but a hyaloid or a floater, and counts as dark."""
+    """Score of placing the ILM at each row: the sum of the signal above THRESHOLD below it.
+
+    Dark voxels count little, so that a cyst does not split the retina. Bright runs shorter than 0.04 mm are not retina
+    but hyaloid or floaters, and count as dark.
+    """
     gain = _opened(signal, max(1, round(0.04 / dy)))
     gain -= np.float32(THRESHOLD)
     gain *= seen
     np.maximum(gain, np.float32(0.15) * gain, out=gain)
     gain = gain.clip(-np.inf, np.float32(0.5), out=gain)
-    # What is below a row is what there is in all, the same for every row of an A-scan, less what is above it.
+    # The sum below a row is the total of its A-scan, a constant that does not affect the path, less the sum down to it.
     gain -= running_sum(gain)
     return gain
 
 
 def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
-    """Morphological opening along A-scans: bright runs shorter than `rows` disappear, every other edge stays where it is."""
-    # All A-scans as one: windows that reach into the next one begin in the last rows, which are then set below all others.
+    """Morphological opening along A-scans: removes bright runs shorter than `rows`, and leaves all other edges in
+    place."""
+    # All A-scans are joined into one. Windows that reach into the next A-scan start in the last rows, which are then
+    # set to -1, below all signal.
     wide = np.full(signal.size + rows - 1, -1, np.float32)
     low = wide[rows - 1 :]
     low[: signal.size - rows + 1] = _over_window(np.minimum, signal.reshape(-1), rows)
@@ -285,17 +308,17 @@ def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _over_window(function: np.ufunc, values: np.ndarray, rows: int) -> np.ndarray:
-    """Smallest or largest of each `rows` successive values; the window doubles instead of being walked."""
-    done = 1
-    while done < rows:
-        step = min(done, rows - done)
+    """Minimum or maximum of each `rows` successive values, by doubling the window."""
+    covered = 1
+    while covered < rows:
+        step = min(covered, rows - covered)
         values = function(values[step:], values[:-step])
-        done += step
+        covered += step
     return values
 
 
 def _rpe_score(signal: np.ndarray, seen: np.ndarray, rim: np.ndarray, dy: float, top: int) -> np.ndarray:
-    """Score of placing the RPE at each row from `top` on; the nerve fibre layer can be as bright, so nothing near the ILM counts."""
+    """Score of placing the RPE at each row from `top` on; 0 near the ILM, as the nerve fibre layer can be as bright."""
     past = round(0.15 / dy) + 1
     bright = signal[:, :, max(0, top - past) :].clip(0, np.inf)
     if top < past:
@@ -310,16 +333,19 @@ def _rpe_score(signal: np.ndarray, seen: np.ndarray, rim: np.ndarray, dy: float,
 
 
 def _attenuation(bright: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
-    """How strongly each voxel attenuates, 0 to 1: bright, with little energy left below it, as in Vermeer et al., Biomed. Opt.
-    Express 5:322, 2014. The nerve fibre layer may be as bright as the RPE but has the whole retina below."""
+    """Attenuation of each voxel, 0 to 1: its energy relative to all energy below it.
+
+    After the depth-resolved attenuation of Vermeer et al., Biomed. Opt. Express 5:322, 2014. The nerve fibre layer may
+    be as bright as the RPE, but has the whole retina below.
+    """
     energy = np.square(bright)
     above_and_here = running_sum(energy)
-    # The choroid goes on below the frame; without a guess of it the last row would look like the end of all tissue.
+    # The choroid continues below the frame; without an estimate of its energy the last row would seem to attenuate all.
     last = bright.shape[2] - 1 - seen[:, :, ::-1].argmax(axis=2)
     few = max(1, round(0.05 / dy))
     tail = (above_and_here[:, :, -1] - at_rows(above_and_here, last - few)) * np.float32(0.15 / few)
     above_and_here *= np.float32(dy)
-    # 40 times the energy below, and a little that keeps noise from counting, in one pass.
+    # 40 times the energy below, plus 0.05, which keeps noise from scoring, plus the voxel's own energy.
     rest = np.multiply(above_and_here, np.float32(-40), out=above_and_here)
     rest += (np.float32(40) * tail + np.float32(0.05) - above_and_here[:, :, -1])[:, :, None]
     rest += energy
@@ -327,10 +353,13 @@ def _attenuation(bright: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
 
 
 def _brighter_than_above(bright: np.ndarray, here: np.ndarray, first: int, past: int) -> np.ndarray:
-    """`here`, which begins at row `past` of `bright`, less the mean of `first` to `past` - 1 rows (0.05 to 0.15 mm) above,
-    0 to 1: outer retina or fluid over the RPE, but choroid over the bottom of the choroid."""
+    """`here` less the mean brightness 0.05 to 0.15 mm (`first` to `past` - 1 rows) above it, clipped to 0 to 1.
+
+    `here` begins at row `past` of `bright`. Above the RPE is the darker outer retina or fluid; above the lower border
+    of the choroid is choroid as bright.
+    """
     window, rows = past - first, here.shape[2]
-    # All A-scans as one: what reaches into the next one is dropped.
+    # All A-scans are joined into one; sums that reach into the next one are dropped.
     sums = np.empty(bright.shape, np.float32)
     sums.reshape(-1)[: bright.size - window + 1] = window_sum(bright.reshape(-1), window)
     difference = sums[:, :, 1 : rows + 1] * np.float32(-1 / window)
@@ -339,7 +368,8 @@ def _brighter_than_above(bright: np.ndarray, here: np.ndarray, first: int, past:
 
 
 def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
-    """The ILM with holes bridged from rim to rim, starting `reach` A-scans and one B-scan outside, where the rim is at full height."""
+    """Bridge holes in the ILM from rim to rim, from `reach` A-scans and one B-scan outside, where the rim has full
+    height."""
     gap = near(near(hole, reach, axis=1), 1, axis=0)
     out = ilm.copy()
     x = np.arange(ilm.shape[1])
@@ -349,8 +379,11 @@ def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
 
 
 def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float] | None:
-    """The deepest pit of the middle half of the field, the more central one if in doubt. A pit is thinner by at least 0.03 mm than
-    what lies 0.9 mm away in every direction: beside a swelling, one side is thicker and the other is not."""
+    """Index of the deepest pit in the middle half of the field; None if there is none.
+
+    A pit is at least 0.03 mm thinner than the retina 0.9 mm away in every direction, which excludes places next to a
+    swelling. Of similar pits the more central one is taken.
+    """
     local = smooth(thickness_mm, spacing_mm, 0.2)
     rows, columns = (np.arange(n) for n in local.shape)
     depth = np.full(local.shape, np.inf)
@@ -374,7 +407,8 @@ def _support(
     bm: np.ndarray,
     spacing_mm: Spacing3,
 ) -> dict[str, float]:
-    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE, whose score [D, W] is given."""
+    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE; `score` [D, W] is that of the
+    RPE."""
     dz, dy, _ = spacing_mm
     n = max(1, round(0.05 / dy))
     step = np.mean([at_rows(signal, ilm + i) - at_rows(signal, ilm - i - 2) for i in range(n)], axis=0)
@@ -383,8 +417,8 @@ def _support(
     rpe_seen = at_rows(seen, rpe)
     jumps = (np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(rpe, axis=0))) * dy
     thickness = (bm - ilm) * dy
-    # Bruch's membrane bows smoothly: where it seems to stand above the bowl of the rest, the RPE is lifted and BM may lie deeper.
-    # Not at the disc, where there is no RPE and the path runs through nerve fibres, right below the ILM.
+    # Bruch's membrane is smooth: where it seems to rise above the bowl fitted to the rest, the RPE is lifted and BM may
+    # be deeper. The disc is excluded: there is no RPE, and the path runs through nerve fibres right below the ILM.
     bottom = bowl(rpe, rpe_seen)
     lifted = ((bottom - bm) * dy > MARGIN_MM) & at_rows(seen, bottom)
     lifted &= (score > 0.3) & ((rpe - ilm) * dy > THINNEST_MM)

@@ -1,4 +1,4 @@
-"""Transform: how one prepared volume relates to its native frame, so that every result can go back to where it came from."""
+"""Transform: the map between a prepared volume and its native frame, to show results on the original scan."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,9 +11,10 @@ from octfm.volume.volume import Shape3, Spacing3
 
 @dataclass(frozen=True)
 class Transform:
-    """An invertible map between prepared and native voxel indices; integers are voxel centres on both sides.
+    """An invertible map between prepared and native voxel indices; integers are voxel centres in both.
 
-    Per axis `canonical = origin + scale * prepared`; axially the displacement of the B-scan is added; then flips lead to the native frame.
+    On each axis `canonical = origin + scale * prepared`; on the axial one the displacement of the B-scan is added.
+    Flips then lead from the canonical frame (B-scan 0 superior, left eyes mirrored) to the native one.
     """
 
     native_shape: Shape3
@@ -44,7 +45,7 @@ class Transform:
         return (canonical - self.origin) / self.scale
 
     def rows_to_native(self, surface_DW: np.ndarray) -> np.ndarray:
-        """A surface in prepared rows [D, W] to native rows [D, W], linear in between; NaN on A-scans outside the prepared field."""
+        """Convert a surface [D, W] from prepared to native rows, linear in between; NaN outside the prepared field."""
         surface_DW = np.asarray(surface_DW, np.float64)
         self._expect(surface_DW.shape, (self.shape[0], self.shape[2]), "surface")
         registered = self.origin[1] + self.scale[1] * surface_DW
@@ -52,24 +53,27 @@ class Transform:
         return self._flip_surface(rows + np.asarray(self.displacement)[:, None])
 
     def rows_to_prepared(self, surface_DW: np.ndarray) -> np.ndarray:
-        """A surface in native rows [D, W] to prepared rows [D, W], linear in between; NaN on A-scans that are padding."""
+        """Convert a surface [D, W] from native to prepared rows, linear in between; NaN on padding."""
         surface_DW = np.asarray(surface_DW, np.float64)
         self._expect(surface_DW.shape, (self.native_shape[0], self.native_shape[2]), "surface")
         return self.canonical_rows_to_prepared(self._flip_surface(surface_DW))
 
     def canonical_rows_to_prepared(self, surface_DW: np.ndarray) -> np.ndarray:
-        """The same for a surface whose B-scan order and laterality are already canonical."""
+        """As `rows_to_prepared`, for a surface whose B-scan order and laterality are canonical already."""
         registered = surface_DW - np.asarray(self.displacement)[:, None]
         rows = _resample_surface(registered, self._canonical_index(0), self._canonical_index(2))
         return (rows - self.origin[1]) / self.scale[1]
 
     def to_native(self, array_DHW: np.ndarray, order: int = 0, fill: float = 0) -> np.ndarray:
-        """A prepared array (segmentation, token map at voxel resolution) in the native frame: order 0 nearest, 1 trilinear."""
+        """Resample a prepared array (segmentation, voxel map) to the native frame: order 0 nearest, 1 trilinear."""
         self._expect(array_DHW.shape, self.shape, "array")
         return self._resample(array_DHW, to_native=True, order=order, fill=fill)
 
     def to_prepared(self, array_DHW: np.ndarray, order: int = 0, fill: float = 0) -> np.ndarray:
-        """A native array (labels) in the prepared frame: order 0 nearest, 1 trilinear. Images are area-averaged by Preprocessing."""
+        """Resample a native array (labels) to the prepared frame: order 0 nearest, 1 trilinear.
+
+        For images, Preprocessing uses area averages instead.
+        """
         self._expect(array_DHW.shape, self.native_shape, "array")
         return self._resample(array_DHW, to_native=False, order=order, fill=fill)
 
@@ -85,7 +89,7 @@ class Transform:
             return cls(**fields)
         except TypeError as error:
             raise StoreError(
-                f"transform record: {error}; it was written by another version, prepare the store again"
+                f"transform record: {error}; it was written by another version of octfm, prepare the store again"
             ) from None
 
     def _resample(self, array: np.ndarray, *, to_native: bool, order: int, fill: float) -> np.ndarray:
@@ -130,18 +134,19 @@ class Transform:
         return surface[:: -1 if self.reversed_bscans else 1, :: -1 if self.mirrored else 1]
 
     def _flip_volume(self, array: np.ndarray) -> np.ndarray:
-        # The axial axis has no flip, here or anywhere: a retina is never upside down (F13).
+        # The axial axis is never flipped, here or elsewhere: an upside-down retina does not exist.
         return array[:: -1 if self.reversed_bscans else 1, :, :: -1 if self.mirrored else 1]
 
     def _expect(self, got: tuple[int, ...], expected: tuple[int, ...], what: str) -> None:
         if tuple(got) != tuple(expected):
             raise ValueError(
-                f"{what} of shape {tuple(got)} does not belong to this transform, which expects {tuple(expected)}"
+                f"{what} of shape {tuple(got)} does not belong to this transform, expected {tuple(expected)}"
             )
 
 
 def _neighbours(position: float, count: int, order: int) -> list[tuple[int, float]]:
-    """Voxels (index, weight) that make up the value at a fractional position; none outside the first and last voxel's extent."""
+    """(index, weight) of the voxels that make up the value at a fractional position; none outside the array's
+    extent."""
     if not -0.5 <= position < count - 0.5:
         return []
     position = min(max(position, 0.0), count - 1.0)
@@ -158,9 +163,10 @@ def _resample_surface(rows_DW: np.ndarray, bscans: np.ndarray, columns: np.ndarr
 def _sample(
     array: np.ndarray, position: np.ndarray, axis: int, order: int = 1, extrapolate: bool = False
 ) -> np.ndarray:
-    """Values at fractional positions along one axis of a 2-D array; NaN outside the first and last voxel's extent.
+    """Values at fractional positions along one axis of a 2-D array; NaN outside the extent of its first and last voxel.
 
-    In the outer half of a border voxel an image keeps its border value; a surface (`extrapolate`) goes straight on.
+    In the outer half of a border voxel an image keeps the border value; a surface (`extrapolate`) is continued
+    linearly.
     """
     count = array.shape[axis]
     outside = (position < -0.5) | (position >= count - 0.5)

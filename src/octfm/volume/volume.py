@@ -1,6 +1,7 @@
-"""Volume: one OCT acquisition, its voxels plus the geometry needed to interpret them; every operation keeps both true.
+"""Volume: the voxels of one OCT acquisition and their geometry, which every operation updates together.
 
-Surfaces: the layer boundaries that came with it, on the same axes."""
+Surfaces: the layer boundaries delivered with a volume, on the same axes.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,11 +10,12 @@ import numpy as np
 
 Laterality = Literal["R", "L"]
 Layout = Literal["raster", "line", "circle", "radial", "repeated"]
-"""How the B-scans lie on the fundus; only a raster, parallel and one behind the other, is a volume in space."""
+"""Arrangement of B-scans on the fundus. Only a raster, of parallel B-scans one behind the other, is a volume in
+space."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
 Admissible = Literal["raster", "radial"]
-"""What may enter a catalog: stars only when asked for, and then as the raster that octfm.volume.radial makes of them."""
+"""Layouts that a catalog may hold: radial scans only on request, converted to a raster (radial.to_raster)."""
 ADMISSIBLE: tuple[Admissible, ...] = get_args(Admissible)
 Shape3 = tuple[int, int, int]
 Spacing3 = tuple[float, float, float]
@@ -21,48 +23,51 @@ Spacing3 = tuple[float, float, float]
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Where B-scans start and end on the fundus, mm: [D, 2] as (x to the right of the image, y downwards, towards inferior)."""
+    """Positions on the fundus of the first and the last A-scan of each B-scan; NaN for a B-scan that is not straight.
+
+    mm, [D, 2] as (x to the right of the image, y downwards, towards inferior).
+    """
 
     start: np.ndarray
     end: np.ndarray
-    """Of the first and of the last A-scan; NaN for a B-scan that is no straight line."""
 
     def mirrored(self) -> "Lines":
-        """With left and right exchanged, and A-scans counted from the other end."""
+        """Exchange left and right; A-scans are counted from the other end."""
         return Lines(self.end * (-1, 1), self.start * (-1, 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Volume:
-    """Axes are always [D, H, W] = (B-scan, axial, lateral); row 0 is the vitreous side."""
+    """One OCT acquisition. Axes are always [D, H, W] = (B-scan, axial, lateral); row 0 is on the vitreous side."""
 
     voxels: np.ndarray
-    """[D, H, W], uint8 or uint16, display (log) intensities as the instrument exports them."""
+    """uint8 or uint16 [D, H, W], display (log) intensities as exported by the instrument."""
     spacing_mm: Spacing3
     """(dz, dy, dx): distance between B-scans, between axial pixels, between A-scans."""
     laterality: Laterality | None = None
-    """Right or left eye; None is unknown, and nothing downstream will guess it."""
+    """Right or left eye; None is unknown, which nothing downstream replaces by a guess."""
     scanner: str = "unknown"
     """OCT instrument, for example heidelberg_spectralis."""
     protocol: str = "unknown"
     participant: str = "unknown"
     acquisition: str = "unknown"
-    """SOP Instance UID where there is one."""
+    """SOP Instance UID if there is one."""
     superior_first: bool | None = None
-    """True: B-scan 0 is superior; False: inferior; None: frame positions do not tell."""
+    """Whether B-scan 0 is superior (True) or inferior (False); None if the file does not give frame positions."""
     layout: Layout = "raster"
-    """Anything but a raster has no spacing between B-scans: dz then repeats dx and means nothing."""
+    """Other layouts than a raster have no spacing between B-scans: dz then repeats dx and has no meaning."""
     lines: Lines | None = None
-    """Of a star (radial), where positions tell: the angles that its B-scans have instead of a spacing."""
+    """Positions of the B-scans of a radial scan (star) if the file gives them; they have angles instead of a
+    spacing."""
     source: str = "memory"
     """Where the voxels came from; named in every error."""
     full_scale: int = 65535
-    """The value of uint16 voxels that is white: 4095 where 12 bits are used. uint8 is white at 255."""
+    """White value of uint16 voxels, e.g. 4095 if 12 bits are used; uint8 is white at 255."""
 
     def __post_init__(self):
         if self.voxels.ndim != 3 or 0 in self.voxels.shape:
             raise ValueError(
-                f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got shape {self.voxels.shape}"
+                f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got {self.voxels.shape}"
             )
         if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
             raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
@@ -80,16 +85,16 @@ class Volume:
 
     @property
     def eye_id(self) -> str:
-        """Participant and laterality: the unit that both eyes of a participant do not share."""
+        """Id of the eye: participant and laterality."""
         return f"{self.participant}_{self.laterality or 'unknown'}"
 
     def with_voxels(self, voxels: np.ndarray) -> "Volume":
-        """The same acquisition resampled: the physical extent is kept, so spacing follows the new shape."""
+        """The same acquisition resampled to other voxels: the physical extent stays, spacing follows the new shape."""
         z, y, x = (mm / n for mm, n in zip(self.extent_mm, voxels.shape, strict=True))
         return replace(self, voxels=voxels, spacing_mm=(z, y, x))
 
     def mirrored(self) -> "Volume":
-        """Left and right exchanged, voxels and laterality together; an unknown laterality is refused, never guessed."""
+        """Exchange left and right in voxels, lines and laterality. Raises ValueError if laterality is unknown."""
         if self.laterality is None:
             raise ValueError(f"{self.source}: laterality is unknown, so mirroring it would be a guess")
         lines = self.lines and self.lines.mirrored()
@@ -98,7 +103,7 @@ class Volume:
         )
 
     def superior_to_inferior(self) -> "Volume":
-        """B-scan 0 superior where positions tell; unchanged otherwise."""
+        """Reverse the B-scans if B-scan 0 is known to be inferior; else unchanged."""
         if self.superior_first is not False:
             return self
         return replace(self, voxels=self.voxels[::-1], superior_first=True)
@@ -106,20 +111,21 @@ class Volume:
 
 @dataclass(frozen=True, eq=False)
 class Surfaces:
-    """Layer boundaries of a segmentation, B-scan for B-scan as in the Volume of the same file."""
+    """Layer boundaries of a segmentation, with the B-scans and A-scans of the Volume in the same file."""
 
     names: tuple[str, ...]
-    """As the instrument calls them (ILM, RNFL, ..., BM), in the order of the file."""
+    """Names given by the instrument (ILM, RNFL, ..., BM), in the order of the file."""
     heights_px: np.ndarray
-    """[S, D, W] float32, rows below the top of the image, growing with depth as the axial axis does; NaN where there is no boundary."""
+    """float32 [S, D, W], rows below the top of the image, increasing with depth; NaN where there is no boundary."""
     axial_mm: float | None
-    """Height of a row, None where nothing states it."""
+    """Height of a row; None if the file does not state it."""
     source: str = "memory"
 
     def __post_init__(self):
         if self.heights_px.ndim != 3 or len(self.names) != len(self.heights_px):
             raise ValueError(
-                f"{self.source}: expected heights [{len(self.names)} surfaces, B-scan, lateral], got {self.heights_px.shape}"
+                f"{self.source}: expected heights [{len(self.names)} surfaces, B-scan, lateral], "
+                f"got {self.heights_px.shape}"
             )
 
     @property
