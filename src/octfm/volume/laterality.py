@@ -27,8 +27,9 @@ FROM_FOVEA_MM, ACROSS_MM = (1.0, 3.2), 2.2
 LEAST_REACH_MM = 1.8
 """A scan that shows less than this on either side of the fovea cannot be judged."""
 NEEDS = (
-    f"at least {LEAST_REACH_MM} mm of retina on both sides of the fovea (of the middle of the scan where no pit is found), "
-    "a tissue band of high confidence, and a nasal side that is brighter and thicker"
+    f"at least {LEAST_REACH_MM} mm of retina on both sides of the fovea "
+    "(of the middle of the scan where no pit is found), a tissue band of high confidence, "
+    "and a nasal side that is brighter and thicker"
 )
 """What a volume must show for the side of its disc to be determined."""
 LEAST_BRIGHTNESS, LEAST_THICKNESS_UM = 0.02, 5.0

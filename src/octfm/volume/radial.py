@@ -86,8 +86,8 @@ def expect_a_star(lines: Lines | None, uri: str) -> Star:
         raise ReadError(
             "not_raster",
             f"{uri}: a star of {len(used)} B-scans, up to {np.rad2deg(gap):.0f} degrees apart, reaching "
-            f"{max(reach, 0):.2f} mm from its centre; neighbours are less than {WIDEST_GAP_MM:g} mm apart within a radius "
-            f"of {max(radius, 0):.2f} mm, expected {LEAST_RADIUS_MM:g}; left out",
+            f"{max(reach, 0):.2f} mm from its centre; neighbours are less than {WIDEST_GAP_MM:g} mm apart "
+            f"within a radius of {max(radius, 0):.2f} mm, expected {LEAST_RADIUS_MM:g}; left out",
         )
     once = np.append(np.diff(angle) > 1e-3, True)  # keep the last of lines scanned repeatedly
     return Star(used[once], backwards[once], angle[once], before[once], length[once], radius)
