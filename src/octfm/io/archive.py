@@ -392,7 +392,7 @@ def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None)
                 raise ReadError(
                     "decompression_bomb",
                     f"{uri}: inflates beyond the {member.size:,} bytes that the directory claims; "
-                    "unpack it by hand if you trust it",
+                    "create the archive again",
                 )
     except zlib.error:
         raise _damaged(uri, "the compressed data are corrupt") from None
