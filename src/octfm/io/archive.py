@@ -164,7 +164,7 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
             content = io.BytesIO(_content(file, start, member, str(uri)))
     except OSError as error:
         raise ReadError(
-            "unreadable", f"{uri}: cannot be read ({error.strerror or error}); check path and permissions"
+            "unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions"
         ) from error
     yield content
 
@@ -265,7 +265,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
     except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, struct.error, EOFError) as error:
         what = " ".join(str(error).split())[:80]
         raise ReadError(
-            "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); download it again"
+            "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); fetch it again"
         ) from None
     names = [_inner_name(entry.orig_filename) for entry in entries]
     times = Counter(name for name in names if name)
@@ -400,7 +400,7 @@ def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None)
 
 
 def _damaged(uri: str, found: str) -> ReadError:
-    return ReadError("damaged_archive", f"{uri}: {found}; download the archive again")
+    return ReadError("damaged_archive", f"{uri}: {found}; fetch the archive again")
 
 
 class _Frugal(io.BufferedReader):
