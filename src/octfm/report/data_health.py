@@ -98,6 +98,7 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
     found = {}
     for rows in kinds.values():
         measures = np.array([(*acquisitions[row].spacing_mm, *_extent_mm(acquisitions[row])) for row in rows])
+        # Six ratios per volume, to the kind's median; the worst of them decides.
         ratio = measures / np.median(measures, axis=0)
         far = np.maximum(ratio, 1 / ratio)
         for row, values, unlike, usually in zip(rows, measures, far, measures / ratio, strict=True):
@@ -154,6 +155,7 @@ def _distribution(
             usual = values.most_common(1)[0][0]
             spoken.append(f"{scanner} {min(values):g} to {max(values):g} {unit}, mostly {usual:g}")
             every += list(values)
+        # A wide range gets a logarithmic axis; a single value gets some room on either side.
         if max(every) > 4 * min(every):
             axes.set_xscale("log")
         elif max(every) < 1.02 * min(every):

@@ -303,6 +303,7 @@ def _chart(
     with canvas(key, 4.2, 2.35) as (figure, axes):
         for i, line in enumerate(lines):
             _draw(axes, line, i)
+        # A value of exactly 0 is a finding, and a logarithmic axis would hide it.
         if log and min(line.values.min() for line in lines) > 0:
             axes.set_yscale("log")
         if reference is not None:
@@ -389,6 +390,7 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
 def to_svg(figure: Figure, key: str, alt: str) -> str:
     """The figure as an <svg> element: ids unique on the page, colours as CSS variables, text in the page's font."""
     buffer = io.StringIO()
+    # Without a date, equal data give equal bytes.
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -401,6 +403,7 @@ def to_svg(figure: Figure, key: str, alt: str) -> str:
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", svg)
     svg = re.sub(r"font-family: [^;\"]+;?", "", svg)
+    # Fixed colours would not follow the page's dark scheme.
     svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     for i, color in enumerate(SERIES):
         svg = svg.replace(color, f"var(--series-{i + 1})")

@@ -95,6 +95,7 @@ def _viewer(sources: Sources, room: int) -> Viewer | None:
         ranked.append((met[scene.scanner], scene))
         met[scene.scanner] += 1
     scenes = [scene for _, scene in sorted(ranked, key=lambda pair: pair[0])]
+    # Halve the number of volumes until they fit.
     while scenes:
         try:
             return viewer(scenes, room - 20_000)
@@ -169,6 +170,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _record(sources: Sources) -> list[tuple[str, str]]:
     """(name, value) of run.json and the store's Preprocessing, without the key of participants' hashes."""
+    # With the key, anyone could test whether a participant is in the data; the command is shown elsewhere.
     hidden = ("format", "version", "participant_key", "command")
     values: dict[str, Any] = {name: value for name, value in sources.record.items() if name not in hidden}
     if sources.store is not None:

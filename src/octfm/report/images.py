@@ -244,6 +244,7 @@ def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, da
 def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     """[d, h, w]: squared mean brightness of each token, so that tissue outweighs vitreous and choroid en face."""
     d, h, w = grid
+    # Cut off voxels beyond the last whole token.
     D, H, W = (n // g * g for n, g in zip(voxels.shape, grid, strict=True))
     blocks = voxels[:D, :H, :W].astype(np.float32).reshape(d, D // d, h, H // h, w, W // w)
     return blocks.mean((1, 3, 5)) ** 2 + 1e-3

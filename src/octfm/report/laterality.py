@@ -46,6 +46,7 @@ def laterality_doubts(acquisitions: Sequence[Acquisition]) -> list[Doubt]:
 
 
 def _anatomy(a: Acquisition) -> str:
+    # The anatomy shows the other eye than the one stated.
     if "laterality_contradicts_anatomy" in a.flags:
         return {"R": "left", "L": "right"}.get(a.laterality or "", "not told")
     if "disc_on_the_right" in a.flags:

@@ -92,6 +92,7 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
         table.append(("Age, median (quartiles)", [_quartiles(own) for own in ages]))
     for column in GROUPS:
         values = sorted({labels[column] for own in people for labels in own.values() if labels.get(column)})
+        # One value says nothing; very many are free text, which could identify people.
         if not 1 < len(values) <= MOST_GROUPS:
             continue
         found = [Counter(labels.get(column) for labels in own.values()) for own in people]

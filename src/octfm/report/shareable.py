@@ -160,6 +160,7 @@ def _record(record: dict[str, Any]) -> dict[str, Any]:
     git = record.get("git") or {}
     shown: dict[str, Any] = {name: _facts(record[name]) for name in RECORDED if name in record}
     shown |= {name: record[name] for name in ("fingerprint", "data") if _HEX.fullmatch(str(record.get(name, "")))}
+    # The year alone: a date could be matched with a clinic's records.
     shown["started"] = year if re.fullmatch(r"20\d\d", year := str(record.get("started", ""))[:4]) else ""
     shown["git"] = {
         "commit": git["commit"] if _HEX.fullmatch(str(git.get("commit"))) else None,
@@ -207,6 +208,7 @@ def _by_scanner(row: dict[str, Any], words: Words) -> dict[str, Any]:
 def _health(row: dict[str, Any]) -> dict[str, Any]:
     what, verdict = str(row.get("what", "")), str(row.get("verdict", ""))
     what = what if re.fullmatch(r"[a-z][a-z -]{0,40}", what) else "another check"
+    # Sentences of incidents can quote paths and names of volumes.
     known = row.get("kind") == "health" and what in BY_NUMBERS
     sentence = row.get("sentence", "") if known else "The run's metrics.jsonl says more."
     verdict = verdict if verdict in ("ok", "watch", "bad") else "watch"
@@ -240,6 +242,7 @@ def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
     }
     if counts := row.get("test_participants_per_class"):
         shown["test_participants_per_class"] = {words.one_class(str(name)): n for name, n in counts.items()}
+    # A note may quote a class, so it is replaced if a class had to be numbered.
     renamed = [c for c in row.get("classes") or () if words.one_class(str(c)) != c]
     if renamed and row.get("note"):
         shown["note"] = "No interval, or one not to be believed; probe.json says why."

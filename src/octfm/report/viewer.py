@@ -131,6 +131,7 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         tissue = scene.overlay("tokens")
         if tissue is not None:
             facts["tissue"] = _base64((tissue != 255).astype(np.uint8))
+    # Base64 takes 4/3 of the bytes; 3 leaves room for the rest of an overlay.
     room -= len(json.dumps(facts)) + 3 * sum(o.values.nbytes for o in scene.overlays if o.on_tokens)
     for quality, most, skip in CODINGS:
         kept = list(range(0, depth, skip))
@@ -170,6 +171,7 @@ def _overlay(overlay: Overlay, kept: list[int]) -> dict[str, Any]:
     if overlay.kind == "lines":
         columns = np.unique(np.linspace(0, values.shape[2] - 1, min(values.shape[2], LINE_COLUMNS)).round().astype(int))
         rows = values[:, kept][:, :, columns] * LINE_STEPS
+        # int16 in sixteenths reaches row 2,047; lines beyond row 2,000 are drawn as gaps.
         inside = np.isfinite(rows) & (np.abs(rows) < 32000)
         return facts | {
             "data": _base64(np.where(inside, np.nan_to_num(rows).round(), NO_LINE).astype("<i2")),

@@ -51,6 +51,7 @@ class Follower:
         try:
             with source as path:
                 state = path.stat()
+                # Another file under this name, or fewer bytes than were read: the run started over.
                 if (state.st_dev, state.st_ino) != self._file or state.st_size < self._read:
                     self.rows, self._read, self._file = [], 0, (state.st_dev, state.st_ino)
                 with path.open("rb") as file:
@@ -58,6 +59,7 @@ class Follower:
                     data = file.read()
         except FileNotFoundError:
             return self.rows
+        # Only complete lines; the rest is read again at the next update.
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():

@@ -122,6 +122,7 @@ class Feed:
 
 def finding(fed: Fed, at_rows: np.ndarray) -> Finding | None:
     """A step's finding from all ranks' inspections, the same on every rank. `at_rows` are the global batch's rows."""
+    # The most general fault first: with a wrong order, every later comparison fails too.
     order, misplaced, stale, repeated, twice, foreign, fixed = fed.T
     other = np.flatnonzero(order != order[0])
     if len(other):

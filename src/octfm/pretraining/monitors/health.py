@@ -101,6 +101,7 @@ def cosine(
 
 def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
     """Judge one train row of metrics.jsonl in words."""
+    # Thresholds of "watch" and "bad" are explained in docs/guide/faq.md, and a test keeps both equal.
     found = [
         _masked(row["masked_over_baseline"], row["step"], row["warmup_steps"]),
         _rank(row["effective_rank"], width),

@@ -41,6 +41,7 @@ def limits(config: HealthConfig, state: RunState) -> Limits:
 def _above(history: Sequence[float], deviations: float, factor: float, lasting: float | None) -> tuple[float, float]:
     if len(history) < FEWEST:
         return inf, inf
+    # Logarithms make a spike the same factor at every level of the loss.
     logs = np.log(np.maximum(history, 1e-30))
     jumps = logs[NEAR:] - np.median(np.lib.stride_tricks.sliding_window_view(logs[:-1], NEAR), axis=1)
     middle = np.median(jumps)
@@ -50,5 +51,6 @@ def _above(history: Sequence[float], deviations: float, factor: float, lasting: 
     if lasting is None:
         return float(np.float32(np.exp(most))), inf
     rise = np.median(logs[1 - LASTING - NEAR : 1 - LASTING]) + middle + max(spread, np.log(lasting))
+    # This step and one of the two before it make two of three.
     lasts = max(logs[1 - LASTING :]) > rise
     return float(np.float32(np.exp(most))), float(np.float32(np.exp(rise))) if lasts else inf

@@ -44,6 +44,7 @@ class Finding:
 
 def step_findings(config: PretrainConfig, state: RunState, told: Told, index: np.ndarray) -> Finding | None:
     """The most specific finding of a step, or None. `index` are the store rows of the global batch."""
+    # Causes before effects: NaN breaks every later measurement, and a leak or reversed gradient explains a spike.
     return (
         non_finite(told.masked_loss_B + told.context_loss_B, told.grad_norm, index)
         or context(told.leak)

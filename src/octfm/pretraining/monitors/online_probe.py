@@ -213,6 +213,7 @@ def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
     root = np.sqrt(weight)[:, None]
     centre_x, centre_y = np.average(x, 0, weight), np.average(y, 0, weight)
     u, s, vt = np.linalg.svd(root * (x - centre_x), full_matrices=False)
+    # Centring and weighting first leaves the intercept out of the penalty.
     uy = u.T @ (root * (y - centre_y))
     best, prediction = np.inf, np.zeros((len(x_new), y.shape[1]))
     for penalty in PENALTIES:
@@ -232,6 +233,7 @@ def _neighbours(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
     nearest = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")[:, : min(NEIGHBOURS, len(x))]
     y = np.eye(len(cases.classes))[cases.train_label] if cases.classes else cases.train_label[:, None]
     votes = y[nearest].mean(1)
+    # Over the class frequencies, or a rare class could never win a vote.
     return votes / y.mean(0) if cases.classes else votes
 
 

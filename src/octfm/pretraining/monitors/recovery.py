@@ -55,6 +55,7 @@ def respond(
         again = [name for name in names if name in state.suspects and name not in state.excluded]
         suspects = tuple(dict.fromkeys((*state.suspects, *names)))
         state = replace(state, suspects=suspects, excluded=(*state.excluded, *again))
+        # So many bad volumes are a fault of the store, and the rest would no longer be the cohort.
         if len(state.excluded) > max(1, config.max_excluded * volumes):
             return Response(
                 "stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on; prepare them again"
@@ -92,6 +93,7 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
             f"step {step}: {what}; there is no healthy checkpoint from before step {first_sign} to go back to"
         )
 
+    # Rank 0 chooses, so that all ranks restore the same checkpoint.
     path = learner.runtime.first(choose)
     if path is not None:
         learner.restore(content, path)
@@ -114,6 +116,7 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
         doubts=(),
         faults=(),
         rollbacks=(*state.rollbacks, Rollback(step, learner.step, what)),
+        # The history that belongs to the restored weights, not to the failed ones.
         losses=learner.state.losses,
         ranks=learner.state.ranks,
         grad_norms=learner.state.grad_norms,

@@ -29,6 +29,7 @@ def sample_picture(config: PretrainConfig, store: Store, rows: np.ndarray, step:
         for index, colour in ((context, CONTEXT), (target, TARGET)):
             used = np.zeros(tokens.shape[1:], bool)
             used.ravel()[index] = True
+            # Tokens are patches: each covers ph x pw pixels of the B-scan.
             area = np.kron(used[middle // pd], np.ones((ph, pw), bool))
             pixels[area] = (1 - OPACITY) * pixels[area] + OPACITY * colour
         tiles.append(pixels)

@@ -109,6 +109,7 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
     for count in worlds:
         for step in (0, 1, config.steps - 1):
             shares = []
+            # A loader per rank in this process: the positions depend on nothing else.
             for rank in range(count):
                 with Loader(
                     store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners

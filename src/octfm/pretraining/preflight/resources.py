@@ -73,6 +73,7 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     tokens = config.masks.counts(sample.tokens.shape[1:])[0] * data.per_device_batch_size
     step_s = measure_speed(runtime, config.model.width, tokens).seconds(cost)
     needs = data.global_batch_size / step_s
+    # Every rank reads with a process of its own.
     reads = sample.volumes_per_s * runtime.world
     slowest = max(step_s, data.global_batch_size / reads)
     measured = (
@@ -144,6 +145,7 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
         config.keep_every_steps,
         config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size,
     ]
+    # Kept for ever; an interval shorter than that of checkpoints keeps each of them.
     for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
     count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + 1
     folder = out / "checkpoints"

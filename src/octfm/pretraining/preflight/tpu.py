@@ -196,6 +196,7 @@ def run(program: str, folder: Path, answer: str, environment: dict[str, str], *w
 def failure(program: str, status: int, stderr: str) -> ConfigError:
     """The error for a program that ended with `status`, negative for a signal; names a file that keeps `stderr`."""
     lines = stderr.strip().splitlines()
+    # An error of octfm itself already says what to do.
     own = OWN_ERROR.fullmatch(lines[-1]) if lines else None
     if own:
         return ConfigError(own[1])

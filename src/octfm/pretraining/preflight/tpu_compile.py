@@ -22,6 +22,7 @@ def annotate(main: Any, split: list[bool], devices: int, ir: Any) -> None:
     """Mark arguments that are split among the devices, and results that may reuse an argument's memory."""
     if len(split) != len(main.arguments):
         raise SystemExit(f"{len(split)} arguments were recorded, the program has {len(main.arguments)}")
+    # A result of a replicated argument's type (weights, moments) takes its place in memory, as in a real step.
     free: dict[str, list[int]] = {}
     for number, result in enumerate(main.type.results):
         free.setdefault(str(result), []).append(number)

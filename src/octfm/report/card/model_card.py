@@ -100,6 +100,7 @@ def write_model_card(run: str | Path, out: Path | None = None, **options: Any) -
 def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     facts: dict[str, Any] = {}
     licence = (statements.licence or NOT_STATED).strip()
+    # The hub rejects an unknown identifier, but takes "other" with a name.
     if licence.lower() in HUB_LICENCES:
         facts["license"] = licence.lower()
     else:

@@ -129,6 +129,7 @@ def bibtex(sources: Sources, name: str) -> str:
     started = str(sources.record.get("started", ""))[:4]
     commit = str((sources.record.get("git") or {}).get("commit") or "")[:10]
     note = f"octfm {sources.record.get('octfm', __version__)}" + (f", commit {commit}" if commit else "")
+    # BibTeX keys allow neither spaces nor accents.
     key = "".join(c for c in name if c.isascii() and c.isalnum()) or "encoder"
     entries = [
         ("misc", key, {"title": f"{{{_tex(name)}}}: a 3-D encoder for retinal OCT", "year": started, "note": note}),

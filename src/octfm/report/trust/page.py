@@ -294,6 +294,7 @@ def _failures(result: dict[str, Any], store: Store | None) -> list[dict[str, Any
 
 def _copies(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
     part = result["copies"]
+    # Acquisition ids stay off the page; the store's row numbers identify volumes to those who have the store.
     place = {row.acquisition: row.index for row in store.rows} if store is not None else {}
     pairs = [
         {

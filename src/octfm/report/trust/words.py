@@ -76,6 +76,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
     seen = result["cohort"]["tested_seen_in_pretraining"]
     for name in dict.fromkeys(r["target"] for r in result["results"]):
         own = [c for c in result["comparisons"] if c["target"] == name and c["planned"]]
+        # Grades are ordered, so for them agreement (kappa) says more than AUROC.
         metric = own[0]["metric"] if own else "auroc"
         if any(c["metric"] == "kappa" for c in own):
             metric = "kappa"
@@ -282,6 +283,7 @@ def _leakage(result: dict[str, Any]) -> Finding:
     more, less = ([named(c["b"]) for c in planned if c["claim"] == claim] for claim in ("worse", "better"))
     text += f" It leaks more than {_list(more)}." if more else ""
     text += f" It leaks less than {_list(less)}." if less else ""
+    # Less leakage is better, so "better" comparisons do not improve the tone of a leak.
     tone: Tone = ("worse" if more else "bad") if leaks else "inconclusive"
     return Finding(question, tone, text, "leakage")
 
