@@ -10,7 +10,7 @@ import numpy as np
 
 from octfm.errors import ConfigError, Echo
 from octfm.io.location import Location, location
-from octfm.models.objectives.objective import Objective
+from octfm.models.objectives.objective import Objective, ObjectiveConfig
 from octfm.pretraining import preflight
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import feed, health, monitors
@@ -52,14 +52,18 @@ def pretrain(
     *,
     override: bool = False,
     listeners: Sequence[Listener] = (),
+    objective: ObjectiveConfig | None = None,
 ) -> Path:
     """Train until `config.steps` updates are made and return the run folder; the same call resumes an interrupted run.
 
     Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts
     the run's. `listeners` get everything that metrics.jsonl gets, for example a progress bar. Raises Preempted after
-    SIGTERM or SIGINT, once the step is finished and saved. Under torchrun every rank makes this call; only rank 0
-    prints and writes.
+    SIGTERM or SIGINT, once the step is finished and saved. `objective`: settings of an objective of your own instead
+    of the config's section (docs/guide/plug-ins.md). Under torchrun every rank makes this call; only rank 0 prints
+    and writes.
     """
+    if objective is not None:
+        config = config.with_objective(objective)
     store = _one_store(config, store)
     runtime = join(config.runtime, config.precision, device)
     echo_first = echo if runtime.leads else _silent

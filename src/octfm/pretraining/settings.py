@@ -72,6 +72,10 @@ class PretrainConfig(Config):
     ckpt_second_dir: LocalPlace | None = None
     """A folder on another disk, for checkpoints that the run folder's own has no room for."""
 
+    def with_objective(self, objective: ObjectiveConfig) -> "PretrainConfig":
+        """The same run with another objective. Raises ConfigError if it does not fit the other settings."""
+        return load(PretrainConfig, dict(self) | {"objective": objective})
+
     @model_validator(mode="after")
     def _one_length(self) -> "PretrainConfig":
         if self.epochs is not None and self.steps != DEFAULT_STEPS:

@@ -1,0 +1,217 @@
+"""An objective, a reader and a metric that octfm does not know, written here and passed as objects: no shared code changes for them."""
+
+import json
+import sys
+from copy import deepcopy
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import octfm
+from octfm.encoder.embed import embed_store
+from octfm.errors import CheckpointError, ConfigError
+from octfm.evaluation.probe import probe
+from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
+from octfm.models.vit3d import VisionTransformer3D, take_tokens
+from octfm.pretraining import step as forward
+from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.preflight import checks, training_rows
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import PretrainConfig, load_config, stored_config
+from octfm.report.html import write_report
+from octfm.run.runtime import Runtime
+from octfm.store.loader import Loader
+from support.small_store import darkened, small_store
+from support.tiny_runs import TINY, Killed, assert_same_run, config, final, quiet, rows
+
+HOST = Runtime(torch.device("cpu"))
+
+
+class DINOConfig(ObjectiveConfig):
+    """Two views of the same tokens; the student's assignment of each to prototypes follows the teacher's of the other view."""
+
+    name: Literal["dino"] = "dino"
+    context_loss: float = 0.0
+    prototypes: int = 32
+    temperature: float = 0.2
+    target_temperature: float = 0.1
+    centre_momentum: float = 0.9
+
+    def build(self, model, predictor, grid):
+        return DINO(self, model, grid)
+
+    @property
+    def num_views(self):
+        return 2
+
+    @property
+    def shares_masks(self):
+        return True
+
+
+class DINO(Objective):
+    """DINO (arXiv:2104.14294) on tokens: EMA teacher, sharpened and centred."""
+
+    gathers = True
+
+    def __init__(self, settings, model, grid):
+        super().__init__()
+        self.settings = settings
+        self.encoder = VisionTransformer3D(model, grid)
+        self.head = nn.Linear(model.width, settings.prototypes, bias=False)
+        self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
+        self.target_head = deepcopy(self.head).requires_grad_(False)
+        self.register_buffer("centre", torch.zeros(settings.prototypes))
+        self.gathered, self.sum_over_ranks = [], lambda *tensors: None
+
+    def forward(self, views, context_weight):
+        settings, guesses, goals, kept = self.settings, [], [], []
+        for patches, target_patches, index in views:
+            places = torch.gather(index.kept, 1, index.context)
+            seen = self.encoder(take_tokens(patches, index.context), places)
+            guesses.append(F.log_softmax(self.head(seen).float() / settings.temperature, -1))
+            with torch.no_grad():
+                kept.append(self.target_encoder(target_patches, index.kept))
+                logits = self.target_head(take_tokens(kept[-1], index.context)).float()
+                goals.append(F.softmax((logits - self.centre) / settings.target_temperature, -1))
+            if torch.is_grad_enabled():
+                self.gathered.append((logits.flatten(0, 1).sum(0), torch.tensor(float(logits[..., 0].numel()))))
+        goal = torch.cat(goals[::-1], 1)
+        loss_B = -(goal * torch.cat(guesses, 1)).sum(-1).mean(1)
+        return ObjectiveOutput(loss_B.mean(), loss_B, torch.zeros_like(loss_B), goal, goal, kept[0])
+
+    def baseline(self, goal_BMD):
+        """Cross-entropy with the mean assignment, which needs no look at a volume."""
+        constant = goal_BMD.float().flatten(0, 1).mean(0).clamp_min(1e-12).log()
+        return -(goal_BMD * constant).sum(-1).mean(1)
+
+    def update_target(self, momentum):
+        super().update_target(momentum)
+        move_average(self.target_head, self.head, momentum)
+        if self.gathered:
+            total, count = (torch.stack(x).sum(0) for x in zip(*self.gathered, strict=True))
+            self.gathered.clear()
+            self.sum_over_ranks(total, count)
+            self.centre.lerp_(total / count, 1 - self.settings.centre_momentum)
+
+    def discard_step(self):
+        self.gathered.clear()
+
+    def connect(self, sum_over_ranks):
+        self.sum_over_ranks = sum_over_ranks
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("plugins") / "store", darkened)
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plugins") / "run"
+    return pretrain(config(steps=40), store, out, echo=quiet, objective=DINOConfig())
+
+
+def test_an_objective_of_ones_own_is_examined_before_step_0(store, tmp_path):
+    settings = config(steps=40).with_objective(DINOConfig())
+    found = {c.name: c for c in checks(settings, store, HOST, *training_rows(settings, store), tmp_path)}
+    assert not [check for check in found.values() if check.status == "FAIL"], found
+    assert {"context is blind to targets", "teacher moves", "objective learns", "memory"} <= found.keys()
+
+
+def test_an_objective_of_ones_own_learns_and_is_judged_by_its_own_baseline(run):
+    curve = [row["masked_over_baseline"] for row in rows(run)]
+    assert curve[-1] < 0.9 * curve[0] and rows(run, "incident") == []
+    assert all(row["target_gradient"] == 0 for row in rows(run))
+    assert rows(run, "validation")[-1]["masked_over_baseline"] < 1
+    assert final(run)["model"]["centre"].abs().sum() > 0
+
+
+def test_an_objective_of_ones_own_resumes_bit_for_bit(store, tmp_path, monkeypatch):
+    made, calls = forward.make_inputs, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 11:
+            raise Killed
+        return made(*args, **kwargs)
+
+    whole = pretrain(config(), store, tmp_path / "whole", echo=quiet, objective=DINOConfig(prototypes=16))
+    monkeypatch.setattr(forward, "make_inputs", interrupted)
+    for _ in range(2):
+        try:
+            halves = pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig(prototypes=16))
+        except Killed:
+            monkeypatch.undo()
+    assert_same_run(whole, halves)
+    with pytest.raises(CheckpointError, match=r"other values of objective\.prototypes"):
+        pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig())
+
+
+def test_a_file_or_checkpoint_names_an_objective_and_never_imports_its_code(run, tmp_path, monkeypatch):
+    """Names are looked up among the built-in objectives and the one that is passed; a module of that name stays unopened."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = json.dumps({**TINY, "objective": {"name": "evil", "prototypes": 8}})
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"name 'evil' is none of the built-in objectives .*pass .* as an object"):
+        load_config(tmp_path / "run.yaml")
+    unknown = stored_config(json.loads(text))
+    with pytest.raises(ConfigError, match="pass an objective of your own as an object"):
+        unknown.objective.build(unknown.model, unknown.predictor, None)
+    assert "evil" not in sys.modules
+    loaded = load_config(run / "config.yaml", ["objective.prototypes=8"], objective=DINOConfig)
+    assert loaded.objective == DINOConfig(prototypes=8)
+    with pytest.raises(ConfigError, match=r"unknown key objective\.prototipes; did you mean objective\.prototypes"):
+        load_config(run / "config.yaml", ["objective.prototipes=8"], objective=DINOConfig)
+    with pytest.raises(ConfigError, match="random|built-in objectives"):
+        octfm.load_encoder(run, random_init=True)
+    begun = octfm.load_encoder(run, random_init=True, objective=DINOConfig)
+    assert begun.source.endswith("random initialisation")
+
+
+def test_the_name_of_a_built_in_objective_is_taken():
+    class Impostor(ObjectiveConfig):
+        name: Literal["mae"] = "mae"
+
+    with pytest.raises(ConfigError, match="name mae is that of a built-in objective; give Impostor another"):
+        config().with_objective(Impostor())
+
+
+def test_a_run_with_an_objective_of_ones_own_is_embedded_and_reported_without_its_code(run, store, tmp_path):
+    """Only training needs the objective: its encoder is a VisionTransformer3D like any other."""
+    encoder = octfm.load_encoder(run)
+    teacher = {k.removeprefix("target_encoder."): v for k, v in final(run)["model"].items() if "target_encoder." in k}
+    assert all(torch.equal(tensor, teacher[name]) for name, tensor in encoder.network.state_dict().items())
+    path = embed_store(encoder, store, tmp_path / "embeddings", "run")
+    result = probe([path], targets=["scanner"], resamples=50)
+    assert {row["encoder"] for row in result["results"]} == {"run"}
+    assert write_report(run, tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_views_are_functions_of_seed_position_and_view(store):
+    """View 0 is what a single view is; another view has its own augmentation and, unless they are shared, its own masks."""
+
+    class Apart(DINOConfig):
+        name: Literal["apart"] = "apart"
+
+        @property
+        def shares_masks(self):
+            return False
+
+    with Loader(store, np.arange(8), 4, 3, 0, 1, 0) as loader:
+        batch = loader.batches(2)
+    single = make_inputs(config(), store.preprocessing, HOST, batch).views[0]
+    for plug_in in (DINOConfig(), Apart()):
+        settings = config().with_objective(plug_in)
+        first, second = make_inputs(settings, store.preprocessing, HOST, batch).views
+        again = make_inputs(settings, store.preprocessing, HOST, batch).views[1]
+        assert torch.equal(first.patches_BKP, single.patches_BKP) and torch.equal(first.index.target, single.index.target)
+        assert torch.equal(second.patches_BKP, again.patches_BKP)
+        assert not torch.equal(first.patches_BKP, second.patches_BKP)
+        assert torch.equal(first.target_patches_BKP, second.target_patches_BKP) == plug_in.shares_masks
+        assert torch.equal(first.index.target, second.index.target) == plug_in.shares_masks
