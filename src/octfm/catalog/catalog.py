@@ -23,6 +23,7 @@ from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.errors import OctfmError
+from octfm.formats import Reader
 from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, unpack
 from octfm.io.bucket import Account
@@ -195,6 +196,7 @@ def scan(
     workers: int | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int], None] | None = None,
+    readers: Sequence[Reader] = (),
 ) -> Catalog:
     """Look at every file below `root` (AI-READI layout or any tree), without decoding unless `pixels`, and assign participant-level splits.
 
@@ -212,6 +214,7 @@ def scan(
     scans that are upside down, which are rejects unless `keep_upside_down`.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
+    `readers`: readers of formats of your own, as objects (octfm.formats.Reader); the first that fits a file is taken.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
     column or fit none of the files, AmbiguousPeople where folders leave it open whose eyes are shown.
     """
@@ -234,7 +237,9 @@ def scan(
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     limits = limits or Limits()
     deadline = functools.partial(deadline_of, limits)
-    look = account.counting(functools.partial(examine_file, layouts=tuple(layouts), follow_links=follow_links))
+    look = account.counting(
+        functools.partial(examine_file, layouts=tuple(layouts), follow_links=follow_links, readers=readers)
+    )
     examined = spread(
         look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress
     )
@@ -242,7 +247,7 @@ def scan(
         [outcome for file in account.counted(examined) for outcome in file], workers, limits, layouts
     )
     headers, duplicates = without_duplicates(
-        [outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits
+        [outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits, readers
     )
     from octfm.catalog.agreement import accept, with_person  # pydicom stays out of whoever only loads a catalog
 
@@ -263,7 +268,7 @@ def scan(
     if pixels:
         from octfm.catalog.inspection import inspect_pixels
 
-        acquisitions, of_pixels, more = inspect_pixels(acquisitions, workers, limits, keep_upside_down)
+        acquisitions, of_pixels, more = inspect_pixels(acquisitions, workers, limits, keep_upside_down, readers)
         left_out += of_pixels
         pairs += more
     left_out.sort(key=lambda reject: reject.uri)

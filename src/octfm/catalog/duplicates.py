@@ -16,7 +16,7 @@ import numpy as np
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.aireadi import Tables
 from octfm.errors import ReadError
-from octfm.formats import read_volume
+from octfm.formats import Reader, read_volume
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.isolation import Limits, Lost
@@ -26,7 +26,11 @@ _PIECE = 2**20
 
 
 def without_duplicates(
-    headers: Sequence[Header], tables: Tables, workers: int | None = None, limits: Limits | None = None
+    headers: Sequence[Header],
+    tables: Tables,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    readers: Sequence[Reader] = (),
 ) -> tuple[list[Header], list[tuple[Header, Reject]]]:
     """The headers that are kept, in their order, and each other one with its reject. Only files that share a UID are opened."""
 
@@ -42,7 +46,14 @@ def without_duplicates(
     limits = limits or Limits()
     pairs = [(header, kept[header.sop_instance_uid]) for header in others]
     deadline = functools.partial(_deadline, limits)
-    same_voxels = spread(_same_voxels, pairs, _lost, workers=workers, limits=limits, deadline=deadline)
+    same_voxels = spread(
+        functools.partial(_same_voxels, readers=readers),
+        pairs,
+        _lost,
+        workers=workers,
+        limits=limits,
+        deadline=deadline,
+    )
     for header, same in zip(others, same_voxels, strict=True):
         original = kept[header.sop_instance_uid].uri
         if same:
@@ -68,20 +79,23 @@ def _deadline(limits: Limits, pair: tuple[Header, Header]) -> float:
     return sum(limits.deadline(math.prod(header.shape), header.uri) for header in pair)
 
 
-def _same_voxels(pair: tuple[Header, Header]) -> bool:
+def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool:
     one, other = pair
     if one.shape != other.shape:
         return False
     try:
         whole = "several_files" not in one.flags and "several_files" not in other.flags
-        return (whole and _same_bytes(one.uri, other.uri)) or np.array_equal(_voxels(one), _voxels(other))
+        return (whole and _same_bytes(one.uri, other.uri)) or np.array_equal(
+            _voxels(one, readers), _voxels(other, readers)
+        )
     except (OSError, ReadError):
         return False
 
 
-def _voxels(header: Header) -> np.ndarray:
+def _voxels(header: Header, readers: Sequence[Reader]) -> np.ndarray:
     # Neither millimetres nor the layout matter here.
-    return read_volume(header.uri, spacing_mm=header.spacing_mm or (1.0, 1.0, 1.0), raster_only=False).voxels
+    spacing_mm = header.spacing_mm or (1.0, 1.0, 1.0)
+    return read_volume(header.uri, spacing_mm=spacing_mm, raster_only=False, readers=readers).voxels
 
 
 def _same_bytes(one: str, other: str) -> bool:

@@ -1,6 +1,6 @@
 """What a scan makes of one file: headers of the volumes in it, a part of one, or a reject with a reason."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from octfm import formats
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 
 def examine_file(
-    path: Location, layouts: Collection[Layout], follow_links: bool = True
+    path: Location, layouts: Collection[Layout], follow_links: bool = True, readers: Sequence[formats.Reader] = ()
 ) -> "list[Header | Part | Reject]":
     """One outcome for a file, or for each volume in it."""
     recall(path)
     with links(follow=follow_links):
-        return _examine(path, layouts)
+        return _examine(path, layouts, readers)
 
 
-def _examine(path: Location, layouts: Collection[Layout]) -> "list[Header | Part | Reject]":
+def _examine(
+    path: Location, layouts: Collection[Layout], readers: Sequence[formats.Reader]
+) -> "list[Header | Part | Reject]":
     try:
-        found = formats.examine(str(path), layouts)
+        found = formats.examine(str(path), layouts, readers)
         aside = found.set_aside if isinstance(found, formats.Header) else ()
         return [
             found,
@@ -37,12 +39,12 @@ def _examine(path: Location, layouts: Collection[Layout]) -> "list[Header | Part
     except ReadError as error:
         if error.code != "several_volumes":
             return [Reject(str(path), error.code, str(error), file_size(path), error.refers_to)]
-    return [_examine_one(uri, layouts) for uri in formats.volumes_in(str(path))]
+    return [_examine_one(uri, layouts, readers) for uri in formats.volumes_in(str(path), readers=readers)]
 
 
-def _examine_one(uri: str, layouts: Collection[Layout]) -> "Header | Part | Reject":
+def _examine_one(uri: str, layouts: Collection[Layout], readers: Sequence[formats.Reader]) -> "Header | Part | Reject":
     try:
-        return formats.examine(uri, layouts)
+        return formats.examine(uri, layouts, readers)
     except ReadError as error:
         return Reject(uri, error.code, str(error), file_size(uri), error.refers_to)
 

@@ -13,7 +13,7 @@ from typing import get_args
 
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.errors import ReadError
-from octfm.formats import read_volume
+from octfm.formats import Reader, read_volume
 from octfm.formats.declared import doubtful_way_up
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size
@@ -39,12 +39,13 @@ def inspect_pixels(
     workers: int | None = None,
     limits: Limits | None = None,
     keep_upside_down: bool = False,
+    readers: Sequence[Reader] = (),
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
     """The acquisitions that stay, flagged where their anatomy contradicts their laterality or cannot tell, a reject for each copy and
     each file that cannot be decoded, and pairs of participants that have voxels in common. Nothing else about an acquisition is changed."""
     limits = limits or Limits()
     deadline = functools.partial(_deadline, limits)
-    look = functools.partial(_look, keep_upside_down=keep_upside_down)
+    look = functools.partial(_look, keep_upside_down=keep_upside_down, readers=readers)
     looked = spread(look, acquisitions, _lost, workers=workers, limits=limits, deadline=deadline, chunk=1)
     copies, kept, rejects, pairs = PixelCopies(), [], [], []
     uid_of = {acquisition.uri: acquisition.sop_instance_uid for acquisition in acquisitions}
@@ -71,10 +72,13 @@ def inspect_pixels(
     return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
 
 
-def _look(acquisition: Acquisition, keep_upside_down: bool) -> Seen | Reject:
+def _look(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence[Reader]) -> Seen | Reject:
     try:
         volume = read_volume(
-            acquisition.uri, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster"
+            acquisition.uri,
+            spacing_mm=acquisition.spacing_mm,
+            raster_only=acquisition.layout == "raster",
+            readers=readers,
         )
         native = fingerprint(volume.voxels)
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)

@@ -6,8 +6,9 @@ NaN.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
-from typing import Protocol, overload
+from typing import Literal, Protocol, overload
 
 import numpy as np
 
@@ -25,6 +26,21 @@ class Weighted(Protocol):
     def __call__(self, truth: Array, predicted: Array, weights: None) -> float: ...
     @overload
     def __call__(self, truth: Array, predicted: Array, weights: Array) -> Array: ...
+
+
+@dataclass(frozen=True)
+class ExtraMetric:
+    """A metric of your own, passed as an object: `octfm.probe(..., metrics=[ExtraMetric(...)])`. See docs/guide/plug-ins.md."""
+
+    name: str
+    measure: Callable[[Array, Array, Array], Array]
+    """(truth, predicted, weights [R, n]) -> [R], NaN where a resample leaves it undefined. Of classes, truth is int [n] and predicted
+    the probabilities [n, K] as if classes were equally common; of numbers, both are [n]."""
+    chance: float
+    """What guessing scores."""
+    kinds: tuple[Literal["binary", "multiclass", "ordinal", "regression"], ...] = ("binary",)
+    """Kinds of targets that it is computed for."""
+    lower_is_better: bool = False
 
 
 def _weighted(metric: Callable[[Array, Array, Array], Array]) -> Weighted:

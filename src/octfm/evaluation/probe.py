@@ -12,8 +12,9 @@ from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, fit_predict
-from octfm.evaluation.scoring import HEADLINE, Predictions, Scored, compare_scored, correct, score
+from octfm.evaluation.scoring import BUILT_IN, HEADLINE, Predictions, Scored, compare_scored, correct, score
 from octfm.evaluation.statistics import interval, mean_of
 from octfm.io.location import Location, location, write_whole
 
@@ -46,6 +47,7 @@ def probe(
     resamples: int = RESAMPLES,
     seed: int = 0,
     commands: Sequence[str] = (),
+    metrics: Sequence[ExtraMetric] = (),
 ) -> dict[str, Any]:
     """Probe every encoder on every target, and compare the first with each of the others; returns probe.json's content.
 
@@ -58,11 +60,14 @@ def probe(
     orders: columns whose classes are grades, lowest first.
     targets: label columns; one that cannot be probed raises EvaluationError. None takes every known column that is
         present and lists those that cannot be probed under "skipped".
+    metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
     """
     if isinstance(seen, str):
         raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
     if seeds < 1:
         raise EvaluationError(f"seeds: expected at least 1, got {seeds}")
+    if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
+        raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
@@ -86,7 +91,7 @@ def probe(
         per_encoder = []
         for encoder in encoders:
             runs = [predict(kept, rounds, encoder, readout, seed + s) for s, (kept, rounds) in enumerate(per_seed)]
-            per_encoder.append(score(per_seed[0][0], encoder.name, runs, facts, resamples, seed))
+            per_encoder.append(score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics))
         scored += per_encoder
         comparisons += against_the_first(per_encoder, target.leakage)
         if target.label is not None:

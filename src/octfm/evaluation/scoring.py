@@ -26,6 +26,7 @@ PLANNED = ("auroc", "kappa", "r2")
 HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
 """Metrics shown first in terminals and on pages."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
+BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +77,16 @@ def score(
     resamples: int,
     seed: int,
     only: Sequence[str] = (),
+    more: Sequence[m.ExtraMetric] = (),
 ) -> list[Scored]:
-    """Score every metric of the target. With several runs (seeds): their mean, resampling seeds and participants."""
+    """Score every metric of the target, and those of `more` that are for its kind.
+
+    With several runs (seeds): their mean, resampling seeds and participants.
+    """
     units = [to_units(cases, run) for run in runs]
     first = units[0]
-    named = [metrics_of(cases, u) for u in units]
+    named = [metrics_of(cases, u, more) for u in units]
+    lower_is_better = {*LOWER_IS_BETTER, *(metric.name for metric in more if metric.lower_is_better)}
     counts, rare = count_participants(cases, first)
     scored = []
     for i, (name, _, chance) in enumerate(named[0]):
@@ -112,7 +118,7 @@ def score(
             "percentile": [finite(bound) for bound in percentile],
             "delong": _delong(ranked),
             "chance": chance,
-            "lower_is_better": name in LOWER_IS_BETTER,
+            "lower_is_better": name in lower_is_better,
             "note": _note(rare, boot),
             "test_participants_per_class": counts if cases.classes else None,
             "seeds": len(runs),
@@ -148,7 +154,7 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
         }
     c = compare(a.bootstrap, b.bootstrap)
     verdict = c.verdict
-    if (leakage != (a.metric in LOWER_IS_BETTER)) and verdict != "inconclusive":
+    if leakage != a.row.get("lower_is_better", a.metric in LOWER_IS_BETTER) and verdict != "inconclusive":
         # Lower is better: for an error, and for leakage such as recognising the scanner.
         verdict = "worse" if verdict == "better" else "better"
     both = _areas(a.ranked, b.ranked) if a.ranked and b.ranked else None
@@ -217,9 +223,15 @@ def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> n
     return (member == worse[unit]).astype(float)
 
 
-def metrics_of(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
-    """(name, metric as a function of weights [R, n], what guessing scores)."""
-    # Any metric is called with weights [R, n]; partial keeps what they are weights of.
+def metrics_of(cases: Cases, u: Units, more: Sequence[m.ExtraMetric] = ()) -> list[tuple[str, Metric, float]]:
+    """(name, metric as a function of weights [R, n], score of guessing); `more` are metrics of the caller."""
+    # Every metric is called with weights [R, n] alone; partial binds truth and predictions.
+    predicted = u.value[:, 0] if cases.classes is None else softmax(u.value)
+    own = [(x.name, partial(x.measure, u.truth, predicted), x.chance) for x in more if cases.kind in x.kinds]
+    return [*_built_in(cases, u), *own]
+
+
+def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
     if cases.classes is None:
         spread = float(np.abs(u.truth - np.median(u.truth)).mean())
         value = u.value[:, 0]

@@ -4,13 +4,14 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS, Header, Reason
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
+    from octfm.formats.bscans import Bscans
     from octfm.formats.dicom.parts import Part
     from octfm.io.isolation import Limits
 
@@ -20,8 +21,32 @@ LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
 T = TypeVar("T")
 
 
+class Reader(Protocol):
+    """A reader of a format of your own, passed as an object: `octfm.scan(root, readers=[MyReader()])`.
+
+    Files are read in child processes, so the object must be picklable. See docs/guide/plug-ins.md.
+    """
+
+    def fits(self, head: bytes, uri: str) -> bool:
+        """Whether this is the reader of a file, from its first 4,096 bytes and its name."""
+        ...
+
+    def volumes(self, uri: str) -> Sequence[str]:
+        """Names of the volumes in a file; their uris are file!/name. Empty or a single name: the file is one volume."""
+        ...
+
+    def open_bscans(self, uri: str, name: str) -> "Bscans":
+        """One volume of a file; `name` is empty if the file is one volume. Raises ReadError with one of REASONS."""
+        ...
+
+
 def read_volume(
-    uri: str | Path, *, spacing_mm: Spacing3 | None = None, raster_only: bool = True, limits: "Limits | None" = None
+    uri: str | Path,
+    *,
+    spacing_mm: Spacing3 | None = None,
+    raster_only: bool = True,
+    limits: "Limits | None" = None,
+    readers: Sequence[Reader] = (),
 ) -> Volume:
     """Read the Volume in a file or in a folder of images, whatever its name. Raises ReadError with one of REASONS.
 
@@ -29,20 +54,22 @@ def read_volume(
     raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.volume.radial.to_raster
     for radial ones.
     limits: read in a child process with limited time and memory, as a scan does; for files from unknown sources.
+    readers: readers of formats of your own; the first that fits takes precedence over the built-in ones.
     """
     from octfm.formats import detect  # keeps parsers out of training processes
 
     if limits is None:
-        return detect.read_volume(str(uri), spacing_mm, raster_only)
+        return detect.read_volume(str(uri), spacing_mm, raster_only, readers)
     layouts = RASTER_ONLY if raster_only else LAYOUTS
     size = None
     try:
-        size = math.prod(within(limits, functools.partial(detect.read_header, layouts=layouts), str(uri)).shape)
+        header = functools.partial(detect.read_header, layouts=layouts, readers=readers)
+        size = math.prod(within(limits, header, str(uri)).shape)
     except ReadError as error:
         if error.code in LOST:
             raise
         # A radial scan of too few lines has no header that a scan would accept, but it can be read.
-    read = functools.partial(detect.read_volume, spacing_mm=spacing_mm, raster_only=raster_only)
+    read = functools.partial(detect.read_volume, spacing_mm=spacing_mm, raster_only=raster_only, readers=readers)
     return within(limits, read, str(uri), size=size)
 
 
@@ -71,21 +98,24 @@ def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> H
     return detect.read_header(str(uri), layouts)
 
 
-def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> "Header | Part":
+def examine(
+    uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY, readers: Sequence[Reader] = ()
+) -> "Header | Part":
     """As `read_header`, but returns a Part for a file that is a volume only together with others. Raises ReadError."""
     from octfm.formats import detect
 
-    return detect.examine(str(uri), layouts)
+    return detect.examine(str(uri), layouts, readers)
 
 
-def volumes_in(uri: str | Path, limits: "Limits | None" = None) -> list[str]:
+def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: Sequence[Reader] = ()) -> list[str]:
     """uris of the volumes in a file: its own if it is one, file!/name for each of several. `limits`: see `read_volume`.
 
     Raises ReadError.
     """
     from octfm.formats import detect
 
-    return detect.volumes_in(str(uri)) if limits is None else within(limits, detect.volumes_in, str(uri))
+    find = functools.partial(detect.volumes_in, readers=readers)
+    return find(str(uri)) if limits is None else within(limits, find, str(uri))
 
 
 def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
@@ -110,6 +140,7 @@ __all__ = [
     "REASONS",
     "Header",
     "ReadError",
+    "Reader",
     "Reason",
     "examine",
     "read_header",

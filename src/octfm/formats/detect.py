@@ -1,21 +1,26 @@
 """Choose the reader of a file by content: magic bytes, then structure; by name only for formats that have neither.
 
 Every reader except DICOM's has `open_bscans(uri) -> Bscans`; the steps from there on are the same for all of them.
+Readers that a caller passes as objects are asked first.
 """
 
+import hashlib
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from octfm.errors import ReadError
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.formats.bscans import Bscans
 from octfm.formats.reasons import Header, cannot_open
-from octfm.io.archive import file_size, is_folder, open_file
+from octfm.io.archive import MEMBER, file_size, is_folder, open_file
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
+    from octfm.formats import Reader
     from octfm.formats.dicom.parts import Part
 
 _HEAD = 4096
@@ -39,38 +44,65 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 """Offset, bytes at this offset, module that reads such a file."""
 
 
-def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool) -> Volume:
-    reader, layouts = find_reader(uri), RASTER_ONLY if raster_only else LAYOUTS
+@dataclass(frozen=True)
+class _PlugIn:
+    """A caller's reader at one volume of one file."""
+
+    reader: "Reader"
+    file: str
+    name: str
+    """Of the volume; empty if the uri names the whole file."""
+
+    def open_bscans(self, uri: str) -> Bscans:
+        if not self.name and len(names := self.reader.volumes(self.file)) > 1:
+            raise ReadError(
+                "several_volumes",
+                f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {', '.join(names)[:200]}",
+            )
+        found = self.reader.open_bscans(self.file, self.name)
+        if self.name:
+            # Volumes of one file are different acquisitions, even if the reader takes the UID from the whole file.
+            digest = hashlib.blake2b(f"{found.uid} {self.name}".encode(), digest_size=16).digest()
+            found = replace(found, uid=bscans.uid_from(digest))
+        return replace(found, uri=uri, beside=found.beside or self.file)
+
+    def volumes(self, uri: str) -> list[str]:
+        names = [] if self.name else self.reader.volumes(self.file)
+        return [f"{uri}{MEMBER}{name}" for name in names] if len(names) > 1 else [uri]
+
+
+def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool, readers: Sequence["Reader"] = ()) -> Volume:
+    reader, layouts = find_reader(uri, readers), RASTER_ONLY if raster_only else LAYOUTS
     if _is_dicom(reader):
         return reader.read_dicom(uri, layouts)
     with bscans.damage_has_a_code(uri):
         return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts)
 
 
-def read_header(uri: str, layouts: Collection[Layout]) -> Header:
-    reader = find_reader(uri)
+def read_header(uri: str, layouts: Collection[Layout], readers: Sequence["Reader"] = ()) -> Header:
+    reader = find_reader(uri, readers)
     if _is_dicom(reader):
         return reader.read_header(uri, layouts)
     with bscans.damage_has_a_code(uri):
         return bscans.to_header(reader.open_bscans(uri), layouts)
 
 
-def examine(uri: str, layouts: Collection[Layout]) -> "Header | Part":
-    reader = find_reader(uri)
-    return reader.examine(uri, layouts) if _is_dicom(reader) else read_header(uri, layouts)
+def examine(uri: str, layouts: Collection[Layout], readers: Sequence["Reader"] = ()) -> "Header | Part":
+    reader = find_reader(uri, readers)
+    return reader.examine(uri, layouts) if _is_dicom(reader) else read_header(uri, layouts, readers)
 
 
-def volumes_in(uri: str) -> list[str]:
+def volumes_in(uri: str, readers: Sequence["Reader"] = ()) -> list[str]:
     """uris of the volumes in a file, its own if it is one volume. Raises ReadError."""
-    reader = find_reader(uri)
-    if reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]:
+    reader = find_reader(uri, readers)
+    if not isinstance(reader, _PlugIn) and (reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]):
         return [uri]
     with bscans.damage_has_a_code(uri):
-        return heidelberg_e2e.volumes(uri)
+        return reader.volumes(uri)
 
 
-def read_surfaces(uri: str) -> Surfaces | None:
-    reader = find_reader(uri)
+def read_surfaces(uri: str, readers: Sequence["Reader"] = ()) -> Surfaces | None:
+    reader = find_reader(uri, readers)
     if _is_dicom(reader):
         from octfm.formats.dicom.surfaces import read_height_map
 
@@ -84,15 +116,33 @@ def read_surfaces(uri: str) -> Surfaces | None:
         return bscans.to_surfaces(reader.open_bscans(uri))
 
 
-def _is_dicom(reader: ModuleType) -> bool:
-    return reader.__name__ == f"octfm.formats.{DICOM}"
+def _is_dicom(reader: "ModuleType | _PlugIn") -> TypeGuard[ModuleType]:
+    return isinstance(reader, ModuleType) and reader.__name__ == f"octfm.formats.{DICOM}"
 
 
-def find_reader(uri: str) -> ModuleType:
-    """The module that reads a file; if no format fits, DICOM's, whose errors say what is wrong. Raises ReadError."""
+def find_reader(uri: str, readers: Sequence["Reader"] = ()) -> "ModuleType | _PlugIn":
+    """A caller's reader that fits, else the module that reads the file; if no format fits, DICOM's, whose errors say
+    what is wrong. Raises ReadError."""
+    if readers and (found := _fitting(uri, readers)) is not None:
+        return found
     container, series = heidelberg_e2e.split_series(uri)
     name = "image_folder" if not series and is_folder(uri) else _by_content(container)
     return import_module(f"octfm.formats.{name}")
+
+
+def _fitting(uri: str, readers: Sequence["Reader"]) -> _PlugIn | None:
+    outer, _, inner = uri.rpartition(MEMBER)
+    # The uri of a file, of a member of an archive, or of one volume in either.
+    for file, name in ((uri, ""), (outer, inner)):
+        try:
+            with open_file(file) as stream:
+                head = stream.read(_HEAD)
+        except (OSError, ReadError):
+            continue
+        for reader in readers:
+            if reader.fits(head, file):
+                return _PlugIn(reader, file, name)
+    return None
 
 
 def _by_content(uri: str) -> str:

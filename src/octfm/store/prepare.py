@@ -27,6 +27,7 @@ from octfm.volume.volume import Volume
 
 if TYPE_CHECKING:
     from octfm.catalog.catalog import Acquisition, Catalog
+    from octfm.formats import Reader
     from octfm.volume.preprocessing import Prepared, Preprocessing
 
 # What a bad file makes of a decoder or of numpy. A TypeError or an AttributeError would be our own mistake, and stops the run.
@@ -57,6 +58,7 @@ def prepare(
     cluster: str | None = None,
     keep_upside_down: bool = False,
     exclude: str | Path | None = None,
+    readers: "Sequence[Reader]" = (),
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
 
@@ -72,6 +74,7 @@ def prepare(
     keep_upside_down: prepare what looks upside down as it lies, with a flag, instead of setting it aside.
     cluster: address of a dask scheduler (tcp://host:port); all its workers are used, and must see files and store at the same paths.
     exclude: a file that names volumes not to prepare (octfm.store.exclusion); those that are in the store already stay in it.
+    readers: the readers of formats of your own that the catalog was scanned with.
     Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
     where nothing at all could be prepared.
     """
@@ -103,6 +106,7 @@ def prepare(
             _prepare_one,
             preprocessing=preprocessing,
             read=read,
+            readers=readers,
             staging=writer.staging,
             compression=writer.compression,
             crc=writer.crc,
@@ -264,6 +268,7 @@ def _prepare_one(
     *,
     preprocessing: "Preprocessing",
     read: Read | None,
+    readers: "Sequence[Reader]",
     staging: Path,
     compression: Compression,
     crc: bool,
@@ -272,7 +277,7 @@ def _prepare_one(
     acquisition = task.acquisition
     try:
         prepared, pixels, doubts = prepare_acquisition(
-            acquisition, task.location, preprocessing, read, keep_upside_down=keep_upside_down
+            acquisition, task.location, preprocessing, read, keep_upside_down=keep_upside_down, readers=readers
         )
     except BucketError:
         raise  # what could not be fetched is no bad file
@@ -309,6 +314,7 @@ def prepare_acquisition(
     read: Read | None = None,
     *,
     keep_upside_down: bool = False,
+    readers: "Sequence[Reader]" = (),
 ) -> tuple["Prepared", str, tuple[str, ...]]:
     """Read the file at `where`, which the catalog describes as `acquisition`, and prepare it; the fingerprint of its native voxels; and
     flags for what is doubtful about them.
@@ -319,7 +325,10 @@ def prepare_acquisition(
         from octfm.formats import read_volume
 
         read = functools.partial(
-            read_volume, spacing_mm=acquisition.spacing_mm, raster_only=acquisition.layout == "raster"
+            read_volume,
+            spacing_mm=acquisition.spacing_mm,
+            raster_only=acquisition.layout == "raster",
+            readers=readers,
         )
     volume = read(where)
     if volume.shape != tuple(acquisition.shape):
