@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -313,3 +314,34 @@ def test_a_metric_of_ones_own_appears_with_its_interval(tmp_path):
     assert compared["low"] < compared["high"] and not compared["planned"]
     with pytest.raises(EvaluationError, match="auroc is a built-in metric"):
         probe([one], metrics=[ExtraMetric("auroc", sensitivity_at_half, chance=0.5)])
+
+
+# The guide ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plug_ins_of_the_guide_work(tmp_path, store, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "guide" / "plug-ins.md").read_text()
+    for name, source in re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', page, re.S | re.M):
+        (tmp_path / name).write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    from grey_objective import GreyConfig
+    from raw_pair_reader import VOXELS, RawPairReader
+    from sensitivity import SENSITIVITY
+
+    run = pretrain(config(steps=20), store, tmp_path / "run", echo=quiet, objective=GreyConfig())
+    curve = [row["masked_over_baseline"] for row in rows(run)]
+    assert curve[-1] < curve[0]
+    octfm.load_encoder(run)
+
+    (tmp_path / "clinic").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 255, 2 * VOXELS, dtype=np.uint8).tobytes()
+    (tmp_path / "clinic" / "P1.pair").write_bytes(b"PAIR" + pixels)
+    readers, pattern = [RawPairReader()], "{participant}.pair"
+    catalog = octfm.scan(tmp_path / "clinic", readers=readers, participant_from=pattern, workers=0)
+    assert sorted((a.participant, a.laterality) for a in catalog.acquisitions) == [("P1", "L"), ("P1", "R")]
+    assert octfm.read_volume(tmp_path / "clinic" / "P1.pair!" / "left", readers=readers).laterality == "L"
+
+    files = [Cohort().embeddings(tmp_path / "one.parquet", "one")]
+    result = probe(files, targets=["study_group"], design="k-fold", resamples=100, metrics=[SENSITIVITY])
+    (row,) = (row for row in result["results"] if row["metric"] == "sensitivity")
+    assert row["low"] <= row["estimate"] <= row["high"]

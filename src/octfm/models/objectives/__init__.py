@@ -1,1 +1,1 @@
-"""What pretraining minimises: one file per objective."""
+"""Self-supervised objectives: one file each for settings, networks, loss and baseline."""
