@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
@@ -23,7 +23,6 @@ from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.errors import OctfmError
-from octfm.formats import Reader
 from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, unpack
 from octfm.io.bucket import Account
@@ -34,6 +33,9 @@ from octfm.io.ranged import recall
 from octfm.io.spread import spread
 from octfm.volume.pixel_copies import Owner, describe_copy
 from octfm.volume.volume import ADMISSIBLE, RASTER_ONLY, Layout, Spacing3
+
+if TYPE_CHECKING:
+    from octfm.formats.bscans import Reader
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source")
@@ -196,7 +198,7 @@ def scan(
     workers: int | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int], None] | None = None,
-    readers: Sequence[Reader] = (),
+    readers: "Sequence[Reader]" = (),
 ) -> Catalog:
     """Look at every file below `root` (AI-READI layout or any tree), without decoding unless `pixels`, and assign participant-level splits.
 
@@ -214,7 +216,7 @@ def scan(
     scans that are upside down, which are rejects unless `keep_upside_down`.
     Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
     a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
-    `readers`: readers of formats of your own, as objects (octfm.formats.Reader); the first that fits a file is taken.
+    `readers`: readers of formats of your own, as objects (octfm.formats.bscans.Reader); the first that fits a file is taken.
     Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
     column or fit none of the files, AmbiguousPeople where folders leave it open whose eyes are shown.
     """

@@ -16,7 +16,8 @@ import numpy as np
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.aireadi import Tables
 from octfm.errors import ReadError
-from octfm.formats import Reader, read_volume
+from octfm.formats import read_volume
+from octfm.formats.bscans import Reader
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.isolation import Limits, Lost

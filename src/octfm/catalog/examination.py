@@ -13,12 +13,13 @@ from octfm.io.ranged import recall
 from octfm.volume.volume import Layout
 
 if TYPE_CHECKING:
+    from octfm.formats.bscans import Reader
     from octfm.formats.dicom.parts import Part
     from octfm.formats.reasons import Header
 
 
 def examine_file(
-    path: Location, layouts: Collection[Layout], follow_links: bool = True, readers: Sequence[formats.Reader] = ()
+    path: Location, layouts: Collection[Layout], follow_links: bool = True, readers: "Sequence[Reader]" = ()
 ) -> "list[Header | Part | Reject]":
     """One outcome for a file, or for each volume in it."""
     recall(path)
@@ -27,7 +28,7 @@ def examine_file(
 
 
 def _examine(
-    path: Location, layouts: Collection[Layout], readers: Sequence[formats.Reader]
+    path: Location, layouts: Collection[Layout], readers: "Sequence[Reader]"
 ) -> "list[Header | Part | Reject]":
     try:
         found = formats.examine(str(path), layouts, readers)
@@ -42,7 +43,7 @@ def _examine(
     return [_examine_one(uri, layouts, readers) for uri in formats.volumes_in(str(path), readers=readers)]
 
 
-def _examine_one(uri: str, layouts: Collection[Layout], readers: Sequence[formats.Reader]) -> "Header | Part | Reject":
+def _examine_one(uri: str, layouts: Collection[Layout], readers: "Sequence[Reader]") -> "Header | Part | Reject":
     try:
         return formats.examine(uri, layouts, readers)
     except ReadError as error:

@@ -13,7 +13,8 @@ from typing import get_args
 
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.errors import ReadError
-from octfm.formats import Reader, read_volume
+from octfm.formats import read_volume
+from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size

@@ -4,14 +4,14 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS, Header, Reason
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
-    from octfm.formats.bscans import Bscans
+    from octfm.formats.bscans import Reader
     from octfm.formats.dicom.parts import Part
     from octfm.io.isolation import Limits
 
@@ -21,32 +21,13 @@ LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
 T = TypeVar("T")
 
 
-class Reader(Protocol):
-    """A reader of a format of your own, passed as an object: `octfm.scan(root, readers=[MyReader()])`.
-
-    Files are read in child processes, so the object must be picklable. See docs/guide/plug-ins.md.
-    """
-
-    def fits(self, head: bytes, uri: str) -> bool:
-        """Whether this is the reader of a file, from its first 4,096 bytes and its name."""
-        ...
-
-    def volumes(self, uri: str) -> Sequence[str]:
-        """Names of the volumes in a file; their uris are file!/name. Empty or a single name: the file is one volume."""
-        ...
-
-    def open_bscans(self, uri: str, name: str) -> "Bscans":
-        """One volume of a file; `name` is empty if the file is one volume. Raises ReadError with one of REASONS."""
-        ...
-
-
 def read_volume(
     uri: str | Path,
     *,
     spacing_mm: Spacing3 | None = None,
     raster_only: bool = True,
     limits: "Limits | None" = None,
-    readers: Sequence[Reader] = (),
+    readers: "Sequence[Reader]" = (),
 ) -> Volume:
     """Read the Volume in a file or in a folder of images, whatever its name. Raises ReadError with one of REASONS.
 
@@ -99,7 +80,7 @@ def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> H
 
 
 def examine(
-    uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY, readers: Sequence[Reader] = ()
+    uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY, readers: "Sequence[Reader]" = ()
 ) -> "Header | Part":
     """As `read_header`, but returns a Part for a file that is a volume only together with others. Raises ReadError."""
     from octfm.formats import detect
@@ -107,7 +88,7 @@ def examine(
     return detect.examine(str(uri), layouts, readers)
 
 
-def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: Sequence[Reader] = ()) -> list[str]:
+def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: "Sequence[Reader]" = ()) -> list[str]:
     """uris of the volumes in a file: its own if it is one, file!/name for each of several. `limits`: see `read_volume`.
 
     Raises ReadError.
@@ -140,7 +121,6 @@ __all__ = [
     "REASONS",
     "Header",
     "ReadError",
-    "Reader",
     "Reason",
     "examine",
     "read_header",

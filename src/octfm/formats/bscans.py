@@ -8,11 +8,11 @@ import lzma
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -66,6 +66,25 @@ class Bscans:
     bits: int | None = 16
     """Significant bits of uint16 voxels; None if the file does not say: they are then derived from the voxel values."""
     flags: tuple[str, ...] = ()
+
+
+class Reader(Protocol):
+    """A reader of a format of your own, passed as an object: `octfm.scan(root, readers=[MyReader()])`.
+
+    Files are read in child processes, so the object must be picklable. See docs/guide/plug-ins.md.
+    """
+
+    def fits(self, head: bytes, uri: str) -> bool:
+        """Whether this is the reader of a file, from its first 4,096 bytes and its name."""
+        ...
+
+    def volumes(self, uri: str) -> Sequence[str]:
+        """Names of the volumes in a file; their uris are file!/name. Empty or a single name: the file is one volume."""
+        ...
+
+    def open_bscans(self, uri: str, name: str) -> Bscans:
+        """One volume of a file; `name` is empty if the file is one volume. Raises ReadError with one of REASONS."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from octfm.errors import ReadError
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
-from octfm.formats.bscans import Bscans
+from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.reasons import Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, open_file
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
-    from octfm.formats import Reader
     from octfm.formats.dicom.parts import Part
 
 _HEAD = 4096
@@ -48,7 +47,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 class _PlugIn:
     """A caller's reader at one volume of one file."""
 
-    reader: "Reader"
+    reader: Reader
     file: str
     name: str
     """Of the volume; empty if the uri names the whole file."""
@@ -71,7 +70,7 @@ class _PlugIn:
         return [f"{uri}{MEMBER}{name}" for name in names] if len(names) > 1 else [uri]
 
 
-def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool, readers: Sequence["Reader"] = ()) -> Volume:
+def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool, readers: Sequence[Reader] = ()) -> Volume:
     reader, layouts = find_reader(uri, readers), RASTER_ONLY if raster_only else LAYOUTS
     if _is_dicom(reader):
         return reader.read_dicom(uri, layouts)
@@ -79,7 +78,7 @@ def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool, reader
         return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts)
 
 
-def read_header(uri: str, layouts: Collection[Layout], readers: Sequence["Reader"] = ()) -> Header:
+def read_header(uri: str, layouts: Collection[Layout], readers: Sequence[Reader] = ()) -> Header:
     reader = find_reader(uri, readers)
     if _is_dicom(reader):
         return reader.read_header(uri, layouts)
@@ -87,12 +86,12 @@ def read_header(uri: str, layouts: Collection[Layout], readers: Sequence["Reader
         return bscans.to_header(reader.open_bscans(uri), layouts)
 
 
-def examine(uri: str, layouts: Collection[Layout], readers: Sequence["Reader"] = ()) -> "Header | Part":
+def examine(uri: str, layouts: Collection[Layout], readers: Sequence[Reader] = ()) -> "Header | Part":
     reader = find_reader(uri, readers)
     return reader.examine(uri, layouts) if _is_dicom(reader) else read_header(uri, layouts, readers)
 
 
-def volumes_in(uri: str, readers: Sequence["Reader"] = ()) -> list[str]:
+def volumes_in(uri: str, readers: Sequence[Reader] = ()) -> list[str]:
     """uris of the volumes in a file, its own if it is one volume. Raises ReadError."""
     reader = find_reader(uri, readers)
     if not isinstance(reader, _PlugIn) and (reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]):
@@ -101,7 +100,7 @@ def volumes_in(uri: str, readers: Sequence["Reader"] = ()) -> list[str]:
         return reader.volumes(uri)
 
 
-def read_surfaces(uri: str, readers: Sequence["Reader"] = ()) -> Surfaces | None:
+def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
     reader = find_reader(uri, readers)
     if _is_dicom(reader):
         from octfm.formats.dicom.surfaces import read_height_map
@@ -120,7 +119,7 @@ def _is_dicom(reader: "ModuleType | _PlugIn") -> TypeGuard[ModuleType]:
     return isinstance(reader, ModuleType) and reader.__name__ == f"octfm.formats.{DICOM}"
 
 
-def find_reader(uri: str, readers: Sequence["Reader"] = ()) -> "ModuleType | _PlugIn":
+def find_reader(uri: str, readers: Sequence[Reader] = ()) -> "ModuleType | _PlugIn":
     """A caller's reader that fits, else the module that reads the file; if no format fits, DICOM's, whose errors say
     what is wrong. Raises ReadError."""
     if readers and (found := _fitting(uri, readers)) is not None:
@@ -130,7 +129,7 @@ def find_reader(uri: str, readers: Sequence["Reader"] = ()) -> "ModuleType | _Pl
     return import_module(f"octfm.formats.{name}")
 
 
-def _fitting(uri: str, readers: Sequence["Reader"]) -> _PlugIn | None:
+def _fitting(uri: str, readers: Sequence[Reader]) -> _PlugIn | None:
     outer, _, inner = uri.rpartition(MEMBER)
     # The uri of a file, of a member of an archive, or of one volume in either.
     for file, name in ((uri, ""), (outer, inner)):

@@ -27,7 +27,7 @@ from octfm.volume.volume import Volume
 
 if TYPE_CHECKING:
     from octfm.catalog.catalog import Acquisition, Catalog
-    from octfm.formats import Reader
+    from octfm.formats.bscans import Reader
     from octfm.volume.preprocessing import Prepared, Preprocessing
 
 # What a bad file makes of a decoder or of numpy. A TypeError or an AttributeError would be our own mistake, and stops the run.
