@@ -12,6 +12,7 @@ from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io import bucket
 from octfm.pretraining.pretrain import pretrain
+from octfm.report.sources import gather
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.tracking import read_metrics
@@ -151,6 +152,12 @@ def test_another_machine_goes_on_with_a_task_in_a_bucket(place, clinic, tmp_path
 def test_features_of_a_frozen_encoder_are_not_sent_to_a_bucket(place, clinic):
     clinic.do("finetune", place / "frozen", lr_encoder=0, epochs=1)
     assert not [uri for uri in bucket.find(str(place / "frozen")) if "tokens-" in uri]
+
+
+def test_only_pretraining_has_a_report(clinic):
+    for verb in VERBS:
+        with pytest.raises(EvaluationError, match="expected a run folder .* make one with octfm pretrain"):
+            gather(clinic.whole[verb], None, None)
 
 
 def test_a_segmentation_that_is_not_finished_finds_nothing_yet(clinic, tmp_path):

@@ -62,7 +62,7 @@ class Session:
     """Speaks on rank 0 only."""
     aloud: Echo = print
     """Speaks on every rank, for what a rank says of itself."""
-    saved: int = -1
+    saved: int = field(init=False)
     """Updates in the last checkpoint."""
     lost: int = -1
     """Updates in the last checkpoint that could not be written anywhere."""

@@ -1,6 +1,7 @@
 """Host memory queries and out-of-memory detection."""
 
 import os
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -40,11 +41,5 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The last two are oneDNN's, whose own allocations fail without saying so.
-    words = (
-        "DefaultCPUAllocator",
-        "can't allocate memory",
-        "bad_alloc",
-        "could not create a primitive",
-        "could not create a memory",
-    )
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    words = "DefaultCPUAllocator|can't allocate memory|bad_alloc|could not create a primitive|could not create a memory"
+    return isinstance(error, RuntimeError) and re.search(words, str(error)) is not None

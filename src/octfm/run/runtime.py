@@ -8,6 +8,7 @@ each (FSDP2). Another engine implements the same calls; see `Runtime.place`.
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -328,17 +329,8 @@ def _store() -> Any:
 
 
 def _failed_together(error: RuntimeError) -> bool:
-    words = (
-        "gloo",
-        "NCCL",
-        "ProcessGroup",
-        "Connection closed by peer",
-        "Connection reset",
-        "process group",
-        "collective",
-        "Broken pipe",
-    )
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    words = "gloo|NCCL|ProcessGroup|process group|collective|Connection closed by peer|Connection reset|Broken pipe"
+    return isinstance(error, dist.DistError) or re.search(words, str(error)) is not None
 
 
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:

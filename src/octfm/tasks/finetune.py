@@ -24,7 +24,7 @@ from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
-from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, write_probe
+from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, summary_lines, write_probe
 from octfm.evaluation.scoring import Predictions, score, to_units
 from octfm.io.location import Location, location
 from octfm.pretraining.preflight.ranks import require_disjoint
@@ -405,8 +405,6 @@ def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
 
 def summary(out: str | Path) -> list[str]:
     """One line per metric of a finished run, for a terminal."""
-    from octfm.evaluation.probe import summary_lines
-
     result = json.loads((Path(out) / "finetune.json").read_text())
     chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants"
     return [chosen, *summary_lines({**result, "skipped": []})]

@@ -10,6 +10,7 @@ import numpy as np
 from octfm.errors import EvaluationError
 from octfm.io.location import local_path, replacing, write_whole
 from octfm.tasks.segment import Segmentation
+from octfm.version import __version__
 
 HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
 """Height Map Segmentation Storage: rows are B-scans, columns A-scans, one frame per surface, as in AI-READI."""
@@ -93,7 +94,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> 
             instance_number=1,
             manufacturer="octfm",
             manufacturer_model_name="octfm segment",
-            software_versions=_version(),
+            software_versions=__version__,
             device_serial_number="0",
             omit_empty_frames=False,
         )
@@ -108,7 +109,7 @@ def _segment(highdicom: Any, number: int, name: str) -> Any:
     from pydicom.sr.codedict import codes
 
     algorithm = highdicom.AlgorithmIdentificationSequence(
-        name="octfm", family=codes.DCM.ArtificialIntelligence, version=_version(), source="octfm"
+        name="octfm", family=codes.DCM.ArtificialIntelligence, version=__version__, source="octfm"
     )
     return highdicom.seg.SegmentDescription(
         segment_number=number,
@@ -126,21 +127,13 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
     ds = Dataset()
-    kept = (
-        "PatientName",
-        "PatientID",
-        "PatientBirthDate",
-        "PatientSex",
-        "StudyInstanceUID",
-        "StudyDate",
-        "StudyTime",
-        "StudyID",
-    )
-    for name in (*kept, "AccessionNumber", "FrameOfReferenceUID", "Laterality", "ImageLaterality"):
+    of_patient = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex")
+    of_study = ("StudyInstanceUID", "StudyDate", "StudyTime", "StudyID", "AccessionNumber")
+    for name in (*of_patient, *of_study, "FrameOfReferenceUID", "Laterality", "ImageLaterality"):
         if name in image:
             setattr(ds, name, image.get(name))
     ds.SOPClassUID, ds.SOPInstanceUID, ds.SeriesInstanceUID = HEIGHT_MAP, generate_uid(), generate_uid()
-    ds.Modality, ds.Manufacturer, ds.SoftwareVersions = "SEG", "octfm", _version()
+    ds.Modality, ds.Manufacturer, ds.SoftwareVersions = "SEG", "octfm", __version__
     ds.SeriesDescription = "Layer surfaces, rows of the referenced image: " + ", ".join(found.surfaces)
     reference = Dataset()
     reference.ReferencedSOPClassUID, reference.ReferencedSOPInstanceUID = image.SOPClassUID, image.SOPInstanceUID
@@ -172,9 +165,3 @@ def _nifti(image: Any, path: Path) -> Path:
 def _save(dataset: Any, path: Path) -> None:
     with replacing(path) as partial:
         dataset.save_as(partial, enforce_file_format=True)
-
-
-def _version() -> str:
-    from octfm.version import __version__
-
-    return __version__

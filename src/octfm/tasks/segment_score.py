@@ -41,9 +41,6 @@ from octfm.volume.volume import Volume
 
 Predictor = Callable[[int], Segmentation]
 """From a row of the store to what is found there, in the native frame."""
-SOURCES = ("pretrained", "random_init", "voxels", "mean_height")
-"""Sources that are compared: the encoder, the same before its first update, a decoder on voxels, the mean surface of
-training volumes."""
 
 
 def segment(
