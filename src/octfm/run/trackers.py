@@ -8,7 +8,7 @@ import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -56,7 +56,7 @@ def reachable(url: str | None = None, timeout_s: float = 3.0) -> str | None:
     return None
 
 
-def mode(config: TrackingConfig) -> str | None:
+def mode(config: TrackingConfig) -> Literal["online", "offline"] | None:
     """online, offline or None: as configured, and offline if WANDB_MODE says so."""
     return "offline" if config.wandb and os.environ.get("WANDB_MODE") == "offline" else config.wandb
 
