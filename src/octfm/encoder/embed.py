@@ -37,11 +37,7 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
 
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
-    if store.fingerprint != encoder.fingerprint:
-        raise EvaluationError(
-            f"{store.path}: prepared with other settings than {encoder.source} was trained on; "
-            "prepare the volumes with the checkpoint's own Preprocessing (octfm prepare --like RUN) (F15)"
-        )
+    encoder.require_prepared(store)
     target = Path(out) / f"{name}.parquet"
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}

@@ -25,6 +25,7 @@ from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start
 from octfm.store.layout import Arrays
+from octfm.store.store import Store
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
 
@@ -77,6 +78,14 @@ class Encoder:
         """Identifies its vectors: `key`, and how tokens are pooled where that is not their mean."""
         pool = self.config.objective.pool
         return self.key if pool == "mean" else f"{self.key}-{pool}"
+
+    def require_prepared(self, store: Store) -> None:
+        """Raises EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
+        if store.fingerprint != self.fingerprint:
+            raise EvaluationError(
+                f"{store.path}: prepared with other settings than {self.source} was trained on; prepare the volumes with "
+                "its own Preprocessing (octfm prepare --like RUN) (F15)"
+            )
 
     def embed(self, volume: Volume) -> np.ndarray:
         """float32 [vector_width]: the pooled tissue tokens of one acquisition (objective.pool), in any native geometry."""

@@ -42,8 +42,7 @@ def token_features(
     Several ranks compute a share each, in a folder that all of them see. Raises EvaluationError before anything is computed where features
     would take more than `max_gb`, and where a rank does not see the others' work.
     """
-    if store.fingerprint != encoder.fingerprint:
-        raise EvaluationError(f"{store.path}: prepared with other settings than {encoder.source} was trained on (F15)")
+    encoder.require_prepared(store)
     size = len(store) * per_volume * encoder.width * 2 / 1e9
     if size > max_gb:
         fits = int(per_volume * max_gb / size)

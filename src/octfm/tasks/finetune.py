@@ -103,11 +103,7 @@ def _finetune(
             f"batch_size {config.batch_size} is not a multiple of the {runtime.world} ranks that share it"
         )
     encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
-    if store.fingerprint != encoder.fingerprint:
-        raise EvaluationError(
-            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like "
-            "(F15)"
-        )
+    encoder.require_prepared(store)
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
     known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))

@@ -288,9 +288,5 @@ def open_store(config: SegmentConfig, encoder: Encoder) -> Store:
     if config.store is None:
         raise ConfigError("store: name a prepared store, store=prepared/")
     store = without_excluded(Store.open(config.store), config.exclude)
-    if store.fingerprint != encoder.fingerprint:
-        raise EvaluationError(
-            f"{store.path}: prepared with other settings than {encoder.source} was trained on; octfm prepare --like "
-            "(F15)"
-        )
+    encoder.require_prepared(store)
     return store
