@@ -91,7 +91,7 @@ def test_a_second_signal_acts_at_once():
     try:
         with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-            assert interruption.asked == "SIGINT"
+            assert interruption.signal_name == "SIGINT"
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

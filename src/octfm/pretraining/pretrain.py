@@ -195,7 +195,7 @@ class Pretraining:
         excluded = bool(learner.state.excluded)
         fed = self.feed.inspect(data_step, rows, excluded, batch, micro_steps, closely=inspect)
         # The first moment at which the host waits for the device, and the ranks for each other.
-        summary = tell(learner, micro_steps, outcome, interruption.asked, fed)
+        summary = tell(learner, micro_steps, outcome, interruption.signal_name, fed)
         session.waiting.for_("the device")
         if learner.micro_batch != micro_batch:
             self.reactions.report_smaller(session, micro_batch)

@@ -301,7 +301,7 @@ def _begin_record(run: RunFolder, identity: Identity) -> None:
 
 
 def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) -> None:
-    """Refuse what would make it another run, or record that the user wanted it so."""
+    """Refuse what would make it another run, or record the change with --override."""
     kind, settings = run.kind, run.path / "config.yaml"
     # Up to version 0.1 fine-tuning and segmentation wrote no run.json.
     recorded = kind.own_key or (run.path / "run.json").exists()

@@ -148,7 +148,7 @@ class Session:
         """Say that no step has finished for longer than the deadline (F8). Called from another thread."""
         step, runtime = self.training.step, self.training.runtime
         self.metrics.write("waiting", step, what=what, seconds=seconds, sentence=sentence)
-        runtime.say(f"waiting for {what} for {seconds:.0f} s when it was last heard, in step {step}")
+        runtime.say(f"waiting for {what} for {seconds:.0f} s at its last sign of life, in step {step}")
         self.aloud(sentence if runtime.leads else f"rank {runtime.rank}: {sentence}")
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class Interruption:
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.signal_name: str | None = None
         """Name of the signal that came."""
         # torchrun passes on a signal that the whole process group has got already; it kills by itself what takes too
         # long.
@@ -230,7 +230,7 @@ class Interruption:
         self._restore()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
+        self.signal_name = signal.Signals(number).name
         if not self._patient:
             self._restore()
 

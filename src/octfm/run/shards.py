@@ -102,9 +102,9 @@ def verify(path: Path) -> None:
     """Raises DamagedShards if a file is missing or is not what was written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name, wanted in manifest.items():
-            if (found := hash_file(path / name)) != wanted:
-                raise DamagedShards(f"{name}: its checksum is {found[:12]} and should be {wanted[:12]}")
+        for name, stated in manifest.items():
+            if (found := hash_file(path / name)) != stated:
+                raise DamagedShards(f"{name}: its checksum is {found[:12]} and should be {stated[:12]}")
     except (OSError, ValueError) as error:
         raise DamagedShards(f"{type(error).__name__}: {error}") from None
 

@@ -41,7 +41,7 @@ def open_trackers(
 
 def missing(config: TrackingConfig) -> list[str]:
     """Configured trackers that are not installed."""
-    configured = [name for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if wanted]
+    configured = [name for name, on in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if on]
     return [name for name in configured if importlib.util.find_spec(PACKAGES[name]) is None]
 
 

@@ -210,7 +210,7 @@ class FineTuning:
     tracking = TrackingConfig()
 
     def __init__(self, task: Task, store: Store, model: TaskModel, source: Source, participants: dict[str, Any]):
-        """`participants`: the key of hashes, and the hashes of those whom the encoder has seen."""
+        """`participants`: the key of hashes, and the hashes of participants that the encoder was trained on."""
         self.task, self.store, self.model, self.source = task, store, model, source
         self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model.config, model)
         people = task.cases.participant[np.r_[task.train, task.validation]].tolist()
@@ -256,7 +256,7 @@ class FineTuning:
             part_loss.backward()
             loss += float(part_loss.detach())
         session.waiting.for_("the other ranks")
-        loss, signal_name = _agree(self.runtime, loss, interruption.asked)
+        loss, signal_name = _agree(self.runtime, loss, interruption.signal_name)
         if not math.isfinite(loss):
             raise EvaluationError(
                 f"{session.run.path}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use "

@@ -258,8 +258,8 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
     names = file["surface_names"].tolist() if "surface_names" in file else []
     if absent := [name for name in config.surfaces if name not in names]:
         raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
-    for name, wanted in (("surfaces", config.surfaces), ("lesions", config.mask_values)):
-        if wanted and name not in file:
+    for name, needed in (("surfaces", config.surfaces), ("lesions", config.mask_values)):
+        if needed and name not in file:
             raise EvaluationError(f"{path}: expected an array {name}, found {', '.join(file) or 'none'}")
     rows = (
         file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64)

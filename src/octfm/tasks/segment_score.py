@@ -179,8 +179,10 @@ def score_errors(
 ) -> list[Scored]:
     """Mean error in µm over volumes, and Dice over all test voxels together, with intervals over participants."""
     scored = []
-    wanted = [(surface, "mae") for surface in config.surfaces] + [(config.mask_name, "dice")] * bool(config.mask_values)
-    for target, metric in wanted:
+    measures = [(surface, "mae") for surface in config.surfaces] + [(config.mask_name, "dice")] * bool(
+        config.mask_values
+    )
+    for target, metric in measures:
         values = np.array([e[target] for e in errors], float)
         kept = np.isfinite(values) if values.ndim == 1 else np.ones(len(values), bool)
         values, who = values[kept], participants[kept]

@@ -50,7 +50,7 @@ class Segmentations:
         if step + 1 == self.config.steps:
             fit.forget()
             self.losses.clear()
-        return interruption.asked
+        return interruption.signal_name
 
     def recover(self, session: Session) -> bool:
         return False
