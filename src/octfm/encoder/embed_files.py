@@ -35,7 +35,7 @@ from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, location, write_whole
+from octfm.io.location import BucketPath, Location, location, lock, write_whole
 from octfm.io.spread import stream
 from octfm.io.versions import listing_of, versions
 from octfm.models.pooling import VectorPool
@@ -184,19 +184,15 @@ def _alone(out: Location) -> Iterator[None]:
         with Lease(out / "job.lease", "embedding into it"):
             yield
         return
-    import fcntl
-
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        held = lock(out / ".lock")
     except BlockingIOError:
         raise EvaluationError(
             f"{out}: another process is embedding into it; wait for it, or choose another --out"
         ) from None
-    finally:
-        os.close(descriptor)
+    with held:
+        yield
 
 
 # ---- which files -------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TextIO
 
 from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
 from octfm.errors import BucketError
@@ -76,6 +76,22 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def lock(path: Path) -> TextIO:
+    """Open and lock a file, until it is closed or the process ends, however it ends.
+
+    Raises BlockingIOError if another process holds the lock, and OSError if the file system has no locks.
+    """
+    import fcntl
+
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 @dataclass(frozen=True, order=True)

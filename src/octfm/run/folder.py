@@ -3,7 +3,6 @@
 Pretraining, fine-tuning and segmentation share it; a `Kind` says in what they differ.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -21,7 +20,7 @@ import numpy as np
 from octfm.config import Config, dump, read_yaml
 from octfm.errors import CheckpointError, ConfigError, Echo
 from octfm.io.hashing import hash_text
-from octfm.io.location import BucketPath, Location, location, write_whole
+from octfm.io.location import BucketPath, Location, location, lock, write_whole
 from octfm.run import checkpoint
 from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_files import set_aside, strangers
@@ -378,19 +377,18 @@ def has_only(folder: Path, beginnings: set[str]) -> bool:
 @contextmanager
 def locked(folder: Path, echo: Echo) -> Iterator[None]:
     """Held by one process at a time; the system releases it when the process ends, however it ends."""
-    with (folder / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise CheckpointError(
-                f"{folder}: another process ({file.read().strip() or 'unknown'}) is training into this folder; "
-                "wait for it, stop it, or choose another --out"
-            ) from None
-        except OSError as error:
-            echo(
-                f"{folder} cannot be locked on this file system ({error.strerror}): let no other process train into it"
-            )
+    path = folder / LOCK
+    try:
+        file = lock(path)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{folder}: another process ({path.read_text().strip() or 'unknown'}) is training into this folder; "
+            "wait for it, stop it, or choose another --out"
+        ) from None
+    except OSError as error:
+        echo(f"{folder} cannot be locked on this file system ({error.strerror}): let no other process train into it")
+        file = path.open("a+")
+    with file:
         for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
             partial.unlink()
         file.truncate(0)

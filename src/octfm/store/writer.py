@@ -5,16 +5,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import numpy as np
 
 from octfm.errors import StoreError
-from octfm.io.location import flush, write_whole
+from octfm.io.location import flush, lock, write_whole
 from octfm.store.layout import (
     ARRAYS,
     CHECKSUM,
@@ -51,7 +50,7 @@ class StoreWriter:
     def __enter__(self) -> Self:
         _refuse_foreign_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path)
+        self._lock = locked(self.path)
         try:
             self._header = self._open_header()
             self.compression: Compression = self._header["compression"]
@@ -59,13 +58,13 @@ class StoreWriter:
             self._mend()
             self.staging = Path(tempfile.mkdtemp(prefix="staging-", dir=self.path))
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.staging, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.close()
 
     def append(self, row: StoreRow, staged: str) -> None:
         """Make a staged volume visible as the next row; `row.index` is set here."""
@@ -210,29 +209,14 @@ def _refuse_foreign_folder(path: Path) -> None:
         raise StoreError(f"{path}: the folder is not empty and holds no store; choose a new folder, or empty this one")
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Held while a store is changed without being opened for writing."""
-    lock = _lock(path)
+def locked(path: Path) -> TextIO:
+    """The lock of a store that is changed: hold it by `with`, or until it is closed. Raises StoreError."""
     try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _lock(path: Path) -> int:
-    """A lock that ends with its process, however that ends."""
-    import fcntl
-
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock(path / ".lock")
     except BlockingIOError:
-        os.close(descriptor)
         raise StoreError(
             f"{path}: another process is preparing into this store; wait for it, or prepare into another folder"
         ) from None
-    return descriptor
 
 
 def array_metadata(
