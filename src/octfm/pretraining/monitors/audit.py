@@ -21,10 +21,11 @@ FROZEN = 0.4
 TINY = 1e-6
 """An update smaller than this share of the weights is lost in float32 rounding."""
 SUMS = (
-    "against", "final", "along", "made", "wanted", "astray", "taken", "moments", "no_gradient", "still", "size",
-    "weights",
+    "passes_final", "final_final", "actual_ideal", "actual_actual", "ideal_ideal", "moment_error", "taken",
+    "moment_moment", "no_gradient", "still", "size", "weights",
 )  # fmt: skip
-"""Quantities summed over the followed rows of a matrix and over ranks; `Audit.end` computes them in this order."""
+"""Quantities summed over the followed rows of a matrix and over ranks, in the order in which `Audit.end` computes them.
+Two words mean a product: `passes_final` is that of the passes' gradient and the final one."""
 
 
 @torch.no_grad()
@@ -68,21 +69,21 @@ class Audit:
         for p, passes, final, weights, mean in parts:
             state = learner.optimizer.state.get(p, {})
             now, first, second = _rows(learner, p), _moment(learner, p, "exp_avg"), _moment(learner, p, "exp_avg_sq")
-            # The weights after decay alone, so that `made` is the gradient's part of the movement.
+            # The weights after decay alone, so that `actual` is the gradient's part of the movement.
             (before,) = torch._foreach_mul([weights], keep if id(p) in decayed else torch.ones_like(learner.lr))
             count = state.get("step", torch.zeros(()))
             counted.append(count.detach().to(learner.lr).reshape(()))
-            made = now - before
+            actual = now - before
             # AdamW's step from its own moments (arXiv:1711.05101), with bias correction.
             bias1, bias2 = (1 - beta ** counted[-1].clamp_min(1) for beta in (beta1, beta2))
-            wanted = -(rate / bias1) * first / (second.sqrt() / bias2.sqrt() + eps)
+            ideal = -(rate / bias1) * first / (second.sqrt() / bias2.sqrt() + eps)
             expected = beta1 * mean + (1 - beta1) * final
             sums.append(
                 torch.stack([x.double() for x in (
                     (passes * final).sum(), final.square().sum(),
-                    (made * wanted).sum(), made.square().sum(), wanted.square().sum(),
+                    (actual * ideal).sum(), actual.square().sum(), ideal.square().sum(),
                     (first - expected).square().sum(), ((first - beta1 * mean) * final).sum() / (1 - beta1),
-                    expected.square().sum(), (final == 0).sum(), ((made == 0) | (now == weights)).sum(),
+                    expected.square().sum(), (final == 0).sum(), ((actual == 0) | (now == weights)).sum(),
                     torch.full((), now.numel(), device=now.device), weights.square().sum(),
                 )])
             )  # fmt: skip
@@ -104,24 +105,28 @@ def summary(names: list[str], audit: Tensor) -> dict[str, Any]:
     s = dict(zip(SUMS, audit.double().cpu().unbind(1), strict=True))
     least = 1e-60
     # Averaging over ranks leaves 1, clipping makes it more. Matrices without gradient have nothing to compare.
-    agrees = (s["against"] / s["final"].clamp_min(least))[s["final"] > 0]
+    agrees = (s["passes_final"] / s["final_final"].clamp_min(least))[s["final_final"] > 0]
     row: dict[str, Any] = {
-        "gradient_taken": float(s["taken"].sum() / s["final"].sum()) if s["final"].any() else 1.0,
+        "gradient_taken": float(s["taken"].sum() / s["final_final"].sum()) if s["final_final"].any() else 1.0,
         "gradient_agrees": float(agrees.min()) if len(agrees) else 1.0,
-        "moments_astray": float((s["astray"].sum() / s["moments"].sum().clamp_min(least)).sqrt()),
+        "moments_astray": float((s["moment_error"].sum() / s["moment_moment"].sum().clamp_min(least)).sqrt()),
         "weights_stuck": float(s["still"].sum() / s["size"].sum()),
     }
-    moves = s["wanted"] > TINY**2 * s["weights"]
+    moves = s["ideal_ideal"] > TINY**2 * s["weights"]
     if moves.any():
-        along, made, wanted = (s[name][moves].sum() for name in ("along", "made", "wanted"))
-        row["update_agrees"] = float(along / (made * wanted).clamp_min(least).sqrt())
-        row["update_size"] = float((made / wanted).sqrt())
+        dot, actual, ideal = (s[name][moves].sum() for name in ("actual_ideal", "actual_actual", "ideal_ideal"))
+        row["update_agrees"] = float(dot / (actual * ideal).clamp_min(least).sqrt())
+        row["update_size"] = float((actual / ideal).sqrt())
     frozen = s["no_gradient"] > FROZEN * s["size"]
     row["untaught"] = int(frozen.sum())
     # Rounding hides part of a tiny update in any matrix, so the update must be well above it.
-    frozen |= (s["still"] > FROZEN * s["size"]) & (s["wanted"] > (10 * TINY) ** 2 * s["weights"])
+    frozen |= (s["still"] > FROZEN * s["size"]) & (s["ideal_ideal"] > (10 * TINY) ** 2 * s["weights"])
     # A gradient, but no moments and no update: the matrix is missing from the optimizer's groups.
-    frozen |= (s["final"] > 0) & ((s["astray"] - s["moments"]).abs() < 0.1 * s["moments"]) & (s["wanted"] == 0)
+    frozen |= (
+        (s["final_final"] > 0)
+        & ((s["moment_error"] - s["moment_moment"]).abs() < 0.1 * s["moment_moment"])
+        & (s["ideal_ideal"] == 0)
+    )
     found = zip(names, frozen.tolist(), strict=True)
     row["frozen"] = [
         name.removeprefix("encoder.") for name, is_frozen in found if is_frozen and name.startswith("encoder.")

@@ -161,12 +161,12 @@ def _rank(rank: float, width: int) -> Verdict:
     return Verdict("effective rank", "ok", f"{rank:.1f} of {width} directions in use on tissue tokens")
 
 
-def _teacher(moved: float, asked: float) -> Verdict:
-    if moved < 0.5 * asked and asked > 1e-6:
+def _teacher(actual: float, expected: float) -> Verdict:
+    if actual < 0.5 * expected and expected > 1e-6:
         return Verdict(
-            "teacher", "bad", f"moved by {moved:.1e} of its norm where its average asks for {asked:.1e} (F11)"
+            "teacher", "bad", f"moved by {actual:.1e} of its norm where its average asks for {expected:.1e} (F11)"
         )
-    return Verdict("teacher", "ok", f"moved by {moved:.1e} of its norm in the last update")
+    return Verdict("teacher", "ok", f"moved by {actual:.1e} of its norm in the last update")
 
 
 def _gradient(norm: float) -> Verdict:

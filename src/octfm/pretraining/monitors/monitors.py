@@ -42,15 +42,15 @@ class Finding:
     """False if the weights are unharmed: the update was skipped, and its volumes are the cause."""
 
 
-def step_findings(config: PretrainConfig, state: RunState, told: Told, index: np.ndarray) -> Finding | None:
+def step_findings(config: PretrainConfig, state: RunState, summary: Told, index: np.ndarray) -> Finding | None:
     """The most specific finding of a step, or None. `index` are the store rows of the global batch."""
     # Causes before effects: NaN breaks every later measurement, and a leak or reversed gradient explains a spike.
     return (
-        non_finite(told.masked_loss_B + told.context_loss_B, told.grad_norm, index)
-        or context(told.leak)
-        or ascent(told.ascent)
-        or batch_statistics(told.company)
-        or spike(config.health, state, told.loss, told.grad_norm)
+        non_finite(summary.masked_loss_B + summary.context_loss_B, summary.grad_norm, index)
+        or context(summary.leak)
+        or ascent(summary.ascent)
+        or batch_statistics(summary.company)
+        or spike(config.health, state, summary.loss, summary.grad_norm)
     )
 
 
