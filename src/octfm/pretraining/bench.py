@@ -110,15 +110,14 @@ class Bench:
         gain = best.volumes_per_s / now.volumes_per_s
         if wait > 1 - 1 / CLEARLY:
             return (
-                f"the store: the device would wait for it {wait:.0%} of the time; prepare it with --compression none on a "
-                "local disk"
+                f"the store: the device would wait for it {wait:.0%} of the time; prepare it with "
+                "--compression none on a local disk"
             )
         if gain >= CLEARLY:
             return f"{_difference(best, now)}: {gain:.2f} times the volumes per second"
         if self.config.masks.budget is None:
             return (
-                "masks.budget: the whole grid is encoded, most of it background (see the token budget that octfm doctor "
-                "prints)"
+                "masks.budget: the whole grid is encoded, most of it background (see the token budget of octfm doctor)"
             )
         return (
             "nothing stands out: the step runs as well as this device lets it; more devices are the next gain "

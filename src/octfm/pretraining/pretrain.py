@@ -79,6 +79,7 @@ def pretrain(
 
     try:
         with runtime.guarded():
+            # Before the folder is touched: a rank with another store would train on other volumes.
             require_same_data(runtime, identity.data)
             opened = open_run(where, identity, runtime, override=override, echo=echo_first, check=examine)
             with opened as run, Interruption() as interruption:
@@ -107,6 +108,7 @@ def pretrain(
 
 def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, echo: Echo) -> "Pretraining":
     """Networks at their initial weights or at the run's newest checkpoint, and the loader that feeds them."""
+    # A run that has checkpoints no longer needs the weights that it began with (model.init).
     fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
     learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh)
     resume(run, learner, echo)
@@ -179,6 +181,7 @@ class Pretraining:
         context_weight = config.objective.context_loss * ramp(step, config.objective.context_warmup * config.steps)
         log = step % config.log_every_steps == 0 or step + 1 == config.steps
         inspect = log or step % config.health.check_every_steps == 0
+        # Compiled steps are all alike, so they measure whether inspected or not.
         measured = runtime.measures(inspect)
         learner.set_rates(self.schedule.lr(step) * learner.state.lr_scale, **rates)
         micro_batch = learner.micro_batch
@@ -190,6 +193,7 @@ class Pretraining:
         session.waiting.for_("the other ranks")
         runtime.average_gradients(learner.trained)
         grad_norm = runtime.clip(learner.trained, config.clip_grad_norm)
+        # Judged on the device: the host does not wait, and an update that is not made runs the same kernels.
         outcome = judge(learner, micro_steps, grad_norm, limits(config.health, learner.state))
         weight_change = update(learner, outcome.made, inspect=measured, micro_steps=micro_steps)
         excluded = bool(learner.state.excluded)
@@ -204,6 +208,7 @@ class Pretraining:
         finding = self.check_rate(step, lr) or monitors.step_findings(config, learner.state, summary, rows)
         finding = finding or feed.finding(summary.fed, rows)
         row: dict[str, Any] = {}
+        # Losses of updates that were not made would widen the limits for the next ones.
         if summary.made:
             learner.state = learner.state.accept(summary.loss, summary.grad_norm, config.health.window)
         if inspect and summary.made:

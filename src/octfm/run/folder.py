@@ -283,6 +283,7 @@ def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: 
         if settings.is_file():
             _continue(run, identity, override, echo)
         else:
+            # In this order: a folder with a run.json and no config.yaml has not begun, and the same command begins it.
             _begin_record(run, identity)
             write_whole(settings, dump(identity.config).encode())
         yield run

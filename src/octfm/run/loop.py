@@ -192,11 +192,12 @@ def train(training: Training, session: Session, interruption: "Interruption") ->
             signal_name = training.update(session, interruption)
             session.waiting.done()
             if training.recover(session):
-                continue
+                continue  # at an earlier step, saved already
             if training.validate(session):
                 session.save()
             session.report_failures(step)
             if signal_name and not training.finished:
+                # Waits for the checkpoint: a launcher kills what is still there after its grace period.
                 session.finish()
                 progress = f"{training.step} of {training.steps} updates"
                 raise Preempted(f"{signal_name}: saved after {progress}; run again to continue")

@@ -108,6 +108,7 @@ def _finetune(
     task = find_task(config, store, seen, allow_seen)
     known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
     participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}
+    # With other volumes, splits or labels it would be another run.
     used = np.r_[task.train, task.validation, task.test]
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"])
@@ -123,10 +124,12 @@ def _finetune(
         training = FineTuning(task, store, model, source, participants)
         if not resume(run, training, echo):
             training.begin()
+        # The last bits of token statistics may differ between hosts.
         runtime.share(model.module.state_dict().values())
         rows = task.cases.rows[task.train]
         # The last checkpoint holds the best state as well.
         session = open_session(training, run, Retention(1), echo)
+        # For the order only, so nothing is read ahead: the source reads volumes.
         with Loader(store, rows, config.batch_size, config.seed, runtime.rank, runtime.world, prefetch=0) as loader:
             training.loader = loader
             require_disjoint(runtime, loader, training.step)
@@ -252,6 +255,7 @@ class FineTuning:
         for i in range(0, len(rows), self.config.per_device_batch_size):
             part = slice(i, i + self.config.per_device_batch_size)
             answers = model.answers(self.source, rows[part], position[part])
+            # Each part is a sum over volumes divided by all of them: together the gradient of the mean.
             part_loss = self.target.loss(answers, rows[part]) / len(rows)
             part_loss.backward()
             loss += float(part_loss.detach())
@@ -282,6 +286,7 @@ class FineTuning:
         value, held_out = validate(self.task, self.model, self.source, self.target)
         session.metrics.write("validation", self.step - 1, score=value, loss=held_out)
         epoch = round(self.step / self.per_epoch)
+        # With few participants many epochs reach the same score: the loss decides between them.
         if self.best is None or (value, -held_out) > (self.best["score"], -self.best["loss"]):
             state = checkpoint.snapshot(self.model.module.state_dict())
             self.best = {"score": value, "loss": held_out, "epoch": epoch, "model": state}
@@ -309,6 +314,7 @@ class FineTuning:
         }
 
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
+        # Rank 0 has read the file; the others need the best state as well.
         found = self.runtime.first(lambda: content)
         assert found is not None
         self.model.module.load_state_dict(found["model"])

@@ -46,9 +46,9 @@ class FinetuneConfig(Config):
     lr_encoder: float = Field(default=3e-5, ge=0, le=1)
     """With 0 the encoder is frozen, and its token features are computed once."""
     layer_decay: float = Field(default=0.75, gt=0, le=1)
-    """Ratio of each block's learning rate to that of the block after it."""
+    """Ratio of each block's learning rate to that of the block after it (as in MAE, arXiv:2111.06377)."""
     lora_rank: int | None = Field(default=None, ge=1, le=16_384)
-    """Train low-rank updates of the attention projections instead of the encoder's own weights."""
+    """Train low-rank updates of the attention projections instead of the encoder's own weights (arXiv:2106.09685)."""
     weight_decay: float = Field(default=0.05, ge=0, le=100)
     warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
     clip_grad_norm: float = Field(default=3.0, gt=0, le=1e12)

@@ -74,6 +74,7 @@ class Segmenter:
 
     def __init__(self, config: SegmentConfig, encoder: Encoder, tokens: Tokens = "encoder"):
         self.config, self.encoder, self.tokens = config, encoder, tokens
+        # Every source begins with the same decoder weights.
         torch.manual_seed(config.seed)
         patch = encoder.config.model.patch_size
         width = math.prod(patch) if tokens == "voxels" else encoder.width

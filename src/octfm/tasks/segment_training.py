@@ -47,7 +47,7 @@ class Segmentations:
         self.step += 1
         if self._fifth():
             session.echo(f"step {step + 1:>5}/{self.config.steps}  loss {np.mean(self.losses):.3f}")
-        if step + 1 == self.config.steps:
+        if step + 1 == self.config.steps:  # the next segmenter has tokens of its own
             fit.forget()
             self.losses.clear()
         return interruption.signal_name
@@ -85,6 +85,7 @@ class Segmentations:
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
         assert content is not None, "one process segments"
         self.step = content["step"]
+        # The first segmenter is trained, or it is the one in training; the optimizer is that of the last one begun.
         self.segmenter.load_weights(content["model"])
         # Checkpoints up to version 0.1 hold the first segmenter, fully trained, and no baselines.
         for name, tensors in content["state"].get("baselines", {}).items():
