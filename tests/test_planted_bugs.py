@@ -180,8 +180,8 @@ BUGS = (
     ),
     Bug(
         "F18-an-unreadable-checkpoint-starts-anew",
-        "pretraining/resume.py",
-        "first_problem = first_problem or error",
+        "run/folder.py",
+        "problems.append((path, error))",
         "pass",
         "test_pretrain.py::test_F18_a_damaged_checkpoint_stops_with_the_reason",
     ),
