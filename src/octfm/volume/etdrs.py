@@ -1,0 +1,259 @@
+"""Nine-zone ETDRS thickness grid, total volume, and the fovea it is centred on, from one thickness map.
+
+Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm diameter, four quadrants from 1 to 3 mm and four from 3 to 6 mm.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.ndimage import gaussian_filter, map_coordinates
+
+from octfm.volume.volume import Laterality, Lines
+
+RINGS_MM = (0.5, 1.5, 3.0)
+"""Radii of the centre, the inner and the outer ring."""
+ZONES = (
+    "centre",
+    "inner superior",
+    "inner nasal",
+    "inner inferior",
+    "inner temporal",
+    "outer superior",
+    "outer nasal",
+    "outer inferior",
+    "outer temporal",
+)
+LEAST_COVERED = 0.9
+"""Share of a zone that must have been measured for its mean to be given."""
+REFERENCE_AXIAL_LENGTH_MM = 24.46
+"""Axial length for which an instrument's lateral millimetres are calibrated: Cirrus (doi 10.4103/0301-4738.159877)."""
+CELL_MM = 0.025
+"""Distance of the points at which a map is sampled: 1,256 of them in the centre."""
+PIT_UM = 20.0
+"""The least depth below its surroundings at which a depression counts as the foveal pit."""
+
+Centre = Literal["pit", "device", "scan"]
+"""What the grid is centred on: the foveal pit that was found, the fixation centre the device recorded, or the centre of the scan."""
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """Where the A-scans of a raster lie on the fundus, in mm: x to the right of the image, y downwards (inferior).
+
+    A position (x, y) is `origin + along * a + across * b` with `a` the distance along a B-scan and `b` the distance across B-scans.
+    """
+
+    origin: np.ndarray
+    """[2]: first A-scan of the first B-scan."""
+    along: np.ndarray
+    """[2]: unit vector from the first to the last A-scan."""
+    across: np.ndarray
+    """[2]: unit vector perpendicular to it, towards later B-scans."""
+    bscans_mm: np.ndarray
+    """[D], increasing: position of every B-scan across."""
+    starts_mm: np.ndarray
+    """[D]: position of every B-scan's first A-scan along."""
+    columns: int
+    ascan_mm: float
+    upright: bool
+    """False if nothing says which side is superior."""
+
+    @property
+    def centre(self) -> np.ndarray:
+        """[2]: middle of the scanned field."""
+        middle = float(self.starts_mm.mean()) + (self.columns - 1) / 2 * self.ascan_mm
+        return self.origin + self.along * middle + self.across * (self.bscans_mm[0] + self.bscans_mm[-1]) / 2
+
+    def to_index(self, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Fractional (B-scan, A-scan) of each position; NaN outside the outermost half pixels of the field.
+
+        Linear between B-scans: for uneven and laterally shifted ones, too.
+        """
+        offset = np.stack([x_mm, y_mm], axis=-1) - self.origin
+        along, across = offset @ self.along, offset @ self.across
+        count = len(self.bscans_mm)
+        if count == 1:
+            return np.full(x_mm.shape, np.nan), np.full(x_mm.shape, np.nan)
+        first, last = self.bscans_mm[0], self.bscans_mm[-1]
+        margin = (last - first) / (count - 1) / 2
+        bscan = np.interp(across, self.bscans_mm, np.arange(count))
+        bscan[(across < first - margin) | (across > last + margin)] = np.nan
+        ascan = (along - np.interp(across, self.bscans_mm, self.starts_mm)) / self.ascan_mm
+        ascan[(ascan < -0.5) | (ascan > self.columns - 0.5)] = np.nan
+        return bscan, ascan
+
+
+def field_of(
+    shape: tuple[int, int],
+    spacing_mm: tuple[float, float, float],
+    superior_first: bool | None,
+    lines: Lines | None = None,
+    axial_length_mm: float | None = None,
+) -> Field:
+    """The field of a raster of `shape` (B-scans, A-scans): from the positions of its B-scans, else centred on (0, 0) with horizontal B-scans.
+
+    `axial_length_mm` rescales lateral distances by Bennett's formula (doi 10.1007/BF00195347), in which a length on the retina is
+    proportional to the axial length less 1.82 mm; without it they are the instrument's nominal ones.
+    """
+    count, columns = shape
+    dz, _, dx = spacing_mm
+    scale = 1.0 if axial_length_mm is None else (axial_length_mm - 1.82) / (REFERENCE_AXIAL_LENGTH_MM - 1.82)
+    if lines is not None and count > 1 and np.isfinite(lines.start).all() and np.isfinite(lines.end).all():
+        start, end = scale * lines.start, scale * lines.end
+        along = (end - start).mean(axis=0)
+        along /= np.linalg.norm(along)
+        across = np.array([-along[1], along[0]])
+        if (start[-1] - start[0]) @ across < 0:
+            across = -across
+        origin = start[0]
+        bscans, starts = (start - origin) @ across, (start - origin) @ along
+        length = float(np.median(np.linalg.norm(end - start, axis=1)))
+        # The straight line through slightly uneven positions stays sorted; B-scans that lie on top of each other are one.
+        return Field(
+            origin,
+            along,
+            across,
+            np.maximum.accumulate(bscans + 1e-9 * np.arange(count)),
+            starts,
+            columns,
+            length / max(columns - 1, 1),
+            True,
+        )
+    downwards = -1.0 if superior_first is False else 1.0
+    origin = np.array([-(columns - 1) / 2 * dx, -downwards * (count - 1) / 2 * dz]) * scale
+    return Field(
+        origin,
+        np.array([1.0, 0.0]),
+        np.array([0.0, downwards]),
+        np.arange(count) * dz * scale,
+        np.zeros(count),
+        columns,
+        dx * scale,
+        superior_first is not None,
+    )
+
+
+def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> np.ndarray | None:
+    """[2] position of the foveal pit in mm, or None if the retina has no pit within `reach_mm` of the field's centre.
+
+    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). The pit is the point whose surroundings, in every quadrant
+    between .5 and 1.25 mm, are thicker by at least `PIT_UM`, and most so on average.
+    """
+    half = reach_mm + 1.25
+    axis = np.arange(-half, half + CELL_MM, CELL_MM)
+    x, y = np.meshgrid(field.centre[0] + axis, field.centre[1] + axis)
+    measured = sample(thickness_um, field, x, y)
+    known = np.isfinite(measured)
+    if known.mean() < 0.5:
+        return None
+    sigma = 0.1 / CELL_MM
+    weight = np.maximum(gaussian_filter(known.astype(float), sigma), 1e-6)
+    smooth = gaussian_filter(np.where(known, measured, 0.0), sigma) / weight
+    smooth[gaussian_filter(known.astype(float), sigma) < 0.5] = np.nan
+    inside = np.hypot(x - field.centre[0], y - field.centre[1]) <= reach_mm
+    depth = np.full(x.shape, np.inf)
+    total = np.zeros(x.shape)
+    for angle in np.arange(8) * np.pi / 4:
+        ring = np.fmax.reduce(
+            [_shifted(smooth, r * np.sin(angle) / CELL_MM, r * np.cos(angle) / CELL_MM) for r in (0.6, 0.9, 1.2)],
+            axis=0,
+        )
+        rise = ring - smooth
+        depth, total = np.fmin(depth, rise), total + np.nan_to_num(rise)
+    score = np.where(inside & np.isfinite(smooth) & (depth >= PIT_UM), total, -np.inf)
+    if not np.isfinite(score).any():
+        return None
+    # The floor of the pit is nearly flat: the centre of gravity of the deepest part is steadier than its lowest point.
+    best = score.max()
+    part = np.where(score > 0.85 * best, score - 0.85 * best, 0.0)
+    row, column = np.unravel_index(int(score.argmax()), score.shape)
+    part[np.hypot(x - x[row, column], y - y[row, column]) > 0.4] = 0
+    return np.array([(part * x).sum(), (part * y).sum()]) / part.sum()
+
+
+def _shifted(array: np.ndarray, rows: float, columns: float) -> np.ndarray:
+    """The values at (row + rows, column + columns), NaN outside."""
+    r, c = round(rows), round(columns)
+    out = np.full(array.shape, np.nan)
+    h, w = array.shape
+    out[max(0, -r) : h - max(0, r), max(0, -c) : w - max(0, c)] = array[
+        max(0, r) : h - max(0, -r), max(0, c) : w - max(0, -c)
+    ]
+    return out
+
+
+def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
+    """Values [D, W] at positions on the fundus, bilinear; NaN outside the field and next to an A-scan without a value."""
+    bscan, ascan = field.to_index(x_mm, y_mm)
+    known = np.isfinite(values)
+    outside = ~(np.isfinite(bscan) & np.isfinite(ascan))
+    at = [np.where(outside, 0, bscan), np.where(outside, 0, ascan)]
+    found = map_coordinates(np.where(known, values, 0.0), at, order=1, mode="nearest")
+    share = map_coordinates(known.astype(float), at, order=1, mode="nearest")
+    found[outside | (share < 0.999)] = np.nan
+    return found
+
+
+@dataclass(frozen=True)
+class EtdrsGrid:
+    """Mean thickness per zone, in the names that the scan's orientation allows."""
+
+    mean_um: dict[str, float | None]
+    """Zone → mean; None if less than `LEAST_COVERED` of it was measured. Without laterality `left` and `right` stand for nasal and
+    temporal; zones above and below are missing if nothing says which B-scan is superior."""
+    coverage: dict[str, float]
+    """Zone → measured share, in [0, 1]."""
+    volume_mm3: float | None
+    """Over the circle of 6 mm diameter; None if less than `LEAST_COVERED` of it was measured."""
+    centre: Centre
+    centre_mm: tuple[float, float]
+    """Where the grid lies, (x, y) in the field's coordinates."""
+
+
+def measure_grid(
+    thickness_um: np.ndarray,
+    field: Field,
+    laterality: Laterality | None,
+    device_centre_mm: tuple[float, float] | None = None,
+    pit_map_um: np.ndarray | None = None,
+) -> EtdrsGrid:
+    """The ETDRS grid of a thickness map [D, W], NaN where nothing was measured.
+
+    It is centred on the foveal pit, else on the fixation centre recorded by the device, else on the middle of the scan. `pit_map_um` is the
+    map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer, fluid).
+    """
+    pit = find_pit(thickness_um if pit_map_um is None else pit_map_um, field)
+    found: Centre = "pit" if pit is not None else "device" if device_centre_mm is not None else "scan"
+    centre = pit if pit is not None else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
+    axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
+    x, y = np.meshgrid(axis, axis)
+    values = sample(thickness_um, field, centre[0] + x, centre[1] + y)
+    whole = np.hypot(x, y) < RINGS_MM[-1]
+    covered = float(np.isfinite(values[whole]).mean())
+    mean, coverage = {}, {}
+    for name, inside in _zones(x, y, laterality, field.upright).items():
+        measured = values[inside]
+        known = np.isfinite(measured)
+        coverage[name] = float(known.mean())
+        mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
+    area = np.pi * RINGS_MM[-1] ** 2
+    volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
+    return EtdrsGrid(mean, coverage, volume, found, (float(centre[0]), float(centre[1])))
+
+
+def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
+    """Zone → bool mask over positions relative to the fovea."""
+    r = np.hypot(x, y)
+    # The disc lies nasally: to the right of the fovea in a right eye's image.
+    right, left = {"R": ("nasal", "temporal"), "L": ("temporal", "nasal"), None: ("right", "left")}[laterality]
+    sideways = np.abs(x) > np.abs(y)
+    quadrants = {right: sideways & (x > 0), left: sideways & (x < 0)}
+    if upright:
+        quadrants |= {"superior": ~sideways & (y < 0), "inferior": ~sideways & (y >= 0)}
+    zones = {"centre": r < RINGS_MM[0]}
+    for ring, inner, outer in (("inner", *RINGS_MM[:2]), ("outer", *RINGS_MM[1:])):
+        band = (r >= inner) & (r < outer)
+        zones |= {f"{ring} {side}": band & inside for side, inside in quadrants.items()}
+    order = {name: i for i, name in enumerate(ZONES)}
+    return dict(sorted(zones.items(), key=lambda item: order.get(item[0], len(order))))
