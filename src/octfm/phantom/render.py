@@ -171,12 +171,12 @@ def _placement_um(
     return tilt + start
 
 
-def _db(level: float | np.ndarray) -> np.ndarray:
+def decibels(level: float | np.ndarray) -> np.ndarray:
     """Power ratio of a level in decibels."""
     return np.power(10.0, np.asarray(level) / 10)
 
 
-class _Steps:
+class Steps:
     """Piecewise constant A-scans [D, H, W] built from steps at fractional rows.
 
     A layer is a step up at its upper edge and a step down at its lower one, so a volume costs one cumulative sum,
@@ -210,16 +210,16 @@ def _layers(scene: _Scene) -> np.ndarray:
     """Mean backscattered power of vitreous and retina, float32 [D, H, W]."""
     eye, edges, shade, x_mm, y_mm = scene.eye, scene.edges, scene.shade, scene.x_mm, scene.y_mm
     rows_per_um = scene.rows_per_um
-    steps = _Steps(*scene.size)
-    above = np.full(x_mm.shape, _db(VITREOUS_DB))
+    steps = Steps(*scene.size)
+    above = np.full(x_mm.shape, decibels(VITREOUS_DB))
     steps.add(np.zeros(x_mm.shape), above)
     thickness = np.diff(edges, axis=0) / rows_per_um
     for name in LAYERS[: LAYER["choroid"]]:
         index = LAYER[name]
-        level = np.broadcast_to(_db(LAYER_DB[name]), x_mm.shape)
+        level = np.broadcast_to(decibels(LAYER_DB[name]), x_mm.shape)
         texture = eye.anatomy.texture.get(name)
         if texture is not None:
-            level = level * _db(0.7 * texture(1.7 * x_mm + 5, 1.7 * y_mm))
+            level = level * decibels(0.7 * texture(1.7 * x_mm + 5, 1.7 * y_mm))
         if name == "nfl":
             # Thick bundles reflect most; where the layer is thin it is only a faint line.
             level = level * (0.35 + 0.65 * np.clip(thickness[index] / 22, 0, 1))
@@ -230,7 +230,7 @@ def _layers(scene: _Scene) -> np.ndarray:
         steps.add(edges[index], level - above)
         above = level
     steps.add(edges[SURFACE["bm"]], -above)
-    elm = _db(ELM_DB) * shade * np.clip(thickness[LAYER["myoid"]] / 10, 0, 1)
+    elm = decibels(ELM_DB) * shade * np.clip(thickness[LAYER["myoid"]] / 10, 0, 1)
     steps.add(edges[SURFACE["elm"]] - 3 * rows_per_um, elm)
     steps.add(edges[SURFACE["elm"]] + 3 * rows_per_um, -elm)
     if eye.anatomy.hyaloid_um > 0:
@@ -239,7 +239,7 @@ def _layers(scene: _Scene) -> np.ndarray:
         free = (1 - np.exp(-off_fovea / 2.2**2)) * (1 - np.exp(-off_disc / 1.4**2))
         lift = eye.anatomy.hyaloid_um * free + 4 * eye.anatomy.texture["bm"](x_mm, y_mm)
         line = edges[SURFACE["ilm"]] - np.maximum(lift, 0) * rows_per_um
-        seen = _db(HYALOID_DB) * np.clip(lift / 25 - 0.5, 0, 1)
+        seen = decibels(HYALOID_DB) * np.clip(lift / 25 - 0.5, 0, 1)
         steps.add(line - 8 * rows_per_um, seen)
         steps.add(line, -seen)
     return steps.total()
@@ -264,19 +264,19 @@ def _add_below_bruch(power: np.ndarray, scene: _Scene) -> None:
     # keeps them within float32.
     middle = float(bm.mean()) * dy_mm
     fading = np.exp(-np.clip(z - middle, -1.5, 3) / scanner.choroid_decay_mm).astype(np.float32)[:, None]
-    window = _db(HYPERTRANSMISSION_DB * atrophy(eye.lesions, x_mm, y_mm))
+    window = decibels(HYPERTRANSMISSION_DB * atrophy(eye.lesions, x_mm, y_mm))
     light = (scene.shade * window * np.exp((bm * dy_mm - middle) / scanner.choroid_decay_mm)).astype(np.float32)
     for d, below in enumerate(power[:, first:]):  # one B-scan at a time fits into the processor's cache
         tissue = along @ across[d]
         tissue *= np.float32(0.42 * np.sqrt(2 / len(kz)))
         tissue += np.float32(0.62)
         np.clip(tissue, 0.18, 1.1, out=tissue)
-        tissue *= np.float32(_db(CHOROID_DB))
+        tissue *= np.float32(decibels(CHOROID_DB))
         # The first 20 µm below Bruch's membrane are the even choriocapillaris; below the choroid lies the even sclera.
         choriocapillaris = 1 - _share_below(bm[d] + 0.02 / dy_mm, rows)
         sclera = _share_below(csi[d], rows)
         for share, level in ((choriocapillaris, CHORIOCAPILLARIS_DB), (sclera, SCLERA_DB)):
-            tissue += share * (np.float32(_db(level)) - tissue)
+            tissue += share * (np.float32(decibels(level)) - tissue)
         tissue *= _share_below(bm[d], rows)
         tissue *= fading
         tissue *= light[d]
@@ -304,7 +304,7 @@ def _paint_vessels(power: np.ndarray, scene: _Scene) -> None:
     inside = (np.abs(position) <= 1) & (row >= 0) & (row < height)
     k, _ = np.nonzero(inside)
     at = row[inside]
-    level = _db(np.where(position[inside] < 0.1, -3.5, -9.0))
+    level = decibels(np.where(position[inside] < 0.1, -3.5, -9.0))
     power[d[k], at, w[k]] = level
 
 
@@ -316,12 +316,12 @@ def _paint_lesions(power: np.ndarray, scene: _Scene) -> np.ndarray:
     eye, edges, x_mm, y_mm, rows_per_um = scene.eye, scene.edges, scene.x_mm, scene.y_mm, scene.rows_per_um
     lesions = np.zeros(power.shape, np.uint8)
     if len(eye.lesions.cysts):
-        steps = _Steps(*scene.size)
+        steps = Steps(*scene.size)
         for d, w, top, bottom in cyst_spans(eye.lesions, scene.depth_um, x_mm, y_mm):
             steps.add(top * rows_per_um, 1.0, d, w)
             steps.add(bottom * rows_per_um, -1.0, d, w)
         fluid = np.minimum(steps.total(), 1)  # cysts overlap
-        power += fluid * (np.float32(_db(FLUID_DB)) - power)
+        power += fluid * (np.float32(decibels(FLUID_DB)) - power)
         lesions[fluid > 0.5] = LESIONS["intraretinal_fluid"]
     for name in ("subretinal_fluid", "drusen"):
         top, bottom = edges[LAYER[name]], edges[LAYER[name] + 1]
@@ -332,7 +332,7 @@ def _paint_lesions(power: np.ndarray, scene: _Scene) -> np.ndarray:
         row = (inner + position * (outer - inner)).astype(np.int64)
         for offset in range(max(1, round(1000 * radius * rows_per_um))):
             inside = (row + offset >= 0) & (row + offset < power.shape[1])
-            power[d[inside], row[inside] + offset, w[inside]] = _db(-2.0)
+            power[d[inside], row[inside] + offset, w[inside]] = decibels(-2.0)
     atrophic = atrophy(eye.lesions, x_mm, y_mm) > 0.5
     _fill(lesions, edges[SURFACE["opl_onl"]], edges[SURFACE["bm"]], atrophic, LESIONS["atrophy"])
     _paint_membrane(power, lesions, scene)
@@ -372,7 +372,7 @@ def _paint_membrane(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> No
     thickness, gap = membrane_um(scene.eye.lesions, scene.x_mm, scene.y_mm)
     bottom = scene.edges[SURFACE["ilm"]] - gap * scene.rows_per_um
     top = bottom - thickness * scene.rows_per_um
-    _blend(power, top, bottom, thickness > 0, float(_db(MEMBRANE_DB)))
+    _blend(power, top, bottom, thickness > 0, float(decibels(MEMBRANE_DB)))
     _fill(lesions, top, bottom, thickness > 0, LESIONS["membrane"])
 
 
@@ -392,7 +392,7 @@ def _paint_hole(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> None:
             inside = 1 - (r / (0.6 * gap + 0.04)) ** 2
             half = 22 * rows_per_um * np.sqrt(np.clip(inside, 0, 1))
             middle = top - 140 * rows_per_um
-            _blend(power, middle - half, middle + half, inside > 0, float(_db(OPERCULUM_DB)))
+            _blend(power, middle - half, middle + half, inside > 0, float(decibels(OPERCULUM_DB)))
 
 
 def _expose(power: np.ndarray, scene: _Scene, rng: np.random.Generator) -> np.ndarray:
@@ -401,8 +401,8 @@ def _expose(power: np.ndarray, scene: _Scene, rng: np.random.Generator) -> np.nd
     z_mm = (np.arange(power.shape[1]) + 0.5) * dy
     vignetting_db = acquisition.vignetting_db * acquisition.vignetting(scene.x_mm, scene.y_mm)
     per_ascan = acquisition.signal_db[:, None] + vignetting_db
-    power *= _db(-scanner.roll_off_db_per_mm * z_mm).astype(np.float32)[None, :, None]
-    power *= _db(per_ascan).astype(np.float32)[:, None, :]
+    power *= decibels(-scanner.roll_off_db_per_mm * z_mm).astype(np.float32)[None, :, None]
+    power *= decibels(per_ascan).astype(np.float32)[:, None, :]
     axial = scanner.axial_psf_um / FWHM / (1000 * dy)
     lateral = scanner.lateral_psf_um * acquisition.defocus / FWHM / (1000 * dx)
     power = blur(power, (axial, lateral))
@@ -410,6 +410,6 @@ def _expose(power: np.ndarray, scene: _Scene, rng: np.random.Generator) -> np.nd
     looks = scanner.looks(power.shape)
     power *= speckle(rng, power.shape, (axial * 2**0.5, lateral * 2**0.5), looks)
     noise = detector_noise(rng, power.shape, looks)
-    noise *= np.float32(_db(acquisition.noise_db))
+    noise *= np.float32(decibels(acquisition.noise_db))
     power += noise
     return log_display(power, acquisition.black_db, acquisition.range_db, scanner.gamma)

@@ -1,0 +1,122 @@
+"""An endless sequence of labelled phantom images without files: place in the sequence → image and truth.
+
+Each is a pure function of (seed, place), so training resumes exactly and any number of ranks can share the sequence.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from octfm.phantom.eye import Eye, sample_eye
+from octfm.phantom.look import WIDE, sample_look
+from octfm.phantom.native import Labelled, render_native, sample_placement, single_bscan
+from octfm.phantom.outer_retina import sample_outer_lesions
+from octfm.phantom.pathology import DIAGNOSES, Lesions
+from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner, acquire
+from octfm.volume.volume import Laterality, Shape3
+
+CONDITIONS = (
+    *DIAGNOSES,
+    "detachment",
+    "neovascular_amd",
+    "reticular_drusen",
+    "central_serous",
+    "vein_occlusion",
+    "mixed",
+)
+"""What an eye of the stream may have, each equally often."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Single native B-scans, or volumes if `bscans` is more than 1, of phantom version 4."""
+
+    seed: int
+    bscans: int = 1
+    randomised: float = 0.35
+    """Share of images whose look lies far beyond what exists."""
+    scanners: tuple[str, ...] = DEFAULT_SCANNERS
+    conditions: tuple[str, ...] = CONDITIONS
+    row_um: float | None = 3.9
+    """Axial distance of rows, ± 5 %; None for the instrument's own."""
+    ascan_um: tuple[float, float] = (11.5, 24.0)
+    """Range of the distance of A-scans."""
+    size: Shape3 | None = None
+    """Render on this grid [D, H, W] over the instrument's field, whatever `bscans`, `row_um` and `ascan_um` say."""
+
+    def __call__(self, place: int) -> Labelled:
+        """The image at this place of the sequence."""
+        rng = np.random.default_rng([self.seed, 4, place])
+        condition = str(rng.choice(self.conditions))
+        eye = eye_of_stream(rng, (self.seed, 4, place), condition)
+        lesions = sample_outer_lesions(
+            rng,
+            detached=condition in ("detachment", "central_serous"),
+            neovascular=condition == "neovascular_amd" or (condition == "mixed" and rng.random() < 0.4),
+            reticular=condition == "reticular_drusen" or rng.random() < 0.1,
+        )
+        wide = rng.random() < self.randomised
+        # A randomised image borrows any geometry, also that of the instrument that is held out of cohorts.
+        scanner = SCANNERS[str(rng.choice(tuple(SCANNERS) if wide else self.scanners))]
+        count = self.size[0] if self.size else self.bscans
+        acquisition = acquire(rng, scanner, count)
+        if count == 1:
+            scanner, acquisition = single_bscan(scanner, acquisition, float(rng.uniform(-2.8, 2.8)))
+        if rng.random() < 0.05:  # centred on the disc
+            side = 1.0 if eye.laterality == "R" else -1.0
+            acquisition = replace(acquisition, fixation_mm=(-4.2 * side, acquisition.fixation_mm[1]))
+        look = sample_look(rng, scanner, WIDE if wide else 1.0)
+        size = self.size or self._size(rng, scanner)
+        return render_native(eye, lesions, scanner, look, acquisition, sample_placement(rng), rng, size)
+
+    def _size(self, rng: np.random.Generator, scanner: Scanner) -> Shape3:
+        _, axial_mm, lateral_mm = scanner.field_mm
+        stretch, ascan_um = rng.uniform(0.95, 1.05), rng.uniform(*self.ascan_um)
+        rows = scanner.vendor_size[1] if self.row_um is None else round(1000 * axial_mm / self.row_um * stretch)
+        return self.bscans, rows, round(1000 * lateral_mm / ascan_um)
+
+
+def eye_of_stream(rng: np.random.Generator, seed: tuple[int, ...], condition: str) -> Eye:
+    """An eye with one of CONDITIONS; `seed` identifies its participant."""
+    laterality: Laterality = "R" if rng.random() < 0.5 else "L"
+    age, severity, second = float(rng.uniform(20, 90)), float(rng.uniform(0.05, 1)), str(rng.choice(DIAGNOSES))
+    diagnosis = {
+        "detachment": "drusen" if rng.random() < 0.6 else "healthy",
+        "neovascular_amd": "drusen",
+        "reticular_drusen": "drusen" if rng.random() < 0.5 else "healthy",
+        "central_serous": "healthy",
+        "vein_occlusion": "dme",
+        "mixed": "drusen",
+    }.get(condition, condition)
+
+    def sample(name: str) -> Eye:
+        return sample_eye(seed, laterality, participant="stream", age=age, diagnosis=name, severity=severity)
+
+    eye = sample(diagnosis)
+    if condition == "central_serous":
+        x, y = rng.normal(0, 0.6, 2)
+        eye = replace(
+            eye,
+            lesions=replace(eye.lesions, subretinal=np.array([[x, y, rng.uniform(0.6, 2.2), rng.uniform(60, 350)]])),
+        )
+    if condition == "vein_occlusion":
+        eye = replace(eye, lesions=_one_half(eye.lesions, 1.0 if rng.random() < 0.5 else -1.0))
+    if condition == "mixed":
+        eye = replace(eye, lesions=_both(eye.lesions, sample(second).lesions))
+    return eye
+
+
+def _one_half(lesions: Lesions, side: float) -> Lesions:
+    """Oedema above or below the raphe only, as behind an occluded branch vein."""
+    cysts = side * lesions.cysts[:, 1] > -0.15
+    kept = {name: getattr(lesions, name)[side * getattr(lesions, name)[:, 1] > -0.15] for name in ("swelling", "foci")}
+    return replace(lesions, cysts=lesions.cysts[cysts], cyst_layer=lesions.cyst_layer[cysts], **kept)
+
+
+def _both(one: Lesions, other: Lesions) -> Lesions:
+    """Two diseases in one eye: lesions add up, what there can be only one of is the second disease's where it has it."""
+    values = {}
+    for item in fields(Lesions):
+        first, second = getattr(one, item.name), getattr(other, item.name)
+        values[item.name] = np.concatenate([first, second]) if isinstance(first, np.ndarray) else second or first
+    return Lesions(**values)

@@ -1,0 +1,125 @@
+"""The stream of labelled phantom images: pure, varied, and with a truth that agrees with the picture."""
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from octfm.phantom.look import WIDE, sample_look
+from octfm.phantom.native import SURFACES, sample_placement
+from octfm.phantom.outer_retina import DETACHMENT, sample_outer_lesions
+from octfm.phantom.scanner import SCANNERS
+from octfm.phantom.stream import CONDITIONS, Stream, eye_of_stream
+
+SMALL = Stream(3, ascan_um=(40.0, 60.0))
+
+
+def same(one, other) -> bool:
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name), equal_nan=name == "surfaces")
+        for name in ("voxels", "surfaces", "lesions")
+    )
+
+
+def test_an_image_is_a_function_of_seed_and_place_alone():
+    forwards = [SMALL(place) for place in range(4)]
+    with ThreadPoolExecutor(2) as pool:
+        backwards = list(pool.map(SMALL, reversed(range(4))))[::-1]
+    assert all(same(a, b) for a, b in zip(forwards, backwards, strict=True))
+    assert not same(forwards[0], forwards[1])
+    assert not same(forwards[0], replace(SMALL, seed=4)(0))
+
+
+def test_surfaces_lie_in_the_order_of_the_retina():
+    for place in range(30):
+        surfaces = SMALL(place).surfaces
+        assert surfaces.shape[0] == len(SURFACES)
+        assert not (np.diff(surfaces, axis=0) < -1e-3).any(), place  # NaN outside the image
+
+
+def step_across(image, name: str) -> float:
+    """Mean brightness of the 12 µm below a surface minus that of the 12 µm above it."""
+    row = image.surfaces[SURFACES.index(name), 0]
+    reach = max(2, round(0.012 / image.spacing_mm[1]))
+    columns = np.nonzero(np.isfinite(row) & (row > reach) & (row < image.voxels.shape[1] - 2 * reach))[0]
+    at = np.rint(row[columns]).astype(int)
+    plane = image.voxels[0].astype(float)
+    above = np.mean([plane[at - k, columns] for k in range(1, reach + 1)])
+    below = np.mean([plane[at + k, columns] for k in range(1, reach + 1)])
+    return float(below - above) if len(columns) > 10 else np.nan
+
+
+@pytest.mark.parametrize(("surface", "brighter_below"), [("ilm", True), ("ez", True), ("bm", False)])
+def test_truth_lies_where_the_picture_has_its_edges(surface, brighter_below):
+    """In realistic looks: vitreous to retina, outer nuclear layer to ellipsoid zone, bright band to choroid."""
+    stream = Stream(5, randomised=0.0, conditions=("healthy",))
+    steps = [step_across(image, surface) for image in map(stream, range(24)) if image.accident == "none"]
+    steps = np.array(steps)[np.isfinite(steps)]
+    assert len(steps) > 12
+    right = steps > 0 if brighter_below else steps < 0
+    # Bright-on-dark exports show the opposite; a thick bright choriocapillaris can hide the last edge.
+    assert right.mean() > (0.8 if surface == "bm" else 0.9)
+
+
+def test_every_condition_and_accident_occurs():
+    rng = np.random.default_rng(0)
+    accidents = Counter(sample_placement(rng).accident for _ in range(2000))
+    assert set(accidents) == {"none", "clipped", "blink", "upside_down", "wrapped"}
+    assert 0.85 < accidents["none"] / 2000 < 0.91
+    tilt = [sample_placement(rng).tilt_deg[0] for _ in range(2000)]
+    assert np.std(tilt) == pytest.approx(5, rel=0.1)
+    for condition in CONDITIONS:
+        image = replace(SMALL, conditions=(condition,))(1)
+        assert image.voxels.dtype == np.uint8 and image.voxels.std() > 0, condition
+
+
+def test_detachments_reach_800_um_and_keep_bruch_in_place():
+    rng = np.random.default_rng(1)
+    heights = [
+        lesions.detachments[:, 3].max()
+        for lesions in (
+            sample_outer_lesions(rng, detached=True, neovascular=False, reticular=False) for _ in range(300)
+        )
+    ]
+    assert max(heights) > 700 and min(heights) < 100
+    stream = replace(SMALL, conditions=("detachment",))
+    for image in map(stream, range(40)):
+        if image.accident != "none" or not (image.lesions == DETACHMENT).any():
+            continue
+        rows = np.argwhere(image.lesions[0] == DETACHMENT)
+        peak, bm = (image.surfaces[SURFACES.index(name), 0] for name in ("rpe_peak", "bm"))
+        for row, column in rows[:: max(1, len(rows) // 50)]:
+            assert not row < np.floor(peak[column]), "a detachment lies below the RPE"
+            assert not row > np.ceil(bm[column]), "and above Bruch's membrane"
+        return
+    pytest.fail("no detachment in 40 images")
+
+
+def test_upside_down_images_have_no_surfaces():
+    images = [
+        image for image in map(replace(SMALL, conditions=("healthy",)), range(120)) if image.accident == "upside_down"
+    ]
+    assert images and all(np.isnan(image.surfaces).all() for image in images)
+
+
+def test_both_eyes_of_the_stream_show_the_disc_and_volumes_are_volumes():
+    volume = Stream(7, size=(16, 96, 64))(2)
+    assert volume.voxels.shape == volume.lesions.shape == (16, 96, 64)
+    assert volume.surfaces.shape == (len(SURFACES), 16, 64)
+
+
+def test_looks_vary_more_in_the_randomised_domain():
+    rng = np.random.default_rng(2)
+    narrow, wide = ([sample_look(rng, SCANNERS["zeiss_cirrus"], spread) for _ in range(300)] for spread in (1.0, WIDE))
+    for read in (lambda look: look.layer_db["onl"], lambda look: look.range_db, lambda look: np.log(look.gamma)):
+        assert np.std([read(look) for look in wide]) > 2 * np.std([read(look) for look in narrow])
+
+
+def test_oedema_of_a_vein_occlusion_stays_in_one_half():
+    for place in range(10):
+        lesions = eye_of_stream(np.random.default_rng(place), (1, 4, place), "vein_occlusion").lesions
+        heights = np.concatenate([lesions.cysts[:, 1], lesions.swelling[:, 1]])
+        assert len(lesions.cysts) == len(lesions.cyst_layer)
+        assert not len(heights) or heights.min() > -0.16 or heights.max() < 0.16
