@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octfm.phantom.look import WIDE, sample_look
-from octfm.phantom.native import SURFACES, sample_placement
-from octfm.phantom.outer_retina import DETACHMENT, sample_outer_lesions
+from octfm.phantom.native.bscans import SURFACES, sample_placement
+from octfm.phantom.native.look import WIDE, sample_look
+from octfm.phantom.native.outer_retina import DETACHMENT, sample_outer_lesions
+from octfm.phantom.native.stream import CONDITIONS, Stream, eye_of_stream
 from octfm.phantom.scanner import SCANNERS
-from octfm.phantom.stream import CONDITIONS, Stream, eye_of_stream
 
 SMALL = Stream(3, ascan_um=(40.0, 60.0))
 

@@ -13,9 +13,9 @@ from scipy.ndimage import gaussian_filter, gaussian_filter1d
 from octfm.phantom.anatomy import DISC_MM, LAYER, LAYERS, SURFACE, bruch_um
 from octfm.phantom.deformation import atrophy, cyst_spans, membrane_um
 from octfm.phantom.eye import Eye, layers_um
-from octfm.phantom.look import ABSENT_DB, Look
+from octfm.phantom.native.look import ABSENT_DB, Look
+from octfm.phantom.native.outer_retina import DETACHMENT, MATERIAL, OuterLesions, OuterRetina, raise_outer_retina
 from octfm.phantom.optics import detector_noise, log_display, speckle
-from octfm.phantom.outer_retina import DETACHMENT, MATERIAL, OuterLesions, OuterRetina, raise_outer_retina
 from octfm.phantom.pathology import LESIONS
 from octfm.phantom.render import (
     FWHM,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from octfm.phantom.eye import Eye, sample_eye
-from octfm.phantom.look import WIDE, sample_look
-from octfm.phantom.native import Labelled, render_native, sample_placement, single_bscan
-from octfm.phantom.outer_retina import sample_outer_lesions
+from octfm.phantom.native.bscans import Labelled, render_native, sample_placement, single_bscan
+from octfm.phantom.native.look import WIDE, sample_look
+from octfm.phantom.native.outer_retina import sample_outer_lesions
 from octfm.phantom.pathology import DIAGNOSES, Lesions
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner, acquire
 from octfm.volume.volume import Laterality, Shape3
