@@ -19,7 +19,7 @@ from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.monitors.measure import train_row, update
 from octfm.pretraining.settings import load_config
-from octfm.pretraining.step import accumulate, judge, tell
+from octfm.pretraining.step import accumulate, exchange_results, judge
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.runtime import start
 from octfm.store.loader import Batch
@@ -55,7 +55,7 @@ def main() -> None:
         outcome = judge(learner, done, norm, limits(config.health, learner.state))
         learner.set_rates(1e-4, 0.05, 0.999)
         moved = update(learner, outcome.made, inspect=look)
-        told = tell(learner, done, outcome)
+        told = exchange_results(learner, done, outcome)
         learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
         if look:
             monitors.step_findings(config, learner.state, told, batch.index)

@@ -1,8 +1,10 @@
-"""Augmentation of one batch on the device: shift, in-plane affine, contrast, gamma, noise, speckle; the axial axis is never flipped (F13).
+"""Augmentation of one batch on the device: shift, in-plane affine, contrast, gamma, noise, speckle; the axial axis is
+never flipped (F13).
 
-Everything is drawn on the host, one generator per volume, so that surfaces and with them the token map follow the voxels; what is applied
-on the device are batched tensor operations of fixed shapes. Noise is a hash of (the volume's key, the voxel), so it is the same however
-volumes are put together in micro-batches and ranks, and on every kind of device.
+Everything is drawn on the host, one generator per volume, so that surfaces and with them the token map follow the
+voxels; what is applied on the device are batched tensor operations of fixed shapes. Noise is a hash of (the volume's
+key, the voxel), so it is the same however volumes are put together in micro-batches and ranks, and on every kind of
+device.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,18 +33,19 @@ class AugmentConfig(Config):
     lateral_shift_mm: float = Field(default=0.0, ge=0, le=100)
     """Largest shift along the lateral axis, either way: what leaves the field is cropped, what enters it is padding."""
     lateral_scale: float = Field(default=0.0, ge=0, lt=1)
-    """Magnification along the lateral axis, from 1 / (1 + lateral_scale) to 1 + lateral_scale, evenly in the logarithm: millimetres of a
-    scan are nominal, the length of the eye changes them."""
+    """Magnification along the lateral axis, from 1 / (1 + lateral_scale) to 1 + lateral_scale, evenly in the logarithm:
+    millimetres of a scan are nominal, the length of the eye changes them."""
     axial_scale: float = Field(default=0.0, ge=0, lt=1)
     """The same along the axial axis, where it changes what thickness looks like."""
     tilt_deg: float = Field(default=0.0, ge=0, lt=45)
-    """Largest tilt of the retina in the B-scan plane, either way. A-scans are sheared against each other, as by a beam that enters beside
-    the middle of the pupil; each stays an A-scan."""
+    """Largest tilt of the retina in the B-scan plane, either way. A-scans are sheared against each other, as by a beam
+    that enters beside the middle of the pupil; each stays an A-scan."""
     mirror_unknown: bool = False
-    """Mirror every second volume whose laterality is unknown. Known left eyes lie mirrored in the store already, so that nasal is on one
-    side in all of them; known eyes are never mirrored here."""
+    """Mirror every second volume whose laterality is unknown. Known left eyes lie mirrored in the store already, so
+    that nasal is on one side in all of them; known eyes are never mirrored here."""
     noise: float = Field(default=0.0, ge=0, le=0.5)
-    """Largest standard deviation of noise that is the same in dark and bright, as a share of white; drawn anew for every volume."""
+    """Largest standard deviation of noise that is the same in dark and bright, as a share of white; drawn anew for
+    every volume."""
     speckle: float = Field(default=0.0, ge=0, le=1)
     """Largest standard deviation of noise in proportion to brightness; drawn anew for every volume."""
 
@@ -103,7 +106,8 @@ class Augmentation:
         left, right = (np.clip(i, 0, width - 1)[:, None, None, :] for i in (low, low + 1))
         empty = valid[:, :1] >= valid[:, 1:]
         no_left, no_right = (np.take_along_axis(empty, i, -1)[:, 0] for i in (left, right))
-        # A column is padding where the one nearest to its source is; next to padding there is nothing to interpolate with.
+        # A column is padding where the one nearest to its source is; next to padding there is nothing to interpolate
+        # with.
         gone = np.where(share < 0.5, no_left, no_right) | ((column < -0.5) | (column > width - 0.5))[:, None, :]
         share = np.where(no_left, 1.0, np.where(no_right, 0.0, share))[:, None]
         # A row y of the source is found again where scale * y + slope * x + offset = y.
@@ -126,9 +130,11 @@ class Augmentation:
         return replace(self, **{name: getattr(other, name) for name in geometry})
 
     def source(self, height: int, width: int, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-        """float64 [B, 2, 3]: (column, row) that a column and row of the result are taken from, in voxels from the upper left corner.
+        """float64 [B, 2, 3]: (column, row) that a column and row of the result are taken from, in voxels from the upper
+        left corner.
 
-        The lateral coefficient of the row is the tilt; the axial coefficient of the column is 0, so an A-scan stays one.
+        The lateral coefficient of the row is the tilt; the axial coefficient of the column is 0, so an A-scan stays
+        one.
         """
         _, dy, dx = spacing_mm
         middle_x, middle_y = width / 2, height / 2
@@ -246,8 +252,8 @@ def recolour(
 ) -> Tensor:
     """uint8 patches to normalised float32: gamma, gain, grain, then the Preprocessing's mean and standard deviation.
 
-    `grain` is noise [B, M, P] of unit variance, and the standard deviations [2, B] of noise and speckle it is added with; nothing becomes
-    blacker than black.
+    `grain` is noise [B, M, P] of unit variance, and the standard deviations [2, B] of noise and speckle it is added
+    with; nothing becomes blacker than black.
     """
     unit = patches_BMP.float().div_(255)
     unit = unit.pow_(gamma_B[:, None, None]).mul_(gain_B[:, None, None])
@@ -272,7 +278,8 @@ def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float,
 
 
 def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
-    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place: nothing else shares in it.
+    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place: nothing else
+    shares in it.
 
     The sum of a hash's four bytes (Irwin & Hall) is nearly Gaussian, and never beyond 3.5 standard deviations.
     """

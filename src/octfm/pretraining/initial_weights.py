@@ -1,7 +1,8 @@
-"""Weights to begin with: a local V-JEPA 2 checkpoint (facebookresearch/vjepa2), whose encoder has learned from natural video.
+"""Weights to begin with: a local V-JEPA 2 checkpoint (facebookresearch/vjepa2), whose encoder has learned from natural
+video.
 
-Layout that is read: a `.pt` with `target_encoder` (or `encoder`, or the tensors themselves), names after an optional prefix `module.` and
-`backbone.`:
+Layout that is read: a `.pt` with `target_encoder` (or `encoder`, or the tensors themselves), names after an optional
+prefix `module.` and `backbone.`:
 
     patch_embed.proj.weight        [D, C, t, p, p]   Conv3d with stride = kernel; .bias [D]
     blocks.<i>.norm1 | norm2       LayerNorm
@@ -9,8 +10,8 @@ Layout that is read: a `.pt` with `target_encoder` (or `encoder`, or the tensors
     blocks.<i>.mlp.fc1, .fc2       Linear
     norm                           LayerNorm
 
-No code of the file is ever run. What cannot be carried over: wavelengths of the rotary positions (ours are in mm), the epsilon of layer
-norms (1e-6 there, 1e-5 here), the colour normalisation of natural video.
+No code of the file is ever run. What cannot be carried over: wavelengths of the rotary positions (ours are in mm), the
+epsilon of layer norms (1e-6 there, 1e-5 here), the colour normalisation of natural video.
 """
 
 import re
@@ -93,7 +94,8 @@ def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dic
 
 
 def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tensor:
-    """[D, P]: colours summed, as for a grey picture, and resampled to our patch so that an even patch gets the answer that it got."""
+    """[D, P]: colours summed, as for a grey picture, and resampled to our patch so that an even patch gets the answer
+    that it got."""
     if kernel_DCTHW.ndim != 5 or len(kernel_DCTHW) != config.width:
         raise CheckpointError(
             f"{source}: patch_embed.proj.weight: expected [{config.width}, C, t, h, w], got {list(kernel_DCTHW.shape)}"
@@ -105,11 +107,13 @@ def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tenso
 
 
 def _pair_channels(rows: Tensor, config: ViTConfig) -> Tensor:
-    """Query and key channels moved so that V-JEPA 2's pairs (2j, 2j + 1) of each axis become ours (j, j + K / 2) of the same axis."""
+    """Query and key channels moved so that V-JEPA 2's pairs (2j, 2j + 1) of each axis become ours (j, j + K / 2) of the
+    same axis."""
     width = config.width // config.heads
     pairs = width // 2
     third = pairs // 3
-    # There: depth, height and width take a third of the pairs each, what is left is not turned. Here the first axis has what is left.
+    # There: depth, height and width take a third of the pairs each, what is left is not turned. Here the first axis has
+    # what is left.
     order = [*range(third), *range(3 * third, pairs), *range(third, 3 * third)]
     channels = torch.tensor([2 * pair for pair in order] + [2 * pair + 1 for pair in order])
     parts = rows.unflatten(0, (3, config.heads, width)).clone()

@@ -92,8 +92,8 @@ def _view(
     *_, height, width = voxels.shape
     moves = drawn.on_device(runtime.tensor, height, width, preprocessing.target_spacing)
     raw = take_patches(augment.move(voxels, moves), kept, config.model.patch_size)
-    # Only the encoder that learns sees recoloured voxels: features then gain nothing from brightness and contrast, which reveal
-    # the scanner, not the eye.
+    # Only the encoder that learns sees recoloured voxels: features then gain nothing from brightness and contrast,
+    # which reveal the scanner, not the eye.
     return View(augment.recoloured(raw, kept, moves, mean, std), augment.normalise(raw, mean, std), index)
 
 

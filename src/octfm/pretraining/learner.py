@@ -1,4 +1,5 @@
-"""The networks of a run and what trains them: optimizer, step and run state, which a checkpoint saves and a rollback restores."""
+"""The networks of a run and what trains them: optimizer, step and run state, which a checkpoint saves and a rollback
+restores."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class Learner:
     """Begins at the weights that the seed gives."""
 
     def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, *, fresh: bool = True):
-        """`fresh` is false where a checkpoint is about to be restored, so that `model.init` need not be there any more."""
+        """`fresh` is false where a checkpoint is about to be restored, so that `model.init` need not be there any
+        more."""
         self.config, self.preprocessing, self.runtime = config, preprocessing, runtime
         self.lr, self.weight_decay, self.ema = (runtime.scalar() for _ in range(3))
         self.begin(fresh)
@@ -78,8 +80,8 @@ class Learner:
 
     @property
     def micro_batch(self) -> int:
-        """Volumes that this process gives to a forward pass: what memory has allowed, on this number of ranks or another, in a size that
-        divides its share."""
+        """Volumes that this process gives to a forward pass: what memory has allowed, on this number of ranks or
+        another, in a size that divides its share."""
         data, devices = self.config.data, self.runtime.devices
         if not self.state.micro_batch:
             return data.per_device_batch_size * devices
@@ -97,8 +99,8 @@ class Learner:
 
     @torch.no_grad()
     def update(self, made: Tensor) -> None:
-        """One step of AdamW (arXiv:1711.05101) and of the average. With `made` (a bool on the device) false the same kernels run and
-        change nothing."""
+        """One step of AdamW (arXiv:1711.05101) and of the average. With `made` (a bool on the device) false the same
+        kernels run and change nothing."""
         if self.model.gathers and not made:
             self.model.discard_step()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -110,7 +112,8 @@ class Learner:
         self.model.update_target(torch.where(made, self.ema, torch.ones_like(self.ema)))
 
     def whole(self) -> Objective:
-        """The networks with all of their weights here, to be used outside the step; a copy where they are sharded. All ranks ask."""
+        """The networks with all of their weights here, to be used outside the step; a copy where they are sharded. All
+        ranks ask."""
         if not self.runtime.sharded:
             return self.model
         with torch.random.fork_rng():
@@ -172,7 +175,8 @@ class Learner:
         self._require_moments(source)
 
     def _require_moments(self, source: Path) -> None:
-        """The optimizer knows as many updates as the run has made: without its moments the next ones would tear the weights away."""
+        """The optimizer knows as many updates as the run has made: without its moments the next ones would tear the
+        weights away."""
         made, lost = len(self.state.losses), 0
         matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2]
         for p in matrices if made else ():

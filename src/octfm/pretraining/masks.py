@@ -50,10 +50,10 @@ def token_map(
     """Padding, background or tissue for every token: uint8 [..., d, h, w].
 
     band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
-    image and one past the last. A token is tissue when at least `tissue_share` of its voxels lie in the band, and padding
-    when fewer than half of them hold image. Of a scan so narrow that this leaves fewer than two, such as five lines 0.05 mm apart, the
-    tokens that hold most of it count, so that no such volume stops a run. Derive it after every crop or shift of the voxels, from shifted
-    surfaces.
+    image and one past the last. A token is tissue when at least `tissue_share` of its voxels lie in the band, and
+    padding when fewer than half of them hold image. Of a scan so narrow that this leaves fewer than two, such as five
+    lines 0.05 mm apart, the tokens that hold most of it count, so that no such volume stops a run. Derive it after
+    every crop or shift of the voxels, from shifted surfaces.
     """
     d, h, w = token_grid(image_size, patch_size)
     pd, ph, pw = patch_size
@@ -91,12 +91,14 @@ class MaskConfig(Config):
     aspect: tuple[float, float] = (0.75, 1.5)
     """Range of a block's height over width, in tokens of a square plane."""
     plane: Literal["bscan", "enface"] = "enface"
-    """Blocks are cut in the B-scan plane (H, W) through all B-scans, as V-JEPA 2 does, or en face (D, W) through all rows."""
+    """Blocks are cut in the B-scan plane (H, W) through all B-scans, as V-JEPA 2 does, or en face (D, W) through all
+    rows."""
     centres: Literal["tissue", "inner"] = "tissue"
-    """Rows that blocks of the B-scan plane lie around: those of any tissue, or of the upper half of the tissue (the inner retina)."""
+    """Rows that blocks of the B-scan plane lie around: those of any tissue, or of the upper half of the tissue (the
+    inner retina)."""
     stages: tuple[tuple[float, float], ...] = ()
-    """(mask_ratio, context_ratio) of as many equal parts of the run, one after the other: each is another shape, so one compile more.
-    Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
+    """(mask_ratio, context_ratio) of as many equal parts of the run, one after the other: each is another shape, so one
+    compile more. Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
 
     @field_validator("aspect")
     @classmethod
@@ -142,7 +144,8 @@ class MaskConfig(Config):
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint and hold no padding."""
+    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint and hold no
+    padding."""
 
     kept: np.ndarray
     """[B, K]: every token of the step; context and target are drawn from it."""
@@ -165,7 +168,8 @@ class TokenMasks:
 
 
 def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
-    """float [n]: share of each volume's tissue, of token maps [n, d, h, w], that a budget of so many tokens has no room for."""
+    """float [n]: share of each volume's tissue, of token maps [n, d, h, w], that a budget of so many tokens has no room
+    for."""
     tissue = (tokens == TISSUE).reshape(len(tokens), -1).sum(1)
     return 1 - np.minimum(tissue, budget) / np.maximum(1, tissue)
 
@@ -193,8 +197,9 @@ def select_tokens(
 ) -> np.ndarray:
     """`count` flat indices of one token map [d, h, w]: tissue first, then background; padding never.
 
-    Tissue beyond the budget is dropped uniformly at random. A volume with too few image tokens repeats some of them, which
-    keeps the shape fixed without an attention mask. `acquisition`: its name, for the error where it has none at all.
+    Tissue beyond the budget is dropped uniformly at random. A volume with too few image tokens repeats some of them,
+    which keeps the shape fixed without an attention mask. `acquisition`: its name, for the error where it has none at
+    all.
     """
     flat = tokens.ravel()
     order = rng.permutation(flat.size)
@@ -206,7 +211,8 @@ def select_tokens(
 
 
 def wanted_targets(config: MaskConfig, kept: int, num_target: int) -> int:
-    """Targets among so many different tokens: fewer than `num_target` where a volume has too few, and never all of them."""
+    """Targets among so many different tokens: fewer than `num_target` where a volume has too few, and never all of
+    them."""
     return min(num_target, kept - 1, max(1, round(kept * config.mask_ratio)))
 
 
@@ -271,8 +277,8 @@ def _cover(
 def _block(config: MaskConfig, grid: Shape3, centre: int, rng: np.random.Generator) -> tuple[slice, ...]:
     """A block of the plane, full along the axis that the plane leaves out.
 
-    Along D and W it may hang over the edge, so that every B-scan and A-scan is covered equally often; along H, where tissue
-    is only a part of the volume, it lies around the row of a random tissue token.
+    Along D and W it may hang over the edge, so that every B-scan and A-scan is covered equally often; along H, where
+    tissue is only a part of the volume, it lies around the row of a random tissue token.
     """
     spanned = 0 if config.plane == "bscan" else 1
     first, second = (axis for axis in range(3) if axis != spanned)

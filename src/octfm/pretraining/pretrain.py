@@ -28,7 +28,7 @@ from octfm.pretraining.reactions import Data, Reactions
 from octfm.pretraining.resume import PRETRAINING
 from octfm.pretraining.schedule import Schedule, ramp
 from octfm.pretraining.settings import PretrainConfig, in_steps
-from octfm.pretraining.step import OutOfMemory, accumulate, judge, tell
+from octfm.pretraining.step import OutOfMemory, accumulate, exchange_results, judge
 from octfm.run import checkpoint
 from octfm.run.checkpoint_writer import Retention, keep_best
 from octfm.run.folder import Identity, RunFolder, open_run, resume, volumes_digest
@@ -199,7 +199,7 @@ class Pretraining:
         excluded = bool(learner.state.excluded)
         fed = self.feed.inspect(data_step, rows, excluded, batch, micro_steps, closely=inspect)
         # The first moment at which the host waits for the device, and the ranks for each other.
-        summary = tell(learner, micro_steps, outcome, interruption.signal_name, fed)
+        summary = exchange_results(learner, micro_steps, outcome, interruption.signal_name, fed)
         session.waiting.for_("the device")
         if learner.micro_batch != micro_batch:
             self.reactions.report_smaller(session, micro_batch)

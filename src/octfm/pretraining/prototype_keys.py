@@ -1,4 +1,5 @@
-"""Settings of the prototype (FACTS 1) and what became of each: an unmodified YAML of it gets one error that maps every key."""
+"""Settings of the prototype (FACTS 1) and what became of each: an unmodified YAML of it gets one error that maps every
+key."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""Learning rate, weight decay and EMA momentum as pure functions of the step: nothing to save, nothing to restart (F1, F2)."""
+"""Learning rate, weight decay and EMA momentum as pure functions of the step: nothing to save, nothing to restart (F1,
+F2)."""
 
 from dataclasses import dataclass
 from math import cos, pi
@@ -38,7 +39,8 @@ class Schedule:
 
     @property
     def ema_base(self) -> float:
-        """As configured, else so that at most 5 % of the initial teacher is left after a quarter of the run, 0.999 at the most."""
+        """As configured, else so that at most 5 % of the initial teacher is left after a quarter of the run, 0.999 at
+        the most."""
         if self.config.ema_base is not None:
             return self.config.ema_base
         # 4.22, not 4: momentum rises along its cosine, by 5 % of (1 - base) on average over the first quarter.

@@ -39,7 +39,8 @@ class PretrainConfig(Config):
     steps: Every = DEFAULT_STEPS
     """Optimizer updates."""
     epochs: Epochs | None = None
-    """Instead of steps: passes over the training volumes. Becomes steps as soon as the store is known, and is stored as such."""
+    """Instead of steps: passes over the training volumes. Becomes steps as soon as the store is known, and is stored as
+    such."""
     precision: Precision = "bf16"
     data: DataConfig = DataConfig()
     model: ViTConfig = ViTConfig()
@@ -125,7 +126,8 @@ MAY_CHANGE = {
 def load_config(
     source: str | Path, overrides: Iterable[str] = (), *, objective: type[ObjectiveConfig] | None = None
 ) -> PretrainConfig:
-    """A pretraining config from a YAML file or the name of a packaged one (`vit_s`), with `section.key=value` overrides.
+    """A pretraining config from a YAML file or the name of a packaged one (`vit_s`), with `section.key=value`
+    overrides.
 
     `objective`: settings class of an objective of your own, for a file whose `objective.name` is its name.
     """
@@ -140,8 +142,8 @@ def load_config(
 def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | None = None) -> PretrainConfig:
     """The settings inside a checkpoint or an export; `objective` as in `load_config`.
 
-    Paths that are not valid here become None: they belong to the machine that wrote the file, and earlier versions accepted bucket
-    addresses as names of folders.
+    Paths that are not valid here become None: they belong to the machine that wrote the file, and earlier versions
+    accepted bucket addresses as names of folders.
     """
     kept = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
     places = (
@@ -184,7 +186,8 @@ SMOKE_IMAGE_SIZE, SMOKE_SPACING = (16, 128, 128), (0.375, 0.0156, 0.047)
 
 
 def smoke(config: PretrainConfig) -> PretrainConfig:
-    """The same run small enough for a CPU and a minute: same objective, patches, masks and schedule; few steps, narrow, few tokens."""
+    """The same run small enough for a CPU and a minute: same objective, patches, masks and schedule; few steps, narrow,
+    few tokens."""
     batch = min(4, config.data.global_batch_size)
     micro = max(n for n in (1, 2, 4) if batch % n == 0 and n <= config.data.per_device_batch_size)
     depth = min(2, config.model.depth)

@@ -1,4 +1,4 @@
-"""One step's forward and backward passes: the global batch in micro-batches, gradients accumulated, losses kept per volume."""
+"""The forward and backward passes of one step in micro-batches, the verdict on it, and its summary for all ranks."""
 
 import signal
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from octfm.run.memory import ran_out_of_memory
 from octfm.store.loader import Batch, microbatches
 
 COMPANY_TOKENS = 64
-"""Tokens of a volume, at even distances, that are looked at with and without company."""
+"""Tokens of a volume, at even distances, whose loss is compared with and without a second volume in the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """What one micro-batch leaves behind on the device: losses always, goals and features only in steps that are looked at."""
+    """Results of one micro-batch on the device: losses in every step, goals and features only in inspected ones."""
 
     loss: torch.Tensor
     masked_loss_B: torch.Tensor
@@ -35,18 +35,18 @@ class MicroStep:
     masked_goal_BTD: torch.Tensor | None
     context_goal_BCD: torch.Tensor | None
     features_BMD: torch.Tensor | None
-    """Which of their tokens are tissue is in `masks`."""
+    """`masks.tissue` says which of their tokens are tissue."""
     features_at_BM: torch.Tensor | None
     """Places of the features within the kept tokens; None: all of them."""
     leak: torch.Tensor | None
-    """Gradient of the loss w.r.t. target voxels on the context path; None if it was not looked at."""
+    """Largest gradient of the loss w.r.t. voxels hidden from the encoder; None if it was not measured."""
     company: torch.Tensor | None
-    """Relative change of a volume's loss with the company it has; None if it was not looked at."""
+    """Relative change of a volume's loss when another volume shares its batch; None if it was not measured."""
     ascent: torch.Tensor | None = None
-    """Minus the least derivative of what is minimised by a volume's masked loss, which is above 0 if training goes uphill; None if it was
-    not looked at."""
+    """Minus the smallest derivative of the minimised loss w.r.t. a volume's masked loss: above 0 if training goes
+    uphill. None if it was not measured."""
     gradients: list[torch.Tensor] | None = None
-    """Followed rows of the gradients after the last micro-batch of this rank (see audit.py); None if they were not looked at."""
+    """Followed rows of the gradients after the last micro-batch of this rank (audit.py); None in other steps."""
 
 
 def _keep(
@@ -75,20 +75,21 @@ def _keep(
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A step's loss, its gradient norm before clipping (F3), and whether to believe it: the same numbers on the device of every rank."""
+    """Loss and gradient norm before clipping (F3) of a step, and whether its update is applied; equal on all ranks."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     made: torch.Tensor
-    """bool: the update is made."""
+    """bool: the update is applied."""
 
 
 @torch.no_grad()
-def judge(learner: Learner, done: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
-    """Decide on the device, before anybody has looked: every loss and the gradient norm are numbers, and within their limits."""
+def judge(learner: Learner, micro_results: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
+    """Decide on the device, without a host sync: every loss and the gradient norm are finite and within their
+    limits."""
     runtime = learner.runtime
     masked, context = (
-        torch.cat([getattr(d, name) for d in done]).float() for name in ("masked_loss_B", "context_loss_B")
+        torch.cat([getattr(d, name) for d in micro_results]).float() for name in ("masked_loss_B", "context_loss_B")
     )
     sums = torch.stack((masked.sum(), (~torch.isfinite(masked + context)).float().sum()))
     runtime.sum_(sums)
@@ -99,8 +100,8 @@ def judge(learner: Learner, done: Sequence[MicroStep], grad_norm: torch.Tensor, 
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What all ranks know of a step: the volumes of the global batch, in its order. What is decided from it is decided by all alike."""
+class StepSummary:
+    """Results of a step over the whole global batch, in its order; equal on all ranks, which therefore decide alike."""
 
     masked_loss_B: torch.Tensor
     context_loss_B: torch.Tensor
@@ -108,30 +109,38 @@ class Told:
     """Mean masked loss."""
     grad_norm: float
     made: bool
-    """The update was made."""
+    """The update was applied."""
     leak: float | None
-    """The largest of any rank."""
+    """The largest on any rank, as are the next two."""
     company: float | None
     ascent: float | None
     asked: str | None
-    """A signal that some rank was sent."""
+    """Name of a signal that some rank received."""
     fed: np.ndarray
-    """[ranks, n]: what each rank says of its data."""
+    """[ranks, n]: facts about the data of each rank (feed.py)."""
 
 
-def tell(
-    learner: Learner, done: Sequence[MicroStep], outcome: Outcome, asked: str | None = None, fed: Sequence[float] = ()
-) -> Told:
-    """Tell the other ranks how this step went here, and hear the same of them: the first moment at which a host reads of a step.
+def exchange_results(
+    learner: Learner,
+    micro_results: Sequence[MicroStep],
+    outcome: Outcome,
+    asked: str | None = None,
+    fed: Sequence[float] = (),
+) -> StepSummary:
+    """Exchange step results across ranks; the first host sync of a step.
 
-    The smallest micro-batch becomes everyone's (F7). `fed` is what this rank has to say of its data (feed.py).
+    The smallest micro-batch of any rank becomes that of all (F7). `fed`: facts about this rank's data (feed.py).
     """
     runtime = learner.runtime
     losses = [
-        torch.cat(runtime.read(*(getattr(d, name) for d in done))) for name in ("masked_loss_B", "context_loss_B")
+        torch.cat(runtime.read(*(getattr(d, name) for d in micro_results)))
+        for name in ("masked_loss_B", "context_loss_B")
     ]
-    looked = [[x for x in (getattr(d, name) for d in done) if x is not None] for name in ("leak", "company", "ascent")]
-    extremes = [max((float(x) for x in runtime.read(*seen)), default=-inf) for seen in looked]
+    measured = [
+        [x for x in (getattr(d, name) for d in micro_results) if x is not None]
+        for name in ("leak", "company", "ascent")
+    ]
+    extremes = [max((float(x) for x in runtime.read(*seen)), default=-inf) for seen in measured]
     number = float(signal.Signals[asked]) if asked else 0.0
     own = np.concatenate(
         [torch.cat(losses).double().cpu().numpy(), [*fed, *extremes, float(learner.micro_batch), number]]
@@ -141,7 +150,7 @@ def tell(
     masked, context = (
         torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1)
     )
-    # NaN counts as nothing seen, as it does in max().
+    # max() drops NaN: it counts as not measured.
     leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-5, -4))
     ascent = float(max((x for x in rows[:, -3] if x > -inf), default=-inf))
     micro_batch, number = int(rows[:, -2].min()), int(rows[:, -1].max())
@@ -149,7 +158,7 @@ def tell(
         learner.state = replace(learner.state, micro_batch=micro_batch)
     found = signal.Signals(number).name if number else None
     loss, grad_norm, made = (x.item() for x in runtime.read(outcome.loss, outcome.grad_norm, outcome.made))
-    return Told(
+    return StepSummary(
         masked,
         context,
         loss,
@@ -164,7 +173,7 @@ def tell(
 
 
 class OutOfMemory(TrainingError):
-    """Memory ran out in a step that this process cannot compute again; another start can, with `micro_batch` volumes at a time."""
+    """Memory ran out in a step that this process cannot repeat; a restart can, with `micro_batch` volumes at a time."""
 
     def __init__(self, message: str, micro_batch: int):
         super().__init__(message)
@@ -174,9 +183,9 @@ class OutOfMemory(TrainingError):
 def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everything: bool) -> list[MicroStep]:
     """Gradients of the mean loss of this rank's share of the batch, computed in micro-batches.
 
-    When memory runs out the step begins again with micro-batches of half the size, so more of them: the same global batch, images
-    and maths (F7). The learner's state keeps the size. With shards that is for the next start of the job to do: OutOfMemory. With
-    `everything`, the first micro-batch is examined for leaks.
+    When memory runs out, the step is repeated with smaller micro-batches, at most half as large: the same global batch,
+    images and maths (F7); the learner's state keeps the size. Sharded ranks cannot repeat a step and raise OutOfMemory.
+    `everything`: keep goals and features, and check the first micro-batch for leaks.
     """
     (weight,) = learner.runtime.numbers(context_weight)
     while True:
@@ -211,34 +220,37 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
 
 def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everything: bool) -> list[MicroStep]:
     micro_steps = len(batch) // learner.micro_batch
-    done = []
+    micro_results = []
     for number, part in enumerate(microbatches(batch, learner.micro_batch), start=1):
         learner.runtime.last_pass(learner.model, number == micro_steps)
         inputs = make_inputs(learner.config, learner.preprocessing, learner.runtime, part)
         learner.runtime.follow(learner.trained, *(x for view in inputs.views for x in view[:2]))
-        examined = everything and not done
+        examined = everything and not micro_results
         for view in inputs.views:
             view.patches_BKP.requires_grad_(examined)
         with learner.runtime.autocast():
             output = learner.model(inputs.views, context_weight)
-        looked = examined and not learner.runtime.steady
-        if looked:
+        inspected = examined and not learner.runtime.steady
+        if inspected:
             output.masked_loss_B.retain_grad()
         (output.loss / micro_steps).backward()
-        slope = output.masked_loss_B.grad if looked else None
-        # In a compiled step it would be a share of every one: the preflight has looked at it.
-        alone = looked and not learner.model.compares_volumes
+        derivative_B = output.masked_loss_B.grad if inspected else None
+        # Compiled into a step, this would cost time in every one; there the preflight's check must do.
+        alone = inspected and not learner.model.compares_volumes
         company = _company(learner, inputs.views, context_weight) if alone else None
-        leak, ascent = _leak(learner, inputs.views) if examined else None, -slope.min() if slope is not None else None
-        kept = _keep(inputs, output, part, everything=everything, leak=leak, company=company)
-        done.append(replace(kept, ascent=ascent))
+        leak, ascent = (
+            _leak(learner, inputs.views) if examined else None,
+            -derivative_B.min() if derivative_B is not None else None,
+        )
+        result = _keep(inputs, output, part, everything=everything, leak=leak, company=company)
+        micro_results.append(replace(result, ascent=ascent))
     if everything and not learner.runtime.steady:
-        done[-1] = replace(done[-1], gradients=gradients(learner))
-    return done
+        micro_results[-1] = replace(micro_results[-1], gradients=gradients(learner))
+    return micro_results
 
 
 def _leak(learner: Learner, views: Sequence[View]) -> torch.Tensor | None:
-    """Largest gradient of the loss w.r.t. a voxel that the objective hides from its encoder; None if it hides nothing."""
+    """Largest gradient of the loss w.r.t. a voxel hidden from the encoder; None if the objective hides nothing."""
     found = []
     for view in views:
         hidden, gradient = learner.model.hidden_from_encoder(view.index), view.patches_BKP.grad
@@ -249,9 +261,9 @@ def _leak(learner: Learner, views: Sequence[View]) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _company(learner: Learner, views: Sequence[View], context_weight: torch.Tensor) -> torch.Tensor:
-    """Relative change of a volume's loss when a second volume, or its own negative if there is none, shares the micro-batch.
+    """Relative change of a volume's loss when a second volume, or if there is none its own negative, joins the batch.
 
-    In float32 whatever the run's precision, in which a leak of a percent would hide behind rounding.
+    In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent.
     """
     pairs = [_pair(view) for view in views]
     together = learner.model(pairs, context_weight).masked_loss_B[0]

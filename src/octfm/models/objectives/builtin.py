@@ -16,7 +16,8 @@ BUILT_IN: dict[str, type[ObjectiveConfig]] = {"vjepa2": JEPAConfig, "data2vec": 
 
 
 class UnknownObjective(ObjectiveConfig):
-    """Settings in a checkpoint of an objective whose code was not passed: enough to embed with its encoder, not to train."""
+    """Settings in a checkpoint of an objective whose code was not passed: enough to embed with its encoder, not to
+    train."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -27,8 +28,9 @@ class UnknownObjective(ObjectiveConfig):
 def read_objective(value: Any, info: ValidationInfo) -> Any:
     """Settings of the objective that a mapping names; settings given as an object stay as they are.
 
-    The name chooses among the built-in objectives and `objective` of the validation context. It never causes an import: a config or a
-    checkpoint must not choose code to run. `stored` in the context: a checkpoint's settings, which may be those of an unknown objective.
+    The name chooses among the built-in objectives and `objective` of the validation context. It never causes an import:
+    a config or a checkpoint must not choose code to run. `stored` in the context: a checkpoint's settings, which may be
+    those of an unknown objective.
     """
     context = info.context or {}
     plug_in: type[ObjectiveConfig] | None = context.get("objective")
@@ -50,7 +52,8 @@ def read_objective(value: Any, info: ValidationInfo) -> Any:
 
 
 def _belongs_to_others(cls: type[ObjectiveConfig], key: str, value: Any) -> bool:
-    """Whether a setting is one of other built-in objectives at its default, as earlier versions stored all settings with each.
+    """Whether a setting is one of other built-in objectives at its default, as earlier versions stored all settings
+    with each.
 
     Raises ValueError for another value, which would have no effect.
     """

@@ -1,4 +1,5 @@
-"""data2vec: the student sees mask tokens in place of hidden tokens, and an MLP predicts the teacher's features there."""
+"""data2vec: the student sees mask tokens in place of hidden tokens, and an MLP predicts the teacher's features
+there."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -13,7 +14,8 @@ from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary
 
 
 class Data2VecConfig(ObjectiveConfig):
-    """Masked prediction of features as the prototype intended it, without its leak of the answers (arXiv:2202.03555)."""
+    """Masked prediction of features as the prototype intended it, without its leak of the answers
+    (arXiv:2202.03555)."""
 
     name: Literal["data2vec"] = "data2vec"
     # Earlier versions accepted the setting here and ignored it.
@@ -24,7 +26,8 @@ class Data2VecConfig(ObjectiveConfig):
 
 
 class Data2Vec(Objective):
-    """data2vec-style masked prediction (arXiv:2202.03555) with a two-layer MLP and a normalised squared error (BYOL)."""
+    """data2vec-style masked prediction (arXiv:2202.03555) with a two-layer MLP and a normalised squared error
+    (BYOL)."""
 
     target_encoder: VisionTransformer3D
     distance = staticmethod(cosine_error)

@@ -35,14 +35,15 @@ class JEPAConfig(ObjectiveConfig):
     target_levels: int = Field(default=1, ge=1, le=200)
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
     target_norm: TargetNorm = "layer"
-    """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which keeps the rank of
-    the features in short runs (docs/log)."""
+    """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which
+    keeps the rank of the features in short runs (docs/log)."""
     voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
-    """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that does not depend on the teacher. Not part of the
-    losses that are reported over a baseline."""
+    """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that does not depend on the
+    teacher. Not part of the losses that are reported over a baseline."""
     goal_average: tuple[Side, Side, Side] = (1, 1, 1)
-    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are predicted: averages
-    out speckle, which cannot be predicted, and keeps layers. The encoder that learns sees every voxel."""
+    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are
+    predicted: averages out speckle, which cannot be predicted, and keeps layers. The encoder that learns sees every
+    voxel."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "JEPA":
         return JEPA(model, predictor, grid, self.target_levels, self.target_norm, self.voxel_loss, self.goal_average)

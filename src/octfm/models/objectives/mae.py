@@ -27,8 +27,8 @@ class MAEConfig(ObjectiveConfig):
 
     name: Literal["mae"] = "mae"
     goal_average: tuple[Side, Side, Side] = (1, 1, 1)
-    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before they are predicted: averages out speckle, which cannot be
-    predicted, and keeps layers. The encoder sees every voxel."""
+    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before they are predicted: averages out speckle,
+    which cannot be predicted, and keeps layers. The encoder sees every voxel."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "MAE":
         return MAE(model, predictor, grid, self.goal_average)
@@ -38,7 +38,8 @@ class MAEConfig(ObjectiveConfig):
 
 
 class MAE(Objective):
-    """MAE (arXiv:2111.06377) on 3-D patches, as VideoMAE (arXiv:2203.12602): an encoder of visible tokens and a narrow decoder.
+    """MAE (arXiv:2111.06377) on 3-D patches, as VideoMAE (arXiv:2203.12602): an encoder of visible tokens and a narrow
+    decoder.
 
     The masked loss covers hidden tokens that are tissue (`hidden_voxels`).
     """

@@ -1,4 +1,5 @@
-"""What every objective shares: base classes of its settings and its networks, the views that it receives, and what it returns."""
+"""What every objective shares: base classes of its settings and its networks, the views that it receives, and what it
+returns."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
@@ -17,7 +18,8 @@ from octfm.models.vit3d import TokenGrid, TokenIndex, VisionTransformer3D, ViTCo
 class ObjectiveConfig(Config):
     """Settings that all objectives share. Each objective has a subclass with its name, its own settings and `build`.
 
-    An objective of your own is passed as an object, `octfm.pretrain(config, store, objective=MyConfig())`; see docs/guide/plug-ins.md.
+    An objective of your own is passed as an object, `octfm.pretrain(config, store, objective=MyConfig())`; see
+    docs/guide/plug-ins.md.
     """
 
     name: str
@@ -25,16 +27,17 @@ class ObjectiveConfig(Config):
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/log)."""
     frozen: Literal["target", "context"] = "target"
-    """Which encoder is frozen for embedding and probing: `target` is the average, `context` the one that learns, which is ahead in runs
-    too short for the average to follow. Without a target encoder both are the one that learns."""
+    """Which encoder is frozen for embedding and probing: `target` is the average, `context` the one that learns, which
+    is ahead in runs too short for the average to follow. Without a target encoder both are the one that learns."""
     pool: VectorPool = "mean"
-    """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the means of the highest
-    and of the lowest fifth, twice as wide, which keeps focal lesions."""
+    """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the
+    means of the highest and of the lowest fifth, twice as wide, which keeps focal lesions."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Objective":
-        """The networks at their initial weights, drawn from torch's global generator, which is seeded before the call."""
+        """The networks at their initial weights, drawn from torch's global generator, which is seeded before the
+        call."""
         raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
     @property
@@ -44,15 +47,17 @@ class ObjectiveConfig(Config):
 
     @property
     def shares_masks(self) -> bool:
-        """Whether all views show the same tokens at the same places, so that they differ in grey values only; else each view has its own
-        geometry and masks."""
+        """Whether all views show the same tokens at the same places, so that they differ in grey values only; else each
+        view has its own geometry and masks."""
         return False
 
     def check(self, model: ViTConfig, compiled: bool) -> None:
-        """Raise ValueError where these settings do not fit the encoder, or where the step is compiled (XLA) and cannot be."""
+        """Raise ValueError where these settings do not fit the encoder, or where the step is compiled (XLA) and cannot
+        be."""
 
     def shrunk(self, depth: int) -> Self:
-        """The same objective for a small copy of the networks with an encoder of `depth` blocks (`--smoke`, preflight)."""
+        """The same objective for a small copy of the networks with an encoder of `depth` blocks (`--smoke`,
+        preflight)."""
         return self
 
 
@@ -78,8 +83,8 @@ class ObjectiveOutput(NamedTuple):
     """What the hidden tokens should have been; detached."""
     context_goal_BCD: Tensor
     features_BMD: Tensor
-    """Features of the first view whose health is monitored: the target encoder's of all kept tokens, or the encoder's of the context where
-    there is no target encoder. Detached."""
+    """Features of the first view whose health is monitored: the target encoder's of all kept tokens, or the encoder's
+    of the context where there is no target encoder. Detached."""
     features_at_BM: Tensor | None = None
     """Places within `kept` of the features; None: all of `kept`."""
 
@@ -103,17 +108,18 @@ def cosine_error(prediction_BMD: Tensor, goal_BMD: Tensor) -> Tensor:
 class Objective(nn.Module):
     """Networks and loss of a self-supervised objective.
 
-    A subclass sets `encoder`, and `target_encoder` if a moving average of it is the teacher. Other networks that are only averaged are
-    attributes whose names begin with `target_`; everything else that has parameters is trained.
+    A subclass sets `encoder`, and `target_encoder` if a moving average of it is the teacher. Other networks that are
+    only averaged are attributes whose names begin with `target_`; everything else that has parameters is trained.
     """
 
     encoder: VisionTransformer3D
     target_encoder: VisionTransformer3D | None
     gathers = False
-    """Whether a training step leaves more behind than gradients, which `update_target` takes in or `discard_step` forgets."""
+    """Whether a training step leaves more behind than gradients, which `update_target` takes in or `discard_step`
+    forgets."""
     compares_volumes = False
-    """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive one does; else the monitors verify that it
-    does not."""
+    """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive one does; else the
+    monitors verify that it does not."""
     distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(absolute_error)
     """(prediction [B, M, D], goal [B, M, D]) -> loss of each volume [B]."""
 
@@ -126,14 +132,14 @@ class Objective(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no forward(views, context_weight)")
 
     def baseline(self, goal_BMD: Tensor) -> Tensor:
-        """Loss [B] of the best answer that does not depend on the volume: here the per-channel median of all goals, the best constant for
-        an absolute error. A loss near it has learned nothing of the content."""
+        """Loss [B] of the best answer that does not depend on the volume: here the per-channel median of all goals, the
+        best constant for an absolute error. A loss near it has learned nothing of the content."""
         constant_D = goal_BMD.float().flatten(0, 1).median(0).values
         return self.distance(constant_D.expand_as(goal_BMD), goal_BMD)
 
     def hidden_from_encoder(self, index: TokenIndex) -> Tensor | None:
-        """[B, T] places within `kept` whose voxels must not influence the encoder that learns, which is checked by their gradient; None if
-        nothing is hidden."""
+        """[B, T] places within `kept` whose voxels must not influence the encoder that learns, which is checked by
+        their gradient; None if nothing is hidden."""
         return index.target
 
     def update_target(self, momentum: float | Tensor) -> None:
@@ -160,7 +166,8 @@ class Objective(nn.Module):
 
 @torch.no_grad()
 def move_average(average: nn.Module, source: nn.Module, momentum: float | Tensor) -> None:
-    """average = momentum * average + (1 - momentum) * source, over all parameters; of sharded ones each rank moves its share."""
+    """average = momentum * average + (1 - momentum) * source, over all parameters; of sharded ones each rank moves its
+    share."""
     targets, sources = ([_own(p) for p in module.parameters()] for module in (average, source))
     if isinstance(momentum, Tensor):
         torch._foreach_lerp_(targets, sources, [(1 - momentum).to(targets[0].dtype)] * len(targets))

@@ -12,7 +12,7 @@ from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.limits import LASTING, NEAR, limits
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
-from octfm.pretraining.step import Told
+from octfm.pretraining.step import StepSummary
 
 RANKS = 4
 """Measurements of effective rank needed before a drop can be judged."""
@@ -42,7 +42,7 @@ class Finding:
     """False if the weights are unharmed: the update was skipped, and its volumes are the cause."""
 
 
-def step_findings(config: PretrainConfig, state: RunState, summary: Told, index: np.ndarray) -> Finding | None:
+def step_findings(config: PretrainConfig, state: RunState, summary: StepSummary, index: np.ndarray) -> Finding | None:
     """The most specific finding of a step, or None. `index` are the store rows of the global batch."""
     # Causes before effects: NaN breaks every later measurement, and a leak or reversed gradient explains a spike.
     return (

@@ -78,7 +78,8 @@ def checks(
 def examine(
     config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
 ) -> list[Check]:
-    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves and masks.
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves
+    and masks.
 
     With `ranks` of more than one, what each of so many would meet on a device of its own that is like this one.
     """
@@ -104,8 +105,8 @@ def examine(
 
 
 def examine_tpu(config: PretrainConfig, name: str, echo: Echo) -> list[Check]:
-    """Whether the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`; of the store only the size of its
-    volumes matters, the default one where none is named."""
+    """Whether the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`; of the store only
+    the size of its volumes matters, the default one where none is named."""
     preprocessing = Preprocessing() if config.data.store is None else Store.open(config.data.store).preprocessing  # pyright: ignore[reportCallIssue]
     return tpu.examine(config, preprocessing, name, echo)
 

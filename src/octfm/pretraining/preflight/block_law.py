@@ -1,8 +1,9 @@
 """What masks of blocks in the B-scan plane should cover, told by the law of a block and not by the sampler's own code.
 
-One block is enumerated: every size, row and column that it can have, with their probabilities. A union of several has no such formula:
-whether another block is added depends on what the others cover. Unions are therefore drawn from that law, and of each the expectation
-over the rest is taken (which covered tokens are surplus), so that few of them tell much.
+One block is enumerated: every size, row and column that it can have, with their probabilities. A union of several has
+no such formula: whether another block is added depends on what the others cover. Unions are therefore drawn from that
+law, and of each the expectation over the rest is taken (which covered tokens are surplus), so that few of them tell
+much.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class BlockSize:
 
 
 def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
-    """Every size of a block in a plane of so many tokens: the aspect is uniform, and rounding cuts its range into pieces."""
+    """Every size of a block in a plane of so many tokens: the aspect is uniform, and rounding cuts its range into
+    pieces."""
     low, high = config.aspect
     edges = {low, high}
     for whole in range(max(height, width) + 1):
@@ -46,7 +48,8 @@ def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
 
 
 def first_rows(size: int, centres_H: np.ndarray) -> np.ndarray:
-    """Probability [H - size + 1] that a block of so many rows begins in each, when its centre is drawn in proportion to `centres_H`.
+    """Probability [H - size + 1] that a block of so many rows begins in each, when its centre is drawn in proportion to
+    `centres_H`.
 
     The centre lies equally often in each of the block's rows, and the block stays within the volume.
     """
@@ -60,7 +63,8 @@ def first_rows(size: int, centres_H: np.ndarray) -> np.ndarray:
 
 
 def covered_by_one(config: MaskConfig, centres_H: np.ndarray, width: int) -> np.ndarray:
-    """Exact probability [H, W] that one block covers each place; along W it may hang over the edge, so that all columns are alike."""
+    """Exact probability [H, W] that one block covers each place; along W it may hang over the edge, so that all columns
+    are alike."""
     covered = np.zeros((len(centres_H), width))
     for block in block_sizes(config, len(centres_H), width):
         rows = np.convolve(first_rows(block.height, centres_H), np.ones(block.height))

@@ -1,4 +1,5 @@
-"""What one optimizer step takes: the run's own networks are stepped on tensors without storage, and every allocation is counted."""
+"""What one optimizer step takes: the run's own networks are stepped on tensors without storage, and every allocation is
+counted."""
 
 import functools
 import time
@@ -22,7 +23,8 @@ from octfm.volume.preprocessing import Preprocessing
 
 GB = 1e9
 ALLOCATOR = 1.15
-"""What allocators keep beyond live tensors. Measured on CPU (glibc): 1.05 to 1.3, shrinking as tensors grow; without its heap, 1.02."""
+"""What allocators keep beyond live tensors. Measured on CPU (glibc): 1.05 to 1.3, shrinking as tensors grow; without
+its heap, 1.02."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Cost:
     """Of one optimizer step with its micro-batches."""
 
     weights_bytes: int
-    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them: there whatever the batch is."""
+    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them: there whatever the
+    batch is."""
     peak_bytes: int
     """At the highest moment of a step or of the start, weights_bytes included; on the rank that needs most."""
     flops: float
@@ -49,11 +52,12 @@ def step_cost(
     ranks: int = 1,
     sharded: bool = False,
 ) -> Cost:
-    """Forward, backward and the logged extras of one rank's micro-batch, on fake tensors: a second for ViT-S, no memory, no arithmetic.
+    """Forward, backward and the logged extras of one rank's micro-batch, on fake tensors: a second for ViT-S, no
+    memory, no arithmetic.
 
-    `sharded`: every rank holds a share of weights, gradients and moments (fsdp). Live tensors are counted to a percent; what the
-    allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is within 20 % of what a real
-    run's process grows by (`tests/test_preflight_resources.py`).
+    `sharded`: every rank holds a share of weights, gradients and moments (fsdp). Live tensors are counted to a percent;
+    what the allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is
+    within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
     """
     # Frozen, so hashable, which pyright does not see.
     return _step_cost(config, preprocessing, micro_batch, micro_steps, ranks, sharded and ranks > 1)  # pyright: ignore[reportArgumentType]
@@ -78,9 +82,9 @@ def _step_cost(
         if sharded:
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(_give_away)
-        # Views of weights are no memory of their own. For one process they are counted all the same: its estimate agrees with its runs so,
-        # which says that something of that size is missing there (docs/log).
-        # torch counts the fused kernels of accelerators, not the CPU's.
+        # Views of weights are no memory of their own. For one process they are counted all the same: its estimate
+        # agrees with its runs so, which says that something of that size is missing there (docs/log). torch counts the
+        # fused kernels of accelerators, not the CPU's.
         fused = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
                 q, k, v
@@ -106,14 +110,15 @@ def _step_cost(
     logged = goals + 4 * output.features_BMD.numel()
     kept_bytes = (micro_steps - 1) * logged
     weights = 4 * (3 * trained + count_parameters(model)) // shares
-    # With accumulation gradients are there, whole, from the second forward pass on. Without shards the ledger holds them, too, as soon as
-    # they exist.
+    # With accumulation gradients are there, whole, from the second forward pass on. Without shards the ledger holds
+    # them, too, as soon as they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(
         ALLOCATOR * (forward + kept_bytes + gathered)
     )
-    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects those of all ranks.
+    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
+    # those of all ranks.
     copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
     telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
     held_out = config.validation_volumes * goals // micro_batch
@@ -130,13 +135,14 @@ def _step_cost(
 
 
 def _give_away(parameter: torch.Tensor) -> None:
-    """A gradient that goes to the ranks that hold its shares, or is added to that of the passes before, as soon as it is known."""
+    """A gradient that goes to the ranks that hold its shares, or is added to that of the passes before, as soon as it
+    is known."""
     parameter.grad = None
 
 
 def _gathered(model: torch.nn.Module) -> int:
-    """Bytes that one rank holds whole for a while (fsdp): what is outside blocks, and of two blocks at a time weights and gradients, each
-    with the buffer that it travels in."""
+    """Bytes that one rank holds whole for a while (fsdp): what is outside blocks, and of two blocks at a time weights
+    and gradients, each with the buffer that it travels in."""
     blocks = [
         count_parameters(block) for part in model.modules() if isinstance(part, torch.nn.ModuleList) for block in part
     ]
@@ -165,7 +171,8 @@ def _fake(array: np.ndarray) -> torch.Tensor:
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts live bytes: a storage is entered when an operator returns it first, and struck out when its last tensor dies."""
+    """Counts live bytes: a storage is entered when an operator returns it first, and struck out when its last tensor
+    dies."""
 
     def __init__(self, elsewhere: Iterable[torch.Tensor] = ()):
         """`elsewhere`: tensors that are counted by others."""
@@ -207,7 +214,8 @@ class Speed:
     kernels_per_s: float
 
     def seconds(self, cost: Cost) -> float:
-        """Forecast of one step: products, then memory traffic (each written byte was also read twice), then launches."""
+        """Forecast of one step: products, then memory traffic (each written byte was also read twice), then
+        launches."""
         return (
             cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
         )

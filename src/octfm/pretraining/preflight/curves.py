@@ -64,7 +64,8 @@ def weight_decay(schedule: Schedule) -> Check:
 
 
 def teacher(schedule: Schedule) -> Check:
-    """Momentum stays in 0 … 1 and never falls; at most 5 % of the initial teacher is left after a quarter of the run (F11)."""
+    """Momentum stays in 0 … 1 and never falls; at most 5 % of the initial teacher is left after a quarter of the run
+    (F11)."""
     curve = np.array([schedule.ema(step) for step in range(schedule.steps)])
     outside = (curve < 0) | (curve > 1)
     if outside.any():

@@ -1,4 +1,5 @@
-"""Does the objective teach? On a tiny copy of the run's networks: no answer leaks, the teacher moves, hidden content is predicted (F11)."""
+"""Does the objective teach? On a tiny copy of the run's networks: no answer leaks, the teacher moves, hidden content is
+predicted (F11)."""
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
 
 
 def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """What the context sees and what the teacher sees are the same places: recolouring may differ between them, geometry never (F11 c)."""
+    """What the context sees and what the teacher sees are the same places: recolouring may differ between them,
+    geometry never (F11 c)."""
     # Noise may reorder grey values and moves none.
     still = config.model_copy(update={"augment": config.augment.model_copy(update={"noise": 0.0, "speckle": 0.0})})
     inputs = make_inputs(still, store.preprocessing, HOST, _batch(store, train_rows[:1]))
@@ -114,11 +116,13 @@ def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.n
 
 
 def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """Up to 200 steps on four volumes at a constant learning rate; then another volume's targets must fit worse than a volume's own.
+    """Up to 200 steps on four volumes at a constant learning rate; then another volume's targets must fit worse than a
+    volume's own.
 
-    A model whose answers do not depend on what it sees (a constant, a position's mean) fits both exactly alike, and so does one whose
-    teacher says the same of every volume. Nothing but content can raise the loss, so the first clear rise ends the check. The teacher
-    stands still meanwhile: on four volumes a moving one may collapse in a few steps, which says nothing about the run.
+    A model whose answers do not depend on what it sees (a constant, a position's mean) fits both exactly alike, and so
+    does one whose teacher says the same of every volume. Nothing but content can raise the loss, so the first clear
+    rise ends the check. The teacher stands still meanwhile: on four volumes a moving one may collapse in a few steps,
+    which says nothing about the run.
     """
     name = "objective learns"
     rows = train_rows[np.linspace(0, len(train_rows) - 1, min(VOLUMES, len(train_rows))).astype(int)]

@@ -18,7 +18,8 @@ PREFLIGHT_STREAM = 9
 """Its masks are not those of the run."""
 AXES = ("D", "H", "W")
 TOLERANCE = {"D": 0.10, "H": 0.20, "W": 0.20}
-"""Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be equally likely."""
+"""Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be
+equally likely."""
 STARVED = 0.02
 """Mean share of tissue without room in the budget that a scanner or a diagnosis may lose."""
 UNIONS = 5
@@ -86,7 +87,8 @@ def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
 
 
 def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
-    """Tissue that the budget has no room for, by scanner and diagnosis: a swollen retina has more of it, and must not be starved."""
+    """Tissue that the budget has no room for, by scanner and diagnosis: a swollen retina has more of it, and must not
+    be starved."""
     kept, _, _ = config.masks.counts(sample.tokens.shape[1:])
     if kept == sample.tokens[0].size:
         return []
@@ -104,7 +106,8 @@ def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]
 
 
 def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
-    """200 draws: context and target disjoint, no padding, few dead targets, every place as likely a target as it should be."""
+    """200 draws: context and target disjoint, no padding, few dead targets, every place as likely a target as it should
+    be."""
     coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
     found = []
     if coverage.overlap or coverage.padded:
@@ -146,9 +149,10 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
 def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS) -> Coverage:
     """Masks for token maps [n, d, h, w], each drawn equally often, against what the sampler should do.
 
-    Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often; along the axis that
-    it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore a target with probability T / K,
-    whatever its slice. Along H in the B-scan plane blocks follow tissue: there the law of a block is enumerated (block_law.py).
+    Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often;
+    along the axis that it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore
+    a target with probability T / K, whatever its slice. Along H in the B-scan plane blocks follow tissue: there the law
+    of a block is enumerated (block_law.py).
     """
     volumes, grid = len(tokens), tokens.shape[1:]
     hits = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
@@ -175,8 +179,9 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
         total = kept_count[axis].sum(0)
         observed[axis] = hits[axis].sum(0) / np.maximum(1, total)
         expected[axis] = np.where(total > 0, targets / total.sum(), np.nan)
-        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens. A slice with a handful of kept tokens in
-        # all draws may have all of them as targets: never fewer errors than independent tokens would make.
+        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens. A slice with a handful
+        # of kept tokens in all draws may have all of them as targets: never fewer errors than independent tokens would
+        # make.
         residual = hits[axis] - observed[axis] * kept_count[axis]
         alone = np.sqrt(expected[axis] * (1 - expected[axis]) / np.maximum(1, total))
         error[axis] = np.maximum(np.sqrt((residual**2).sum(0)) / np.maximum(1, total), alone)
@@ -187,7 +192,8 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
 
 
 def _expected_rows(config: PretrainConfig, tokens: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Share of kept tokens that should be targets in each row, and its standard error: UNIONS for every draw of masks."""
+    """Share of kept tokens that should be targets in each row, and its standard error: UNIONS for every draw of
+    masks."""
     found = []
     for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, draws + np.arange(draws))):
         found += [expected_targets(config.masks, tokens[draw % len(tokens)], rng) for _ in range(UNIONS)]
