@@ -22,7 +22,7 @@ from octfm.config import Config
 
 
 class AugmentConfig(Config):
-    """How far a volume may be moved and recoloured. Only the first three are on unless asked for."""
+    """Ranges of movement and recolouring. By default only the first three are not zero."""
 
     axial_shift: int = Field(default=8, ge=0, le=32_767)
     """Largest shift along the axial axis, in rows of the prepared volume, either way."""
@@ -87,7 +87,7 @@ class Augmentation:
     speckle: np.ndarray
     """float32 [B]"""
     key: np.ndarray
-    """int32 [B]: what a volume's noise is a function of."""
+    """int32 [B]: seed of a volume's noise."""
 
     def surfaces(
         self, band: np.ndarray, valid: np.ndarray, height: int, spacing_mm: tuple[float, float, float]
@@ -150,7 +150,7 @@ class Augmentation:
     def on_device(
         self, tensor: Callable[[np.ndarray], Tensor], height: int, width: int, spacing_mm: tuple[float, float, float]
     ) -> "Moves":
-        """What the device needs, put there by `tensor`."""
+        """The draw as tensors on the device, moved there by `tensor`."""
         theta = None
         if self.config.warps:
             theta = tensor(_normalised(self.source(height, width, spacing_mm), height, width).astype(np.float32))

@@ -1,5 +1,4 @@
-"""Weights to begin with: a local V-JEPA 2 checkpoint (facebookresearch/vjepa2), whose encoder has learned from natural
-video.
+"""Initial weights from a local V-JEPA 2 checkpoint (facebookresearch/vjepa2), pretrained on natural video.
 
 Layout that is read: a `.pt` with `target_encoder` (or `encoder`, or the tensors themselves), names after an optional
 prefix `module.` and `backbone.`:
@@ -94,8 +93,8 @@ def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dic
 
 
 def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tensor:
-    """[D, P]: colours summed, as for a grey picture, and resampled to our patch so that an even patch gets the answer
-    that it got."""
+    """[D, P]: kernels summed over colours, as for a grey image, and resampled to our patch; the response to a constant
+    patch stays."""
     if kernel_DCTHW.ndim != 5 or len(kernel_DCTHW) != config.width:
         raise CheckpointError(
             f"{source}: patch_embed.proj.weight: expected [{config.width}, C, t, h, w], got {list(kernel_DCTHW.shape)}"

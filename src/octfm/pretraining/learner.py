@@ -20,7 +20,7 @@ from octfm.version import __version__
 from octfm.volume.preprocessing import Preprocessing
 
 ENGINE = ("fused", "foreach", "capturable")
-"""Settings of an optimizer that belong to the device it runs on, not to the run."""
+"""Optimizer settings that depend on the device, not on the run."""
 
 
 def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> TokenGrid:
@@ -52,11 +52,10 @@ def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class Learner:
-    """Begins at the weights that the seed gives."""
+    """Networks, optimizer, next step and run state of one run; starts at the weights drawn from the seed."""
 
     def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, *, fresh: bool = True):
-        """`fresh` is false where a checkpoint is about to be restored, so that `model.init` need not be there any
-        more."""
+        """`fresh`: read `model.init`; false if a checkpoint will be restored, so that the file may be gone."""
         self.config, self.preprocessing, self.runtime = config, preprocessing, runtime
         self.lr, self.weight_decay, self.ema = (runtime.scalar() for _ in range(3))
         self.begin(fresh)
@@ -80,8 +79,7 @@ class Learner:
 
     @property
     def micro_batch(self) -> int:
-        """Volumes that this process gives to a forward pass: what memory has allowed, on this number of ranks or
-        another, in a size that divides its share."""
+        """Volumes per forward pass of this process: at most what memory allowed, in a size that divides its share."""
         data, devices = self.config.data, self.runtime.devices
         if not self.state.micro_batch:
             return data.per_device_batch_size * devices
@@ -90,7 +88,7 @@ class Learner:
         return devices * max(size for size in range(1, most + 1) if share % size == 0)
 
     def set_rates(self, lr: float, weight_decay: float, ema: float) -> None:
-        """What the next update uses: set anew for every one, so that no scheduler can forget it (F2)."""
+        """Set the rates of the next update; called before every one, so that none is forgotten (F2)."""
         for tensor, value in ((self.lr, lr), (self.weight_decay, weight_decay), (self.ema, ema)):
             self.runtime.set(tensor, value)
         for group in self.optimizer.param_groups:
@@ -112,8 +110,8 @@ class Learner:
         self.model.update_target(torch.where(made, self.ema, torch.ones_like(self.ema)))
 
     def whole(self) -> Objective:
-        """The networks with all of their weights here, to be used outside the step; a copy where they are sharded. All
-        ranks ask."""
+        """The networks with all weights on this rank, for use outside the step; a copy if they are sharded.
+        Collective."""
         if not self.runtime.sharded:
             return self.model
         with torch.random.fork_rng():
@@ -122,7 +120,8 @@ class Learner:
         return copy
 
     def content(self, record: dict[str, Any], fingerprint: str, participants: dict[str, Any]) -> dict[str, Any]:
-        """Everything that resuming, embedding and an honest evaluation need; `record` is the run's run.json."""
+        """The content of a checkpoint: all that resuming, embedding and evaluation need. `record`: the run's
+        run.json."""
         optimizer = self.optimizer.state_dict()
         for group, decay in zip(optimizer["param_groups"], (float(self.weight_decay), 0.0), strict=True):
             group.update(lr=float(group["lr"]), weight_decay=decay)
@@ -175,8 +174,7 @@ class Learner:
         self._require_moments(source)
 
     def _require_moments(self, source: Path) -> None:
-        """The optimizer knows as many updates as the run has made: without its moments the next ones would tear the
-        weights away."""
+        """Raise CheckpointError if the optimizer lost its moments: AdamW would then take huge first steps."""
         made, lost = len(self.state.losses), 0
         matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2]
         for p in matrices if made else ():
@@ -193,7 +191,7 @@ class Learner:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by name, the live ones."""
+        """Weights and optimizer moments by name; the tensors in use, not copies."""
         moments = {
             f"optimizer.{i}.{name}": t
             for i, p in enumerate(self.trained)
@@ -202,7 +200,7 @@ class Learner:
         return {f"model.{name}": t for name, t in self.model.state_dict().items()} | moments
 
     def _make_moments(self) -> None:
-        """What AdamW makes at its first step, to be filled from a checkpoint."""
+        """Allocate the state that AdamW creates at its first step, to be filled from a checkpoint."""
         for p in self.trained:
             if not self.optimizer.state[p]:
                 zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}

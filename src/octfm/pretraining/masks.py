@@ -17,7 +17,7 @@ PADDING, BACKGROUND, TISSUE = 0, 1, 2
 
 
 class TooFewTokens(StoreError):
-    """A volume that no mask fits: one token is to be seen and one to be predicted."""
+    """A volume with fewer than two tokens of image: masking needs one to see and one to predict."""
 
     def __init__(self, found: str, place: int = 0, who: str = "a volume"):
         super().__init__(
@@ -25,7 +25,7 @@ class TooFewTokens(StoreError):
             "name that as data.exclude or --exclude), prepare with a finer target_spacing, or choose a smaller model.patch_size"
         )
         self.found, self.place = found, place
-        """What there is, and of which of the volumes that were given."""
+        """What was found, and the volume's place in the batch."""
 
     def naming(self, acquisitions: Sequence[str]) -> "TooFewTokens":
         """The same error with the name of its volume."""
@@ -78,7 +78,7 @@ def token_map(
 
 
 class MaskConfig(Config):
-    """Multi-block masking on a fixed budget of tokens, so that shapes never change."""
+    """Multi-block masking within a fixed budget of tokens, so that tensor shapes never change."""
 
     budget: int | None = Field(default=3072, ge=8, le=10_000_000)
     """Tokens kept per volume (K): tissue first, the rest drawn at random from background; null keeps the whole grid."""
@@ -168,8 +168,7 @@ class TokenMasks:
 
 
 def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
-    """float [n]: share of each volume's tissue, of token maps [n, d, h, w], that a budget of so many tokens has no room
-    for."""
+    """float [n]: share of the tissue tokens of each token map [n, d, h, w] that does not fit into the budget."""
     tissue = (tokens == TISSUE).reshape(len(tokens), -1).sum(1)
     return 1 - np.minimum(tissue, budget) / np.maximum(1, tissue)
 
@@ -211,8 +210,7 @@ def select_tokens(
 
 
 def wanted_targets(config: MaskConfig, kept: int, num_target: int) -> int:
-    """Targets among so many different tokens: fewer than `num_target` where a volume has too few, and never all of
-    them."""
+    """Number of targets among `kept` different tokens: `num_target`, or fewer in a small volume; never all."""
     return min(num_target, kept - 1, max(1, round(kept * config.mask_ratio)))
 
 
@@ -220,7 +218,7 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
     """Masks for token maps [B, d, h, w], one generator per volume; sizes are the same on every call.
 
     Blocks rarely cover exactly the wanted number of tokens, so the surplus is dropped uniformly at random; cutting the
-    tail of a sorted index instead would starve the last B-scans (FACTS §2).
+    tail of a sorted index instead would make the last B-scans almost never a target.
     """
     kept_count, num_context, num_target = config.counts(tokens.shape[1:])
     kept, context, target = [], [], []

@@ -1,5 +1,4 @@
-"""Settings of the prototype (FACTS 1) and what became of each: an unmodified YAML of it gets one error that maps every
-key."""
+"""Settings of the prototype and their successors: one error maps every key of an unmodified prototype YAML."""
 
 from pathlib import Path
 from typing import Any

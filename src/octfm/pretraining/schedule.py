@@ -11,7 +11,7 @@ from octfm.config import Config, LearningRate
 
 
 class ScheduleConfig(Config):
-    """Curves over the whole run; one warm-up, one decay."""
+    """Learning rate, weight decay and teacher momentum over the run: one warm-up, one decay."""
 
     base_lr: LearningRate = 2.5e-4
     """Peak learning rate. On OCT 5e-4 diverged and 2.5e-4 was stable (ViT-B, batch 512)."""
@@ -39,8 +39,8 @@ class Schedule:
 
     @property
     def ema_base(self) -> float:
-        """As configured, else so that at most 5 % of the initial teacher is left after a quarter of the run, 0.999 at
-        the most."""
+        """As configured; else at most 0.999, and so low that at most 5 % of the initial teacher is left after a quarter
+        of the run."""
         if self.config.ema_base is not None:
             return self.config.ema_base
         # 4.22, not 4: momentum rises along its cosine, by 5 % of (1 - base) on average over the first quarter.

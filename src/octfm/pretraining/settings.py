@@ -27,7 +27,7 @@ from octfm.store.loader import DataConfig
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT_STEPS = 100_000
 MAX_STEPS = 10_000_000
-"""Every one is evaluated before step 0 (F1)."""
+"""The preflight evaluates the schedule at every step (F1)."""
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
 Every = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 
@@ -60,14 +60,14 @@ class PretrainConfig(Config):
     log_every_steps: Every = 10
     validate_every_steps: Every = 500
     validation_volumes: int = Field(default=64, ge=1, le=1_000_000)
-    """At most so many held-out volumes are used for the validation loss."""
+    """Largest number of held-out volumes for the validation loss."""
     ckpt_every_steps: Every = 500
     ckpt_every_epochs: Epochs | None = None
     """Instead of ckpt_every_steps, in passes over the training volumes."""
     keep_checkpoints: int = Field(default=2, ge=1, le=100_000)
-    """So many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every_steps: Every | None = None
-    """Besides, the first checkpoint of every so many steps is kept for good."""
+    """Also keep the first checkpoint of every such interval for good."""
     keep_every_epochs: Epochs | None = None
     """The same, in passes over the training volumes."""
     ckpt_second_dir: LocalPlace | None = None
@@ -162,7 +162,7 @@ def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | N
 
 
 def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:
-    """The same settings with epochs as steps, now that it is known how many volumes are trained on."""
+    """The same settings with epochs converted to steps for this number of training volumes."""
 
     def steps(epochs: float) -> int:
         count = max(1, round(epochs * volumes / config.data.global_batch_size))
@@ -182,7 +182,7 @@ def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:
 
 
 SMOKE_IMAGE_SIZE, SMOKE_SPACING = (16, 128, 128), (0.375, 0.0156, 0.047)
-"""Of the volumes that `--smoke` makes when it is given none."""
+"""Size and spacing of the phantom volumes that `--smoke` creates if no store is given."""
 
 
 def smoke(config: PretrainConfig) -> PretrainConfig:

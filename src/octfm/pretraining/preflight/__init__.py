@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before step 0: each check says what was measured and what to do."""
+"""Checks before step 0: each reports what was measured and what to do."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def checks(
     schedule = Schedule(config.schedule, config.steps)
     whole = data.prepared(store)
     if whole.status == "FAIL":
-        return [*first, whole]  # what looks at volumes cannot read them
+        return [*first, whole]  # the other checks read volumes
     sample, model = data.read_sample(config, store, train_rows), blueprint(config, store.preprocessing)
     found = [
         *first,
@@ -112,7 +112,7 @@ def examine_tpu(config: PretrainConfig, name: str, echo: Echo) -> list[Check]:
 
 
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
-    """Store rows to train on and to validate on; the latter may be none."""
+    """Store rows for training and for validation; the latter may be empty."""
     data = config.data
     train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts)
     seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
@@ -126,7 +126,7 @@ def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.
 
 
 def require(found: list[Check], echo: Echo) -> None:
-    """Say what is not right, and stop before step 0 when anything failed."""
+    """Print warnings and failures; raise ConfigError if any check failed."""
     for check in found:
         if check.status != "PASS":
             echo(one_line(f"preflight {check.status}: {check.name}: {check.measured}; {check.advice}"))

@@ -1,9 +1,9 @@
-"""What masks of blocks in the B-scan plane should cover, told by the law of a block and not by the sampler's own code.
+"""Expected coverage of block masks in the B-scan plane, from the distribution of a block, independent of the sampler.
 
 One block is enumerated: every size, row and column that it can have, with their probabilities. A union of several has
-no such formula: whether another block is added depends on what the others cover. Unions are therefore drawn from that
-law, and of each the expectation over the rest is taken (which covered tokens are surplus), so that few of them tell
-much.
+no closed form, because whether another block is added depends on what the others cover. Unions are therefore sampled,
+and each is replaced by its expectation over the remaining randomness (which covered tokens are surplus), so that few
+samples suffice.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What one optimizer step takes: the run's own networks are stepped on tensors without storage, and every allocation is
+"""Memory and arithmetic of one optimizer step: the run's own networks run on fake tensors, and every allocation is
 counted."""
 
 import functools
@@ -29,7 +29,7 @@ its heap, 1.02."""
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one optimizer step with its micro-batches."""
+    """Resources of one optimizer step with its micro-batches."""
 
     weights_bytes: int
     """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them: there whatever the
@@ -135,8 +135,7 @@ def _step_cost(
 
 
 def _give_away(parameter: torch.Tensor) -> None:
-    """A gradient that goes to the ranks that hold its shares, or is added to that of the passes before, as soon as it
-    is known."""
+    """Free a gradient as soon as it is known, as reduce-scatter does: the ranks that hold its shares receive it."""
     parameter.grad = None
 
 
@@ -171,8 +170,7 @@ def _fake(array: np.ndarray) -> torch.Tensor:
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts live bytes: a storage is entered when an operator returns it first, and struck out when its last tensor
-    dies."""
+    """Counts live bytes: a storage is added when an operator first returns it and removed when its last tensor dies."""
 
     def __init__(self, elsewhere: Iterable[torch.Tensor] = ()):
         """`elsewhere`: tensors that are counted by others."""
@@ -207,7 +205,7 @@ class _Ledger(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Speed:
-    """What this device does, measured in a tenth of a second."""
+    """Measured rates of this device; measuring takes a tenth of a second."""
 
     flops_per_s: float
     bytes_per_s: float

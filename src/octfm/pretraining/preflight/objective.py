@@ -1,5 +1,5 @@
-"""Does the objective teach? On a tiny copy of the run's networks: no answer leaks, the teacher moves, hidden content is
-predicted (F11)."""
+"""Checks of the objective on a tiny copy of the networks: no leak of targets, a moving teacher, content learned
+(F11)."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from octfm.store.store import Store
 VOLUMES, TOKENS = 4, 48
 OVERFIT_STEPS, OVERFIT_LR = 200, 6e-3
 CONTENT_RISE, CLEAR_RISE = 0.05, 0.3
-"""How much worse another volume's targets must fit at the end at least, and what is enough to stop before it."""
+"""Relative rise of the loss with another volume's targets: the least that passes, and what ends the check early."""
 
 HOST = Runtime(torch.device("cpu"))
 
@@ -68,8 +68,7 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
 
 
 def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """What the context sees and what the teacher sees are the same places: recolouring may differ between them,
-    geometry never (F11 c)."""
+    """Context and teacher must see the same places: grey values may differ, geometry never (F11 c)."""
     # Noise may reorder grey values and moves none.
     still = config.model_copy(update={"augment": config.augment.model_copy(update={"noise": 0.0, "speckle": 0.0})})
     inputs = make_inputs(still, store.preprocessing, HOST, _batch(store, train_rows[:1]))
@@ -86,7 +85,7 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
 
 
 def masks_change(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """A volume has other masks whenever it comes, so that each of its places is hidden now and then."""
+    """A volume must get new masks each time it is used, so that all of its places are hidden at some time."""
     if masks_repeat(config, store, _batch(store, train_rows[:1]), len(train_rows)):
         return fail(
             "masks change",

@@ -1,4 +1,4 @@
-"""What the token budget is spent on (F14), and that masks are what they must be: disjoint, evenly spread, on tissue."""
+"""Checks of the token budget (F14) and of masks: disjoint, evenly spread, on tissue."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,15 @@ from octfm.store.store import Store
 
 DRAWS = 200
 PREFLIGHT_STREAM = 9
-"""Its masks are not those of the run."""
+"""Stream of randomness of the preflight's masks, which are not those of the run."""
 AXES = ("D", "H", "W")
 TOLERANCE = {"D": 0.10, "H": 0.20, "W": 0.20}
 """Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be
 equally likely."""
 STARVED = 0.02
-"""Mean share of tissue without room in the budget that a scanner or a diagnosis may lose."""
+"""Largest acceptable mean share of tissue outside the budget, by scanner and by diagnosis."""
 UNIONS = 5
-"""Unions of blocks, drawn from their law, for every draw of masks."""
+"""Sampled unions of blocks per draw of masks."""
 SIGNIFICANT = 4.0
 """A departure counts from so many standard errors on: 200 draws are no proof by themselves."""
 
@@ -87,8 +87,7 @@ def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
 
 
 def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
-    """Tissue that the budget has no room for, by scanner and diagnosis: a swollen retina has more of it, and must not
-    be starved."""
+    """Tissue outside the budget, by scanner and diagnosis: a swollen retina has more tissue and must not lose it."""
     kept, _, _ = config.masks.counts(sample.tokens.shape[1:])
     if kept == sample.tokens[0].size:
         return []
