@@ -76,8 +76,9 @@ BUGS = (
     Bug(
         "F9-missing-spacing-becomes-1",
         "formats/dicom/geometry.py",
-        "return (float(dy), float(dx)), between, thickness, source\n    raise ReadError(",
-        'return (float(dy), float(dx)), between, thickness, source\n    return (0.01, 0.01), 0.1, 0.1, "guessed"\n    raise ReadError(',
+        "return _Measures((float(dy), float(dx)), between, thickness, source)\n    raise ReadError(",
+        "return _Measures((float(dy), float(dx)), between, thickness, source)\n"
+        '    return _Measures((0.01, 0.01), 0.1, 0.1, "guessed")\n    raise ReadError(',
         "test_dicom.py::test_F9_missing_spacing_is_refused_never_one",
     ),
     Bug(

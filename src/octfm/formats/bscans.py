@@ -18,8 +18,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared
-from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, refuse_rotating, stack_of
-from octfm.formats.dicom.pixels import MAX_BYTES
+from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
+from octfm.formats.dicom.pixels import check_size
 from octfm.formats.dicom.reader import lateralities, slugify
 from octfm.formats.reasons import Header, blank, cannot_open
 from octfm.volume.planes import used_full_scale
@@ -103,7 +103,7 @@ class Arrangement:
 
 
 def to_header(bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """Raises ReadError: not_raster, absurd_size, absurd_spacing, contradicting_declaration."""
+    """The Header. Raises ReadError: not_raster, absurd_size, absurd_spacing, contradicting_declaration."""
     arrangement = _admissible_arrangement(bscans, layouts)
     if arrangement.layout == "radial":
         expect_a_star(_lines_in_mm(bscans), bscans.uri)
@@ -158,16 +158,6 @@ def to_surfaces(bscans: Bscans) -> Surfaces | None:
     if read_declared(bscans.beside or bscans.uri).upside_down:
         heights_px = bscans.shape[1] - 1 - heights_px
     return replace(surfaces, heights_px=heights_px)
-
-
-def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
-    """Call this before allocating memory for the volume. Raises ReadError absurd_size."""
-    d, h, w = shape
-    if min(shape) < 1 or d * h * w * bytes_per_voxel > MAX_BYTES:
-        raise ReadError(
-            "absurd_size",
-            f"{uri}: {d} B-scans of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes",
-        )
 
 
 def uid_of(file: BinaryIO, size: int) -> str:
@@ -244,6 +234,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
     laterality, conflict = lateralities([bscans.laterality, declared.laterality])
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
     flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
+    # Lines that gave no stack are placeholders; without any, the order is that of the file.
     stack = arrangement.stack
     flags += ["bscan_order_unstated"] * (stack is None and arrangement.layout == "raster")
     flags += ["positions_placeholder"] * (stack is None and bscans.lines is not None and arrangement.layout == "raster")
@@ -277,7 +268,7 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
     if arrangement.between_mm is not None:
         if between is not None and abs(arrangement.between_mm / between - 1) > 0.1:
             flags.append("slice_thickness_contradicts_positions")
-        between, source = arrangement.between_mm, "header+positions"
+        between, source = arrangement.between_mm, "header+positions"  # positions override a stated distance
     if bscans.in_plane_mm is not None and between is not None:
         stated = (between, *bscans.in_plane_mm)
         if declared.spacing_mm and (np.abs(np.divide(stated, declared.spacing_mm) - 1) > 0.05).any():
@@ -318,22 +309,10 @@ def _stack(bscans: Bscans) -> Stack | None:
 
 def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
     """None where every B-scan starts and ends at the same point, which is a placeholder. Raises NotRaster."""
-    direction = lines.end - lines.start
-    length = np.linalg.norm(direction, axis=1)
+    length = np.linalg.norm(lines.end - lines.start, axis=1)
     if not np.isfinite(length).all() or max(length.max(), np.ptp(lines.start, axis=0).max()) < 1e-6:
         return None
-    if (length < 1e-6).any():
-        raise NotRaster(
-            "circle",
-            f"{uri}: a B-scan ends where it starts, so it is a circle; a volume needs several parallel B-scans",
-        )
-    angle = np.arctan2(direction[:, 1], direction[:, 0])
-    refuse_rotating(np.angle(np.exp(1j * (angle - angle[0]))), uri)
-    across = np.array([-direction[0, 1], direction[0, 0]]) / length[0]
-    middle = (lines.start + lines.end) / 2
-    # y grows downwards: positions that increase along an `across` with negative y move up, towards superior.
-    superior = -int(np.sign(across[1])) if abs(across[1]) > 0.7 else None
-    along = (middle - middle[0]) @ across
-    stack = stack_of(along, superior, uri, float(np.median(length)))
+    along, superior, median_length = positions_across(lines.start, lines.end, 1, uri)
+    stack = stack_of(along, superior, uri, median_length)
     # Some formats round positions to micrometres; averaging over the whole stack removes that error from the spacing.
     return replace(stack, step=float(np.ptp(along)) / (len(along) - 1)) if stack.even else stack

@@ -68,7 +68,7 @@ class Declared:
 
 
 def read_declared(uri: str) -> Declared:
-    """From NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration."""
+    """The sidecar of a file, NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration."""
     path = listed(uri)
     plain = path.name.removesuffix(".gz").rsplit(".", 1)[0]
     for place in dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")]):

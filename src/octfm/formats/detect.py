@@ -155,6 +155,7 @@ def _by_content(uri: str) -> str:
     for offset, magic, name in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return name
+    # NIfTI has its magic behind other fields, and is often gzipped as a whole.
     if is_nifti(_unzipped(head) if head[:2] == b"\x1f\x8b" else head):
         return "nifti"
     if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:

@@ -41,7 +41,7 @@ def open_bscans(uri: str) -> Bscans:
         check_size(shape, uri, bytes_per_voxel=4)
         first = _HEADER_BYTES + slo_width * slo_height
         head_bytes = _bscan_header_bytes(file, first, stated_bytes, shape, size, uri)
-        step = head_bytes + 4 * width * height
+        step = head_bytes + 4 * width * height  # from one B-scan to the next: its header and float32 pixels
         expect_bytes(uri, size, first + count * step)
         ends, layer_counts = np.empty((count, 4)), []
         for i in range(count):

@@ -71,6 +71,7 @@ def open_bscans(uri: str) -> Bscans:
     scales = np.array([_floats(context, "ScaleY", "ScaleX") for context in contexts])
     coordinates = ("Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y")
     ends = np.array([_floats(context, *coordinates) for context in contexts])
+    # Median: scales may differ a little from B-scan to B-scan, a volume has one.
     dy, dx = np.median(scales, axis=0) if np.isfinite(scales).all() else (None, None)
     kind = _text(series, "Type").lower()
     return Bscans(
@@ -186,4 +187,5 @@ def _text(element: Element, path: str) -> str:
 
 
 def _floats(element: Element, *paths: str) -> list[float]:
+    # NaN where an element is missing: callers test all values at once.
     return [float(text) if (text := _text(element, path)) else np.nan for path in paths]

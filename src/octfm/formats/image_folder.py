@@ -127,6 +127,7 @@ def numbered(places: list[str], uri: str) -> list[str]:
             f"{uri}: {len(places)} images whose names differ in more than one number, for example {example}; "
             "keep one volume per folder",
         )
+    # Odd elements of re.split are the numbers.
     numbers = {int(part[differing[0]]): place for part, place in zip(parts, places, strict=True)}
     order = sorted(numbers)
     steps = set(np.diff(order).tolist())

@@ -113,6 +113,7 @@ def image_size(uri: str) -> tuple[int, int]:
                 _check_page(image, image.size, size, uri)
         file.seek(max(size - 64, 0))
         tail = file.read()
+        # JPEG and PNG end with a marker, which padding may follow; BMP states its size at byte 2.
         file.seek(2)
         declared = int.from_bytes(file.read(4), "little")
         cut = (image.format == "PNG" and _PNG_END not in tail) or (image.format == "BMP" and declared > size)

@@ -64,6 +64,7 @@ def open_bscans(uri: str) -> Bscans:
                 raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
             stream.read(1)  # makes gzip verify the checksum after the last byte
         array = np.frombuffer(content, header.dtype).reshape(header.shape, order="F")
+        # A slope of 0 means that values are not scaled (nifti1.h).
         if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
             array = array * header.slope + header.intercept
         return exact_gray(array.transpose(in_order((0, 1, 2), axes)), uri)
@@ -95,6 +96,7 @@ def _axes(mm: tuple[float, float, float] | None, uri: str) -> str:
 
 def _read_header(stream: BinaryIO, uri: str) -> _Header:
     head = stream.read(540)
+    # The header starts with its own length, which shows the byte order.
     order = "<" if head[:4] in (struct.pack("<i", 348), struct.pack("<i", 540)) else ">"
     (length,) = struct.unpack_from(order + "i", head)
     if length == 540:

@@ -57,6 +57,7 @@ def open_bscans(uri: str) -> Bscans:
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as stream:
             stored = np.frombuffer(stream.read(4 * depth * height * width), "<f4").reshape(depth, width, height)
+        # A-scan by A-scan and bottom-up, to rows from the top.
         upright = stored[:, :, ::-1].transpose(0, 2, 1)
         if not np.isfinite(upright).all():
             raise ReadError("damaged_file", f"{uri}: values that are not finite; fetch it again")

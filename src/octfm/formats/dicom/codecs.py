@@ -1,12 +1,15 @@
-"""Compressed DICOM frames to arrays: which decoder reads which transfer syntax, fastest correct one first.
+"""Decode compressed DICOM frames: the decoders of each transfer syntax, the fastest correct one first.
 
-Measured by benchmarks/dicom_decoders.py (docs/log). python-gdcm is not among them: it ends the process on some damaged input.
+Order measured by benchmarks/dicom_decoders.py (docs/log). python-gdcm is left out: some damaged input makes it end the
+process.
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,23 +18,13 @@ from octfm.errors import ReadError
 RLE = "1.2.840.10008.1.2.5"
 JPEG_2000 = ("1.2.840.10008.1.2.4.90", "1.2.840.10008.1.2.4.91", *(f"1.2.840.10008.1.2.4.{n}" for n in (201, 202, 203)))
 
-DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What decoders raise on damaged input. A MemoryError is told as such elsewhere: another decoder would need as much."""
+DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""Exceptions of decoders on damaged input. Not MemoryError: another decoder would need as much memory."""
 
 
 @dataclass(frozen=True)
 class FrameFormat:
-    """What the DICOM header says of every frame."""
+    """The pixel format of every frame according to the DICOM header."""
 
     rows: int
     columns: int
@@ -42,7 +35,7 @@ class FrameFormat:
 
 @dataclass(frozen=True)
 class Codestream:
-    """What the first bytes of a compressed frame say."""
+    """The pixel format of a compressed frame according to its own first bytes."""
 
     rows: int
     columns: int
@@ -51,47 +44,24 @@ class Codestream:
     signed: bool
 
 
-def _jpeg(frame: bytes, _: FrameFormat) -> np.ndarray:
-    import imagecodecs
+Decode = Callable[[bytes, FrameFormat], np.ndarray]
 
-    return imagecodecs.jpeg8_decode(frame)
+
+def _calling(module: str, function: str, **options: Any) -> Decode:
+    """A decoder that calls a module's function, imported at first use: decoders are optional, and slow to import."""
+    return lambda frame, _: getattr(import_module(module), function)(frame, **options)
 
 
 def _jpeg_pillow(frame: bytes, _: FrameFormat) -> np.ndarray:
     from PIL import Image
 
-    image = Image.open(io.BytesIO(frame), formats=["JPEG"])
-    return np.asarray(image)
-
-
-def _jpeg_ls(frame: bytes, _: FrameFormat) -> np.ndarray:
-    import imagecodecs
-
-    return imagecodecs.jpegls_decode(frame)
+    return np.asarray(Image.open(io.BytesIO(frame), formats=["JPEG"]))
 
 
 def _jpeg_ls_pyjpegls(frame: bytes, _: FrameFormat) -> np.ndarray:
     import jpeg_ls
 
     return jpeg_ls.decode(np.frombuffer(frame, np.uint8))
-
-
-def _jpeg_2000(frame: bytes, _: FrameFormat) -> np.ndarray:
-    import openjpeg
-
-    return openjpeg.decode(frame)
-
-
-def _jpeg_2000_imagecodecs(frame: bytes, _: FrameFormat) -> np.ndarray:
-    import imagecodecs
-
-    return imagecodecs.jpeg2k_decode(frame, numthreads=1)
-
-
-def _htj2k(frame: bytes, _: FrameFormat) -> np.ndarray:
-    import imagecodecs
-
-    return imagecodecs.htj2k_decode(frame)
 
 
 def _rle(frame: bytes, form: FrameFormat) -> np.ndarray:
@@ -101,16 +71,26 @@ def _rle(frame: bytes, form: FrameFormat) -> np.ndarray:
     return np.frombuffer(content, f"<u{form.bits_allocated // 8}").reshape(form.rows, form.columns)
 
 
-_Decode = Callable[[bytes, FrameFormat], np.ndarray]
-_JPEG: tuple[tuple[str, str, _Decode], ...] = (("imagecodecs", "imagecodecs", _jpeg), ("PIL", "pillow", _jpeg_pillow))
+class Decoder(NamedTuple):
+    package: str
+    """As pip installs it."""
+    module: str
+    decode: Decode
+
+
+def _imagecodecs(function: str, **options: Any) -> Decoder:
+    return Decoder("imagecodecs", "imagecodecs", _calling("imagecodecs", function, **options))
+
+
+_JPEG = (_imagecodecs("jpeg8_decode"), Decoder("pillow", "PIL", _jpeg_pillow))
 _JPEG_LOSSLESS = _JPEG[:1]
-_JPEG_LS = (("imagecodecs", "imagecodecs", _jpeg_ls), ("jpeg_ls", "pyjpegls", _jpeg_ls_pyjpegls))
-_OPENJPEG = (("openjpeg", "pylibjpeg-openjpeg", _jpeg_2000),)
-_J2K = (*_OPENJPEG, ("imagecodecs", "imagecodecs", _jpeg_2000_imagecodecs))
-_HTJ2K_LOSSLESS = (("imagecodecs", "imagecodecs", _htj2k), *_OPENJPEG)
+_JPEG_LS = (_imagecodecs("jpegls_decode"), Decoder("pyjpegls", "jpeg_ls", _jpeg_ls_pyjpegls))
+_OPENJPEG = (Decoder("pylibjpeg-openjpeg", "openjpeg", _calling("openjpeg", "decode")),)
+_J2K = (*_OPENJPEG, _imagecodecs("jpeg2k_decode", numthreads=1))
+_HTJ2K_LOSSLESS = (_imagecodecs("htj2k_decode"), *_OPENJPEG)
 _UID = "1.2.840.10008.1.2.4."
-_DECODERS: dict[str, tuple[str, tuple[tuple[str, str, _Decode], ...]]] = {
-    RLE: ("RLE Lossless", (("rle", "pylibjpeg-rle", _rle),)),
+_DECODERS: dict[str, tuple[str, tuple[Decoder, ...]]] = {
+    RLE: ("RLE Lossless", (Decoder("pylibjpeg-rle", "rle", _rle),)),
     _UID + "50": ("JPEG Baseline", _JPEG),
     _UID + "51": ("JPEG Extended", _JPEG),
     _UID + "57": ("JPEG Lossless", _JPEG_LOSSLESS),
@@ -121,26 +101,29 @@ _DECODERS: dict[str, tuple[str, tuple[tuple[str, str, _Decode], ...]]] = {
     _UID + "91": ("JPEG 2000", _J2K),
     _UID + "201": ("HTJ2K Lossless", _HTJ2K_LOSSLESS),
     _UID + "202": ("HTJ2K Lossless RPCL", _HTJ2K_LOSSLESS),
-    # Not imagecodecs: lossy values beyond 0 or 255 come back wrapped around (2026.3.6, measured), black for white.
+    # Not imagecodecs: lossy values beyond 0 or 255 wrap around (measured with 2026.3.6), so white becomes black.
     _UID + "203": ("HTJ2K", _OPENJPEG),
 }
-"""Transfer syntax -> name, then (module, package, function) in order of preference."""
+"""Transfer syntax -> name, and decoders in order of preference."""
 
 
-def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[tuple[str, _Decode]]]:
-    """Name of the compression and (package, function) of its installed decoders. Raises ReadError: unsupported_transfer_syntax."""
+def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[Decoder]]:
+    """Name of the compression, and its installed decoders.
+
+    Raises ReadError unsupported_transfer_syntax.
+    """
     known = _DECODERS.get(transfer_syntax)
     if known is None:
         from pydicom.uid import UID
 
         raise ReadError(
             "unsupported_transfer_syntax",
-            f"{uri}: {UID(transfer_syntax).name[:64]} is no compression of OCT images that octfm reads; transcode it",
+            f"{uri}: octfm does not read the compression {UID(transfer_syntax).name[:64]}; transcode the file",
         )
     name, decoders = known
-    installed = [(package, decode) for module, package, decode in decoders if find_spec(module) is not None]
+    installed = [decoder for decoder in decoders if find_spec(decoder.module) is not None]
     if not installed:
-        packages = " or ".join(package for _, package, _ in decoders)
+        packages = " or ".join(decoder.package for decoder in decoders)
         raise ReadError(
             "unsupported_transfer_syntax",
             f"{uri}: no installed decoder reads {name}; install {packages}, or transcode the file",
@@ -148,21 +131,21 @@ def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[tuple[str, 
     return name, installed
 
 
-def decode_frame(frame: bytes, form: FrameFormat, decoders: list[tuple[str, _Decode]]) -> np.ndarray | str:
-    """[H, W] unsigned of `bits_allocated`, of signed pixels their bits, or why every decoder refused.
+def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -> np.ndarray | str:
+    """[H, W] unsigned of `bits_allocated`, for signed pixels their bit patterns; or why every decoder failed, as text.
 
-    A wrong size is refused before memory is spent on it.
+    The frame's own header is compared first: a damaged size would make a decoder allocate memory for it.
     """
     if problem := disagreement(frame, form):
         return problem
     refusals = []
-    for package, decode in decoders:
+    for package, _, decode in decoders:
         try:
             image = decode(frame, form)
         except DAMAGE as error:
             refusals.append(f"{package}: {' '.join(str(error).split())[-120:]}")
             continue
-        if form.signed and image.dtype.kind == "i":
+        if form.signed and image.dtype.kind == "i":  # JPEG 2000 decodes to signed; others to bit patterns
             image = image.view(f"u{image.dtype.itemsize}")
         if (
             image.shape == (form.rows, form.columns)
@@ -173,28 +156,32 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: list[tuple[str, _Dec
                 return f"{package}: values up to {image.max()} where BitsStored is {form.bits_stored}"
             return image
         refusals.append(
-            f"{package}: decoded {image.shape} {image.dtype}, expected {form.rows} x {form.columns} uint{form.bits_allocated}"
+            f"{package}: decoded {image.shape} {image.dtype}, "
+            f"expected {form.rows} x {form.columns} uint{form.bits_allocated}"
         )
     return "; ".join(refusals)
 
 
 def disagreement(frame: bytes, form: FrameFormat) -> str:
-    """What header and codestream say differently, or an empty string. Only the head of the frame is needed."""
+    """How codestream and DICOM header contradict each other; empty if they agree. The head of the frame suffices."""
     found = inspect(frame)
     if found is None:
         return ""
     if (found.rows, found.columns, found.components) != (form.rows, form.columns, 1):
-        said = f"{found.rows} x {found.columns} pixels of {found.components} component(s)"
-        return f"the compressed frame has {said}, the header says {form.rows} x {form.columns} of 1"
-    # Codestreams other than JPEG 2000 know no sign and carry the bits of signed pixels.
+        size = f"{found.rows} x {found.columns} pixels of {found.components} component(s)"
+        return f"the compressed frame has {size}, the header says {form.rows} x {form.columns} of 1"
+    # Only JPEG 2000 states a sign; other codestreams hold the bit patterns of signed pixels as unsigned ones.
     if (found.signed and not form.signed) or found.bits > form.bits_allocated:
-        return f"the compressed frame has {'signed ' * found.signed}{found.bits}-bit pixels, the header says {form.bits_allocated}"
+        kind = f"{'signed ' * found.signed}{found.bits}-bit"
+        return f"the compressed frame has {kind} pixels, the header says {form.bits_allocated}"
     return ""
 
 
 def inspect(frame: bytes) -> Codestream | None:
-    """Size and depth from the frame header of JPEG and JPEG-LS (ITU-T T.81 B.2.2) or the SIZ marker of JPEG 2000 (T.800 A.5.1); None
-    where there is none in these bytes."""
+    """Size and depth of a codestream; None if these bytes do not hold its header.
+
+    From the frame header of JPEG and JPEG-LS (ITU-T T.81 B.2.2) or the SIZ marker of JPEG 2000 (ITU-T T.800 A.5.1).
+    """
     if frame[:4] == b"\xff\x4f\xff\x51" and len(frame) >= 43:
         x1, y1, x0, y0 = (int.from_bytes(frame[at : at + 4], "big") for at in (8, 12, 16, 20))
         depth = frame[42]
@@ -205,6 +192,7 @@ def inspect(frame: bytes) -> Codestream | None:
         if marker == 0xFF:  # fill byte
             at += 1
             continue
+        # SOF0 to SOF15, without DHT, JPG and DAC, which share their range; F7 is SOF55 of JPEG-LS.
         if (0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)) or marker == 0xF7:
             rows, columns = int.from_bytes(frame[at + 5 : at + 7], "big"), int.from_bytes(frame[at + 7 : at + 9], "big")
             return Codestream(rows, columns, frame[at + 9], frame[at + 4], False)
@@ -213,7 +201,7 @@ def inspect(frame: bytes) -> Codestream | None:
 
 
 def without_file_header(frame: bytes) -> bytes:
-    """The codestream alone: PS3.5 A.4.4 forbids the JP2 boxes before it, and some writers put them there."""
+    """The codestream without the JP2 boxes that some writers put before it, although PS3.5 A.4.4 forbids them."""
     if frame[4:8] != b"jP  ":
         return frame
     start = frame.find(b"\xff\x4f\xff\x51", 0, 4096)

@@ -1,4 +1,4 @@
-"""One DICOM file: its header up to the pixels, and where the pixels are; everything is checked before a single one is decoded.
+"""Parse one DICOM file: its header, and where its pixels are. All checks come before any pixel is decoded.
 
 Standard: DICOM PS3.5 (encoding), PS3.10 (files).
 """
@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from octfm.errors import ReadError
 from octfm.formats.dicom.codecs import DAMAGE, find_decoders
 from octfm.formats.dicom.gray import read_gray
-from octfm.formats.dicom.groups import Group, is_behind_header, read_groups
+from octfm.formats.dicom.groups import Elements, Group, is_behind_header, read_groups
 from octfm.formats.dicom.pixels import (
     MAX_BYTES,
     Pixels,
     check_encapsulated,
     check_native,
+    check_size,
     find_fragments,
     find_frames,
 )
+from octfm.formats.reasons import cannot_open
 from octfm.io.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
 from octfm.volume.volume import Shape3
 
@@ -36,22 +38,20 @@ _IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", 
 _NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
 
 _PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
-# Only these are ever parsed: names, birth dates and free text stay in the file.
+# Privacy: only these are ever parsed. Names, birth dates and free text stay in the file.
 ELEMENTS = (
     "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
     "Laterality", "ImageLaterality",
     "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
-    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID", "InstanceNumber",
-    "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth",
+    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID",
+    "InstanceNumber", "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth",
     "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
 
-_OF_A_PERSON = ("PN", "DA")
-"""Value representations that none of ELEMENTS has: one flipped bit makes the tag of a birth date that of the id."""
-
-Header = Any
-"""What has `.get(keyword)`: a pydicom Dataset, or a dict where several files make one volume."""
+# No ELEMENT is a person's name or a date. In a damaged file one can be: a flipped bit turns the tag of the birth date
+# into that of the patient's id.
+_PERSONAL_VRS = ("PN", "DA")
 
 
 class FileHeader:
@@ -59,22 +59,23 @@ class FileHeader:
 
     def __init__(self, dataset: "Dataset", groups: Group, file_meta: "FileMetaDataset"):
         self._dataset, self._groups, self.file_meta = dataset, groups, file_meta
-        self.implicit = bool(dataset.original_encoding[0])
+        self.implicit = bool(dataset.original_encoding[0])  # as found: the transfer syntax may be missing or wrong
 
-    def get(self, keyword: str) -> Any:
+    def get(self, keyword: str, /) -> Any:
         if keyword in self._groups:
             return self._groups[keyword]
         from pydicom.tag import Tag
 
         element = self._dataset.get(Tag(keyword))
-        return None if element is None or element.VR in _OF_A_PERSON else element.value
+        return None if element is None or element.VR in _PERSONAL_VRS else element.value
 
 
 @dataclass(frozen=True)
 class OpenFile:
+    """A DICOM file whose header is read and whose stream is open."""
+
     uri: str
-    dataset: "FileHeader"
-    """Up to the pixels."""
+    dataset: FileHeader
     stream: BinaryIO
     size: int
     pixel_offset: int
@@ -82,7 +83,7 @@ class OpenFile:
 
 @contextmanager
 def parsed(uri: str, whole: bool = False) -> Iterator[OpenFile]:
-    """The file, open, its header read. What damaged input makes fail inside the block becomes ReadError `unreadable`, too."""
+    """Open a file and read its header. Errors of damaged input inside the block become ReadError unreadable as well."""
     with guarded(uri, whole) as file:
         dataset, stream, size = _parse(file, uri)
         yield OpenFile(uri, dataset, stream, size, stream.tell())
@@ -90,22 +91,20 @@ def parsed(uri: str, whole: bool = False) -> Iterator[OpenFile]:
 
 @contextmanager
 def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
-    """The file, open for a parser, whose errors are those of `refusing_damage`."""
+    """Open a file for a parser; its errors are converted by `refusing_damage`."""
     with refusing_damage(uri), open_file(uri, whole=whole) as file:
         yield file
 
 
 @contextmanager
 def refusing_damage(uri: str) -> Iterator[None]:
-    """What damaged input makes pydicom raise, when it parses or when a value is first looked at, becomes ReadError `unreadable`."""
+    """Convert what pydicom raises on damaged input, while parsing or at first access to a value, to ReadError."""
     damaged = _damage()
     try:
         with _quiet_pydicom():
             yield
     except OSError as error:
-        raise ReadError(
-            "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
-        ) from error
+        raise cannot_open(uri, error) from error
     except damaged as error:
         # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
         raise ReadError(
@@ -121,9 +120,10 @@ def _damage() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _quiet_pydicom() -> Iterator[None]:
-    """pydicom's warnings and log lines quote values of the file; what matters in them is checked here and has a code."""
+    """Silence pydicom: its warnings quote values of the file. What matters in them is checked here and has a code."""
     from pydicom import config
 
+    # A global setting of pydicom, restored for other users in this process.
     before = config.settings.reading_validation_mode
     config.settings.reading_validation_mode = config.IGNORE
     try:
@@ -134,7 +134,8 @@ def _quiet_pydicom() -> Iterator[None]:
         config.settings.reading_validation_mode = before
 
 
-def _parse(file: BinaryIO, uri: str) -> tuple["FileHeader", BinaryIO, int]:
+def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
+    """Header, stream and size; both are of the inflated content for a deflated file."""
     from pydicom.filereader import read_partial
 
     size = file.seek(0, io.SEEK_END)
@@ -155,40 +156,42 @@ def _parse(file: BinaryIO, uri: str) -> tuple["FileHeader", BinaryIO, int]:
 
 
 def _refuse_other_formats(head: bytes, uri: str) -> None:
-    """Content decides: the DICM magic, or without preamble a first element of group 2 or 8 as every DICOM dataset has."""
+    """Accept the DICM magic, or, without a preamble, a first element of group 2 or 8, as every dataset starts."""
     if head[128:132] == b"DICM":
         return
     first = head[:4]
     explicit = len(head) >= 8 and head[4:6].isalpha() and head[4:6].isupper()
-    group = int.from_bytes(first[:2], "little") if first[:1] != b"\0" else int.from_bytes(first[:2], "big")
-    element = int.from_bytes(first[2:4], "little" if first[:1] != b"\0" else "big")
+    order = "big" if first[:1] == b"\0" else "little"  # group 0002 or 0008: the zero byte comes first in big endian
+    group, element = int.from_bytes(first[:2], order), int.from_bytes(first[2:4], order)
     short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
     if group not in (2, 8) or element > 0x0100 or not (explicit or short):
-        kind = (
-            "a ZIP archive inside another or without the ending .zip; unpack it"
-            if head[:2] == b"PK"
-            else "no format that octfm reads"
-        )
+        zipped = "a ZIP archive inside another or without the ending .zip; unpack it"
+        kind = zipped if head[:2] == b"PK" else "no format that octfm reads"
         raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
 
 
 def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
-    """Everything after the meta group of a deflated file, bounded: what its own header does not explain is a decompression bomb."""
+    """The inflated dataset of a deflated file.
+
+    Raises ReadError decompression_bomb for more bytes than archives may inflate to, unless the dataset's own header
+    accounts for them.
+    """
     if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
         raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
     file.seek(144 + int.from_bytes(head[140:144], "little"))
-    # Not a bytearray: that would be copied as a whole to become a stream.
+    # Not a bytearray: turning it into a stream would copy all of it.
     inflater, packed, body = zlib.decompressobj(-zlib.MAX_WBITS), file.read(), io.BytesIO()
-    size, most, asked = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed))), False
+    size, limit = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed)))
+    header_consulted = False
     while packed and not inflater.eof:
         body.write(inflater.decompress(packed, 2**24))
         packed = inflater.unconsumed_tail
-        if body.tell() > most and not asked:
-            asked, most = True, max(most, _declared_bytes(body))
-        if body.tell() > most:
+        if body.tell() > limit and not header_consulted:
+            header_consulted, limit = True, max(limit, _declared_bytes(body))
+        if body.tell() > limit:
             raise ReadError(
                 "decompression_bomb",
-                f"{uri}: {size:,} deflated bytes inflate beyond {most:,}, more than their header explains",
+                f"{uri}: {size:,} deflated bytes inflate to more than {limit:,}, which its header does not account for",
             )
     if not inflater.eof:
         raise ReadError(
@@ -199,7 +202,10 @@ def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
 
 
 def _declared_bytes(body: io.BytesIO) -> int:
-    """Bytes up to the end of the pixel data, as the header at the beginning of `body` says, or 0: a blank scan deflates a thousandfold."""
+    """Bytes up to the end of the pixel data according to the header at the start of `body`; 0 if it cannot be parsed.
+
+    A genuine file may need this much: a blank scan deflates to a thousandth.
+    """
     end = body.tell()
     try:
         body.seek(0)
@@ -227,7 +233,7 @@ def _tags() -> list[Any]:
     return [Tag(keyword) for keyword in ELEMENTS]
 
 
-def _deflated_meta():
+def _deflated_meta() -> "FileMetaDataset":
     from pydicom.dataset import FileMetaDataset
     from pydicom.uid import DeflatedExplicitVRLittleEndian
 
@@ -237,7 +243,7 @@ def _deflated_meta():
 
 
 def locate_pixels(file: OpenFile) -> Pixels:
-    """Find the pixel data, and prove without decoding that all of it is there. Raises ReadError."""
+    """Find the pixel data and check, without decoding, that it is complete. Raises ReadError."""
     dataset, stream, uri = file.dataset, file.stream, file.uri
     transfer_syntax = text(dataset.file_meta, "TransferSyntaxUID")
     big_endian = transfer_syntax == _BIG_ENDIAN
@@ -252,8 +258,8 @@ def locate_pixels(file: OpenFile) -> Pixels:
         raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
     native = not transfer_syntax or transfer_syntax in _NATIVE
     if not native:
-        find_decoders(transfer_syntax, uri)  # first: what an unknown syntax looks like inside, nobody can say
-    if native != (length != 0xFFFFFFFF):
+        find_decoders(transfer_syntax, uri)  # raises first: the bytes of an unknown syntax cannot be checked
+    if native != (length != 0xFFFFFFFF):  # encapsulated pixel data have an undefined length (PS3.5 A.4)
         declared, found = ("uncompressed", "encapsulated") if native else ("encapsulated", "not")
         raise ReadError(
             "decode_failed", f"{uri}: transfer syntax says {declared} pixel data, but they are {found}; export it again"
@@ -274,7 +280,7 @@ def locate_pixels(file: OpenFile) -> Pixels:
 
 
 def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bool) -> tuple[str | None, str, int, int]:
-    """Keyword (None: there is no pixel element), VR, offset of the value, its declared length."""
+    """Keyword (None if there is no pixel element), VR, offset of the value, its declared length."""
     stream.seek(offset)
     head = stream.read(12)
     order = "big" if big_endian else "little"
@@ -282,12 +288,12 @@ def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bo
     keyword = _PIXEL_ELEMENTS.get(tag)
     if keyword is None or len(head) < (8 if implicit else 12):
         return None, "", offset, 0
-    if implicit:
+    if implicit:  # implicit VR pixel data are always OW (PS3.5 A.1)
         return keyword, "OW", offset + 8, int.from_bytes(head[4:8], order)
     return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
 
 
-def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, int, int, bool, bool]:
+def _pixel_format(dataset: Elements, keyword: str, uri: str) -> tuple[Shape3, int, int, bool, bool]:
     """Shape, bits allocated, bits stored, whether the lowest value is white, whether values are signed."""
     shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
     allocated = integer(dataset, "BitsAllocated", 0)
@@ -298,35 +304,35 @@ def _pixel_format(dataset: "Header", keyword: str, uri: str) -> tuple[Shape3, in
     if keyword != "PixelData" or not grayscale or allocated not in (8, 16) or not 1 <= stored <= allocated:
         raise ReadError(
             "unsupported_pixels",
-            f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, {'signed' if signed else 'unsigned'}, "
-            f"{photometric[:16] or 'no photometric interpretation'}; expected 8- or 16-bit MONOCHROME1 or MONOCHROME2",
+            f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, "
+            f"{'signed' if signed else 'unsigned'}, {photometric[:16] or 'no photometric interpretation'}; "
+            "expected 8- or 16-bit MONOCHROME1 or MONOCHROME2",
         )
-    d, h, w = shape
-    if min(shape) < 1 or d * h * w * allocated // 8 > MAX_BYTES:
-        raise ReadError(
-            "absurd_size",
-            f"{uri}: {d} frames of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes",
-        )
+    check_size(shape, uri, allocated // 8)
     return shape, allocated, stored, photometric == "MONOCHROME1", signed == 1
 
 
-def text(dataset: Header, keyword: str) -> str:
-    """Empty where the value is not what a person would write: a damaged length takes the elements behind it in, names and all."""
+def text(dataset: Elements, keyword: str) -> str:
+    """A value as text; empty if it is not printable.
+
+    A damaged length makes a value swallow the elements after it, which may include a name. Their binary headers are
+    not printable.
+    """
     value = dataset.get(keyword)
-    # Not str of several values: that would be their repr, in which control characters are escaped.
+    # str() of several values is their repr, whose escapes would hide control characters from isprintable().
     several = value is not None and not isinstance(value, str) and hasattr(value, "__iter__")
     found = " ".join(map(str, cast(Any, value))) if several else "" if value is None else str(value)
     found = found.strip().strip("\0")
     return found if found.isprintable() else ""
 
 
-def integer(dataset: Header, keyword: str, default: int) -> int:
+def integer(dataset: Elements, keyword: str, default: int) -> int:
     value = dataset.get(keyword)
     return default if value is None or value == "" else int(value)
 
 
-def referenced_uids(dataset: Header) -> tuple[str, ...]:
-    """SOP Instance UIDs of referenced images, wherever the writer put them: by series, by image, or as what a frame is derived from."""
+def referenced_uids(dataset: Elements) -> tuple[str, ...]:
+    """SOP Instance UIDs of referenced images, from all places where writers put them: series, images, source images."""
     items = [
         i
         for series in dataset.get("ReferencedSeriesSequence") or []

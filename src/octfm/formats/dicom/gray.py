@@ -1,32 +1,35 @@
-"""Signed pixels to gray values: which number is black and which is white is said by the Modality LUT and the window, never guessed.
+"""Signed pixels to gray values. The Modality LUT and the window state which number is black; it is never guessed.
 
-Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2.9 and .10 (their functional groups). OCT images are
-unsigned by PS3.3 C.8.17.7, and unsigned ones are read as they are; signed ones come from conversion software.
+Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2.9 and .10 (their functional groups).
+PS3.3 C.8.17.7 requires unsigned OCT images, which are read as they are; signed ones come from conversion software.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from octfm.errors import ReadError
+from octfm.formats.dicom.groups import Elements
 
 
 @dataclass(frozen=True)
 class Gray:
-    """What a header says about the meaning of stored values."""
+    """Meaning of the stored values according to the header."""
 
     slope: float = 1.0
     intercept: float = 0.0
     """Modality value = slope x stored value + intercept."""
     window: tuple[float, float] | None = None
-    """Centre and width of the modality values that a display shows from black to white."""
+    """Centre and width of the range of modality values that a display shows from black to white."""
 
 
-def read_gray(dataset: Any, uri: str) -> Gray:
-    """From the top level, shared or per-frame functional groups; all frames must mean the same. Raises ReadError unsupported_pixels."""
+def read_gray(dataset: Elements, uri: str) -> Gray:
+    """Rescale and window from the top level, shared or per-frame functional groups.
+
+    Raises ReadError unsupported_pixels where frames differ or the slope is 0.
+    """
     rescale = _stated(dataset, "PixelValueTransformationSequence", ("RescaleSlope", "RescaleIntercept"), uri)
     window = _stated(dataset, "FrameVOILUTSequence", ("WindowCenter", "WindowWidth"), uri)
     if rescale is not None and rescale[0] == 0:
@@ -38,13 +41,14 @@ def read_gray(dataset: Any, uri: str) -> Gray:
 
 
 def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, uri: str) -> np.ndarray:
-    """The gray values of two's complement `stored` [D, H, W] in unsigned numbers of the same width, white at full scale. They take the
-    place of `stored`: a second volume would not fit into a worker's memory.
+    """Convert two's complement `stored` [D, H, W] in place to unsigned values of the same width, white at full scale.
 
-    Black is modality value 0 where no stored value can lie below it, or where none does; else the window says what is black and white.
-    `inverted` is MONOCHROME1. Raises ReadError unsupported_pixels where black would be a guess.
+    Black is modality value 0 if no stored value can lie below it. Otherwise the window states black and white; without
+    one, black is 0 if no stored value does lie below it. `inverted` is MONOCHROME1. Raises ReadError unsupported_pixels
+    where black would be a guess. In place, because a second volume would not fit into a worker's memory.
     """
     unused = 8 * stored.dtype.itemsize - bits_stored
+    # Shifting left and back extends the sign from BitsStored to the whole word; bits above it may hold anything.
     values = np.left_shift(stored, np.array(unused, stored.dtype), out=stored).view(f"i{stored.dtype.itemsize}")
     np.right_shift(values, np.array(unused, values.dtype), out=values)
     ends = sorted(gray.slope * end + gray.intercept for end in (-(2 ** (bits_stored - 1)), 2 ** (bits_stored - 1) - 1))
@@ -57,17 +61,18 @@ def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, u
         if lowest < 0 or white <= 0:
             raise ReadError(
                 "unsupported_pixels",
-                f"{uri}: signed pixels with values down to {lowest:g}, and neither a rescale nor a window says which value is black; "
-                "export it as unsigned grayscale",
+                f"{uri}: signed pixels with values down to {lowest:g}, and neither a rescale nor a window states which "
+                "value is black; export it as unsigned grayscale",
             )
-    full, scale = np.iinfo(stored.dtype).max, np.iinfo(stored.dtype).max / (white - black)
+    full = np.iinfo(stored.dtype).max
+    scale = full / (white - black)
     for number, frame in enumerate(values):  # one B-scan at a time: float64 is four times the volume
         stored[number] = np.rint(((gray.slope * frame + gray.intercept - black) * scale).clip(0, full))
     return np.invert(stored, out=stored) if inverted else stored
 
 
-def _stated(dataset: Any, sequence: str, keywords: tuple[str, str], uri: str) -> tuple[float, float] | None:
-    """The two numbers, wherever they are; None where they are nowhere."""
+def _stated(dataset: Elements, sequence: str, keywords: tuple[str, str], uri: str) -> tuple[float, float] | None:
+    """The two numbers from the top level or the functional groups; None if they are in neither."""
     groups = [
         item
         for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
@@ -78,18 +83,18 @@ def _stated(dataset: Any, sequence: str, keywords: tuple[str, str], uri: str) ->
     if len(found) > 1 or not all(map(isfinite, next(iter(found), ()))):
         raise ReadError(
             "unsupported_pixels",
-            f"{uri}: {' and '.join(keywords)} differ from B-scan to B-scan or are no numbers; export it again",
+            f"{uri}: {' and '.join(keywords)} differ from B-scan to B-scan or are not finite; export it again",
         )
     return next(iter(found), None)
 
 
-def _pair(place: Any, keywords: tuple[str, str]) -> tuple[float, float] | None:
+def _pair(place: Elements, keywords: tuple[str, str]) -> tuple[float, float] | None:
     values = []
     for keyword in keywords:
         value: Any = place.get(keyword)
-        several = not isinstance(value, str | None) and hasattr(value, "__iter__")
-        first = next(iter(cast(Iterable[Any], value)), None) if several else value  # of several windows the first
-        if first is None or first == "":
+        if not isinstance(value, str) and hasattr(value, "__iter__"):
+            value = next(iter(value), None)  # the first of several windows
+        if value is None or value == "":
             return None
-        values.append(float(first))
+        values.append(float(value))
     return values[0], values[1]

@@ -1,10 +1,11 @@
-"""Functional groups straight from their bytes: what geometry and gray values need, without a Dataset per frame (benchmarks/header_scan.py).
+"""Parse functional groups directly from their bytes: only what geometry and gray values need.
 
-Standard: DICOM PS3.5 7.1 (elements), 7.5 (sequences, of stated and of undefined length), PS3.3 C.7.6.16 (functional groups).
+This avoids a pydicom Dataset per frame; benchmarks/header_scan.py measures the difference.
+Standard: DICOM PS3.5 7.1 (elements), 7.5 (sequences, of stated and of undefined length), PS3.3 C.7.6.16.
 """
 
 import struct
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 _FIRST_GROUP = 0x52000000
 _PIXELS = (0x7FE00008, 0x7FE00009, 0x7FE00010)
@@ -34,26 +35,32 @@ _WANTED: dict[int, tuple[str, str]] = {
     0x00220039: ("OphthalmicImageOrientation", "CS"),
     0x00220032: ("ReferenceCoordinates", "FL"),
 }
-"""Tag -> keyword and what it holds."""
+"""Tag -> keyword and value representation."""
 _SEQUENCES = {tag for tag, (_, kind) in _WANTED.items() if kind == "SQ"}
 _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _UNDEFINED = 0xFFFFFFFF
 _LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}
 _DEEPEST = 16
 _STEP = 2**18
-"""Bytes read at once of a sequence that does not say how long it is."""
+"""Bytes read at once of a sequence of undefined length."""
 
 Group = dict[str, Any]
 """Keyword -> list of Groups, list of decimal strings, tuple of floats, or text."""
 
 
+class Elements(Protocol):
+    """Elements by keyword: a pydicom Dataset, a FileHeader, or a dict such as a functional group."""
+
+    def get(self, keyword: str, /) -> Any: ...
+
+
 def is_behind_header(tag: int, _vr: str | None, _length: int) -> bool:
-    """Where pydicom stops: functional groups, and all that comes after them."""
+    """Stop condition for pydicom: the functional groups and everything after them."""
     return tag >= _FIRST_GROUP
 
 
 def read_groups(stream: BinaryIO, size: int, implicit: bool, big_endian: bool) -> Group:
-    """The functional groups from where the stream stands; it then stands at the pixel element, or at the end of the file.
+    """Read functional groups from the stream's position; leaves it at the pixel element, or at the end of the file.
 
     Raises EOFError, ValueError for a file that is cut or damaged here.
     """
@@ -63,6 +70,7 @@ def read_groups(stream: BinaryIO, size: int, implicit: bool, big_endian: bool) -
         head = stream.read(12)
         if len(head) < 8:
             return groups
+        # An element with a short length has a header of 8 bytes: the last one of a file may have no 12.
         tag, length, content = walk.element(head.ljust(12, b"\0"), 0)
         if tag in _PIXELS:
             stream.seek(start)
@@ -85,7 +93,7 @@ def read_groups(stream: BinaryIO, size: int, implicit: bool, big_endian: bool) -
 
 
 def _read_undefined(stream: BinaryIO, start: int, size: int, walk: "_Walk") -> tuple[list[Group], int]:
-    """Items up to the delimiter, and the bytes they take; ever more is read until the delimiter is there."""
+    """Items up to the delimiter, and their size in bytes. Reads ever larger pieces until one holds the delimiter."""
     step = _STEP
     while True:
         stream.seek(start)
@@ -99,7 +107,7 @@ def _read_undefined(stream: BinaryIO, start: int, size: int, walk: "_Walk") -> t
 
 
 class _Walk:
-    """One encoding: explicit or implicit VR, little or big endian."""
+    """A parser for one encoding: explicit or implicit VR, little or big endian."""
 
     def __init__(self, implicit: bool, big_endian: bool):
         order = ">" if big_endian else "<"
@@ -109,21 +117,21 @@ class _Walk:
         self._long = struct.Struct(order + "I").unpack_from
 
     def element(self, content: bytes, at: int) -> tuple[int, int, int]:
-        """Tag, length of the value (may be undefined), and where the value begins, relative to `at`."""
+        """Tag, length of the value (may be undefined), and offset of the value from `at`."""
         group, number = self._tag(content, at)
         tag = group << 16 | number
-        if self._implicit or group == 0xFFFE:
+        if self._implicit or group == 0xFFFE:  # items and delimiters never have a VR (PS3.5 7.5)
             return tag, self._long(content, at + 4)[0], 8
         if content[at + 4 : at + 6] in _LONG:
             return tag, self._long(content, at + 8)[0], 12
         return tag, self._short(content, at + 6)[0], 8
 
     def inside(self, content: bytes, at: int) -> "_Walk":
-        """How the sequence that begins here is encoded: one of unknown VR is implicit and little endian (PS3.5 6.2.2)."""
+        """The parser for the sequence at `at`: with VR UN its content is implicit and little endian (PS3.5 6.2.2)."""
         return _Walk(True, False) if not self._implicit and content[at + 4 : at + 6] == b"UN" else self
 
     def items(self, content: bytes, at: int, end: int | None, depth: int) -> tuple[list[Group], int]:
-        """Items of a sequence that ends at `end`, or where its delimiter says; and where that is."""
+        """Items of a sequence that ends at `end`, or at its delimiter if that is None; and the offset of its end."""
         if depth > _DEEPEST:
             raise ValueError("sequences nested deeper than any instrument nests them")
         found: list[Group] = []
@@ -133,7 +141,7 @@ class _Walk:
             if tag == _SEQUENCE_END:
                 return found, at
             if tag != _ITEM:
-                raise ValueError("a sequence holds something that is no item")
+                raise ValueError("a sequence holds something other than items")
             group, at = self._group(content, at, None if length == _UNDEFINED else at + length, depth)
             found.append(group)
         return found, at
@@ -144,6 +152,7 @@ class _Walk:
             raise IndexError("an item ends beyond what was read")
         while end is None or at < end:
             tag, length, head = self.element(content, at)
+            # Sequences that are not wanted are parsed as well if their length is undefined, to find their end.
             inner = self.inside(content, at) if length == _UNDEFINED or tag in _SEQUENCES else self
             at += head
             if tag == _ITEM_END:
@@ -164,5 +173,6 @@ class _Walk:
     def _value(self, value: bytes, kind: str) -> Any:
         if kind == "FL":
             return struct.unpack(f"{self._order}{len(value) // 4}f", value[: len(value) // 4 * 4])
+        # Decimal strings stay text: geometry.floats converts them and refuses what is not a number.
         words = value.decode("latin-1").strip(" \0")
         return words.split("\\") if kind == "DS" else words

@@ -1,4 +1,4 @@
-"""Files that are one volume together: parts of a concatenation, and B-scans of a series with a file each.
+"""Several files that form one volume: parts of a concatenation, or one file per B-scan of a series.
 
 Standard: DICOM PS3.3 C.7.6.16.2.2.4 (concatenations), 10.3 (instance numbers). The parts must lie in one folder.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from octfm.errors import ReadError
 from octfm.formats.dicom.file import ELEMENTS, OpenFile, integer, parsed, text
 from octfm.formats.dicom.geometry import Geometry
+from octfm.formats.dicom.groups import Elements
 from octfm.io.archive import list_folder, split_uri
 
 _FRAME_GROUPS = (
@@ -25,20 +26,20 @@ _FRAME_GROUPS = (
 )
 
 MAX_PARTS = 10_000
-"""No volume has as many files; a damaged number may claim two billions."""
+"""No volume has so many files; a damaged number may claim two billion."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a volume that several files may make."""
+    """A file that may be one of several that form a volume."""
 
     uri: str
     volume: str
-    """The same for all parts of a volume in a folder."""
+    """Identifies the volume among those in its folder."""
     number: int | None
-    """Its place: InConcatenationNumber, or the number of the B-scan."""
+    """InConcatenationNumber, or the InstanceNumber of a B-scan."""
     total: int | None
-    """Parts that there must be, where the file says so."""
+    """Number of parts, if the file states it."""
     sop_instance_uid: str
 
     @property
@@ -47,7 +48,7 @@ class Part:
 
 
 def part_of(file: OpenFile) -> Part | None:
-    """None for a file that is a volume by itself. One B-scan is never one."""
+    """The part that a file is; None for a file that is a volume by itself, which a single B-scan never is."""
     dataset = file.dataset
     identity = text(dataset, "SOPInstanceUID")
     if concatenation := text(dataset, "ConcatenationUID"):
@@ -56,19 +57,21 @@ def part_of(file: OpenFile) -> Part | None:
     series = text(dataset, "SeriesInstanceUID")
     if not series or integer(dataset, "NumberOfFrames", 1) != 1:
         return None
+    # A series may mix eyes and sizes, which are different volumes.
     form = [str(dataset.get(keyword) or "") for keyword in ("Rows", "Columns", "ImageLaterality", "Laterality")]
     return Part(file.uri, " ".join(["series", series, *form]), _number(dataset, "InstanceNumber"), None, identity)
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:
-    """By number, then by name as people count."""
+    """Sort by number, then by name with its numbers as numbers."""
     return sorted(parts, key=lambda part: (part.number is None, part.number or 0, _natural(part.uri)))
 
 
 def parts_beside(part: Part) -> list[Part]:
-    """All parts of its volume in its folder, on disk or in an archive, in order."""
+    """All parts of the same volume in its folder or archive, in order."""
     folder = os.path.dirname(part.uri)  # noqa: PTH120  (archive.zip!/ is no path)
     inside = split_uri(part.uri)
+    # The time stamp is part of the cache key: a folder that gains a file is read again. Buckets have no stamp.
     stamp = Path(inside[0] if inside else folder or ".").stat().st_mtime_ns if "://" not in folder else 0
     found = [other for other in _parts_in(folder, stamp) if other.volume == part.volume]
     return in_order(found if any(other.uri == part.uri for other in found) else [part])
@@ -76,23 +79,24 @@ def parts_beside(part: Part) -> list[Part]:
 
 @lru_cache(maxsize=8)
 def _parts_in(folder: str, _stamp: int) -> tuple[Part, ...]:
-    """Read once per folder and process: a series is read B-scan by B-scan, and a folder may hold many."""
+    """All parts in a folder. Cached until the folder changes: each file of a series asks for its siblings."""
     found = []
     for uri in list_folder(folder or "."):
         try:
             with parsed(uri) as file:
                 found.append(part_of(file))
         except ReadError:
-            continue  # no part of anything; a scan has told about it
+            continue  # not a part; a scan reports such files by themselves
     return tuple(part for part in found if part is not None)
 
 
-def merged(datasets: Sequence[Any], frames: Sequence[int]) -> dict[str, Any]:
-    """One header for several files: the first one's, with the functional groups of every frame."""
+def merged(datasets: Sequence[Elements], frames: Sequence[int]) -> dict[str, Any]:
+    """One header for several files: that of the first, with the functional groups of every frame."""
     groups = []
     for dataset, count in zip(datasets, frames, strict=True):
         shared = (dataset.get("SharedFunctionalGroupsSequence") or [{}])[0]
         own = list(dataset.get("PerFrameFunctionalGroupsSequence") or [])
+        # Single B-scan files may state their position at the top level.
         plain = {
             "PlanePositionSequence": [dataset] if dataset.get("ImagePositionPatient") else None,
             "PlaneOrientationSequence": [dataset] if dataset.get("ImageOrientationPatient") else None,
@@ -106,7 +110,7 @@ def merged(datasets: Sequence[Any], frames: Sequence[int]) -> dict[str, Any]:
     first = datasets[0]
     header = {keyword: first.get(keyword) for keyword in ELEMENTS}
     source = text(first, "SOPInstanceUIDOfConcatenationSource")
-    # In the files, what all frames share may differ from file to file.
+    # No shared group: what frames share within a file may differ between files.
     return header | {
         "SharedFunctionalGroupsSequence": [],
         "PerFrameFunctionalGroupsSequence": groups,
@@ -115,9 +119,10 @@ def merged(datasets: Sequence[Any], frames: Sequence[int]) -> dict[str, Any]:
 
 
 def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) -> None:
-    """Raises ReadError: missing_part, which names them; inconsistent_parts where one is there twice or nothing tells the order.
+    """Check that parts are complete. Raises ReadError missing_part, which names them, and inconsistent_parts.
 
-    Without `geometry`, what is wrong whatever the positions say: copies, and gaps in a concatenation.
+    Without `geometry` only what positions cannot excuse is checked: copies, and gaps in a concatenation. With it,
+    B-scans at even positions need no numbers: nothing can be missing between them.
     """
     uri, joined = parts[0].uri, parts[0].concatenated
     what = "parts of the concatenation" if joined else "B-scans of the series"
@@ -130,15 +135,16 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
     by_position = geometry is not None and geometry.spacing_source.endswith("+positions")
     even = by_position and geometry is not None and "uneven_positions" not in geometry.flags
     numbers = [part.number for part in parts if part.number is not None]
+    # Without a gap in their positions no B-scan of a series is missing, whatever their numbers are.
     if not joined and (geometry is None or even):
         return
     if (joined or not by_position) and (_twice(numbers) or len(numbers) < len(parts)):
-        problem = (
-            f"number {_listed(_twice(numbers))} is there more than once" if _twice(numbers) else "some have no number"
-        )
+        repeated = _twice(numbers)
+        problem = f"number {_listed(repeated)} occurs more than once" if repeated else "some have no number"
         raise ReadError(
             "inconsistent_parts", f"{uri}: among {len(parts)} {what}, {problem}; remove copies, or export it again"
         )
+    # A concatenation counts from 1; instance numbers of a series may start anywhere.
     first = 1 if joined else min(numbers, default=1)
     last = max([*numbers, *(part.total for part in parts if part.total)], default=0)
     if last - min([first, *numbers]) > MAX_PARTS:
@@ -150,7 +156,8 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
     if absent := sorted(set(expected) - set(numbers)):
         raise ReadError(
             "missing_part",
-            f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; put all files of the volume there",
+            f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; "
+            "put all files of the volume there",
         )
 
 
@@ -162,7 +169,7 @@ def _listed(numbers: Sequence[int], most: int = 8) -> str:
     return ", ".join(map(str, numbers[:most])) + (" and more" if len(numbers) > most else "")
 
 
-def _number(dataset: Any, keyword: str) -> int | None:
+def _number(dataset: Elements, keyword: str) -> int | None:
     value = dataset.get(keyword)
     return None if value in (None, "") else int(value)
 

@@ -1,8 +1,9 @@
-"""Where the pixels of a DICOM file lie, whether they are all there, and their decoding.
+"""Locate the pixels of a DICOM file, check that they are complete, and decode them.
 
-pydicom drops encapsulated pixel data without its end and only warns about surplus frames, so the fragments are walked here
-(DICOM PS3.5 A.4): two dozen bytes are read per fragment, nothing is decoded. Which fragments make a frame is told by their first bytes;
-offset tables, basic or extended, are not believed: writers leave them empty, or copy them from another compression.
+pydicom drops encapsulated pixel data without an end marker and only warns about surplus frames. Therefore the fragments
+are walked here (DICOM PS3.5 A.4): two dozen bytes are read per fragment, nothing is decoded. The first bytes of each
+fragment show where frames begin. Offset tables, basic or extended, are ignored: writers leave them empty, or copy them
+from another compression.
 """
 
 import sys
@@ -29,13 +30,13 @@ MAX_BYTES = 2 * 2**30
 
 _ITEM, _DELIMITER = 0xFFFEE000, 0xFFFEE0DD
 _HEAD = 4096
-"""Bytes of a compressed frame in which its size is looked for."""
+"""Bytes of a compressed frame that are searched for its size."""
 _PIECE = 2**24
 _JP2 = b"\0\0\0\x0cjP  "
 
 
-Frame = tuple[tuple[int, int], ...]
-"""(offset, length) of the fragments of one compressed frame."""
+Fragments = tuple[tuple[int, int], ...]
+"""(offset, length) of fragments, of one compressed frame or of all."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Pixels:
     """First byte of the value: of the first voxel, or of the offset table item when encapsulated."""
     length: int
     """Bytes of the value, without the sequence delimiter."""
-    frames: tuple[Frame, ...] | None
-    """Where each compressed frame lies, None when not encapsulated."""
+    frames: tuple[Fragments, ...] | None
+    """Position of each compressed frame, None when not encapsulated."""
     gray: Gray | None = None
-    """Of signed values, which say nothing by themselves about black and white; None where they are unsigned."""
+    """Meaning of signed values, whose black and white must be stated; None for unsigned ones."""
 
     @property
     def bytes_expected(self) -> int:
@@ -69,8 +70,18 @@ class Pixels:
         return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.bits_stored, self.gray is not None)
 
 
-def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[tuple[tuple[int, int], ...], int]:
-    """((offset, length) of every fragment, bytes up to the delimiter). Raises ReadError: truncated_pixel_data, decode_failed."""
+def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
+    """Call this before allocating memory for the volume. Raises ReadError absurd_size."""
+    d, h, w = shape
+    if min(shape) < 1 or d * h * w * bytes_per_voxel > MAX_BYTES:
+        raise ReadError(
+            "absurd_size",
+            f"{uri}: {d} B-scans of {h} x {w} pixels; expected 1 or more of each and at most {MAX_BYTES:,} bytes",
+        )
+
+
+def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[Fragments, int]:
+    """All fragments, and the bytes up to the delimiter. Raises ReadError: truncated_pixel_data, decode_failed."""
     fragments: list[tuple[int, int]] = []
     position = offset
     while True:
@@ -79,7 +90,7 @@ def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[
         if len(head) < 8:
             raise _truncated(
                 uri,
-                f"pixel data ends at byte {size:,} without its end marker, after {max(len(fragments) - 1, 0)} fragments",
+                f"pixel data ends at byte {size:,} without an end marker, after {max(len(fragments) - 1, 0)} fragments",
             )
         tag = int.from_bytes(head[:2], "little") << 16 | int.from_bytes(head[2:4], "little")
         length = int.from_bytes(head[4:], "little")
@@ -88,7 +99,7 @@ def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[
         if tag != _ITEM:
             raise ReadError(
                 "decode_failed",
-                f"{uri}: byte {position:,} should start a fragment but does not; the pixel data are damaged, fetch it again",
+                f"{uri}: no fragment at byte {position:,}; the pixel data are damaged, fetch it again",
             )
         if position + 8 + length > size:
             raise _truncated(uri, f"fragment {len(fragments)} has {max(size - position - 8, 0):,} of {length:,} bytes")
@@ -98,29 +109,29 @@ def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[
 
 
 def check_native(pixels: Pixels, size: int, uri: str) -> None:
-    """Uncompressed: declared length, bytes in the file and rows x columns x frames must agree."""
+    """Check that declared length, bytes in the file and rows x columns x frames of uncompressed pixels agree."""
     available = size - pixels.offset
     frame = pixels.bytes_expected // pixels.shape[0]
     if available < pixels.length:
         raise _truncated(uri, f"pixel data has {max(available, 0):,} of {pixels.length:,} bytes")
-    # An even length is required, and some writers pad to a machine word.
+    # DICOM requires an even length, and some writers pad to a machine word of 8 bytes.
     if not 0 <= pixels.length - pixels.bytes_expected <= 8:
         raise ReadError(
             "frame_count_mismatch",
-            f"{uri}: NumberOfFrames is {pixels.shape[0]}, but the pixel data hold {pixels.length / frame:.4g} B-scans of "
-            f"{pixels.shape[1]} x {pixels.shape[2]}; export it again",
+            f"{uri}: NumberOfFrames is {pixels.shape[0]}, but the pixel data hold {pixels.length / frame:.4g} B-scans "
+            f"of {pixels.shape[1]} x {pixels.shape[2]}; export it again",
         )
 
 
 def find_frames(
     stream: BinaryIO,
-    fragments: tuple[tuple[int, int], ...],
+    fragments: Fragments,
     transfer_syntax: str,
     count: int,
     manufacturer: str,
     uri: str,
-) -> tuple[Frame, ...]:
-    """Compressed: as many codestreams as frames, each with its beginning and its end, however many fragments it is cut into.
+) -> tuple[Fragments, ...]:
+    """Group fragments into frames; each codestream must have its beginning and end, and there must be `count` of them.
 
     Raises ReadError: missing_pixel_data, scrambled_pixels, decode_failed, frame_count_mismatch, truncated_pixel_data.
     """
@@ -150,12 +161,14 @@ def find_frames(
     if len(starts) != count:
         raise ReadError(
             "frame_count_mismatch",
-            f"{uri}: NumberOfFrames is {count}, but the pixel data hold {len(starts)} compressed B-scans; export it again",
+            f"{uri}: NumberOfFrames is {count}, but the pixel data hold {len(starts)} compressed B-scans; "
+            "export it again",
         )
     frames = tuple(fragments[i:j] for i, j in zip(starts, [*starts[1:], len(fragments)], strict=True))
     if transfer_syntax != RLE:
         for number, frame in enumerate(frames):
             at, length = frame[-1]
+            # Fragments have an even length: a zero byte may follow the end marker FF D9.
             tail = _bytes_at(stream, at + max(length - 16, 0), min(length, 16))
             if not tail.rstrip(b"\0").endswith(b"\xff\xd9"):
                 raise _truncated(uri, f"B-scan {number} of {count} has no end of codestream")
@@ -163,21 +176,22 @@ def find_frames(
 
 
 def check_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> None:
-    """Codestream and DICOM header must say the same of the first frame. Raises ReadError: decode_failed."""
-    assert pixels.frames  # find_frames has found as many as there must be
+    """Check that codestream and DICOM header agree on the first frame. Raises ReadError decode_failed."""
+    assert pixels.frames  # find_frames returns one per frame
     at, length = pixels.frames[0][0]
     if problem := disagreement(without_file_header(_bytes_at(stream, at, min(length, _HEAD))), pixels.frame_format):
         raise ReadError("decode_failed", f"{uri}: {problem}; export it again")
 
 
 def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
-    """Whether all voxels are equal. A few bytes tell for nearly every file; only suspicious ones are read or decoded."""
-    if pixels.gray is not None:  # rare, and whether it can be read at all may be for its values to say
+    """Whether all voxels are equal. A few bytes rule it out for nearly every file; only the others are decoded."""
+    if pixels.gray is not None:  # rare; whether signed pixels are readable may depend on their values
         return bool(np.ptp(decode(stream, pixels, uri)) == 0)
     if pixels.frames is None:
         middle = pixels.offset + pixels.bytes_expected // 2
         probe = np.frombuffer(_bytes_at(stream, middle, min(4096, pixels.bytes_expected // 2)), np.uint8)
         return not (probe.size and np.ptp(probe)) and bool(np.ptp(decode(stream, pixels, uri)) == 0)
+    # Blank frames compress to equal bytes.
     if len({sum(length for _, length in frame) for frame in pixels.frames}) > 1:
         return False
     first = _content(stream, pixels.frames[0])
@@ -189,8 +203,8 @@ def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
 def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
     """Voxels [D, H, W], uint8 or uint16, white at full scale whatever BitsStored and PhotometricInterpretation say.
 
-    Raises ReadError: unsupported_transfer_syntax, unsupported_pixels, decode_failed. The transfer syntax in the header is believed or
-    refused, never changed.
+    Raises ReadError: unsupported_transfer_syntax, unsupported_pixels, decode_failed; also where the pixels contradict
+    the transfer syntax of the header, for which no other is tried.
     """
     stored = _decode_native(stream, pixels) if pixels.frames is None else _decode_encapsulated(stream, pixels, uri)
     if pixels.gray is not None:
@@ -205,19 +219,16 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
 
 def _decode_native(stream: BinaryIO, pixels: Pixels) -> np.ndarray:
     stream.seek(pixels.offset)
+    # Read in pieces into the array that then holds the voxels. Its size is even, to swap the bytes of 16-bit words.
     content, at = np.empty(pixels.bytes_expected + pixels.bytes_expected % 2, np.uint8), 0
     while at < len(content) and (count := stream.readinto(content[at : at + _PIECE].data)):  # type: ignore[attr-defined]
         at += count
     content = content[:at]
-    if pixels.bits_allocated == 16:
-        stored = content.view(np.uint16)
-        if pixels.big_endian == (sys.byteorder == "little"):
-            stored.byteswap(inplace=True)
-    elif pixels.big_endian and pixels.vr == "OW":  # 8-bit pixels in big-endian words: PS3.5 annex A.3
-        content.view(np.uint16).byteswap(inplace=True)
-        stored = content
-    else:
-        stored = content
+    stored = content.view(np.uint16) if pixels.bits_allocated == 16 else content
+    if pixels.bits_allocated == 16 and pixels.big_endian == (sys.byteorder == "little"):
+        stored.byteswap(inplace=True)
+    elif pixels.bits_allocated == 8 and pixels.big_endian and pixels.vr == "OW":
+        content.view(np.uint16).byteswap(inplace=True)  # pairs of 8-bit pixels are big-endian words (PS3.5 A.3)
     return stored[: int(np.prod(pixels.shape))].reshape(pixels.shape)
 
 
@@ -238,12 +249,12 @@ def _decode_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarr
 def scrambled(uri: str) -> ReadError:
     return ReadError(
         "scrambled_pixels",
-        f"{uri}: Zeiss pixel data that start no codestream: scrambled for Zeiss' own software; export it from FORUM or CIRRUS as "
-        "unscrambled DICOM, or as .img",
+        f"{uri}: Zeiss pixel data that do not start a codestream: scrambled for Zeiss' own software; export it from "
+        "FORUM or CIRRUS as unscrambled DICOM, or as .img",
     )
 
 
-def _content(stream: BinaryIO, frame: Frame) -> bytes:
+def _content(stream: BinaryIO, frame: Fragments) -> bytes:
     return without_file_header(b"".join(_bytes_at(stream, *fragment) for fragment in frame))
 
 

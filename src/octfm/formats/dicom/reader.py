@@ -1,4 +1,4 @@
-"""Ophthalmic Tomography DICOM to a Volume, from one file or from several that are one volume.
+"""Read Ophthalmic Tomography DICOM, one file or several that form one volume, into a Volume.
 
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD).
 """
@@ -14,9 +14,10 @@ from octfm.errors import ReadError
 from octfm.formats.declared import declared_way_up
 from octfm.formats.dicom.file import OpenFile, locate_pixels, parsed, referenced_uids, refusing_damage, text
 from octfm.formats.dicom.geometry import Geometry, read_geometry
+from octfm.formats.dicom.groups import Elements
 from octfm.formats.dicom.parts import Part, expect_all_parts, merged, part_of, parts_beside
 from octfm.formats.dicom.pixels import MAX_BYTES, Pixels, decode, is_blank
-from octfm.formats.reasons import REASONS, Header
+from octfm.formats.reasons import REASONS, Header, blank
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Laterality, Layout, Shape3, Volume
@@ -31,7 +32,7 @@ _LEFT_OUT = {
     "1.2.840.10008.5.1.4.1.1.77.1.5.6": "photograph",
     "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
 }
-"""SOP classes that come with OCT and are not it (PS3.4 B.5) -> reason code; every other one is not_oct."""
+"""SOP classes exported along with OCT (PS3.4 B.5) -> reason code; all others get not_oct."""
 _SCANNERS = (
     ("heidelberg_spectralis", "heidelberg", r"spectralis"),
     ("topcon_maestro2", "topcon", r"maestro ?-?2"),
@@ -41,32 +42,32 @@ _SCANNERS = (
 
 
 def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Volume:
-    """The Volume of an Ophthalmic Tomography file, or of all files that are one volume with it; white is `full_scale`.
+    """The Volume of an Ophthalmic Tomography file, or of all files that form one volume with it; white is `full_scale`.
 
-    Raises ReadError, not_raster for one that is of none of these `layouts`.
+    Raises ReadError; not_raster for a layout that is not among `layouts`.
     """
     uri = str(uri)
     with parsed(uri, whole=True) as file:
-        _expect_oct(file)
-        part = part_of(file)
-        if part is None:
-            pixels = locate_pixels(file)
-            header, geometry = _describe(file.dataset, pixels, pixels.shape, uri, layouts)
+        found = _inspect(file, layouts)
+        if not isinstance(found, Part):
+            header, geometry, pixels = found
             voxels = decode(file.stream, pixels, uri)
-    if part is not None:
+    if isinstance(found, Part):
         with refusing_damage(uri):
-            parts = parts_beside(part)
+            parts = parts_beside(found)
             header, geometry, _ = _inspect_parts(parts, layouts)
             voxels, pixels = _decode_parts(parts, header.shape)
+    # Plane by plane: the comparison of the whole volume would take another byte per voxel.
     if all((plane == voxels[0, 0, 0]).all() for plane in voxels):
-        raise _blank(uri)
+        raise blank(uri)
     if geometry.frame_order is not None:
         _reorder(voxels, geometry.frame_order)
     white = 65535
     if "bits_from_values" in header.flags:
-        white = used_full_scale(voxels if not pixels.inverted else 65535 - voxels.min(keepdims=True))
-        if pixels.inverted:  # `decode` took 65,535 for white
-            voxels -= np.uint16(65535 - white)
+        # `decode` inverts MONOCHROME1 against 65,535: the brightest stored value is then the smallest voxel.
+        white = used_full_scale(65535 - voxels.min(keepdims=True) if pixels.inverted else voxels)
+        if pixels.inverted:
+            np.subtract(voxels, np.uint16(65535 - white), out=voxels)
     if declared_way_up(uri):
         for plane in voxels:  # in place: a second volume would not fit into a worker's memory
             plane[:] = plane[::-1].copy()
@@ -87,52 +88,48 @@ def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Vo
 
 
 def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """What `read_dicom` knows without decoding; cut, miscounted and blank pixel data raise ReadError all the same."""
+    """The header without decoding. Truncated, miscounted and blank pixel data raise ReadError all the same."""
     found = examine(uri, layouts)
     return read_header_of_parts(parts_beside(found), layouts) if isinstance(found, Part) else found
 
 
 def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header | Part:
-    """The header of a file that is a volume, or which part of which volume it is: a scan knows the other parts already."""
+    """The header of a file that is a volume by itself, otherwise the Part that it is; a scan joins the parts itself."""
     uri = str(uri)
     with parsed(uri) as file:
-        _expect_oct(file)
-        if (part := part_of(file)) is not None:
-            return part
-        pixels = locate_pixels(file)
-        header, geometry = _describe(file.dataset, pixels, pixels.shape, uri, layouts)
+        found = _inspect(file, layouts)
+        if isinstance(found, Part):
+            return found
+        header, geometry, pixels = found
         _expect_resampling(geometry, uri)
         if is_blank(file.stream, pixels, uri):
-            raise _blank(uri)
+            raise blank(uri)
     return header
 
 
 def read_geometry_of(uri: str | Path) -> tuple[Header, tuple[int, ...] | None]:
-    """The header of a volume, and the stored frame of each B-scan where frames are not stored in the order of their positions."""
-    uri = str(uri)
-    with parsed(uri) as file:
-        _expect_oct(file)
-        part = part_of(file)
-        if part is None:
-            pixels = locate_pixels(file)
-            header, geometry = _describe(file.dataset, pixels, pixels.shape, uri, LAYOUTS)
-    if part is not None:
-        header, geometry, _ = _inspect_parts(parts_beside(part), LAYOUTS)
+    """The header of a volume, and the stored frame of each B-scan; None if frames are stored in order of position."""
+    with parsed(str(uri)) as file:
+        found = _inspect(file, LAYOUTS)
+    header, geometry, _ = _inspect_parts(parts_beside(found), LAYOUTS) if isinstance(found, Part) else found
     return header, geometry.frame_order
 
 
 def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """The header of the volume that these files are. Raises ReadError: missing_part, inconsistent_parts and all that one file may have."""
+    """The header of the volume that these files form.
+
+    Raises ReadError: missing_part, inconsistent_parts, and those of single files.
+    """
     with refusing_damage(parts[0].uri):
-        header, geometry, blank = _inspect_parts(parts, layouts)
+        header, geometry, all_blank = _inspect_parts(parts, layouts)
         _expect_resampling(geometry, header.uri)
-        if blank and np.ptp(_decode_parts(parts, header.shape)[0]) == 0:
-            raise _blank(header.uri)
+        if all_blank and np.ptp(_decode_parts(parts, header.shape)[0]) == 0:  # each blank, but in different values?
+            raise blank(header.uri)
     return header
 
 
 def scanner_slug(manufacturer: str, model: str) -> str:
-    """heidelberg_spectralis, topcon_maestro2, topcon_triton, zeiss_cirrus; else manufacturer_model in the same spelling."""
+    """heidelberg_spectralis, topcon_maestro2, topcon_triton or zeiss_cirrus; else slugify("manufacturer model")."""
     text = f"{manufacturer} {model}".lower()
     for slug, maker, pattern in _SCANNERS:
         if maker in text and re.search(pattern, text):
@@ -144,31 +141,37 @@ def slugify(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
+_EYES: dict[str, Laterality] = {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}
+
+
 def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
-    """The eye that all stated values agree on, and whether they contradict each other. B and U state nothing."""
-    stated = {
-        value
-        for text in values
-        if (value := {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}.get(text.upper()))
-    }
-    if len(stated) != 1:
-        return None, len(stated) > 1
-    return ("R" if "R" in stated else "L"), False
+    """The eye if all stated values agree, and whether they contradict each other. B and U state no eye."""
+    stated: set[Laterality] = {eye for value in values if (eye := _EYES.get(value.upper()))}
+    return stated.pop() if len(stated) == 1 else None, len(stated) > 1
+
+
+def _inspect(file: OpenFile, layouts: Collection[Layout]) -> Part | tuple[Header, Geometry, Pixels]:
+    """The facts of the volume in a file, or the part of a volume that it is. Raises ReadError."""
+    _expect_oct(file)
+    if (part := part_of(file)) is not None:
+        return part
+    pixels = locate_pixels(file)
+    return *_describe(file.dataset, pixels, pixels.shape, file.uri, layouts), pixels
 
 
 def _expect_oct(file: OpenFile) -> None:
-    """Raises ReadError for everything that is no structural OCT with an identity."""
+    """Raises ReadError unless the file is structural OCT with a SOP Instance UID."""
     from pydicom.uid import UID
 
     dataset, uri = file.dataset, file.uri
+    # Some writers state the class in the meta group only.
     sop_class = text(dataset, "SOPClassUID") or text(dataset.file_meta, "MediaStorageSOPClassUID")
     if not sop_class:
         raise ReadError(
-            "not_dicom", f"{uri}: no SOP Class UID, so this is no DICOM object; remove it or export it again"
+            "not_dicom", f"{uri}: no SOP Class UID, so this is not a DICOM object; remove it or export it again"
         )
-    if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(
-        sop_class
-    ):  # may be cut inside this very value
+    # A file may end inside the SOP Class UID itself: a prefix counts as well.
+    if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):
         raise ReadError(
             "missing_pixel_data",
             f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
@@ -188,8 +191,10 @@ def _expect_resampling(geometry: Geometry, uri: str) -> None:
         expect_a_star(geometry.lines, uri)
 
 
-def _describe(dataset, pixels: Pixels, shape: Shape3, uri: str, layouts: Collection[Layout]) -> tuple[Header, Geometry]:
-    """`dataset` has `.get(keyword)`; it may be merged from several files."""
+def _describe(
+    dataset: Elements, pixels: Pixels, shape: Shape3, uri: str, layouts: Collection[Layout]
+) -> tuple[Header, Geometry]:
+    """`dataset` may be merged from several files, `pixels` those of one of them."""
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
     geometry = read_geometry(dataset, shape, scanner, uri, layouts)
     laterality, conflict = lateralities(_stated_lateralities(dataset))
@@ -197,7 +202,7 @@ def _describe(dataset, pixels: Pixels, shape: Shape3, uri: str, layouts: Collect
         *geometry.flags,
         *(("laterality_conflict",) if conflict else ()),
         *(() if laterality or conflict else ("laterality_unknown",)),
-        # What converters write for any number of bits; signed pixels say what is white.
+        # Converters write BitsStored 16 whatever the number of bits in use. Signed pixels state their white.
         *(("bits_from_values",) if pixels.bits_stored == 16 and pixels.gray is None else ()),
     )
     header = Header(
@@ -218,19 +223,20 @@ def _describe(dataset, pixels: Pixels, shape: Shape3, uri: str, layouts: Collect
 
 
 def _inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[Header, Geometry, bool]:
-    """Header, geometry, and whether each file is blank by itself. The volume bears uri and UID of its first part."""
+    """Header, geometry, and whether every file is blank by itself. The volume has the uri and UID of its first part."""
+    # Before and after reading: some gaps show in the numbers, others only in the positions.
     expect_all_parts(parts)
-    datasets, pixels, blank = [], [], True
+    datasets, pixels, all_blank = [], [], True
     for part in parts:
         with parsed(part.uri) as file:
             datasets.append(file.dataset)
             pixels.append(locate_pixels(file))
-            blank = blank and is_blank(file.stream, pixels[-1], part.uri)
+            all_blank = all_blank and is_blank(file.stream, pixels[-1], part.uri)
     shape = _joint_shape(parts, pixels)
     frames = [p.shape[0] for p in pixels]
     header, geometry = _describe(merged(datasets, frames), pixels[0], shape, parts[0].uri, layouts)
     expect_all_parts(parts, geometry)
-    return replace(header, flags=(*header.flags, "several_files")), geometry, blank
+    return replace(header, flags=(*header.flags, "several_files")), geometry, all_blank
 
 
 def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
@@ -250,8 +256,8 @@ def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
 
 
 def _decode_parts(parts: Sequence[Part], shape: Shape3) -> tuple[np.ndarray, Pixels]:
-    """All B-scans, and what the last file says about its pixels."""
-    voxels, at = None, 0
+    """All B-scans, and the pixel format of the last file."""
+    voxels, pixels, at = None, None, 0
     for part in parts:
         with parsed(part.uri, whole=True) as file:
             pixels = locate_pixels(file)
@@ -259,29 +265,27 @@ def _decode_parts(parts: Sequence[Part], shape: Shape3) -> tuple[np.ndarray, Pix
         voxels = np.empty(shape, planes.dtype) if voxels is None else voxels
         voxels[at : at + len(planes)] = planes
         at += len(planes)
-    assert voxels is not None  # parts_beside finds at least the file itself
+    assert voxels is not None and pixels is not None  # there is at least one part
     return voxels, pixels
 
 
 def _reorder(voxels: np.ndarray, order: Sequence[int]) -> None:
     """`voxels[order]` in place, cycle by cycle: a second volume would not fit into a worker's memory."""
-    left = {at: stored for at, stored in enumerate(order) if at != stored}
-    while left:
-        first, source = left.popitem()
+    misplaced = {at: stored for at, stored in enumerate(order) if at != stored}
+    while misplaced:
+        first, source = misplaced.popitem()
         kept, at = voxels[first].copy(), first
         while source != first:
             voxels[at] = voxels[source]
-            at, source = source, left.pop(source)
+            at, source = source, misplaced.pop(source)
         voxels[at] = kept
 
 
-def _stated_lateralities(dataset) -> list[str]:
+def _stated_lateralities(dataset: Elements) -> list[str]:
+    """From FrameAnatomySequence, shared and of the first frame, then ImageLaterality and the series' Laterality."""
     shared = dataset.get("SharedFunctionalGroupsSequence") or []
     frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
     anatomy = [item for group in (*shared[:1], *frames[:1]) for item in group.get("FrameAnatomySequence") or []]
+    # The first frame speaks for all: one acquisition shows one eye.
     values = [text(item, "FrameLaterality") for item in anatomy]
     return [*values, text(dataset, "ImageLaterality"), text(dataset, "Laterality")]
-
-
-def _blank(uri: str) -> ReadError:
-    return ReadError("blank_volume", f"{uri}: every voxel has the same value; nothing was imaged, export it again")

@@ -1,19 +1,21 @@
-"""Layer height maps: the surfaces of a segmentation, and the volume they belong to.
+"""Height maps: the surfaces of a segmentation, and their match to the volume they belong to.
 
-Standard: DICOM PS3.3 A.89 and C.8.20.5 (Height Map Segmentation): a frame is a surface, its rows are the frames of the referenced volume
-and its columns the A-scans; a value is the depth below the upper edge of the B-scan in rows.
+Standard: DICOM PS3.3 A.89 and C.8.20.5 (Height Map Segmentation). A frame is a surface; its rows are the frames of the
+referenced volume, its columns the A-scans; a value is the depth below the upper edge of the B-scan, in rows.
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.dicom.file import guarded, integer, referenced_uids, text
 from octfm.formats.dicom.geometry import floats
+from octfm.formats.dicom.groups import Elements
 from octfm.formats.dicom.reader import read_geometry_of
+from octfm.formats.reasons import expect_bytes
 from octfm.volume.volume import Surfaces
 
 HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
@@ -22,14 +24,20 @@ MAX_VALUES = 2**28
 
 @dataclass(frozen=True)
 class HeightMap:
+    """The surfaces of a height map file, and the UIDs of the volume that they were drawn in."""
+
     surfaces: Surfaces
-    """Rows in the order of the volume's stored frames; `surfaces_of_volume` brings them into the order of the Volume."""
+    """In the order of the volume's stored frames; `surfaces_of_volume` reorders them as its Volume."""
     volume_uids: tuple[str, ...]
-    """SOP Instance UIDs that it refers to: the volume, or the files of one."""
+    """SOP Instance UIDs that it refers to: of the volume, or of the files that form it."""
 
 
 def read_height_map(uri: str | Path) -> HeightMap:
-    """Raises ReadError: unreadable, not_layer_heights, missing_pixel_data, truncated_pixel_data, frame_count_mismatch, absurd_size."""
+    """Read a DICOM height map.
+
+    Raises ReadError: unreadable, not_layer_heights, absurd_size, missing_pixel_data, truncated_pixel_data,
+    frame_count_mismatch.
+    """
     from pydicom import dcmread
 
     uri = str(uri)
@@ -42,16 +50,13 @@ def read_height_map(uri: str | Path) -> HeightMap:
             )
         shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
         content = dataset.get("FloatPixelData")
-        if min(shape) < 1 or int(np.prod(shape, dtype=np.int64)) > MAX_VALUES:
+        needed = 4 * prod(shape)
+        if min(shape) < 1 or needed > 4 * MAX_VALUES:
             raise ReadError("absurd_size", f"{uri}: {shape[0]} surfaces of {shape[1]} x {shape[2]} values")
         if content is None or len(content) == 0:
             raise ReadError("missing_pixel_data", f"{uri}: no FloatPixelData; export it again")
-        if len(content) < 4 * np.prod(shape):
-            raise ReadError(
-                "truncated_pixel_data",
-                f"{uri}: {len(content):,} of {4 * np.prod(shape):,} bytes of heights; fetch it again",
-            )
-        if len(content) > 4 * np.prod(shape):
+        expect_bytes(uri, len(content), needed)
+        if len(content) > needed:
             raise ReadError(
                 "frame_count_mismatch",
                 f"{uri}: more heights than {shape[0]} surfaces of {shape[1]} x {shape[2]}; export it again",
@@ -71,9 +76,9 @@ def read_height_map(uri: str | Path) -> HeightMap:
 
 
 def surfaces_of_volume(volume_uri: str | Path, height_map: HeightMap | str | Path) -> Surfaces:
-    """The surfaces, B-scan for B-scan as in `read_volume(volume_uri)`, with the volume's axial spacing, so that heights are known in mm.
+    """The surfaces in the B-scan order of `read_volume(volume_uri)`, with the volume's axial spacing.
 
-    Raises ReadError: other_volume where the map refers to another volume or has another size, and what reading the two may raise.
+    Raises ReadError other_volume if the map refers to another volume or differs in size; also those of reading the two.
     """
     found = height_map if isinstance(height_map, HeightMap) else read_height_map(height_map)
     header, frame_order = read_geometry_of(volume_uri)
@@ -92,8 +97,8 @@ def surfaces_of_volume(volume_uri: str | Path, height_map: HeightMap | str | Pat
     )
 
 
-def _without_padding(heights: np.ndarray, dataset: Any) -> np.ndarray:
-    """NaN for padding, for what is no number and for what lies above the image."""
+def _without_padding(heights: np.ndarray, dataset: Elements) -> np.ndarray:
+    """The heights with NaN for padding, for values that are not finite, and for values above the image."""
     padding, limit = floats(dataset.get("FloatPixelPaddingValue")), floats(dataset.get("FloatPixelPaddingRangeLimit"))
     absent = ~np.isfinite(heights) | (heights < 0)
     if padding is not None:
@@ -102,17 +107,14 @@ def _without_padding(heights: np.ndarray, dataset: Any) -> np.ndarray:
     return np.where(absent, np.float32(np.nan), heights)
 
 
-def _row_mm(dataset: Any) -> float | None:
-    """Millimetres of a row, from the real-world value mapping, where there is one."""
-    for group in (
-        *(dataset.get("SharedFunctionalGroupsSequence") or []),
-        *list(dataset.get("PerFrameFunctionalGroupsSequence") or [])[:1],
-    ):
+def _row_mm(dataset: Elements) -> float | None:
+    """Millimetres per row from the real-world value mapping; None without a plausible one."""
+    shared = dataset.get("SharedFunctionalGroupsSequence") or []
+    frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    for group in (*shared, *frames[:1]):
         for mapping in group.get("RealWorldValueMappingSequence") or []:
-            slope, unit = (
-                floats(mapping.get("RealWorldValueSlope")),
-                mapping.get("MeasurementUnitsCodeSequence") or [{}],
-            )
+            slope = floats(mapping.get("RealWorldValueSlope"))
+            unit = mapping.get("MeasurementUnitsCodeSequence") or [{}]
             scale = {"mm": 1.0, "um": 1e-3, "": 1.0}.get(text(unit[0], "CodeValue"))
             if slope and scale and 0 < slope[0] * scale < 0.1:
                 return slope[0] * scale
