@@ -147,7 +147,7 @@ def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path):
             TableError,
             "neither a column of files nor of SOP Instance UIDs.*columns: path, pid, eye, room",
         ),
-        (["participant=pid,file=room"], TableError, "line 4: another line says other things of .*/3"),
+        (["participant=pid,file=room"], TableError, "line 4: contradicts an earlier line about .*/3"),
         (["participant=pid,file=path,laterality=room"], TableError, "line 2: laterality is '3'; expected R, L, OD"),
     ],
 )

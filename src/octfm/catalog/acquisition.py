@@ -1,22 +1,29 @@
-"""The two ways in which a file ends: as an accepted acquisition, or as a reject with a reason."""
+"""The two outcomes of a scan for a file: an accepted acquisition, or a reject with a reason."""
 
 from dataclasses import dataclass, field
 
 from octfm.catalog.participants.splits import Split
+from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS
+from octfm.io.archive import file_size
+from octfm.io.isolation import Lost
+from octfm.io.location import Location
+from octfm.volume.pixel_copies import Owner
 from octfm.volume.volume import Laterality, Layout, Shape3, Spacing3
 
 PSEUDONYM = "pseudonym:"
-"""What a uri begins with that names a file to the holder of the key only (octfm.catalog.participants.pseudonyms)."""
+"""Prefix of uris that only the holder of the key can resolve (octfm.catalog.participants.pseudonyms)."""
 FLAGS: dict[str, str] = {
     "laterality_conflict": "header, table or folders name different eyes; counted as unknown, never mirrored",
     "laterality_unknown": "nothing says which eye it is; never mirrored",
     "laterality_from_manifest": "only the table says which eye it is",
     "laterality_from_path": "only a folder or the file's name says which eye it is",
-    "reused_sop_uid": "another file has its SOP Instance UID and other voxels; tables that name the UID may mean either",
+    "reused_sop_uid": "another file has its SOP Instance UID and other voxels; "
+    "tables that name the UID may mean either",
     "not_in_manifest": "no table lists it",
     "participant_from_folder": "neither header nor table names a participant; folders do, and nothing contradicts them",
-    "participant_from_pattern": "neither header nor table names a participant; --participant-from says where folders do",
+    "participant_from_pattern": "neither header nor table names a participant; "
+    "--participant-from says where folders do",
     "participant_conflict": "header and table name different participants; the table is believed",
     "scanner_conflict": "header and table name different scanners; the header is believed",
     "sop_uid_conflict": "the table lists another SOP Instance UID at this path",
@@ -26,42 +33,51 @@ FLAGS: dict[str, str] = {
     "declared_upright": "its sidecar says that it is not upside down; that was believed and not checked",
     "declared_upside_down": "its sidecar says that it is upside down; its rows are flipped as it is read",
     "axial_direction_assumed": "the format does not say which end of the axial axis is the vitreous; row 0 was taken",
-    "bits_from_values": "the file does not say how many of 16 bits it uses; 8, 10, 12, 14 or 16 were taken, as few as hold its brightest voxel",
+    "bits_from_values": "the file does not say how many of 16 bits it uses; "
+    "8, 10, 12, 14 or 16 were taken, as few as hold its brightest voxel",
     "looks_upside_down": "the vitreous is at the bottom of its B-scans; kept as it is, as --keep-upside-down says",
     "way_up_unclear": "neither end of its B-scans looks like the vitreous; taken as it lies in the file",
     "intensity_stretched": "the format stores numbers without a scale; lowest to highest became 0 to 65,535",
     "laterality_from_name": "only the name that the instrument gave the file says which eye it is",
     "nominal_spacing": "nothing states millimetres; those that --nominal-spacing names were taken",
-    "laterality_contradicts_anatomy": "its optic disc lies on the side of the other eye; look at it, nothing was changed",
-    "disc_on_the_right": "nothing says which eye it is, and its optic disc lies on the right, as in a right eye's image",
+    "laterality_contradicts_anatomy": "its optic disc lies on the side of the other eye; "
+    "look at it, nothing was changed",
+    "disc_on_the_right": "nothing says which eye it is, and its optic disc lies on the right, "
+    "as in a right eye's image",
     "disc_on_the_left": "nothing says which eye it is, and its optic disc lies on the left, as in a left eye's image",
     "disc_field_too_narrow": "it shows too little retina on a side of the fovea for its pixels to tell which eye it is",
     "disc_band_unsure": "its tissue band is of low confidence, so its pixels do not tell which eye it is",
-    "disc_sides_alike": "nerve fibres and thickness do not both favour one side of the fovea, so its pixels do not tell which eye it is",
-    "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; find out whose they are",
+    "disc_sides_alike": "nerve fibres and thickness do not both favour one side of the fovea, "
+    "so its pixels do not tell which eye it is",
+    "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; "
+    "find out whose they are",
     "split_with_another_id": "its participant's voxels are there under another id, too; both ids are in one split",
-    "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; positions are believed",
-    "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); taken from the square field of view",
+    "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; "
+    "positions are believed",
+    "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); "
+    "taken from the square field of view",
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
-    "positions_placeholder": "every B-scan has the position 0, a placeholder; the stated distance is believed, repeats would go unnoticed",
-    "bscan_order_unstated": "nothing states where its B-scans lie; taken in the order of the file or of the numbers in their names",
+    "positions_placeholder": "every B-scan has the position 0, a placeholder; the stated distance is believed, "
+    "repeats would go unnoticed",
+    "bscan_order_unstated": "nothing states where its B-scans lie; "
+    "taken in the order of the file or of the numbers in their names",
     "uneven_positions": "B-scans are not equally far apart",
     "several_files": "its B-scans are in several files of one folder; the row names the first",
     "frames_reordered": "frames are not stored in the order of their positions",
 }
-"""What is doubtful about an accepted row, and what is made of it."""
+"""Flag of an accepted row -> what is doubtful about it, and how it was decided."""
 
 
 @dataclass(frozen=True)
 class Acquisition:
-    """One accepted file. Holds no name, birth date or other direct identifier."""
+    """One accepted volume. Holds no name, birth date or other direct identifier."""
 
     uri: str
-    """Absolute path of a file, or of a folder whose images are its B-scans; archive.zip!/member for one inside an archive."""
+    """Absolute path of a file, or of a folder whose images are the B-scans; archive.zip!/member inside an archive."""
     participant: str
     """From the manifest, else PatientID, else the folder (octfm.catalog.participants.people)."""
     laterality: Laterality | None
-    """None where nothing states it and where header and manifest contradict each other."""
+    """None if nothing states it, or if header and manifest contradict each other."""
     scanner: str
     """heidelberg_spectralis, topcon_maestro2, topcon_triton, zeiss_cirrus, else manufacturer_model."""
     protocol: str
@@ -75,22 +91,27 @@ class Acquisition:
     participant_labels: dict[str, str] = field(default_factory=dict)
     """Columns of participants.tsv, without direct identifiers."""
     flags: tuple[str, ...] = ()
-    """What is doubtful but no reason to reject: keys of FLAGS."""
+    """Doubts that are no reason to reject: keys of FLAGS."""
     layout: Layout = "raster"
-    """Radial where the scan was asked for stars: `shape` and `spacing_mm` are then those of the file, whose dz repeats dx and means
-    nothing, and `prepare` makes the raster of it (octfm.volume.radial)."""
+    """Radial only if the scan's `layouts` include it. `shape` and `spacing_mm` are then those of the file, with a
+    meaningless dz that repeats dx; `prepare` resamples it to a raster (octfm.volume.radial)."""
 
     participant_source: str = ""
-    """How the participant was found: a key of octfm.catalog.participants.people.SOURCES; empty in catalogs from before it was kept."""
+    """A key of octfm.catalog.participants.people.SOURCES; empty in catalogs of versions that did not record it."""
 
     @property
     def eye_id(self) -> str:
         return f"{self.participant}_{self.laterality or 'unknown'}"
 
+    @property
+    def owner(self) -> Owner:
+        """Whose pixels these are, to compare with copies."""
+        return Owner(self.uri, self.participant, self.laterality)
+
 
 @dataclass(frozen=True)
 class Reject:
-    """A file that is not in the catalog: rejected, or expected and skipped."""
+    """A file that is not in the catalog: rejected, or recognised and skipped."""
 
     uri: str
     code: str
@@ -98,14 +119,25 @@ class Reject:
     sentence: str
     bytes: int
     refers_to: str = ""
-    """SOP Instance UID of the volume that a skipped file of layer heights belongs to, or that has the voxels of a copy under another id."""
+    """SOP Instance UID of the volume that layer heights belong to, or whose voxels this copy under another id has."""
+
+    @staticmethod
+    def of(uri: str | Location, error: ReadError, size: int | None = None) -> "Reject":
+        """The reject of a file that raised `error`; `size` in bytes, by default the file's."""
+        return Reject(str(uri), error.code, str(error), file_size(uri) if size is None else size, error.refers_to)
+
+    @staticmethod
+    def lost(uri: str | Location, lost: Lost, task: str, size: int | None = None) -> "Reject":
+        """The reject of a file that ended the process that did this `task` with it."""
+        sentence = f"{uri}: the process that {task} {lost.what}; {REASONS[lost.code].fix}"
+        return Reject.of(uri, ReadError(lost.code, sentence), size)
 
     @property
     def fix(self) -> str:
-        """What would make it acceptable."""
+        """How to make it acceptable."""
         return REASONS[self.code].fix
 
     @property
     def expected(self) -> bool:
-        """Recognised and left out on purpose, such as angiography: no error, and nothing to fix."""
+        """True for files that are left out on purpose, such as angiography: not an error, nothing to fix."""
         return REASONS[self.code].expected

@@ -1,4 +1,4 @@
-"""Header and tables side by side: what both say is believed, what only one says is taken, and every contradiction becomes a flag."""
+"""Combine header and tables into a catalog row. Each may supply what the other lacks; contradictions become flags."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,17 +11,17 @@ from octfm.formats.bscans import missing_spacing
 from octfm.formats.dicom.geometry import check_bounds
 from octfm.formats.dicom.reader import lateralities, scanner_slug, slugify
 from octfm.formats.reasons import Header
-from octfm.io.archive import file_size
 from octfm.volume.volume import Spacing3
 
 
 def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -> Acquisition | Reject:
-    """The catalog's row; where neither header nor table names the participant, `with_person` does.
+    """The catalog row of a header. If neither header nor table names the participant, `with_person` adds it later.
 
-    Millimetres that the file does not state come from the table, then from `nominal_mm`, else it is a reject. Where header and manifest
-    name different eyes, laterality is unknown: to choose one would be a guess, and a wrong one is mirrored in training and carries the
-    other eye's labels.
+    Spacing that the file does not state comes from the table, else from `nominal_mm`; without any it is a reject. If
+    header and manifest name different eyes, laterality is unknown: a wrong guess would be mirrored in training and get
+    the other eye's labels.
     """
+    # An empty row where no table lists the file: nothing below has to distinguish the two.
     row = tables.find(header.uri, header.sop_instance_uid)
     flags = [*header.flags]
     if row is None:
@@ -30,14 +30,14 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
     try:
         spacing_mm, spacing_source = _spacing(header, row, nominal_mm)
     except ReadError as error:
-        return Reject(header.uri, error.code, str(error), file_size(header.uri))
+        return Reject.of(header.uri, error)
     flags += ["nominal_spacing"] if spacing_source == "nominal" else []
     flags += _contradictions(header, row)
 
     laterality = header.laterality
     stated, _ = lateralities([row.laterality])
     if stated and laterality and stated != laterality:
-        laterality = None  # mirrored or not would be a guess
+        laterality = None
         flags.append("laterality_conflict")
     elif stated and not laterality and "laterality_conflict" not in flags:
         laterality = stated
@@ -62,18 +62,18 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
     )
 
 
+_FLAG_OF_SOURCE = {"pattern": "participant_from_pattern", "folder": "participant_from_folder"}
+
+
 def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> Acquisition:
-    """The row with what its path says, where nothing else had said it."""
+    """Fill in participant and eye from the path, if neither header nor table states them."""
     if (found := whose.get(a.uri)) is None:
         return a
     flags = [*a.flags]
     participant, source = a.participant, a.participant_source
-    if found.source == "pattern":
+    if found.source in _FLAG_OF_SOURCE:
         participant, source = found.participant, found.source
-        flags.append("participant_from_pattern")
-    elif found.source == "folder":
-        participant, source = found.participant, found.source
-        flags.append("participant_from_folder")
+        flags.append(_FLAG_OF_SOURCE[source])
     laterality = a.laterality
     if laterality is None and "laterality_unknown" in flags and found.eyes:
         laterality = next(iter(found.eyes)) if len(found.eyes) == 1 else None
@@ -91,14 +91,15 @@ def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> A
 def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> tuple[Spacing3, str]:
     if header.spacing_mm is not None:
         return header.spacing_mm, header.spacing_source
-    found = row.spacing_mm or nominal_mm
-    if found is None:
+    spacing_mm = row.spacing_mm or nominal_mm
+    if spacing_mm is None:
         raise missing_spacing(header.uri)
-    check_bounds(found, header.shape, header.uri)
-    return found, "table" if row.spacing_mm else "nominal"
+    check_bounds(spacing_mm, header.shape, header.uri)
+    return spacing_mm, "table" if row.spacing_mm else "nominal"
 
 
 def _contradictions(header: Header, row: ManifestRow) -> list[str]:
+    """Flags of what the table states differently; laterality is compared in `accept`."""
     flags = []
     if row.participant and header.participant and row.participant != header.participant:
         flags.append("participant_conflict")
@@ -109,6 +110,7 @@ def _contradictions(header: Header, row: ManifestRow) -> list[str]:
         flags.append("sop_uid_conflict")
     if row.shape and row.shape != header.shape:
         flags.append("shape_conflict")
+    # dz of anything but a raster is meaningless, so it cannot contradict the table.
     thickness_mm = row.slice_thickness_mm if header.layout == "raster" else None
     pairs = zip((thickness_mm, *(row.in_plane_mm or ())), header.spacing_mm or (), strict=False)
     if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):

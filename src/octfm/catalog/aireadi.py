@@ -1,11 +1,10 @@
-"""Tables beside the images: one row per file and one per person, as AI-READI v2 and v3 have them or with a user's own columns."""
+"""Tables beside the images, with a row per file or per person: AI-READI's (v2 and v3), or a user's own."""
 
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 
 from octfm.addresses import expect_place
@@ -17,13 +16,13 @@ from octfm.io.location import BucketPath, Location, is_remote, location
 _NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
 _DRIVE = re.compile(r"^[A-Za-z]:")
 _ELSEWHERE = re.compile(r"^([A-Za-z]:)?[\\/]|^[A-Za-z]:")
-"""An absolute path, of a drive, a share (UNC) or another computer's disk."""
+"""An absolute path, possibly of another computer: with a drive letter, on a share (UNC), or from the root."""
 _EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
 
 
 @dataclass(frozen=True)
 class ManifestRow:
-    """What the manifest states about one file; empty strings where it states nothing."""
+    """The facts of one file in a manifest; empty strings or None where it states nothing."""
 
     participant: str = ""
     laterality: str = ""
@@ -38,53 +37,48 @@ class ManifestRow:
 
     @property
     def spacing_mm(self) -> tuple[float, float, float] | None:
-        """(dz, dy, dx) where the row states all three."""
-        return (
-            None
-            if self.in_plane_mm is None or self.slice_thickness_mm is None
-            else (self.slice_thickness_mm, *self.in_plane_mm)
-        )
+        """(dz, dy, dx) if the row states all three."""
+        if self.in_plane_mm is None or self.slice_thickness_mm is None:
+            return None
+        return (self.slice_thickness_mm, *self.in_plane_mm)
 
 
 @dataclass(frozen=True)
 class Tables:
+    """All tables of a scan: rows of files by SOP Instance UID and by path, and columns of participants."""
+
     by_uid: dict[str, ManifestRow] = field(default_factory=dict)
     by_path: dict[str, ManifestRow] = field(default_factory=dict)
     participants: dict[str, dict[str, str]] = field(default_factory=dict)
     """Columns of participants.tsv by participant, without direct identifiers."""
     unpacked_from: dict[str, str] = field(default_factory=dict)
-    """Member of an archive that each unpacked file came from: the tables know it by the archive's place."""
+    """Unpacked file -> member of the archive it came from: tables list files by the archive's location."""
     own: Location | None = None
-    """The user's own table of files, where one was given."""
+    """The user's own table of files, if one was given."""
 
     def find(self, uri: str, sop_instance_uid: str) -> ManifestRow | None:
-        """The row of this file: listed at its path with its UID, else under its UID anywhere, else at its path."""
+        """The row of a file: the one at its path if the UID agrees, else any with its UID, else the one at its path."""
         at_path = self.at_path(uri)
         if at_path is not None and at_path.sop_instance_uid == sop_instance_uid:
             return at_path
         return self.by_uid.get(sop_instance_uid) or at_path
 
     def at_path(self, uri: str) -> ManifestRow | None:
-        """The row of whatever lies here. A member of an archive is listed where unpacking would put it."""
-        return next(
-            (self.by_path[path] for path in unpacked_paths(self.unpacked_from.get(uri, uri)) if path in self.by_path),
-            None,
-        )
+        """The row that lists this path. A member of an archive is listed at the path that unpacking would give it."""
+        paths = unpacked_paths(self.unpacked_from.get(uri, uri))
+        return next((self.by_path[path] for path in paths if path in self.by_path), None)
 
 
 def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
-    """Every manifest.tsv and participants.tsv below `root`; above it too where `root` lies inside the retinal_oct folder.
+    """All manifest.tsv and participants.tsv below `root`, and above it if `root` lies inside a retinal_oct folder.
 
-    `skip`: names of tables that a user's own replace.
+    `skip`: names of tables that the user's own replace.
     """
     found = sorted(companions)
     inside = next((parent for parent in (root, *root.parents) if parent.name == "retinal_oct"), None)
     if inside is not None:
-        found += [
-            path
-            for path in (inside / "manifest.tsv", inside.parent / "participants.tsv")
-            if path.is_file() and path not in found
-        ]
+        above = (inside / "manifest.tsv", inside.parent / "participants.tsv")
+        found += [path for path in above if path.is_file() and path not in found]
     tables = Tables()
     for path in found:
         if path.name in skip:
@@ -104,19 +98,18 @@ def read_own_tables(
     tables: Tables,
     found: Iterable[str] = (),
 ) -> Tables:
-    """`tables` and what a user's own say: `table` has one row per file, `participants` one per person; either may be None.
+    """Add a user's own tables: `table` has one row per file, `participants` one per person; either may be None.
 
-    Files are named by absolute path, or relative to `root` or to the table's folder, or by SOP Instance UID; also as another computer
-    writes paths (backslashes, drives, shares, another case), where exactly one of the files `found` below `root` fits.
-    Raises TableError for a column that is not there, a value that cannot be meant, and rows that contradict each other.
+    Files are named by absolute path, by path relative to `root` or to the table's folder, or by SOP Instance UID. Paths
+    from another computer (backslashes, drives, shares, another case) count if exactly one of the files `found` below
+    `root` fits. Raises TableError for missing columns, impossible values and rows that contradict each other.
     """
     files, people = (read_rows(path) if path is not None else [] for path in (table, participants))
-    for path, rows in ((table, files), (participants, people)):
-        if path is not None and not rows:
+    given = [(path, rows) for path, rows in ((table, files), (participants, people)) if path is not None]
+    for path, rows in given:
+        if not rows:
             raise TableError(f"{path}: no rows; expected a header line and at least one row")
-    columns.check(
-        {str(path): list(rows[0]) for path, rows in ((table, files), (participants, people)) if path is not None}
-    )
+    columns.check({str(path): list(rows[0]) for path, rows in given})
     if table is not None:
         tables = replace(tables, own=table)
         if not (columns.present(files[0], "file") or columns.present(files[0], "sop_instance_uid")):
@@ -144,11 +137,12 @@ def _add_file(
     entry = _manifest_row(row, columns)
     if entry.laterality and entry.laterality.upper() not in _EYES:
         raise TableError(
-            f"{table}: line {number}: laterality is {entry.laterality!r}; expected R, L, OD, OS, right, left, or nothing"
+            f"{table}: line {number}: laterality is {entry.laterality!r}; "
+            "expected R, L, OD, OS, right, left, or nothing"
         )
     if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
         raise TableError(
-            f"{table}: line {number}: spacing_mm is {stated!r}; expected three numbers, dz dy dx in millimetres, or nothing"
+            f"{table}: line {number}: spacing_mm is {stated!r}; expected dz dy dx, three numbers in mm, or nothing"
         )
     listed = columns.value(row, "file")
     try:
@@ -158,20 +152,21 @@ def _add_file(
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
     beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
     places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
+    # Paths of another computer count only where none of this one fits.
     if listed and not present.places.intersection(places):
         places += present.fitting(listed)
     for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
         if key and known.setdefault(key, entry) != entry:
-            raise TableError(f"{table}: line {number}: another line says other things of {key}; keep one row per file")
+            raise TableError(f"{table}: line {number}: contradicts an earlier line about {key}; keep one row per file")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """The files that a scan has found, to be looked up by paths that another computer has written."""
+    """The files that a scan has found, for lookup by paths that another computer wrote."""
 
     places: frozenset[str]
     below_root: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]
-    """Last part of a path, in one case -> parts below the root and the place of each file with that name."""
+    """Case-folded file name -> (parts of the path below the root, full path) of each file with that name."""
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":
@@ -184,17 +179,19 @@ class Listed:
         return Listed(places, {name: tuple(own) for name, own in by_name.items()})
 
     def fitting(self, listed: str) -> list[str]:
-        """The one file that a path means: it ends with all parts of the file's below the root, or, being relative, the file ends with all
-        of its parts. Empty where none fits, or several do equally well."""
+        """The only file that `listed` can mean; empty if none fits, or several fit equally well.
+
+        A file fits if its path ends with all parts of `listed`; or, for an absolute path of another computer, if
+        `listed` ends with all parts of the file's path below the root.
+        """
         foreign = bool(_ELSEWHERE.match(listed))
         parts = [part for part in _DRIVE.sub("", listed.replace("\\", "/")).split("/") if part not in ("", ".")]
         folded = tuple(part.casefold() for part in parts)
         fits: dict[tuple[int, bool], list[str]] = defaultdict(list)
         for own, place in self.below_root.get(folded[-1], ()) if folded else ():
-            common = sum(
-                1
-                for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reversed(own), reversed(folded), strict=False))
-            )
+            pairs = zip(reversed(own), reversed(folded), strict=False)
+            shorter = min(len(own), len(folded))
+            common = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)
             if common == len(folded) or (foreign and common == len(own)):
                 same_case = place.endswith("/".join(parts[-common:]))
                 fits[common, same_case].append(place)
@@ -205,9 +202,10 @@ class Listed:
 def _read_manifest(path: Location, tables: Tables) -> None:
     for row in read_rows(path, "\t"):
         listed = row.get("filepath", "")
-        # "/retinal_oct/..." starts at the folder that holds retinal_oct.
+        # AI-READI lists "/retinal_oct/...": a path from the folder that contains retinal_oct.
         base = path.parent.parent if listed.lstrip("/").startswith(f"{path.parent.name}/") else path.parent
         entry = _manifest_row(row, Columns())
+        # By both: files may have been moved or renamed since the manifest was written.
         if entry.sop_instance_uid:
             tables.by_uid[entry.sop_instance_uid] = entry
         if listed:
@@ -249,8 +247,8 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
         known = tables.participants.setdefault(participant, labels)
         if known.get("recommended_split") != labels.get("recommended_split"):
             raise TableError(
-                f"{path}: participant {participant} is in {known.get('recommended_split')!r} and in {labels.get('recommended_split')!r}; "
-                "a participant has one recommended_split, correct the table"
+                f"{path}: participant {participant} is in {known.get('recommended_split')!r} and in "
+                f"{labels.get('recommended_split')!r}; a participant has one recommended_split, correct the table"
             )
 
 

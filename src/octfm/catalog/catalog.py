@@ -1,4 +1,4 @@
-"""Catalog: one row per accepted acquisition, one reject with a reason per other file, and nothing in between."""
+"""Catalog: a row for every accepted acquisition, a reject with a reason for every other file."""
 
 import functools
 import io
@@ -16,7 +16,7 @@ from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import without_duplicates
-from octfm.catalog.examination import deadline_of, examine_file, lost_file
+from octfm.catalog.examination import examine_file
 from octfm.catalog.inspection import verdicts
 from octfm.catalog.participants.people import Pattern, Scan, find_people
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
@@ -24,14 +24,14 @@ from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS, Header
-from octfm.io.archive import MEMBER, unpack
+from octfm.io.archive import MEMBER, file_size, unpack
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location, write_whole
 from octfm.io.ranged import recall
 from octfm.io.spread import spread
-from octfm.volume.pixel_copies import Owner, describe_copy
+from octfm.volume.pixel_copies import describe_copy
 from octfm.volume.volume import ADMISSIBLE, RASTER_ONLY, Layout, Spacing3
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source")
-"""Columns that older catalogs of this version lack."""
+"""Columns missing in older catalogs of this version."""
 
 
 class CatalogError(OctfmError):
-    """A root without a usable scan, or a catalog that is missing, damaged, of another version, or leaks participants."""
+    """A root that cannot be scanned; a catalog that is missing, damaged, of another version, or leaks participants."""
 
 
 class NothingAccepted(CatalogError):
-    """Files, and not one acceptable. `catalog` has the rejects, so that they can be saved and looked at."""
+    """A scan without a single acceptable file. `catalog` has the rejects, to save and inspect them."""
 
     def __init__(self, message: str, catalog: "Catalog"):
         super().__init__(message)
@@ -56,45 +56,44 @@ class NothingAccepted(CatalogError):
 
 @dataclass(frozen=True)
 class Catalog:
+    """The result of a scan: accepted acquisitions, rejects with their reasons, and what was skipped on purpose."""
+
     root: str
     acquisitions: tuple[Acquisition, ...]
     rejects: tuple[Reject, ...]
     companions: int = 0
-    """Tables, documents and ground truth beside the images, and all but the first of the files that one volume is spread over."""
+    """Number of tables, documents and ground truth files, and of files of a volume after its first."""
     skipped: tuple[Reject, ...] = ()
-    """Recognised and left out on purpose (angiography, photographs, radial scans, ...): counted, no errors."""
+    """Recognised and left out on purpose (angiography, photographs, radial scans, ...); not errors."""
     requests: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Of a scan in a bucket: what it cost, and how many requests had to be sent again."""
+    """Requests of a scan in a bucket by kind, and how many had to be repeated."""
     pixels: bool = False
-    """The scan has looked at pixels (octfm.catalog.inspection), so a row without a flag of the optic disc agrees with its eye."""
+    """Whether pixels were checked (octfm.catalog.inspection): rows without a flag of the optic disc then agree."""
 
     def save(self, folder: str | Path | BucketPath) -> Location:
-        """Write catalog.parquet and rejects.parquet. Each appears complete or not at all, and a mixed pair is refused by `load`."""
+        """Write catalog.parquet and rejects.parquet, each atomically; `load` refuses a pair from two scans."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         folder = location(folder)
-        facts = {
-            "format": FORMAT,
-            "version": VERSION,
-            "root": self.root,
-            "companions": self.companions,
-            "key": self._key(),
-        }
-        facts |= {"requests": dict(self.requests), "pixels": self.pixels}
+        facts = {"format": FORMAT, "version": VERSION, "root": self.root, "companions": self.companions}
+        facts |= {"key": self._key(), "requests": dict(self.requests), "pixels": self.pixels}
         staged = []
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
             content = io.BytesIO()
             pq.write_table(pa.Table.from_pylist(table, schema), content, compression="zstd")
             staged.append((folder / name, content.getvalue()))
-        for file, content in staged:
+        for file, content in staged:  # after both are built: an error in one must not leave the other
             write_whole(file, content)
         return folder
 
     @staticmethod
     def load(folder: str | Path | BucketPath) -> "Catalog":
-        """Raises CatalogError where the pair is missing, damaged, of another version or from two different scans."""
+        """Read a saved catalog.
+
+        Raises CatalogError if the pair is missing, damaged, of another version or from two different scans.
+        """
         folder = location(folder)
         rows, facts = _read_parquet(folder / "catalog.parquet")
         left_out, other = _read_parquet(folder / "rejects.parquet")
@@ -108,6 +107,7 @@ class Catalog:
             requests=facts.get("requests", {}),
             pixels=facts.get("pixels", False),
         )
+        # The key is a hash of both tables: a mixed or edited pair does not have it.
         if not facts["key"] == other["key"] == catalog._key():
             raise CatalogError(
                 f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
@@ -120,22 +120,24 @@ class Catalog:
 
     @property
     def reject_share(self) -> float:
-        """Rejected over rejected and accepted; what is skipped on purpose counts on neither side."""
+        """Rejected files over rejected and accepted ones; skipped files do not count."""
         return len(self.rejects) / max(len(self.rejects) + len(self.acquisitions), 1)
 
     def expect_few_rejects(self, most: float, advice: str = "see its rejects") -> None:
-        """Raises CatalogError where a larger share than `most` is rejected: a pipeline stops before it trains on what is left."""
+        """Raises CatalogError if a larger share than `most` is rejected: a pipeline stops before training."""
         if self.reject_share > most:
             codes = ", ".join(f"{n} {code}" for code, n in _count(reject.code for reject in self.rejects).items())
             total = len(self.rejects) + len(self.acquisitions)
             raise CatalogError(
-                f"{self.root}: {len(self.rejects)} of {total} files are rejected ({self.reject_share:.1%}), expected at most {most:.1%}: "
-                f"{codes}; {advice}"
+                f"{self.root}: {len(self.rejects)} of {total} files are rejected ({self.reject_share:.1%}), "
+                f"expected at most {most:.1%}: {codes}; {advice}"
             )
 
     def summary(self) -> dict[str, Any]:
-        """Counts that a report or a terminal shows; rejects most frequent first, splits in participants. `disc_sides`, by scanner, only
-        where the scan has looked at pixels."""
+        """Counts for reports and the terminal; rejects most frequent first, splits in participants.
+
+        `disc_sides`, by scanner, only if the scan has checked pixels.
+        """
         participants = {a.participant: a.split for a in self.acquisitions}
         measured: dict[str, Any] = {"bucket": dict(self.requests)} if self.requests else {}
         measured |= {"disc_sides": verdicts(self.acquisitions)} if self.pixels else {}
@@ -164,14 +166,14 @@ class Catalog:
         ]
 
     def _left_out(self) -> list[dict[str, Any]]:
-        """One row per file that is not in the catalog, with what would put it there."""
+        """One row per file that is not in the catalog, with how to get it in."""
         return [
             asdict(reject) | {"fix": reject.fix, "skipped": reject.expected}
             for reject in (*self.rejects, *self.skipped)
         ]
 
     def _key(self) -> str:
-        # Catalogs of before there were layouts, and of before it was kept how participants were found, keep their key.
+        # Added columns with their defaults do not enter the hash: catalogs from before these columns keep their key.
         added = {("layout", "raster"), ("participant_source", "")}
         rows = [
             {name: value for name, value in row.items() if name not in _ADDED or (name, value) not in added}
@@ -200,31 +202,37 @@ def scan(
     progress: Callable[[int, int], None] | None = None,
     readers: "Sequence[Reader]" = (),
 ) -> Catalog:
-    """Look at every file below `root` (AI-READI layout or any tree), without decoding unless `pixels`, and assign participant-level splits.
+    """Examine every file below `root` (AI-READI layout or any other) and assign participant-level splits.
 
-    `root` is a folder, s3://bucket/prefix or gs://bucket/prefix; a bucket is listed once, and headers are read by ranges.
-    AI-READI's tables below `root` are joined. `table` (one row per file) and `participants` (one per person) are CSV or TSV of your own
-    that take their place, with `columns` from octfm.catalog.columns.FIELDS to theirs, for example {"participant": "pid", "file": "path"}.
-    `participant_from`: where folders and names hold the participant of files that neither header nor table names, as a path below `root`
-    such as "{participant}/{eye}/*"; of several patterns the first that fits counts. Without one a guess is made, or the scan stops.
-    What a DICOMDIR lists and is not there is a reject; the path of a DICOMDIR stands for its folder.
-    `nominal_spacing_mm` (dz, dy, dx) is taken, and flagged, where neither file, sidecar nor table states millimetres.
-    `layouts`: ("raster", "radial") also takes stars, as rows of their own layout; what is neither is never a volume.
-    ZIP archives are read in place; with `extract`, a folder outside `root`, they are unpacked there first and the rows name the files.
-    `follow_links`: also files and folders that symbolic links below `root` lead to, wherever they lie; False leaves them out, with a code.
-    `pixels`: decode every accepted volume, too, and find copies under other identities, eyes whose optic disc lies on the wrong side, and
-    scans that are upside down, which are rejects unless `keep_upside_down`.
-    Files are looked at in child processes (`workers`, default one per core; 0: in this one), which `limits` bounds in time and memory:
-    a file that ends its process is a reject. The result does not depend on `workers`. `progress(done, total)` counts files.
-    `readers`: readers of formats of your own, as objects (octfm.formats.bscans.Reader); the first that fits a file is taken.
-    Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict themselves, lack a
-    column or fit none of the files, AmbiguousPeople where folders leave it open whose eyes are shown.
+    root: a folder, s3://bucket/prefix or gs://bucket/prefix. A bucket is listed once, and headers are read by ranges.
+        The path of a DICOMDIR stands for its folder; files that a DICOMDIR lists but that are missing are rejects.
+    table, participants: your own CSV or TSV with one row per file or per person; they replace AI-READI's tables, which
+        are found below `root`. columns: from octfm.catalog.columns.FIELDS to your columns, for example
+        {"participant": "pid", "file": "path"}.
+    participant_from: where paths below `root` hold the participant of files that neither header nor table names, such
+        as "{participant}/{eye}/*"; of several patterns the first that fits counts. Without one, octfm guesses or stops.
+    extract: a folder outside `root` to unpack ZIP archives into; rows then name the unpacked files. By default
+        archives are read in place.
+    nominal_spacing_mm: (dz, dy, dx), used and flagged where neither file, sidecar nor table states a spacing.
+    layouts: ("raster", "radial") also accepts radial scans, as rows of their own layout.
+    pixels: decode every accepted volume and find copies under other ids, eyes whose optic disc lies on the wrong side,
+        and scans that are upside down, which are rejects unless keep_upside_down. By default nothing is decoded.
+    follow_links: False leaves out what symbolic links below `root` lead to, with a code.
+    workers: child processes that examine files, by default one per core, 0 for none; the result does not depend on it.
+    limits: time and memory of a child process; a file that ends its process is a reject.
+    progress: called with (files examined, all files).
+    readers: readers of formats of your own, as objects (octfm.formats.bscans.Reader); the first that fits a file is
+        taken.
+
+    Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict
+    themselves, lack a column or fit none of the files, AmbiguousPeople where folders leave open whose eyes are shown.
     """
     patterns = [
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
     ]
     if "raster" not in layouts or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(f"layouts: expected raster, or raster and radial, got {', '.join(layouts) or 'none'}")
+    # List the files and read the tables.
     folder = _existing(root)
     account = Account(folder)
     found = walk(folder, follow_links=follow_links)
@@ -237,48 +245,61 @@ def scan(
     found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
+    # Examine headers: an outcome per file, then per volume, then without copies.
     limits = limits or Limits()
-    deadline = functools.partial(deadline_of, limits)
-    look = account.counting(
+    examine = account.counting(
         functools.partial(examine_file, layouts=tuple(layouts), follow_links=follow_links, readers=readers)
     )
     examined = spread(
-        look, found.files, lost_file, workers=workers, limits=limits, deadline=deadline, progress=progress
+        examine,
+        found.files,
+        lambda path, lost: [Reject.lost(path, lost, "examined it")],
+        workers=workers,
+        limits=limits,
+        # By size, although headers take milliseconds: a volume that may be blank is decoded.
+        deadline=lambda path: limits.deadline(file_size(path), str(path)),
+        progress=progress,
     )
-    outcomes, others = join_parts(
-        [outcome for file in account.counted(examined) for outcome in file], workers, limits, layouts
-    )
+    per_file = [outcome for outcomes in account.counted(examined) for outcome in outcomes]
+    per_volume, joined_files = join_parts(per_file, workers, limits, layouts)
     headers, duplicates = without_duplicates(
-        [outcome for outcome in outcomes if isinstance(outcome, Header)], tables, workers, limits, readers
+        [outcome for outcome in per_volume if isinstance(outcome, Header)], tables, workers, limits, readers
     )
-    from octfm.catalog.agreement import accept, with_person  # pydicom stays out of whoever only loads a catalog
+    from octfm.catalog.agreement import accept, with_person  # importing a catalog must not import the readers
 
-    outcomes = [accept(header, tables, nominal_spacing_mm) for header in headers] + [
-        o for o in outcomes if isinstance(o, Reject)
-    ]
-    copied = {copy.uri: accept(copy, tables, nominal_spacing_mm) for copy, reject in duplicates}
-    read = [outcome for outcome in [*outcomes, *copied.values()] if isinstance(outcome, Acquisition)]
+    # Combine headers with tables.
+    rows = [accept(header, tables, nominal_spacing_mm) for header in headers]
+    left_out = [*found.refused, *(r for r in (*rows, *per_volume) if isinstance(r, Reject))]
+    accepted = [row for row in rows if isinstance(row, Acquisition)]
+    # Copies may be filed under another participant, and their paths help to find out whose a folder is.
+    copied = [accept(copy, tables, nominal_spacing_mm) for copy, _ in duplicates]
+    copies = [copy for copy in copied if isinstance(copy, Acquisition)]
+    # Find participants and eyes that only paths state.
     for path in found.files:
-        recall(path)  # a long scan outlasts the trust in its listing, and every place would cost a request
-    scans = [Scan(a.uri, a.participant, a.laterality is None) for a in read]
+        recall(path)  # facts of the listing expire during a long scan; each would then cost another request
+    scans = [Scan(a.uri, a.participant, a.laterality is None) for a in (*accepted, *copies)]
     whose = find_people(scans, folder, patterns, tables.unpacked_from)
-    acquisitions = [with_person(outcome, whose, tables) for outcome in outcomes if isinstance(outcome, Acquisition)]
-    left_out = [*found.refused, *(outcome for outcome in outcomes if isinstance(outcome, Reject))]
-    copies = [with_person(copy, whose, tables) for copy in copied.values() if isinstance(copy, Acquisition)]
-    acquisitions, duplicates, pairs = _under_two_ids(acquisitions, copies, [reject for _, reject in duplicates])
-    left_out += duplicates
+    acquisitions, copy_rejects, pairs = _under_two_ids(
+        [with_person(a, whose, tables) for a in accepted],
+        [with_person(copy, whose, tables) for copy in copies],
+        [reject for _, reject in duplicates],
+    )
+    left_out += copy_rejects
+    # On request, decode everything and compare voxels and anatomy.
     if pixels:
         from octfm.catalog.inspection import inspect_pixels
 
-        acquisitions, of_pixels, more = inspect_pixels(acquisitions, workers, limits, keep_upside_down, readers)
-        left_out += of_pixels
-        pairs += more
+        acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(
+            acquisitions, workers, limits, keep_upside_down, readers
+        )
+        left_out += pixel_rejects
+        pairs += pixel_pairs
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
         acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
-        companions=len(found.companions) + others - sum(reject.code == "not_a_bscan" for reject in left_out),
+        companions=len(found.companions) + joined_files - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),
         requests=account.close(),
         pixels=pixels,
@@ -298,11 +319,11 @@ def assign_splits(
     seed: int = 0,
     one_person: Iterable[tuple[str, str]] = (),
 ) -> tuple[Acquisition, ...]:
-    """The acquisitions with their split: recommended_split where participants.tsv has one, else stratified by participant.
+    """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
-    `diagnosis` by participant; by default the column diagnosis, else study_group. `one_person`: pairs of participants that may be one
-    person, because the same voxels are there under both ids. They get one split, and where tables recommend several, the one that is
-    trained on: nobody is then tested who was seen.
+    `diagnosis` by participant; by default the column diagnosis, else study_group. `one_person`: pairs of participants
+    that may be one person, because both ids have the same voxels. They get the same split; if tables recommend several,
+    train goes first: the test must not hold anybody whom the training has seen.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}
@@ -313,28 +334,29 @@ def assign_splits(
         scanners.setdefault(person, set()).add(a.scanner)
         eyes.setdefault(person, set()).add(a.eye_id)
         if split := parse_split(a.participant_labels.get("recommended_split", "")):
-            recommended[person] = min(split, recommended.get(person, split), key=SPLITS.index)
+            earlier = recommended.get(person, split)
+            recommended[person] = split if SPLITS.index(split) < SPLITS.index(earlier) else earlier
     if diagnosis is None:
         labels = {a.participant: a.participant_labels for a in acquisitions}
         diagnosis = {p: columns.get("diagnosis") or columns.get("study_group", "") for p, columns in labels.items()}
+    # Balanced over scanners, diagnosis and the number of eyes.
     strata = {p: (sorted(scanners[p]), diagnosis.get(p, ""), len(eyes[p])) for p in scanners}
     splits = assign(strata, recommended, fractions, seed)
     placed = []
     for a in acquisitions:
-        flags = (
-            (*a.flags, "split_with_another_id")
-            if a.participant in same and "split_with_another_id" not in a.flags
-            else a.flags
-        )
+        flags = a.flags
+        if a.participant in same and "split_with_another_id" not in flags:
+            flags = (*flags, "split_with_another_id")
         placed.append(replace(a, split=splits[same.get(a.participant, a.participant)], flags=flags))
     assert_participant_level(placed)
     return tuple(placed)
 
 
 def _leaders(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Everyone in a pair, with the first by name of all that they are linked to."""
+    """Participant in a pair -> the first by name of all participants that pairs link it to."""
     groups: dict[str, set[str]] = {}
     for a, b in pairs:
+        # All members of a group share one set, so that chains of pairs end up in one group.
         joined = groups.get(a, {a}) | groups.get(b, {b})
         groups |= dict.fromkeys(joined, joined)
     return {participant: min(group) for participant, group in groups.items()}
@@ -343,24 +365,21 @@ def _leaders(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 def _under_two_ids(
     acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
-    """Images that are there as two participants' are named as that, not as a copy that may be removed; and the pairs of participants."""
+    """Give copies under another participant's id a reason of their own: which id is right must be found out first.
+
+    Returns the acquisitions with flags, the rejects, and the pairs of participants.
+    """
     kept = {a.sop_instance_uid: a for a in acquisitions}
-    owners = {copy.uri: Owner(copy.uri, copy.participant, copy.laterality) for copy in copies}
-    uid_of = {copy.uri: copy.sop_instance_uid for copy in copies}
+    copy_of = {copy.uri: copy for copy in copies}
     out, shared, pairs = [], set(), []
     for reject in rejects:
-        first = kept.get(uid_of.get(reject.uri, ""))
-        owner = owners.get(reject.uri)
-        if (
-            first is not None
-            and owner is not None
-            and reject.code == "duplicate_sop_uid"
-            and owner.participant != first.participant
-        ):
-            code, sentence = describe_copy(owner, Owner(first.uri, first.participant, first.laterality))
+        copy = copy_of.get(reject.uri)
+        first = kept.get(copy.sop_instance_uid) if copy else None
+        if copy and first and reject.code == "duplicate_sop_uid" and copy.participant != first.participant:
+            code, sentence = describe_copy(copy.owner, first.owner)
             reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
             shared.add(first.uri)
-            pairs.append((owner.participant, first.participant))
+            pairs.append((copy.participant, first.participant))
         out.append(reject)
     marked = [
         replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
@@ -369,12 +388,13 @@ def _under_two_ids(
 
 
 def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
-    """Raises CatalogError if anyone is in two splits: their second eye would be known before the test."""
+    """Raises CatalogError if a participant is in two splits: training would see the fellow eye of a test eye."""
     splits: dict[str, Split | None] = {}
     for a in acquisitions:
         if splits.setdefault(a.participant, a.split) != a.split:
             raise CatalogError(
-                f"{a.uri}: participant {a.participant} is in {splits[a.participant]} and in {a.split}; assign splits by participant"
+                f"{a.uri}: participant {a.participant} is in {splits[a.participant]} and in {a.split}; "
+                "assign splits by participant"
             )
 
 
@@ -382,7 +402,7 @@ def _existing(root: str | Path | BucketPath) -> Location:
     where = location(root)
     if isinstance(where, BucketPath):
         return where
-    folder = Path(os.path.abspath(where))  # noqa: PTH100  (not resolve: a linked data set keeps the name that the user knows)
+    folder = Path(os.path.abspath(where))  # noqa: PTH100  (not resolve: it would replace a link that the user knows)
     if not folder.exists():
         raise CatalogError(f"{folder}: no such folder; check the path")
     if folder.name.lower() == "dicomdir" and folder.is_file():
@@ -420,42 +440,46 @@ def _expect_a_match(
     tables: Tables,
     participants: str | Path | BucketPath | None,
 ) -> None:
-    """A table of one's own that fits nothing is a mistake in a path or a column, not an absence of labels."""
+    """Raises TableError if a user's table fits nothing at all: then a path or a column is wrong."""
+    # A row that fits only a reject is a fit as well.
     fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
         tables.at_path(reject.uri) for reject in rejects
     )
     if tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
         raise TableError(
-            f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against {acquisitions[0].uri} "
-            f"({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the table, or SOP Instance UIDs"
+            f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against "
+            f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
+            "table, or SOP Instance UIDs"
         )
     if participants is not None and not any(a.participant in tables.participants for a in acquisitions):
         example = next(iter(tables.participants))
         raise TableError(
-            f"{participants}: none of its {len(tables.participants)} participants is among the images, for example {example!r} against "
-            f"{acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, or join ids by --table"
+            f"{participants}: none of its {len(tables.participants)} participants is among the images, for example "
+            f"{example!r} against {acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, "
+            "or join ids by --table"
         )
 
 
 def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[Location]:
-    """The files to look at after every archive is unpacked below `into`, at the place that it has below `root`."""
+    """Unpack every archive below `into`, at its path below `root`; returns the files to examine."""
     if isinstance(root, Path) and into.is_relative_to(root):
         raise CatalogError(
-            f"--extract {into}: expected a folder outside {root}, where the next scan would find every file twice"
+            f"--extract {into}: expected a folder outside {root}: the next scan would find every file twice"
         )
     needed = sum(member.size for archive in found.archives for member in archive.members.values())
     into.mkdir(parents=True, exist_ok=True)
     if needed > (free := shutil.disk_usage(into).free):
         raise CatalogError(
-            f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, or scan without --extract"
+            f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, "
+            "or scan without --extract"
         )
     files: dict[str, Path] = {}
     for archive in found.archives:
         inside: Any = listed(archive.path)
         target = into / inside.relative_to(root).with_suffix("")
         files |= unpack(archive, target)
-        # Folders of images, too.
+        # Folders as well: `files` of a scan may hold a folder of images.
         files |= {
             f"{archive.path}{MEMBER}{folder}": target / folder
             for name in archive.members
@@ -475,20 +499,9 @@ def _schema(name: str):
     if name == "rejects.parquet":
         text = {name: pa.string() for name in ("uri", "code", "sentence", "fix", "refers_to")}
         return pa.schema(text | {"bytes": pa.int64(), "skipped": pa.bool_()})
-    text = (
-        "uri",
-        "participant",
-        "laterality",
-        "scanner",
-        "protocol",
-        "spacing_source",
-        "sop_instance_uid",
-        "split",
-        "participant_labels",
-    )
-    text += _ADDED
+    text = ("uri", "participant", "laterality", "scanner", "protocol", "spacing_source", "sop_instance_uid", "split")
     return pa.schema(
-        {name: pa.string() for name in text}
+        {name: pa.string() for name in (*text, "participant_labels", *_ADDED)}
         | {"shape": pa.list_(pa.int64(), 3), "spacing_mm": pa.list_(pa.float64(), 3), "flags": pa.list_(pa.string())}
     )
 

@@ -1,4 +1,4 @@
-"""Which column of a table holds what: AI-READI's names by default, a user's own by a map such as participant=pid,file=path."""
+"""Map fields to table columns: AI-READI's names by default, a user's by a map such as participant=pid,file=path."""
 
 import csv
 import io
@@ -31,15 +31,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "diagnosis": ("diagnosis",),
     "age": ("age",),
 }
-"""What octfm asks of a table -> the columns that hold it where no map says otherwise, first found first taken."""
+"""Field that octfm reads from tables -> columns that hold it by default; the first that a row has counts."""
 
 _IDENTIFIER = re.compile(
-    r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone|(e_?)?mail|mrn|ssn|insurance|zip_?code|post(al)?_?code)(_|$)"
+    r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone"
+    r"|(e_?)?mail|mrn|ssn|insurance|zip_?code|post(al)?_?code)(_|$)"
 )
 
 
 class TableError(OctfmError):
-    """A manifest or participants table that cannot be trusted."""
+    """A manifest or participants table that contradicts itself, lacks a column or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Columns:
 
     @staticmethod
     def parse(texts: Iterable[str]) -> "Columns":
-        """From `field=column` pairs, several in one text with commas between. Raises ConfigError."""
+        """From texts of `field=column` pairs separated by commas. Raises ConfigError."""
         found: dict[str, str] = {}
         for pair in (pair.strip() for text in texts for pair in text.split(",")):
             name, equals, column = (part.strip() for part in pair.partition("="))
@@ -65,16 +66,17 @@ class Columns:
         return Columns(found)
 
     def value(self, row: Mapping[str, str], name: str) -> str:
-        """The field's text in this row, empty where the row has none."""
+        """The field's text in this row, empty if the row has none."""
         mapped = self.of_field.get(name)
         return next((row[column] for column in ((mapped,) if mapped else FIELDS[name]) if row.get(column)), "")
 
     def present(self, header: Iterable[str], name: str) -> bool:
+        """Whether a table with these columns has the field."""
         mapped = self.of_field.get(name)
         return not set((mapped,) if mapped else FIELDS[name]).isdisjoint(header)
 
     def check(self, headers: Mapping[str, list[str]]) -> None:
-        """`headers`: the columns of each table by its path. Raises TableError for a mapped column that no table has."""
+        """Raises TableError for a mapped column that no table has. `headers`: columns of each table by its path."""
         known = list(dict.fromkeys(column for columns in headers.values() for column in columns))
         for name, column in self.of_field.items():
             if column not in known:
@@ -82,7 +84,7 @@ class Columns:
                 raise TableError(f"{where}: no column {column} for {name}; {_nearest(column, known, 'columns')}")
 
     def labels(self, row: Mapping[str, str]) -> dict[str, str]:
-        """Everything else that is known of a person, under AI-READI's names, without direct identifiers."""
+        """All other columns of a person's row, under AI-READI's names, without direct identifiers."""
         names = {column: FIELDS[name][0] for name, column in self.of_field.items()}
         ids = {self.of_field["participant"]} if "participant" in self.of_field else set(FIELDS["participant"])
         return {
@@ -93,16 +95,21 @@ class Columns:
 
 
 def is_identifier(column: str) -> bool:
-    """Whether a column's name says that it identifies a person: PatientName, date of birth, e-mail, ..."""
+    """Whether a column's name is that of a direct identifier: PatientName, date of birth, e-mail, ..."""
+    # PatientName -> Patient_Name
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column)
     return bool(_IDENTIFIER.search(re.sub(r"[^a-z0-9]+", "_", words.lower())))
 
 
 def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:
-    """The rows of a CSV or TSV, stripped. Raises TableError. Default delimiter: comma, semicolon or tab, as the header has most."""
+    """The rows of a CSV or TSV, stripped of spaces. Raises TableError.
+
+    Default delimiter: comma, semicolon or tab, whichever the header line has most of.
+    """
     try:
         with (
             open_file(path, whole=True) as file,
+            # Excel writes a byte order mark, and other programs Latin-1: a damaged label is better than no table.
             io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text,
         ):
             if delimiter is None:

@@ -14,14 +14,14 @@ PARTICIPANT_COLUMNS = ("participant_id", "person_id", "participant")
 ACQUISITION_COLUMNS = ("sop_instance_uid", "acquisition")
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "."})
-"""Not `none`: a diagnosis of none is a label."""
+"""Texts that mean a missing value. Not `none`: a diagnosis of none is a label."""
 
 _LATERALITY = {"r": "R", "od": "R", "right": "R", "l": "L", "os": "L", "left": "L"}
 
 
 @dataclass(frozen=True)
 class LabelTable:
-    """Rows of text as written in the file; values are interpreted by whoever asks for a column."""
+    """Rows of text as written in the file; the caller of `join` interprets the values."""
 
     path: str
     columns: tuple[str, ...]
@@ -32,24 +32,25 @@ class LabelTable:
     acquisition_column: str | None
 
     def join(self, column: str, acquisitions: Iterable[tuple[str, str, str | None]]) -> list[str | None]:
-        """The label of each (acquisition, participant, laterality), or None where the table has none.
+        """The label of each (acquisition, participant, laterality); None if the table has none.
 
-        The finest id that the table holds decides: SOP Instance UID, else participant and laterality, else participant.
-        Raises EvaluationError where two rows of one id contradict each other, where a UID's row names another participant,
-        and where no id of the table matches at all.
+        Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant.
+        Raises EvaluationError if rows of one id contradict each other, if a UID's row names another participant, or if
+        no id of the table matches.
         """
         if column not in self.columns:
             raise EvaluationError(f"{self.path}: no column {column}; label columns: {', '.join(self.columns)}")
         if self.acquisition_column is not None:
             return self._by_acquisition(column, list(acquisitions))
         keyed: dict[tuple[str, str | None], str | None] = {}
+        # Rows are numbered as lines of the file, whose first is the header.
         for number, row in enumerate(self.rows, start=2):
             key = (_id(row[self.participant_column or ""]), self._laterality(row))
             value = _value(row[column])
             if keyed.setdefault(key, value) != value:
                 raise EvaluationError(
-                    f"{self.path}: line {number}: {column} is {value} for {_words(key)}, an earlier line says {keyed[key]}; "
-                    "keep one row per participant (and eye), or add a sop_instance_uid column"
+                    f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
+                    f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid column"
                 )
         wanted = [
             (_id(participant), laterality if self.laterality_column else None)
@@ -73,7 +74,7 @@ class LabelTable:
             value, named = keyed.get(acquisition, (None, None))
             if named is not None and named != _id(participant):
                 raise EvaluationError(
-                    f"{self.path}: {acquisition} belongs to participant {named} here, the embeddings say {participant}; "
+                    f"{self.path}: {acquisition} is participant {named}'s here, {participant}'s in the embeddings; "
                     "the two were made from different cohorts"
                 )
             values.append(value)
@@ -94,7 +95,10 @@ class LabelTable:
 
 
 def read_labels(path: str | Path) -> LabelTable:
-    """Read a CSV or TSV with a header line. Needs participant_id (or person_id) or sop_instance_uid; uses laterality if it is there."""
+    """Read a CSV or TSV with a header line.
+
+    It needs a column participant_id (or person_id) or sop_instance_uid; laterality is optional.
+    """
     path = Path(path)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
@@ -109,7 +113,8 @@ def read_labels(path: str | Path) -> LabelTable:
     laterality = "laterality" if "laterality" in names else None
     if participant is None and acquisition is None:
         raise EvaluationError(
-            f"{path}: expected a column participant_id, person_id or sop_instance_uid, got {', '.join(names) or 'no header'}"
+            f"{path}: expected a column participant_id, person_id or sop_instance_uid, "
+            f"got {', '.join(names) or 'no header'}"
         )
     if not rows:
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
@@ -138,7 +143,7 @@ def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
 
 
 def as_number(value: str | None) -> float | None:
-    """A finite number, or None where the text is not one."""
+    """The text as a finite number; None if it is not one."""
     try:
         number = float(value) if value is not None else math.nan
     except ValueError:
@@ -152,10 +157,6 @@ def _value(text: str) -> str | None:
 
 
 def _id(text: str) -> str:
-    # Spreadsheets turn 1001 into 1001.0 when the column has a gap.
+    # Spreadsheets turn 1001 into 1001.0 if another cell of the column is empty.
     text = text.strip()
     return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
-
-
-def _words(key: tuple[str, str | None]) -> str:
-    return key[0] if key[1] is None else f"{key[0]} {key[1]}"

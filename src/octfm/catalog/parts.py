@@ -1,4 +1,4 @@
-"""Files that are one volume only together become one header, named after the first of them."""
+"""Join files that form a volume only together: one header, named after the first file."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.formats import read_header_of_parts
 from octfm.formats.dicom.parts import Part, in_order
-from octfm.formats.reasons import REASONS, Header
+from octfm.formats.reasons import Header
 from octfm.io.archive import file_size
 from octfm.io.isolation import Limits, Lost
 from octfm.io.spread import spread
@@ -22,7 +22,7 @@ def join_parts(
     limits: Limits | None = None,
     layouts: Collection[Layout] = RASTER_ONLY,
 ) -> tuple[list[Header | Reject], int]:
-    """One outcome per volume or file, and how many files are told of under another one's name."""
+    """One outcome per volume or file, and the number of files that are covered by another file's outcome."""
     volumes: dict[tuple[str, str], list[Part]] = defaultdict(list)
     joined: list[Header | Reject] = []
     for outcome in outcomes:
@@ -34,7 +34,12 @@ def join_parts(
     limits = limits or Limits()
     examine = functools.partial(_examine, layouts=tuple(layouts))
     joined += spread(
-        examine, groups, _lost, workers=workers, limits=limits, deadline=functools.partial(_deadline, limits)
+        examine,
+        groups,
+        _lost,
+        workers=workers,
+        limits=limits,
+        deadline=lambda parts: limits.deadline(_bytes(parts), parts[0].uri),
     )
     return joined, sum(len(parts) - 1 for parts in groups)
 
@@ -43,17 +48,11 @@ def _examine(parts: Sequence[Part], layouts: Collection[Layout]) -> Header | Rej
     try:
         return read_header_of_parts(parts, layouts)
     except ReadError as error:
-        return Reject(parts[0].uri, error.code, str(error), _bytes(parts))
+        return Reject.of(parts[0].uri, error, _bytes(parts))
 
 
 def _lost(parts: Sequence[Part], lost: Lost) -> Reject:
-    uri = parts[0].uri
-    sentence = f"{uri}: the process that looked at it and the {len(parts) - 1} files with it {lost.what}; {REASONS[lost.code].fix}"
-    return Reject(uri, lost.code, sentence, _bytes(parts))
-
-
-def _deadline(limits: Limits, parts: Sequence[Part]) -> float:
-    return limits.deadline(_bytes(parts), parts[0].uri)
+    return Reject.lost(parts[0].uri, lost, f"examined it and {len(parts) - 1} other files of its volume", _bytes(parts))
 
 
 def _bytes(parts: Sequence[Part]) -> int:

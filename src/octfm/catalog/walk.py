@@ -1,4 +1,4 @@
-"""Which files below a folder, and in ZIP archives there, may hold images; tables, documents and ground truth are companions."""
+"""List the files below a folder that may hold images, also in ZIP archives; tables and documents are companions."""
 
 import os
 import stat
@@ -7,11 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from octfm.catalog.acquisition import Reject
-from octfm.catalog.folders import join_images
 from octfm.errors import ReadError
+from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images
+from octfm.formats.image_folder import SUFFIXES, is_image
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed
+
+_IMAGES_PER_OTHER_FILE = 8
+"""A folder with more images than this per other file is one volume in spite of those files."""
 
 _COMPANION_FOLDERS = {"ground_truth"}
 _COMPANION_NAMES = {"dicomdir", "license", "readme", "changelog", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"}
@@ -20,19 +24,22 @@ _COMPANION_SUFFIXES = {".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", 
 
 @dataclass
 class Found:
+    """The files of a scan, sorted into kinds by name and first bytes."""
+
     files: list[Location] = field(default_factory=list)
-    """A folder stands for the images in it where those are the B-scans of one volume."""
+    """Files to examine. A folder stands for its images if these are the B-scans of one volume."""
     companions: list[Location] = field(default_factory=list)
-    """And images that are B-scans of a volume in `files`. Members of archives are archive.zip!/member."""
+    """Tables, documents and ground truth, and images that are B-scans of a volume in `files`."""
     archives: list[Archive] = field(default_factory=list)
     refused: list[Reject] = field(default_factory=list)
-    """Folders that cannot be listed, broken links, pipes, names that are not text, damaged archives, hostile members."""
+    """Folders that cannot be listed, broken links, pipes, names that are not UTF-8, damaged or hostile archives."""
 
 
 def walk(root: Location, *, follow_links: bool = True) -> Found:
-    """Everything below `root`, sorted by path; a bucket is listed once.
+    """Everything below `root`, sorted by path; archive members are archive.zip!/member. A bucket is listed once.
 
-    Links are followed, also out of `root`, and a folder reached twice is listed once; without `follow_links` they are refused with a code.
+    Links are followed, also out of `root`; a folder reached twice is listed once. Without `follow_links` they are
+    rejected with a code.
     """
     found = Found()
     if isinstance(root, BucketPath):
@@ -43,6 +50,7 @@ def walk(root: Location, *, follow_links: bool = True) -> Found:
         folder = pending.pop()
         try:
             identity = folder.stat()
+            # By device and inode: links may form circles, and reach a folder under several names.
             if (identity.st_dev, identity.st_ino) in seen:
                 continue
             seen.add((identity.st_dev, identity.st_ino))
@@ -65,7 +73,7 @@ def walk(root: Location, *, follow_links: bool = True) -> Found:
 
 
 def _list_bucket(root: BucketPath, found: Found) -> None:
-    """One listing, then the first bytes of every object, which header, archives and doubtful names all need."""
+    """List a bucket once, and fetch the first bytes of every object: headers, archives and doubtful names need them."""
     from octfm.io import bucket
     from octfm.io.ranged import fetch_heads, remember
 
@@ -86,7 +94,7 @@ def _list_bucket(root: BucketPath, found: Found) -> None:
 
 
 def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
-    """Put `entry` where it belongs; what is wrong with it, or an empty string."""
+    """Add `entry` to `found` or `pending`. Returns what is wrong with it, or an empty string."""
     try:
         mode = entry.stat().st_mode
     except OSError as error:
@@ -99,6 +107,7 @@ def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
         return "the name is not UTF-8; rename it"
     elif _is_companion(entry, entry.relative_to(root).parts):
         found.companions.append(entry)
+    # The ending counts as well: .npz, .docx and others are ZIP archives but no folders of files.
     elif entry.suffix.lower() == ".zip" and _starts_with(entry, b"PK"):
         _look_inside(entry, found)
     else:
@@ -110,7 +119,7 @@ def _look_inside(path: Location, found: Found) -> None:
     try:
         archive = open_archive(path)
     except ReadError as error:
-        found.refused.append(Reject(str(path), error.code, str(error), file_size(path)))
+        found.refused.append(Reject.of(path, error, file_size(path)))
         return
     found.archives.append(archive)
     found.refused += [Reject(r.uri, r.code, r.sentence, r.bytes) for r in archive.refused]
@@ -122,7 +131,10 @@ def _look_inside(path: Location, found: Found) -> None:
 
 
 def _is_companion(path: Location, parts: Sequence[str]) -> bool:
-    """Named like a table, a document or ground truth, and not DICOM inside. `parts` of the path below the root or inside the archive."""
+    """Whether a file is named like a table, a document or ground truth, and does not contain DICOM.
+
+    `parts`: of the path below the root or inside the archive.
+    """
     name = path.name.lower()
     if _COMPANION_FOLDERS & set(parts[:-1]):
         return True
@@ -132,6 +144,7 @@ def _is_companion(path: Location, parts: Sequence[str]) -> bool:
         or {name, path.stem.lower()} & _COMPANION_NAMES
     ):
         return False
+    # Exports may give DICOM files any name: 1.2.txt can be an image.
     return name == "dicomdir" or not _starts_with(path, b"DICM", 128)
 
 
@@ -147,5 +160,39 @@ def _unreadable(path: Path, problem: str) -> Reject:
 
 
 def _text(path: Path) -> str:
-    """The path as text that can be stored; undecodable bytes are escaped."""
+    """The path as UTF-8 text, with undecodable bytes escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def join_images(files: list[Location], companions: list[Location]) -> None:
+    """Replace images in `files` by their folder if they are the B-scans of one volume; the images go to `companions`.
+
+    B-scans are the images that a HEYEX XML in the folder names, else all images if the folder has almost nothing else.
+    Only files with the usual endings are opened: other images stay files of their own, which are not volumes.
+    """
+    folders: dict[Location, list[Location]] = {}
+    for path in files:
+        folders.setdefault(path.parent, []).append(path)
+    for folder, inside in folders.items():
+        images = [path for path in inside if path.suffix.lower() in SUFFIXES and is_image(path)]
+        if not images:
+            continue
+        exports = [path for path in inside if path.suffix.lower() == ".xml"]
+        named = set().union(*(_named_by(path) for path in exports))
+        parts = [path for path in images if path.name.lower() in named]
+        # A few other files do not turn B-scans into single images; they stay files of their own.
+        few_others = not named and len(images) > _IMAGES_PER_OTHER_FILE * (len(inside) - len(images))
+        if len(images) > 1 and (len(images) == len(inside) or few_others):
+            parts = images
+            files.append(folder)
+        taken = set(parts)
+        files[:] = [path for path in files if path not in taken]
+        companions.extend(parts)
+
+
+def _named_by(path: Location) -> set[str]:
+    try:
+        content = read_start(path, MAX_BYTES)
+    except (OSError, ReadError):
+        return set()
+    return named_images(content) if fits(content[:HEAD_BYTES]) else set()

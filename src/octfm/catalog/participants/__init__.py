@@ -1,1 +1,1 @@
-"""Whose eye is it: from folders, behind a pseudonym, in which split."""
+"""Participants: found from folders and names, replaced by pseudonyms, assigned to splits."""

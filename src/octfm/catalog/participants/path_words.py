@@ -1,16 +1,21 @@
-"""Read the words in a folder's or file's name: eyes, dates, protocols and other things that are never a person, and what may be one."""
+"""Classify words in folder and file names: eyes, dates, protocols, ... are never a person; others may be one."""
 
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from string import ascii_lowercase
 from typing import Literal
 
 from octfm.volume.volume import Laterality
 
 Kind = Literal["eye", "word", "visit", "date", "group", "literal", "explicit", "strong", "number", "name"]
-"""word: protocol, format, modality. group: site, vendor, diagnosis, split: numbering may begin anew below it. literal: the word
-before a person's number. explicit: that number. strong: an id with four digits or more. name: any other word that may be a person."""
+"""Meaning of a segment of a name.
+
+word: protocol, format, modality. group: site, vendor, diagnosis, split; below it, numbering may start again. literal: a
+word such as `patient`. explicit: the number after it. strong: an id with four digits or more. name: any other word that
+may be a person.
+"""
 CANDIDATES = ("explicit", "strong", "number", "name")
 
 
@@ -18,25 +23,23 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_EYES: dict[str, Laterality] = dict.fromkeys(
-    _words(
+_EYE_WORDS: dict[Laterality, frozenset[str]] = {
+    "R": _words(
         """
     od right righteye rechts rechte rechtes rechtesauge droit droite derecho derecha destro destra dexter
     direito direita prawe prawy oikea hoger hoyre hojre right_eye 右 右眼
     """
     ),
-    "R",
-) | dict.fromkeys(
-    _words(
+    "L": _words(
         """
     os og oi oe left lefteye links linke linkes linkesauge gauche izquierdo izquierda sinistro sinistra sinister
     esquerdo esquerda lewe lewy vasen vanster venstre 左 左眼
     """
     ),
-    "L",
-)
+}
+_EYES: dict[str, Laterality] = {word: eye for eye, words in _EYE_WORDS.items() for word in words}
 _PAIRED: dict[str, str] = {"r": "l", "re": "le", "ra": "la", "rt": "lt", "op": "ol", "dx": "sx"}
-"""Abbreviations that are as often something else: eyes only in a tree that has both of a pair."""
+"""Right -> left abbreviations that often mean something else: eyes only in a tree that has both of a pair."""
 _LEFT_OF_PAIR = {left: right for right, left in _PAIRED.items()}
 
 _PEOPLE = _words(
@@ -94,10 +97,13 @@ _PLACES = _words(
     "site center centre zentrum clinic klinik hospital station batch part set group gruppe cohort fold cd dvd"
 )
 
+_NUMBERED_GROUPS = _words("site center centre clinic klinik batch part set group cohort")
+
 _MONTH = r"(?:jan|feb|mar|m[aä]r|apr|may|mai|mag|jun|giu|jul|lug|aug|ago|sep|set|oct|okt|ott|nov|dec|dez|dic)[a-zäöüé]*"
 _DATES = re.compile(
     rf"""(?<![0-9])(?:
-    (?:19|20)\d\d([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12]\d|3[01])(?:[T_ -]?\d{{6}}|[T_ -]\d{{4}}|[T_ -]\d\d[-.h]\d\d(?:[-.]\d\d)?)?
+    (?:19|20)\d\d([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12]\d|3[01])
+        (?:[T_ -]?\d{{6}}|[T_ -]\d{{4}}|[T_ -]\d\d[-.h]\d\d(?:[-.]\d\d)?)?
     |(?:0?[1-9]|[12]\d|3[01])[-_.](?:0?[1-9]|[12]\d|3[01])[-_.](?:19|20)\d\d
     |(?:0[1-9]|[12]\d|3[01])\.(?:0[1-9]|1[0-2])\.\d\d
     |(?:0?[1-9]|[12]\d|3[01])[-_. ]?{_MONTH}[-_. ]?(?:19|20)\d\d
@@ -114,24 +120,27 @@ _SPLIT_EYE = re.compile(r"(?P<number>\d{2,})(?P<eye>o[dsgie]|[rl])|(?P<eye2>od|o
 
 @dataclass(frozen=True)
 class Segment:
+    """A part of a folder's or file's name."""
+
     kind: Kind
     text: str
     before: str
-    """What separates it from the segment to its left."""
+    """The separator between it and the segment to its left."""
     eye: Laterality | None = None
 
 
 def plain(text: str) -> str:
-    """Lower case, without accents, in one Unicode form."""
+    """The text in lower case, without accents, in one Unicode form."""
     letters = unicodedata.normalize("NFKD", text.casefold().replace("œ", "oe").replace("ø", "o").replace("ł", "l"))
     return "".join(c for c in letters if not unicodedata.combining(c))
 
 
 def segments(name: str, abbreviations: Iterable[str] = ()) -> tuple[Segment, ...]:
-    """The parts of one folder's name, or of a file's without its ending, from left to right; neighbours of a kind are one part.
+    """The segments of a folder's name, or of a file's without its ending; neighbours of the same kind are joined.
 
-    `abbreviations`: those of `eye_abbreviations` that mean eyes in this tree.
+    `abbreviations`: those that mean eyes in this tree, from `eye_abbreviations`.
     """
+    # Classified one by one first, then joined with their neighbours: people, numbers, equal kinds.
     known = frozenset(abbreviations)
     found: list[Segment] = []
     end = 0
@@ -150,13 +159,17 @@ def eye_of(word: str) -> Laterality | None:
     if text in _EYES:
         return _EYES[text]
     bare = re.sub(r"(eye|auge|oog|oeil|ojo|occhio)$|^(eye|oeil|ojo|occhio|olho|oculus)", "", text)
-    pairs: dict[str, Laterality] = dict.fromkeys(_PAIRED, "R")
-    return _EYES.get(bare) or (pairs | dict.fromkeys(_LEFT_OF_PAIR, "L")).get(bare)
+    if bare in _EYES:
+        return _EYES[bare]
+    return "R" if bare in _PAIRED else "L" if bare in _LEFT_OF_PAIR else None
 
 
 def eye_abbreviations(names: Iterable[str]) -> frozenset[str]:
-    """Abbreviations that mean eyes in a tree of these folder and file names: R where there is L as well, and OD, which is also the
-    optic disc, unless protocols such as `macula` stand where it does and no left eye is named anywhere."""
+    """Abbreviations that mean eyes in a tree of these folder and file names.
+
+    R and others count if their left counterpart occurs as well. OD, which may also be the optic disc, counts unless
+    there are words such as `macula` and no left eye is named anywhere.
+    """
     seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
     seen |= {plain(eye) for text in list(seen) if (eye := _eye_in(text))}
     meant = {word for word in seen if _PAIRED.get(word, _LEFT_OF_PAIR.get(word, "")) in seen}
@@ -172,7 +185,7 @@ def _eye_in(text: str) -> str:
 
 
 def _pieces(name: str) -> Iterable[tuple[Kind | Literal[""], str, int]]:
-    """(kind or "", text, where it starts)."""
+    """(kind, text, offset) of each date, UID and word; the kind of words is empty, `_classified` finds it."""
     if _UID.fullmatch(name):
         yield "word", name, 0
         return
@@ -180,6 +193,7 @@ def _pieces(name: str) -> Iterable[tuple[Kind | Literal[""], str, int]]:
     for date in [*_DATES.finditer(name), None]:
         for token in _TOKEN.finditer(name, at, date.start() if date else len(name)):
             start = token.start()
+            # CamelCase is split, and eyes from numbers (123OD), but words for eyes stay whole.
             for piece in [token[0]] if plain(token[0]) in _EYES else _CAMEL.split(token[0]):
                 match = _SPLIT_EYE.fullmatch(piece)
                 for part in [p for p in match.groups() if p] if match else [piece]:
@@ -192,11 +206,13 @@ def _pieces(name: str) -> Iterable[tuple[Kind | Literal[""], str, int]]:
 
 def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[str]) -> Segment:
     word = plain(text)
+    # OD may be the optic disc: an eye only if this tree uses it for one.
     eye = _EYES.get(word) if word != "od" or "od" in abbreviations else None
     if word in abbreviations and eye is None:
         eye = "R" if word in _PAIRED else "L"
     letters = word.rstrip("0123456789")
     digits = len(word) - len(letters)
+    # The order matters: the first category that fits decides.
     if kind:
         pass
     elif eye:
@@ -215,32 +231,22 @@ def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[st
         kind = "number"
     elif digits < 4 and digits and letters in _WORDS:
         kind = "word"
-    elif digits and letters in {
-        "site",
-        "center",
-        "centre",
-        "clinic",
-        "klinik",
-        "batch",
-        "part",
-        "set",
-        "group",
-        "cohort",
-    }:
+    elif digits and letters in _NUMBERED_GROUPS:
         kind = "group"
     else:
         kind = "strong" if re.search(r"\d{4}", word) else "name"
-    return Segment(kind, text, "", eye)  # type: ignore[arg-type]
+    return Segment(kind, text, "", eye)
 
 
 def _is_protocol(word: str) -> bool:
-    """6x6, 512x128, 5lines, Cube6x6."""
-    name = re.match(r"[a-z]*", word)[0]  # type: ignore[index]
-    return bool(_PROTOCOL.fullmatch(word) or (name in _WORDS and _PROTOCOL.fullmatch(word[len(name) :])))
+    """Whether a word is a protocol such as 6x6, 512x128, 5lines or Cube6x6."""
+    rest = word.lstrip(ascii_lowercase)
+    name = word[: len(word) - len(rest)]
+    return bool(_PROTOCOL.fullmatch(word) or (name in _WORDS and _PROTOCOL.fullmatch(rest)))
 
 
 def _with_people(found: list[Segment]) -> list[Segment]:
-    """What follows `patient` is a person; without anything to follow it is a word like any other."""
+    """Make the segment after a word such as `patient` explicit; if none follows, it is a word like any other."""
     out: list[Segment] = []
     for segment in found:
         named = bool(out) and out[-1].kind == "literal"
@@ -255,7 +261,7 @@ def _with_people(found: list[Segment]) -> list[Segment]:
 
 
 def _numbered(found: list[Segment]) -> list[Segment]:
-    """`visit 2` is a visit, `site 2` a site, and `scan 2` a number of scans, whatever stands between."""
+    """Join numbers to the word before: `visit 2` is a visit, `site 2` a group, `scan 2` a number of scans."""
     out: list[Segment] = []
     for segment in found:
         last = out[-1] if out else None
@@ -263,14 +269,14 @@ def _numbered(found: list[Segment]) -> list[Segment]:
             word = plain(last.text)
             kind = "number" if word in _IMAGES else last.kind if last.kind == "visit" or word in _PLACES else None
             if kind and (word in _IMAGES or segment.text.isdecimal()):
-                out[-1] = replace(last, kind=kind, text=last.text + segment.before + segment.text)  # type: ignore[arg-type]
+                out[-1] = replace(last, kind=kind, text=last.text + segment.before + segment.text)
                 continue
         out.append(segment)
     return out
 
 
 def names_people(name: str) -> bool:
-    """Whether a folder is called `patients`, so that the folders in it are people."""
+    """Whether a folder's name has a word such as `patients`: the folders in it are then people."""
     return any(plain(text) in _PEOPLE for kind, text, _ in _pieces(name) if not kind)
 
 

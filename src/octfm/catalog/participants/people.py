@@ -1,8 +1,9 @@
-"""Whose scan a file is, where neither header nor table says: by a pattern that the user states, or by a guess that is safe or stops.
+"""Find the participant of files from their paths, by the user's pattern or by a guess, if header and table name none.
 
-A guess is made only where nothing else fits: one column of the paths holds ids that cannot be eyes, visits, dates, protocols or numbers of
-scans, each id has at most one meaning, and both eyes of somebody prove that it is no finer than a person. Everything else is shown and
-not used: two people that become one, or one person's eyes in two splits, would spoil every result without a sign.
+A guess is used only if it is unambiguous: one position in the paths holds ids that cannot be eyes, visits, dates,
+protocols or numbers of scans; each id has only one meaning; and one id with both eyes proves that ids are not finer
+than a person. Otherwise the guess is shown and the scan stops: merging two people, or splitting one person's eyes
+between train and test, would corrupt every result unnoticed.
 """
 
 import re
@@ -34,23 +35,23 @@ SOURCES: dict[str, str] = {
     "folder": "folders and file names, by a guess that nothing contradicts",
     "pattern": "folders and file names, by --participant-from",
 }
-"""How a participant was found."""
+"""Source of a participant -> what it means."""
 
 PLACEHOLDERS = ("participant", "eye", "visit")
 _ENDING = re.compile(r"\.(?:nii\.gz|[A-Za-z][A-Za-z0-9]{1,5})$")
 _SMALL = 1000
-"""Numbers below may count visits, scans or B-scans."""
+"""Smaller numbers may count visits, scans or B-scans."""
 _EXAMPLES = 3
 _MOST_PARTS = 6
-"""Of one name: with more, a name that does not fit would be tried in billions of ways."""
+"""Placeholders and * in one name: more would let the regular expression backtrack through billions of matches."""
 
 
 class PeopleError(OctfmError):
-    """A pattern that does not fit the files, or a tree in which a guess at participants could be wrong."""
+    """A pattern that does not fit the files, or a tree where a guess of participants may be wrong."""
 
 
 class AmbiguousPeople(PeopleError):
-    """Nothing was scanned into a catalog; `guess` is what was made of the tree."""
+    """A scan that stopped because the participants are ambiguous; `guess` is the best guess."""
 
     def __init__(self, message: str, guess: "Guess"):
         super().__init__(message)
@@ -59,7 +60,7 @@ class AmbiguousPeople(PeopleError):
 
 @dataclass(frozen=True)
 class Scan:
-    """One volume that needs a participant, an eye, or neither."""
+    """A volume, with what is known of its participant and eye."""
 
     uri: str
     participant: str
@@ -69,23 +70,25 @@ class Scan:
 
 @dataclass(frozen=True)
 class Whose:
+    """Participant and eyes of a scan, from its path."""
+
     participant: str
     source: Source
-    """Empty where header or table had said it."""
+    """Empty if header or table name the participant."""
     eyes: frozenset[Laterality]
-    """That the path names."""
+    """The eyes that the path names."""
 
 
-# ---- patterns -----------------------------------------------------------------------------------------------------------------------
+# ---- patterns -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pattern:
     """A template of paths below the scanned folder, such as {participant}/{eye}/* or {participant}_{eye}_*.png.
 
-    {participant}, {eye} and {visit} stand for part of a name and * for anything in it; each takes as little as fits. A last * also stands
-    for everything further below. {participant} twice makes an id of both parts, for numbers that begin anew in every clinic. Without an
-    ending after its last name a pattern fits files of any ending.
+    {participant}, {eye} and {visit} match part of a name, * any part of it, each as little as possible. A last * also
+    matches everything further below. {participant} twice gives an id of both parts, for numbers that start again in
+    every clinic. A pattern without a file ending matches files of any ending.
     """
 
     text: str
@@ -106,32 +109,37 @@ class Pattern:
             )
         if "participant" not in named:
             raise ConfigError(
-                f"--participant-from {text!r}: expected {{participant}} in it, as in {{participant}}/{{eye}}/* or {{participant}}_{{eye}}_*.png"
+                f"--participant-from {text!r}: expected {{participant}} in it, as in {{participant}}/{{eye}}/* or "
+                "{participant}_{eye}_*.png"
             )
         if "}{" in clean.replace("{participant}{eye}", "{participant}"):
             raise ConfigError(
-                f"--participant-from {text!r}: nothing separates two placeholders, so where one ends is a guess; put / _ or - between them"
+                f"--participant-from {text!r}: nothing separates two placeholders, so where one ends is a guess; "
+                "put / _ or - between them"
             )
         if any(len(re.findall(r"\{|\*+", name)) > _MOST_PARTS for name in clean.split("/")):
             raise ConfigError(
-                f"--participant-from {text!r}: more than {_MOST_PARTS} placeholders and * in one name; a * stands for everything between"
+                f"--participant-from {text!r}: more than {_MOST_PARTS} placeholders and * in one name; "
+                "a * stands for everything between"
             )
         return Pattern(clean)
 
     def match(self, place: "Place") -> tuple[str, frozenset[Laterality]] | None:
-        """The participant and the eyes that it finds; None where it does not fit, and where {eye} is no eye."""
+        """Participant and eyes at a place; None if the pattern does not fit, also where {eye} is not an eye."""
         for text in place.texts if "." in self.text.rpartition("/")[2] else place.stems:
             words = _eye_words(text) if "{eye}" in self.text else ()
             if match := _compiled(self.text, words).fullmatch(text):
                 groups = match.groupdict()
-                eyes = frozenset(eye for name, value in groups.items() if name[0] == "e" and (eye := eye_of(value)))
+                eyes = frozenset[Laterality](
+                    eye for name, value in groups.items() if name[0] == "e" and (eye := eye_of(value))
+                )
                 return "/".join(value.strip() for name, value in groups.items() if name[0] == "p"), eyes
         return None
 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
-    """{eye} matches the `eye_words` of one name only: elsewhere it would take too little or too much."""
+    """The regular expression of a pattern. {eye} matches only `eye_words`, which are the words for eyes in one path."""
     parts: list[str] = []
     for token in re.split(r"(\{[a-z]+\}|\*+)", pattern):
         if token == "{eye}":
@@ -148,6 +156,7 @@ def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _eye_words(text: str) -> tuple[str, ...]:
+    # Also words with separators (right_eye), and eyes next to digits (12OD).
     words = [*re.split(r"[\s_\-./]+", text), *re.split(r"[_/]", text)]
     ends = [end for word in words for end in re.findall(r"^[^\W\d]+(?=\d)|(?<=\d)[^\W\d]+$", word)]
     return tuple(sorted({word for word in (*words, *ends) if eye_of(word)}, key=lambda word: (-len(word), word)))
@@ -155,12 +164,12 @@ def _eye_words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a scan lies below the scanned folder. An archive counts as a folder of its name."""
+    """The path of a scan below the scanned folder. An archive counts as a folder with its name."""
 
     stems: tuple[str, ...]
-    """Its path without ending; of a folder of images, also one image in it."""
+    """The path without ending; for a folder of images, also that of an image in it."""
     texts: tuple[str, ...]
-    """With ending."""
+    """The same with ending."""
 
     @property
     def shown(self) -> str:
@@ -178,21 +187,21 @@ def place_of(uri: str, root: Location) -> Place:
     if mark and head.lower().endswith(".zip"):
         inner, mark, _ = tail.partition(MEMBER)
         head = f"{head[:-4]}/{inner}"
-    if not mark and is_folder(uri):  # after a second mark stands one volume of several in a file
+    if not mark and is_folder(uri):  # after a second mark comes the name of one volume of several in a file
         first = next(iter(list_folder(uri)), "x.png").rpartition("/")[2]
         return Place((head, f"{head}/{_ENDING.sub('', first)}"), (head, f"{head}/{first}"))
     return Place((_ENDING.sub("", head),), (head,))
 
 
-# ---- what a tree says ---------------------------------------------------------------------------------------------------------------
+# ---- what a tree says -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Line:
-    """One path pattern of a guess."""
+    """A path pattern of a guess, with counts."""
 
     pattern: str
-    """Empty where no name in these paths may be a person's."""
+    """Empty if no name in these paths may be a person's."""
     files: int
     participants: int
     right: int
@@ -202,10 +211,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Guess:
+    """A guess of participants from paths, to use or to show."""
+
     lines: tuple[Line, ...]
     participants: int
     doubt: str
-    """Why it may be wrong; empty where nothing contradicts it."""
+    """Why it may be wrong; empty if nothing contradicts it."""
 
     @property
     def patterns(self) -> list[str]:
@@ -213,13 +224,13 @@ class Guess:
 
     @property
     def without_person(self) -> tuple[str, ...]:
-        """Examples of files that `patterns` leave without a participant, so that they cannot be accepted as they are."""
+        """Examples of files without a participant under `patterns`: the guess cannot be accepted as it is."""
         return tuple(
             example.partition(" -> ")[0] for line in self.lines if not line.pattern for example in line.examples
         )
 
     def table(self) -> str:
-        """For a terminal: what each path pattern would give, with examples."""
+        """A table for the terminal: what each path pattern gives, with examples."""
         rows = [("path pattern", "files", "participants", "right", "left")]
         rows += [
             (
@@ -231,10 +242,8 @@ class Guess:
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         out = []
         for row, line in zip(rows, [None, *self.lines], strict=True):
-            cells = [row[0].ljust(widths[0])] + [
-                cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
-            ]
-            out.append("  ".join(cells))
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            out.append("  ".join([row[0].ljust(widths[0]), *numbers]))
             out += [f"    {example}" for example in line.examples] if line else []
         return "\n".join([*out, f"{self.participants:,} participants in all, if the guess is right"])
 
@@ -242,12 +251,13 @@ class Guess:
 def find_people(
     scans: Sequence[Scan], root: Location, patterns: Sequence[Pattern] = (), listed_at: Mapping[str, str] | None = None
 ) -> dict[str, Whose]:
-    """By uri. Header and table go first; `listed_at`: archive member that an unpacked file came from.
+    """Participant and eyes of scans by uri. Header and table take precedence over paths.
 
-    Raises AmbiguousPeople where there is no pattern and a guess may be wrong; PeopleError for files that no pattern fits.
+    `listed_at`: unpacked file -> archive member that it came from. Raises AmbiguousPeople if there is no pattern and a
+    guess may be wrong, PeopleError for files that no pattern fits.
     """
     if patterns or not all(scan.participant for scan in scans):
-        wanted = scans  # files that name their participant tell about the folders of others
+        wanted = scans  # also those with a participant: they show whose the folders of the others are
     else:
         wanted = [scan for scan in scans if scan.needs_eye]
     places = {scan.uri: place_of((listed_at or {}).get(scan.uri, scan.uri), root) for scan in wanted}
@@ -255,7 +265,8 @@ def find_people(
     nameless = {uri: place for uri, place in places.items() if uri not in known}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
     eyes = {
-        uri: frozenset(s.eye for n in place.names for s in segments(n, meant) if s.eye) for uri, place in places.items()
+        uri: frozenset[Laterality](s.eye for n in place.names for s in segments(n, meant) if s.eye)
+        for uri, place in places.items()
     }
     if patterns:
         stated = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}
@@ -289,8 +300,9 @@ def _expect_all(nameless: Mapping[str, Place], found: Mapping[str, str], pattern
     named = " ".join(repr(pattern.text) for pattern in patterns)
     if missing := [place.shown for uri, place in nameless.items() if uri not in found]:
         raise PeopleError(
-            f"--participant-from {named}: {len(missing)} of {len(nameless)} files that name no participant do not match, for example "
-            f"{', '.join(sorted(missing)[:_EXAMPLES])}; give the option once more with a pattern for them, or name them in a table (--table)"
+            f"--participant-from {named}: {len(missing)} of {len(nameless)} files that name no participant do not "
+            f"match, for example {', '.join(sorted(missing)[:_EXAMPLES])}; give the option once more with a pattern "
+            "for them, or name them in a table (--table)"
         )
     people = {found[uri] for uri in nameless}
     words = [
@@ -300,20 +312,24 @@ def _expect_all(nameless: Mapping[str, Place], found: Mapping[str, str], pattern
     ]
     if people and len(words) == len(people):
         raise PeopleError(
-            f"--participant-from {named}: gives {', '.join(sorted(words)[:_EXAMPLES])} as participants, which are words for eyes, visits or "
-            "protocols; put {participant} where the people are"
+            f"--participant-from {named}: gives {', '.join(sorted(words)[:_EXAMPLES])} as participants, which are "
+            "words for eyes, visits or protocols; put {participant} where the people are"
         )
 
 
 def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[str, str]) -> str:
-    """In place: a folder whose other files name their participant is that participant. What contradicts it, or an empty string."""
+    """Set `ids` in place: a folder whose other files name their participant is that participant's.
+
+    Returns what contradicts this, or an empty string.
+    """
     named: dict[str, set[str]] = defaultdict(set)
     for uri, participant in known.items():
         if found.get(uri) in ids:
             named[found[uri]].add(participant)
     for name, participants in sorted(named.items()):
         if len(participants) > 1:
-            return f"other files of {name!r} name {len(participants)} participants ({', '.join(sorted(participants)[:_EXAMPLES])})"
+            some = ", ".join(sorted(participants)[:_EXAMPLES])
+            return f"other files of {name!r} name {len(participants)} participants ({some})"
         ids[name] = next(iter(participants))
     owners: dict[str, str] = {}
     for name in named:
@@ -323,7 +339,7 @@ def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[s
 
 
 def _spelt_twice(participants: Iterable[str]) -> str:
-    """P01 and p1 are one person more often than two."""
+    """A doubt if two ids may be spellings of one: P01 and p1 are one person more often than two."""
     seen: dict[str, str] = {}
     for participant in sorted(set(participants)):
         text = re.sub(r"[\s_\-.]+", "", plain(participant))
@@ -339,22 +355,24 @@ def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> Ambig
     advice = f"accept the guess, or state another: octfm scan {root} {options}"
     if guess.without_person:
         advice = (
-            f"{', '.join(guess.without_person)}: name the participant in a sidecar (NAME.json), in a table (--table FILE) or by "
-            "--participant-from PATTERN if the path has it, scan the folder above if that is the person's, or move the file away"
+            f"{', '.join(guess.without_person)}: name the participant in a sidecar (NAME.json), in a table "
+            "(--table FILE) or by --participant-from PATTERN if the path has it, scan the folder above if that is the "
+            "person's, or move the file away"
         )
         if options:
             advice += f"; then {options} accepts the guess for the others"
     return AmbiguousPeople(
-        f"{root}: whose eyes {of} show is stated by no header or table, and folders leave it open: {guess.doubt}; {advice}",
+        f"{root}: whose eyes {of} show is stated by no header or table, and folders leave it open: {guess.doubt}; "
+        f"{advice}",
         guess,
     )
 
 
-# ---- the guess ------------------------------------------------------------------------------------------------------------------------
+# ---- the guess ------------------------------------------------------------------------------------------------------
 
 _Path = tuple[tuple[Segment, ...], ...]
 _At = tuple[int, int]
-"""Folder, and segment in its name."""
+"""Index of the folder or file name in a path, and of the segment in it."""
 
 
 def _guess(
@@ -363,6 +381,11 @@ def _guess(
     meant: frozenset[str],
     eyes: Mapping[str, frozenset[Laterality]],
 ) -> tuple[dict[str, str], Guess]:
+    """The participant of each uri that the guessed patterns match, and the guess with its doubts.
+
+    Paths with the same skeleton are judged together; the position of the person in each becomes a pattern, and the
+    patterns must give the same participants again.
+    """
     paths: dict[str, _Path] = {uri: tuple(segments(n, meant) for n in place.names) for uri, place in nameless.items()}
     groups: dict[tuple, list[str]] = defaultdict(list)
     for uri, path in paths.items():
@@ -390,7 +413,7 @@ def _guess(
     patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
     doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
     texts = {uri: text for uri, text in texts.items() if text in patterns}
-    order = sorted(patterns, key=lambda text: -text.count("/"))
+    order = sorted(patterns, key=lambda text: -text.count("/"))  # deeper patterns are more specific
     found = {
         uri: match[0]
         for uri, place in places.items()
@@ -399,6 +422,7 @@ def _guess(
     people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.items()}
     doubts += ["people stand at different places in different paths"] if len(spots) > 1 else []
     doubts += [d for d in (_reused(paths, chosen, people), _unproven(people, named, eyes)) if d]
+    # The patterns must give what the guess gave: the user may accept them on the command line.
     if not doubts and any(found.get(uri) != name for uri, name in people.items()):
         doubts.append("names are read in more than one way")
     lines = _lines(nameless, texts, found, eyes)
@@ -410,16 +434,16 @@ def _parsed(text: str) -> Pattern | None:
     try:
         return Pattern.parse(text)
     except ConfigError:
-        return None  # names without separators, or with braces
+        return None  # a name without separators, or with braces
 
 
 def _skeleton(path: _Path) -> tuple:
-    """What paths of one kind share: which kinds of words follow each other, and what separates them."""
+    """What paths of one kind share: the sequence of kinds of words, and the separators between them."""
 
     def shape(s: Segment) -> tuple[str, str]:
-        return (
-            "word" if s.kind in ("word", "visit", "date", "group") else plain(s.text) if s.kind == "literal" else s.kind
-        ), s.before
+        if s.kind == "literal":
+            return plain(s.text), s.before
+        return "word" if s.kind in ("word", "visit", "date", "group") else s.kind, s.before
 
     return tuple(tuple(shape(s) for s in name) for name in path)
 
@@ -427,12 +451,13 @@ def _skeleton(path: _Path) -> tuple:
 def _person_in(
     paths: Sequence[_Path], names: Sequence[list[str]], total: int, everywhere: set[str]
 ) -> tuple[_At | None, str, bool]:
-    """Where the person stands in paths of one skeleton, what is doubtful about it, and whether a word such as `patient` says so."""
+    """Position of the person in paths of one skeleton, a doubt, and whether a word such as `patient` marks it."""
     columns: dict[_At, list[str]] = {}
     for depth, name in enumerate(paths[0]):
         for i, segment in enumerate(name):
             if segment.kind in CANDIDATES:
                 columns[depth, i] = [path[depth][i].text for path in paths]
+    # All values of a position decide: with one small number among large ones it is no longer a strong id.
     kinds = {at: _kind_of(paths[0][at[0]][at[1]].kind, values) for at, values in columns.items()}
     for at in columns:
         alone = sum(other[0] == at[0] for other in columns) == 1
@@ -444,14 +469,15 @@ def _person_in(
             del columns[at]
     if explicit := [at for at in columns if kinds[at] == "explicit"]:
         return explicit[0], "two names in one path may each be a person" if len(explicit) > 1 else "", True
+    # The most id-like position first; a value that is the same in all paths can hardly be a person.
     rank = {"strong": 0, "name": 1, "number": 2, "count": 3}
     order = sorted(columns, key=lambda at: (rank[kinds[at]], len(set(columns[at])) == 1 and len(paths) > 1, at))
     if not order:
         return None, "no folder or name in these paths may be a person's", False
     if total == 1 and kinds[order[0]] in ("strong", "name") and eye_of(columns[order[0]][0]) is None:
-        return order[0], "", False  # nobody to be confused with
+        return order[0], "", False  # there is nobody to confuse them with
     strong = [at for at in order if kinds[at] == "strong"]
-    # A name that stands in every path below the people tells nobody from another.
+    # A name that occurs in every path below the people does not distinguish anybody.
     several = [at for at in order if at < order[0] or at == order[0] or not set(columns[at]) <= everywhere]
     if len(several) > 1:
         shown = " or ".join(repr(columns[at][0]) for at in several[:2])
@@ -462,16 +488,17 @@ def _person_in(
 
 
 def _is_list_of_people(name: str) -> bool:
-    """A folder called `patients`, and nothing else."""
+    """Whether a folder is called `patients`, possibly with plain words such as `export`."""
     return names_people(name) and all(s.kind == "word" for s in segments(name))
 
 
 def _kind_of(kind: str, values: Sequence[str]) -> str:
-    """explicit, strong, name, number (small, a year or a date) or count (img_003)."""
+    """explicit, strong, name, number (small, a year or a date) or count (img_003) for the values of one position."""
     if kind != "number":
         return kind
     if not all(value.isdecimal() for value in values):
         return "count"
+    # Years (2019) and short dates (190523) are not small, but no ids either.
     years = all(re.fullmatch(r"(?:19|20)\d\d", value) for value in values)
     dates = all(len(value) == 6 and _is_date(value) for value in values)
     return "number" if years or dates or min(map(int, values)) < _SMALL else "strong"
@@ -487,7 +514,7 @@ def _nth_candidate(path: _Path, at: _At) -> tuple[int, int]:
 
 
 def _reused(paths: Mapping[str, _Path], chosen: Mapping[str, _At], people: Mapping[str, str]) -> str:
-    """Number 1 of one clinic is not number 1 of the next, nor is that of another day; what lies in one folder `p1` is one person's."""
+    """A doubt if an id occurs with different groups, dates or names: number 1 of each clinic is another person."""
     above: dict[str, tuple[str, ...]] = {}
     for uri, (depth, i) in chosen.items():
         before = [s for name in paths[uri][:depth] for s in name] + list(paths[uri][depth][:i])
@@ -501,7 +528,7 @@ def _reused(paths: Mapping[str, _Path], chosen: Mapping[str, _At], people: Mappi
 
 
 def _unproven(people: Mapping[str, str], named: set[str], eyes: Mapping[str, frozenset[Laterality]]) -> str:
-    """Ids without a word such as `patient` (`named`) are people's, and not of eyes or scans, where one of them has both eyes."""
+    """A doubt unless one id has both eyes: ids without a word such as `patient` (`named`) may be of eyes or scans."""
     bare = [uri for uri in people if uri not in named]
     if len(people) == 1 or not bare:
         return ""
@@ -510,17 +537,18 @@ def _unproven(people: Mapping[str, str], named: set[str], eyes: Mapping[str, fro
         both[people[uri]] |= eyes[uri]
     if any(len(own) == 2 for own in both.values()):
         return ""
-    return f"no one has both eyes, so that {people[bare[0]]!r} may be a person, an eye or a scan"
+    return f"no one has both eyes: {people[bare[0]]!r} may be a person, an eye or a scan"
 
 
 def _numbered_by(paths: Sequence[_Path], at: _At) -> set[_At]:
-    """What stands before the people and differs, so that an id may need it as well."""
+    """Positions before the person whose values differ: the id may need them as well."""
     before = [(d, i) for d, name in enumerate(paths[0]) for i in range(len(name)) if (d, i) < at]
     kinds = ("group", "date", *CANDIDATES)
     return {(d, i) for d, i in before if paths[0][d][i].kind in kinds and len({path[d][i].text for path in paths}) > 1}
 
 
 def _template(path: _Path, people: set[_At], folder: bool) -> str:
+    """The pattern of a path with the person at these positions. `folder`: the path is a folder of images."""
     names = []
     for depth, name in enumerate(path):
         if all(depth != at[0] for at in people) and not any(s.eye for s in name):
@@ -528,17 +556,12 @@ def _template(path: _Path, people: set[_At], folder: bool) -> str:
             continue
         text = ""
         for i, s in enumerate(name):
-            part = (
-                "{participant}"
-                if (depth, i) in people
-                else "{eye}"
-                if s.eye
-                else s.text
-                if s.kind == "literal"
-                else "*"
-            )
+            part = s.text if s.kind == "literal" else "*"
+            if (depth, i) in people or s.eye:
+                part = "{participant}" if (depth, i) in people else "{eye}"
             text = text if part == "*" and text.endswith("*") else f"{text}{s.before}{part}"
         names.append(text)
+    # A last * stands for everything below.
     while len(names) > 1 and names[-2:] == ["*", "*"]:
         names.pop()
     return "/".join(names) + ("/*" if folder and names[-1] != "*" else "")
@@ -560,13 +583,10 @@ def _lines(
             person = found.get(uri, "") if text else ""
             if len(shown) < _EXAMPLES and (person, eyes[uri]) not in seen:
                 seen.add((person, eyes[uri]))
-                eye = {1: {"R": "right eye", "L": "left eye"}.get("".join(eyes[uri]), "")}.get(
-                    len(eyes[uri]), "eye unknown"
-                )
+                eye = {"R": "right eye", "L": "left eye"}.get("".join(eyes[uri]), "eye unknown")
                 shown.append(f"{nameless[uri].texts[0]} -> {f'participant {person}' if person else 'nobody'}, {eye}")
         sides = [eyes[uri] for uri in uris]
         people = len({found[uri] for uri in uris if uri in found}) if text else 0
-        lines.append(
-            Line(text, len(uris), people, sides.count(frozenset("R")), sides.count(frozenset("L")), tuple(shown))
-        )  # type: ignore[arg-type]
+        right, left = (sum(side == {eye} for side in sides) for eye in "RL")
+        lines.append(Line(text, len(uris), people, right, left, tuple(shown)))
     return tuple(lines)

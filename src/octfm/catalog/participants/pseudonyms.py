@@ -1,9 +1,10 @@
-"""A catalog in which ids, UIDs, paths and dates are replaced by what only the holder of a key can compute again.
+"""Pseudonymous catalogs: ids, UIDs and paths become keyed hashes, dates are shifted.
 
-Keyed hashes (HMAC-SHA-256, RFC 2104) instead of a table: nothing that re-identifies is ever written. Whoever has the key and the files
-finds each file again by hashing its path below the root, so that `prepare` can read what a pseudonymous catalog names. The same key gives
-the same participant the same pseudonym in every data set, and shifts all of a participant's dates by the same days, so that intervals
-stay true. Of what tables and headers say, only what is known to be safe passes (octfm.catalog.participants.safe_values), or what the user names.
+Keyed hashes (HMAC-SHA-256, RFC 2104) need no table, so nothing that re-identifies is ever written. With the key and the
+files, each file is found again by hashing its path below the root: `prepare` can read a pseudonymous catalog. A key
+gives a participant the same pseudonym in every data set, and shifts all of a participant's dates by the same number of
+days, which preserves intervals. Values from tables and headers pass only if they are known to be safe
+(octfm.catalog.participants.safe_values), or if the user names their column.
 """
 
 import re
@@ -42,7 +43,7 @@ _LOOKS_LIKE_A_DATE = re.compile(r"(?<![\d.])\d{1,4}([./-])\d{1,2}\1\d{1,4}(?![\d
 
 
 def read_key(path: str | Path, *, make: bool = True) -> bytes:
-    """The key in a file; with `make`, a new random one, readable by its owner only, where there is no such file. Raises CatalogError."""
+    """Read a key; with `make`, a missing file is created with a random one, for its owner only. Raises CatalogError."""
     path = Path(path)
     if not path.exists():
         if not make:
@@ -53,16 +54,18 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
     key = path.read_bytes().strip()
     if len(key) < MIN_KEY_BYTES:
         raise CatalogError(
-            f"{path}: a key of {len(key)} bytes can be guessed, expected {MIN_KEY_BYTES} or more; delete it to get a new one"
+            f"{path}: a key of {len(key)} bytes can be guessed, expected {MIN_KEY_BYTES} or more; "
+            "delete it to get a new one"
         )
     return key
 
 
 def pseudonymise(catalog: Catalog, key: bytes, keep_columns: Collection[str] = ()) -> Catalog:
-    """The same catalog for people who may not know whose eyes these are. Rows are sorted by pseudonym: their order tells nothing.
+    """The catalog without anything that identifies. Rows are sorted by pseudonym: their order would give paths away.
 
-    Of participants' columns, `keep_columns` pass as they are, except that dates are shifted, and others as far as they are known to be
-    safe; `withheld` counts what does not pass. Sites, scanners and protocols that are not known become keyed codes, which keep groups apart.
+    `keep_columns` of participants pass as they are, except that dates are shifted. Of other columns only values known
+    to be safe pass; `withheld` counts the rest. Unknown sites, scanners and protocols become keyed codes, which
+    preserves groups.
     """
     root = location(catalog.root)
     accepted = [_hidden(a, root, key, keep_columns) for a in catalog.acquisitions]
@@ -80,26 +83,26 @@ def pseudonymise(catalog: Catalog, key: bytes, keep_columns: Collection[str] = (
 
 
 def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, tuple[int, int]]:
-    """Columns of which `pseudonymise` withholds values -> (participants whose value is withheld, participants that have one).
+    """Column -> (participants whose value `pseudonymise` withholds, participants with a value).
 
-    For the terminal of whoever holds the key: the name of a column may itself be private. Raises ConfigError where `keep_columns` names
-    a column that no table has.
+    Show it only to the holder of the key: even the name of a column may be private. Raises ConfigError for a column in
+    `keep_columns` that no table has.
     """
     people = {a.participant: a.participant_labels for a in catalog.acquisitions}
     columns = sorted({column for labels in people.values() for column in labels})
     if people and (absent := sorted(set(keep_columns) - set(columns))):
         raise ConfigError(
-            f"--keep-columns {absent[0]}: no participant has such a column, or its name says that it identifies a person; "
+            f"--keep-columns {absent[0]}: no participant has such a column, or its name says that it identifies; "
             f"columns: {', '.join(columns) or 'none'}"
         )
-    stated, lost = Counter[str](), Counter[str]()
+    stated, dropped = Counter[str](), Counter[str]()
     for labels in people.values():
-        passed = _passed(labels, 1, b"", keep_columns)
+        passed = _passed(labels, 1, b"", keep_columns)  # any shift and key: only what passes is counted
         for column, value in labels.items():
             if value.strip().lower() not in MISSING:
                 stated[column] += 1
-                lost[column] += not passed.get(column)
-    return {column: (lost[column], stated[column]) for column in columns if lost[column]}
+                dropped[column] += not passed.get(column)
+    return {column: (dropped[column], stated[column]) for column in columns if dropped[column]}
 
 
 def is_pseudonymous(catalog: Catalog) -> bool:
@@ -107,22 +110,22 @@ def is_pseudonymous(catalog: Catalog) -> bool:
 
 
 def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]:
-    """uri of each acquisition -> where the file lies below `root`, wherever that has moved to.
+    """uri of each acquisition -> path of its file below `root`, which may have moved.
 
-    Raises CatalogError where files are missing: another root, another key, or files that are gone.
+    Raises CatalogError for missing files: the root or the key may be wrong.
     """
     folder = location(root)
     folder = folder.absolute() if isinstance(folder, Path) else folder
     files = [str(path) for path in walk(folder).files]
     wanted = [a.uri for a in catalog.acquisitions]
     places = {_place(path, folder, key): path for path in files}
-    if not places.keys() >= set(wanted):  # those of several volumes have to be looked into
+    if not places.keys() >= set(wanted):  # the rest may be volumes inside files of several
         places |= {_place(uri, folder, key): uri for path in files for uri in _volumes_in(path)}
     found = {uri: places[uri] for uri in wanted if uri in places}
     if len(found) < len(wanted):
         raise CatalogError(
-            f"{folder}: {len(wanted) - len(found)} of {len(wanted)} acquisitions of the catalog are not below it under this key; "
-            "give the root and the key of the scan"
+            f"{folder}: {len(wanted) - len(found)} of {len(wanted)} acquisitions of the catalog are not below it under "
+            "this key; give the root and the key of the scan"
         )
     return found
 
@@ -135,6 +138,7 @@ def _volumes_in(path: str) -> list[str]:
 
 
 def _hidden(a: Acquisition, root: Location, key: bytes, keep_columns: Collection[str]) -> Acquisition:
+    # At least one day: a shift of 0 would leave a participant's dates as they are.
     days = 1 + int(_hash(key, "shift", a.participant, 8), 16) % MAX_SHIFT_DAYS
     return replace(
         a,
@@ -148,23 +152,24 @@ def _hidden(a: Acquisition, root: Location, key: bytes, keep_columns: Collection
 
 
 def _hidden_reject(reject: Reject, root: Location, key: bytes) -> Reject:
-    """Sentences quote paths and values; the meaning of the code stands in for them."""
+    """The sentence is replaced by the meaning of its code: sentences quote paths and values."""
     uri, reason = _place(reject.uri, root, key), REASONS[reject.code]
     about = _hidden_uid(reject.refers_to, key) if reject.refers_to else ""
     return replace(reject, uri=uri, sentence=f"{uri}: {reason.meaning}; {reason.fix}", refers_to=about)
 
 
 def _hidden_uid(uid: str, key: bytes) -> str:
-    """PS3.5 B.2: a UID from 128 bits needs no registered root."""
+    """A UID from 128 bits of hash, which needs no registered root (PS3.5 B.2)."""
     return f"2.25.{int(_hash(key, 'uid', uid, 32), 16)}"
 
 
 def _passed(labels: Mapping[str, str], days: int, key: bytes, keep_columns: Collection[str]) -> dict[str, str]:
-    """The columns of a participant that may be known, dates earlier by `days`; a column without a value that passes is left out."""
+    """The columns of a participant whose values may pass, with dates earlier by `days`."""
     passed: dict[str, str | None] = {}
     for column, value in labels.items():
+        # The user vouches for these columns, but dates are shifted all the same.
         if column in keep_columns:
-            passed[column] = value if (moved := _shifted(value, days)) is None else moved
+            passed[column] = value if (shifted := _shifted(value, days)) is None else shifted
         elif meaning(column) in DATES:
             passed[column] = _shifted(value, days)
         elif (safe := safe_value(column, value)) is None and meaning(column) in SITES and value:
@@ -175,19 +180,19 @@ def _passed(labels: Mapping[str, str], days: int, key: bytes, keep_columns: Coll
 
 
 def _shifted(value: str, days: int) -> str | None:
-    """A date earlier by `days`; empty for what looks like a date and cannot be read as one; None where there is no date."""
+    """A date earlier by `days`; empty if it looks like a date but is none; None if it does not look like one."""
     if match := _DATE.fullmatch(value):
         year, dash, month, day = match.groups()
         try:
-            moved = date(int(year), int(month), int(day)) - timedelta(days=days)
+            shifted = date(int(year), int(month), int(day)) - timedelta(days=days)
         except ValueError:
             return ""
-        return moved.isoformat() if dash else moved.strftime("%Y%m%d")
+        return shifted.isoformat() if dash else shifted.strftime("%Y%m%d")
     return "" if _LOOKS_LIKE_A_DATE.search(value) else None
 
 
 def _code(key: bytes, kind: str, text: str) -> str:
-    """Groups stay apart, and nobody without the key can guess what they are called."""
+    """A code for a name: different names stay different, and only the key's holder can guess them."""
     return f"{kind}_{_hash(key, kind, text, 8)}"
 
 

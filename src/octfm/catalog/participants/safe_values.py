@@ -1,7 +1,7 @@
-"""Which columns, numbers and words cannot name a person. Nothing else leaves a clinic under a pseudonym or on a page meant to be shared.
+"""Columns, numbers and words that cannot identify a person; pseudonymous catalogs and shared pages show no others.
 
-A value passes by the meaning of its column and by its own form: a number in a plausible range, or words of the vocabulary below. There is
-no list of what is forbidden, so that a column or a word nobody thought of is withheld.
+A value passes if its column is known and the value has the column's form: a number in a plausible range, or words of
+the vocabulary below. Nothing is forbidden by a list: a column or word that nobody thought of is withheld.
 """
 
 import re
@@ -11,7 +11,7 @@ from octfm.catalog.participants.splits import parse_split
 
 
 def vocabulary(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """The set of words in a text."""
     return frozenset(text.split())
 
 
@@ -19,46 +19,25 @@ OLDEST = 90
 """Ages above 89 identify (HIPAA safe harbour, 45 CFR 164.514(b)(2)(i)(C)): 90 stands for 90 and older."""
 
 NUMBERS: dict[str, tuple[float, float]] = {
-    "bmi": (8, 90),
-    "hba1c": (3, 20),
-    "hba1c_percent": (3, 20),
-    "hba1c_mmol_mol": (9, 200),
-    "iop": (0, 80),
-    "iop_mmhg": (0, 80),
-    "systolic": (50, 280),
-    "diastolic": (20, 180),
-    "axial_length": (14, 40),
-    "axial_length_mm": (14, 40),
-    "cst": (50, 1500),
-    "cst_um": (50, 1500),
-    "central_thickness_um": (50, 1500),
-    "rnfl_um": (10, 400),
-    "rnfl_thickness_um": (10, 400),
-    "logmar": (-0.5, 4),
-    "bcva": (-0.5, 100),
-    "bcva_logmar": (-0.5, 4),
-    "bcva_letters": (0, 100),
-    "etdrs_letters": (0, 100),
-    "visual_acuity": (-0.5, 4),
-    "refraction": (-40, 30),
-    "spherical_equivalent": (-40, 30),
-    "mean_deviation": (-40, 20),
-    "cup_disc_ratio": (0, 1),
-    "diabetes_duration": (0, 99),
-    "diabetes_duration_years": (0, 99),
-    "severity": (0, 100),
-}
-"""Measurements -> the range of plausible values."""
+    "bmi": (8, 90), "hba1c": (3, 20), "hba1c_percent": (3, 20), "hba1c_mmol_mol": (9, 200), "systolic": (50, 280),
+    "diastolic": (20, 180), "diabetes_duration": (0, 99), "diabetes_duration_years": (0, 99), "severity": (0, 100),
+    "iop": (0, 80), "iop_mmhg": (0, 80), "axial_length": (14, 40), "axial_length_mm": (14, 40),
+    "cst": (50, 1500), "cst_um": (50, 1500), "central_thickness_um": (50, 1500), "rnfl_um": (10, 400),
+    "rnfl_thickness_um": (10, 400), "cup_disc_ratio": (0, 1), "mean_deviation": (-40, 20),
+    "logmar": (-0.5, 4), "bcva": (-0.5, 100), "bcva_logmar": (-0.5, 4), "bcva_letters": (0, 100),
+    "etdrs_letters": (0, 100), "visual_acuity": (-0.5, 4), "refraction": (-40, 30), "spherical_equivalent": (-40, 30),
+}  # fmt: skip
+"""Measurement -> range of plausible values."""
 AGES = frozenset({"age", "age_years", "age_at_visit", "age_at_scan", "age_at_exam", "age_at_baseline"})
 DATES = vocabulary("""
     acquisition_date baseline_date exam_date examination_date follow_up_date followup_date scan_date study_date
     study_visit_date visit visit_date
 """)
-"""Columns of dates that may pass, shifted; never a birth or a death."""
+"""Columns whose dates pass after shifting. Dates of birth and death are never among them."""
 SPLITS = frozenset({"recommended_split", "split"})
 SITES = frozenset({"clinical_site", "site", "study_site", "center", "centre"})
 PUBLIC_SITES = frozenset({"UW", "UAB", "UCSD"})
-"""AI-READI's."""
+"""The sites of AI-READI."""
 SEXES = frozenset({"sex", "gender"})
 ORIGINS = frozenset({"race", "ethnicity"})
 FLAGS = vocabulary("""
@@ -147,12 +126,12 @@ _DIMENSIONS = re.compile(r"\d{1,4}x\d{1,4}(x\d{1,4})?(mm|deg)?|\d{1,2}(mm|deg)")
 
 
 def meaning(column: str) -> str:
-    """A column's name as the sets above spell it."""
+    """A column's name in the spelling of the sets above."""
     return re.sub(r"[ _-]+", "_", column.strip().lower())
 
 
 def is_known(column: str) -> bool:
-    """Whether values of this column may pass at all."""
+    """Whether values of this column can pass."""
     name = meaning(column)
     return name in NUMBERS or any(
         name in known for known in (AGES, DATES, SPLITS, SITES, SEXES, ORIGINS, FLAGS, CATEGORIES)
@@ -160,7 +139,7 @@ def is_known(column: str) -> bool:
 
 
 def safe_value(column: str, value: str) -> str | None:
-    """The value of a participant's column as it may be shown to strangers; None: not known to be safe. Dates and sites are not."""
+    """The value as it may be shown to anyone; None unless known to be safe, also for dates and all but public sites."""
     name, value = meaning(column), value.strip()
     if name in AGES:
         return _age(value)
@@ -179,9 +158,10 @@ def safe_value(column: str, value: str) -> str | None:
 
 
 def is_plain_word(value: str) -> bool:
-    """Whether a category, a class or the name of a column consists of the field's words, with at most one small number and one letter."""
+    """Whether a category, class or column name has only the field's words, at most one small number and one letter."""
     if not _PLAIN.fullmatch(value):
         return False
+    # Codes of ICD-10, several of them separated by semicolons, are diagnoses.
     parts = [part.strip() for part in value.split(";")]
     if all(_ICD_10.fullmatch(part) for part in parts):
         return True
@@ -197,7 +177,7 @@ def is_plain_word(value: str) -> bool:
 
 
 def is_known_name(name: str) -> bool:
-    """Whether the name of a column, or of what is predicted from one, may be shown."""
+    """Whether the name of a column, or of a target derived from one, may be shown."""
     return is_known(name) or name in ("disease", "scanner") or is_plain_word(name)
 
 
@@ -213,13 +193,13 @@ def is_known_protocol(protocol: str) -> bool:
 
 
 def numbered(kind: str) -> Callable[[str], str]:
-    """A function that calls values `other KIND 1`, `other KIND 2`, ... in the order in which it meets them."""
+    """A function that names values other_KIND_1, other_KIND_2, ... in the order of its calls."""
     names: dict[str, str] = {}
     return lambda value: names.setdefault(value, f"other_{kind}_{len(names) + 1}")
 
 
 def _age(value: str) -> str | None:
-    """In whole years: months and days of several visits would give the birthday away."""
+    """Age in whole years: fractions at several visits would reveal the birthday."""
     if not re.fullmatch(r"\d{1,3}(\.\d+)?", value) or float(value) > 120:
         return None
     return str(min(int(float(value)), OLDEST))

@@ -1,4 +1,4 @@
-"""Train, val and test by participant: no one is ever in two of them, and each holds its share of every scanner and diagnosis."""
+"""Assign participants to train, val and test, each with its share of every scanner and diagnosis."""
 
 from collections.abc import Hashable, Mapping
 from typing import Literal
@@ -20,7 +20,7 @@ _SPELLINGS: dict[str, Split] = {
 
 
 def parse_split(text: str) -> Split | None:
-    """The split a table names, None where it names none (empty, `excluded`, ...)."""
+    """The split that a table's text names; None for anything else (empty, `excluded`, ...)."""
     word = text.strip().lower()
     return next((split for split in SPLITS if split == word), None) or _SPELLINGS.get(word)
 
@@ -30,8 +30,9 @@ def assign(
 ) -> dict[str, Split]:
     """One split per participant: the recommended one, else stratified at random.
 
-    `strata` maps every participant to what should be balanced (scanners, diagnosis, number of eyes). A pure function of its arguments,
-    whatever the order of the mapping. With three participants or more to place, each split with a share gets at least one.
+    `strata`: participant -> what should be balanced (scanners, diagnosis, number of eyes). A pure function of its
+    arguments, independent of the order of the mapping. Of three or more participants to place, each split with a share
+    gets at least one.
     """
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ConfigError(f"splits: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
@@ -39,9 +40,10 @@ def assign(
         participant: recommended[participant] for participant in strata if participant in recommended
     }
     remaining = sorted(participant for participant in strata if participant not in recommended)
-    rng = np.random.default_rng([seed, 16])
+    rng = np.random.default_rng([seed, 16])  # a stream of its own among the uses of the seed
     shuffled = [remaining[i] for i in rng.permutation(len(remaining))]
-    # Equal strata become neighbours; dealing splits out evenly along the line then balances every stratum.
+    # The sort is stable: equal strata become neighbours in random order. Dealing splits out evenly along this line then
+    # balances every stratum.
     order = sorted(shuffled, key=lambda participant: repr(strata[participant]))
     quota = _quota(len(order), fractions)
     dealt = [0, 0, 0]
@@ -54,9 +56,10 @@ def assign(
 
 
 def _quota(count: int, fractions: tuple[float, float, float]) -> list[int]:
-    """Whole participants per split: largest remainder, then one for each split that has a share, taken from the largest."""
+    """Participants per split by largest remainder; an empty split with a share then takes one from the largest."""
     exact = [count * fraction for fraction in fractions]
     quota = [int(share) for share in exact]
+    # Largest remainders first.
     for k in sorted(range(3), key=lambda k: quota[k] - exact[k])[: count - sum(quota)]:
         quota[k] += 1
     for k in range(3):
