@@ -34,7 +34,7 @@ def _as_it_was() -> None:
         os.environ["PYTHONSAFEPATH"] = SAFE_PATH
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks():
     """Runs jobs of several ranks in processes of its own."""
     jobs = Ranks()

@@ -19,7 +19,7 @@ from octfm.io.archive import open_archive, open_file, unpack
 from octfm.phantom import DEFAULT_SCANNERS, write_phantom
 from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
-from support.command_line import octfm_command
+from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 
 SIZE = (8, 64, 48)
@@ -341,7 +341,7 @@ def test_the_command_unpacks_first_where_it_is_asked_to(tmp_path, image):
         ([], tmp_path / "data" / "x.zip!/1001/a.dcm"),
         (["--extract", "out"], tmp_path / "out" / "x" / "1001" / "a.dcm"),
     ):
-        code, _, err = octfm_command("scan", "data", "--workers", "0", "--no-images", *more, cwd=tmp_path)
+        code, _, err = octfm_here("scan", "data", "--workers", "0", "--no-images", *more, cwd=tmp_path)
         assert code == 0, err
         assert [a.uri for a in Catalog.load(tmp_path / "catalog").acquisitions] == [str(named)]
         assert (tmp_path / "out").exists() is bool(more)

@@ -3,7 +3,7 @@
 import pytest
 
 import octfm
-from support.command_line import octfm_command
+from support.command_line import octfm_command, octfm_here
 from support.small_store import small_store
 from support.tiny_runs import tiny
 
@@ -54,7 +54,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path, store):
     words, message = WRONG[case]
-    code, out, err = octfm_command(*(word.format(store=store) for word in words), cwd=tmp_path)
+    code, out, err = octfm_here(*(word.format(store=store) for word in words), cwd=tmp_path)
     assert code == 1, (out, err)
     if message.startswith("FAIL"):
         assert message in out and err == ""
@@ -64,14 +64,19 @@ def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path, store):
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
+def test_a_mistake_ends_the_process_with_1(tmp_path):
+    code, out, err = octfm_command("scan", "nowhere", cwd=tmp_path)
+    assert (code, out) == (1, "") and err.startswith("octfm: ") and err.count("\n") == 1
+
+
 def test_wrong_usage_is_exit_code_2(tmp_path):
     assert octfm_command("pretrain", cwd=tmp_path)[0] == 2
-    assert octfm_command("fly", cwd=tmp_path)[0] == 2
+    assert octfm_here("fly", cwd=tmp_path)[0] == 2
 
 
 def test_doctor_then_pretrain_then_resume(store, tmp_path):
     words = tiny(f"data.store={store}")
-    code, out, err = octfm_command("doctor", "vit_s", *words, cwd=tmp_path)
+    code, out, err = octfm_here("doctor", "vit_s", *words, cwd=tmp_path)
     assert code == 0 and "PASS  objective learns" in out, (out, err)
     assert list(tmp_path.iterdir()) == []
     for _ in range(2):
@@ -81,7 +86,7 @@ def test_doctor_then_pretrain_then_resume(store, tmp_path):
 
 
 def test_doctor_exits_with_1_when_a_check_fails(store, tmp_path):
-    code, out, err = octfm_command(
+    code, out, err = octfm_here(
         "doctor", "vit_s", *tiny(f"data.store={store}", "steps=4000", "schedule.ema_base=0.99999"), cwd=tmp_path
     )
     assert code == 1 and "FAIL  teacher momentum" in out, (out, err)

@@ -14,7 +14,7 @@ from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
 from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
 from support.browser import assert_renders, needs_chromium
-from support.command_line import octfm_command
+from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -172,7 +172,7 @@ def test_scan_fails_on_too_many_rejects_but_still_writes_everything(clinic, cata
     assert share == len(catalog.rejects) / (len(catalog.rejects) + len(catalog.acquisitions)), (
         "skipped files count on neither side"
     )
-    code, _, err = octfm_command(
+    code, _, err = octfm_here(
         "scan", clinic, "--out", "a", "--max-reject", f"{share - 0.01:.3f}", "--no-images", cwd=tmp_path
     )
     assert (
@@ -186,12 +186,10 @@ def test_scan_fails_on_too_many_rejects_but_still_writes_everything(clinic, cata
     ]
     assert "too many rejects" in (tmp_path / "a" / "data_health.html").read_text()
     assert (
-        octfm_command("scan", clinic, "--out", "b", "--max-reject", f"{share + 0.01:.3f}", "--no-images", cwd=tmp_path)[
-            0
-        ]
+        octfm_here("scan", clinic, "--out", "b", "--max-reject", f"{share + 0.01:.3f}", "--no-images", cwd=tmp_path)[0]
         == 0
     )
-    assert octfm_command("scan", clinic, "--max-reject", "20", cwd=tmp_path)[0] == 2
+    assert octfm_here("scan", clinic, "--max-reject", "20", cwd=tmp_path)[0] == 2
     with pytest.raises(CatalogError, match=r"expected at most 0\.0%"):
         catalog.expect_few_rejects(0)
 
@@ -200,11 +198,11 @@ def test_rejects_are_kept_where_nothing_at_all_is_accepted(tmp_path):
     for name in ("a", "b"):
         (tmp_path / "clinic" / name).mkdir(parents=True)
         (tmp_path / "clinic" / name / "x.dcm").write_bytes(b"")
-    code, out, err = octfm_command("scan", "clinic", cwd=tmp_path)
+    code, out, err = octfm_here("scan", "clinic", cwd=tmp_path)
     assert code == 1 and "none of 2 files is an acceptable OCT volume: 2 empty_file" in err and err.count("\n") == 1
     catalog = Catalog.load(tmp_path / "catalog")
     assert catalog.acquisitions == () and [r.code for r in catalog.rejects] == ["empty_file"] * 2
-    assert octfm_command("prepare", "catalog", cwd=tmp_path)[0] == 1
+    assert octfm_here("prepare", "catalog", cwd=tmp_path)[0] == 1
     page = tmp_path / "catalog" / "data_health.html"
     assert out.strip().endswith("catalog/data_health.html")
     assert "nothing accepted" in text_of(page) and "the file has no bytes" in text_of(page)
@@ -220,7 +218,7 @@ def test_a_scan_that_accepts_nothing_hides_names_under_a_key(tmp_path):
         spacing_in="nowhere",
     )
     (clinic / "Meyer" / "leer.dcm").write_bytes(b"")
-    code, _, err = octfm_command("scan", "Geheim", "--pseudonymise", "key", cwd=tmp_path)
+    code, _, err = octfm_here("scan", "Geheim", "--pseudonymise", "key", cwd=tmp_path)
     assert code == 1 and "none of 2 files" in err
     catalog = Catalog.load(tmp_path / "catalog")
     assert not catalog.acquisitions and len(catalog.rejects) == 2

@@ -60,6 +60,7 @@ def test_the_other_objective_is_a_run_of_its_own(finished):
     assert (finished[0] / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_the_users_own_scans(finished, tmp_path):
     out, _, _ = finished

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from octfm.config import load
 from octfm.errors import ConfigError, one_line
+from support.command_line import octfm_here
 from support.odd_values import (
     BASES,
     SETTINGS,
-    call,
     complaint,
     files_in,
     leaves,
@@ -49,7 +49,7 @@ def test_every_number_has_two_ends(verb, tmp_path):
         if parameter.kind in (int, float):
             for odd in ("-" + "9" * 30, "9" * 30, "nan", "inf", "1e400"):
                 words = [word.replace("{", "").replace("}", "") for word in lines(parameter, odd)]
-                code, _, err = call([verb, *words], tmp_path)
+                code, _, err = octfm_here(verb, *words, cwd=tmp_path)
                 assert code == 2 and parameter.option in err and complaint(code, "", err) is None, (words, err)
     assert files_in(tmp_path) == set()
 
@@ -63,7 +63,7 @@ def test_odd_values_of_every_option_end_in_one_line(most, world, tmp_path):
             for number, odd in enumerate(odd_values(parameter, most)):
                 out = tmp_path / f"{verb}-{parameter.name}-{number}"
                 words = [word.format(**world, out=out) for word in lines(parameter, odd)]
-                code, said, err = call([verb, *words], tmp_path)
+                code, said, err = octfm_here(verb, *words, cwd=tmp_path)
                 if fault := complaint(code, said, err) or (code in (1, 2) and "leaves files" * bool(files_in(out))):
                     faults.append((verb, parameter.name, odd[:40], fault, err[-200:]))
     assert not faults, "\n".join(map(str, faults))
@@ -88,7 +88,7 @@ def _line(parameter, odd, world, out):
 @given(parameter=st.sampled_from(EVERY), odd=ANYTHING, number=st.integers(0, 10**9))
 def test_anything_for_any_option_ends_in_one_line(parameter, odd, number, world, tmp_path):
     words = _line(parameter, odd, world, tmp_path / str(number))
-    code, said, err = call(words, tmp_path)
+    code, said, err = octfm_here(*words, cwd=tmp_path)
     assert complaint(code, said, err) is None, (words, code, said, err)
 
 
@@ -109,7 +109,9 @@ def test_processes_end_as_the_function_does(verb, world, tmp_path):
 def test_every_verb_works_on_its_own_line(world, tmp_path):
     """Else the test above would see the same refusal again and again."""
     for verb in BASES:
-        code, said, err = call([verb, *(word.format(**world, out=tmp_path / verb) for word in BASES[verb])], tmp_path)
+        code, said, err = octfm_here(
+            verb, *(word.format(**world, out=tmp_path / verb) for word in BASES[verb]), cwd=tmp_path
+        )
         assert code == 0 or (verb == "demo" and "no image files" in err), (verb, said, err)
 
 
@@ -146,11 +148,11 @@ def test_wandb_without_a_key_or_a_server_stops_before_step_0(world, tmp_path, mo
     words = ["pretrain", *(word.format(**world, out="run") for word in BASES["pretrain"]), "tracking.wandb=online"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        code, said, err = call(words, tmp_path)
+        code, said, err = octfm_here(*words, cwd=tmp_path)
     assert (
         code == 1 and "tracker: Weights & Biases answers, but no key is set" in err and not complaint(code, said, err)
     )
-    code, said, err = call(words, tmp_path)
+    code, said, err = octfm_here(*words, cwd=tmp_path)
     assert code == 1 and "tracker: Weights & Biases cannot be reached (127.0.0.1" in err
     assert complaint(code, said, err) is None and files_in(tmp_path) == set()
 
@@ -197,6 +199,6 @@ def test_what_strangers_tried_is_one_line(case, world, tmp_path):
     word = word.format(**world, recursive=tmp_path / "recursive.yaml", laughs=tmp_path / "laughs.yaml")
     base = [part.format(**world, out=tmp_path / "out") for part in BASES[verb]]
     words = [verb, *base, word] if "=" in word else [verb, word, *base[1:]]
-    code, said, err = call(words, tmp_path)
+    code, said, err = octfm_here(*words, cwd=tmp_path)
     assert code in (1, 2) and complaint(code, said, err) is None and re.search(message, err), (code, said, err)
     assert not (tmp_path / "out").exists()

@@ -19,7 +19,7 @@ from octfm.errors import ConfigError
 from octfm.io import bucket, ranged
 from octfm.io.location import write_whole
 from octfm.report.data_health import write_data_health
-from support.command_line import octfm_command
+from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 from support.store_samples import acquisition
 from support.vendor_files import write_images
@@ -399,12 +399,12 @@ def test_F16_recommended_splits_of_one_person_with_two_ids_become_one(tmp_path):
 
 def test_the_command_shows_its_guess_and_how_to_accept_it(tmp_path):
     write_tree(tmp_path / "clinic", ["Meyer/OD.npz", "Meyer/OS.npz", "Schulz/OD.npz"])
-    code, out, err = octfm_command("scan", "clinic", "--workers", "0", cwd=tmp_path)
+    code, out, err = octfm_here("scan", "clinic", "--workers", "0", cwd=tmp_path)
     assert code == 1 and err.count("\n") == 1 and not (tmp_path / "catalog").exists()
     assert "Meyer/OD.npz -> participant Meyer, right eye" in out and "2 participants in all" in out
     accept = next(line for line in out.splitlines() if line.startswith("if the guess is right: "))
     assert accept.endswith("octfm scan clinic --workers 0 --participant-from '{participant}/{eye}'")
-    code, out, _ = octfm_command(*shlex.split(accept.partition("octfm ")[2]), cwd=tmp_path)
+    code, out, _ = octfm_here(*shlex.split(accept.partition("octfm ")[2]), cwd=tmp_path)
     assert code == 0 and "participants found by: pattern 3" in out
 
 

@@ -1,10 +1,20 @@
-"""The octfm command in a process of its own."""
+"""The octfm command, in this process or in one of its own."""
 
+import io
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from octfm.cli.main import main
 
 
 def octfm_command(*words, cwd):
+    """Run the command in a process of its own, for what depends on one: exit code, stdout, stderr."""
     done = subprocess.run(
         [sys.executable, "-c", "from octfm.cli.main import main; main()", *map(str, words)],
         capture_output=True,
@@ -12,3 +22,32 @@ def octfm_command(*words, cwd):
         cwd=cwd,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def octfm_here(*words: object, cwd: Path) -> tuple[int, str, str]:
+    """Run the command in this process, without the seconds that imports take: exit code, stdout, stderr."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
+    code: Any = 0
+    with (
+        inside(cwd),
+        mock.patch.object(sys, "argv", ["octfm", *map(str, words)]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    for stream in (out, err):
+        stream.flush()
+    return code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,28 +1,25 @@
 """Odd values for every option and setting, made from the command tree and the settings models, and a small world to try them in."""
 
 import inspect
-import io
-import os
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
-from unittest import mock
 from zlib import crc32
 
 import numpy as np
 import typer.main
 
-from octfm.cli.main import app, main
+from octfm.cli.main import app
 from octfm.config import Config
 from octfm.errors import one_line
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.preprocessing import Preprocessing
+from support.command_line import octfm_here
 from support.small_store import GRADES, darkened, small_store
 from support.vendor_files import write_npy, write_sidecar
 
@@ -217,30 +214,6 @@ def leaves(model: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", field.annotation
 
 
-def call(words: list[str], cwd: Path) -> tuple[int, str, str]:
-    """The command in this process: exit code, stdout, stderr. What it raises, but for SystemExit, is raised here."""
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
-    code: Any = 0
-    with inside(cwd), mock.patch.object(sys, "argv", ["octfm", *words]), redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-    for stream in (out, err):
-        stream.flush()
-    return code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
-
-
-@contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def complaint(code: int, said: str, err: str) -> str | None:
     """What is wrong with how a command ended, or None: 0, or one line without control characters and 1, 2 or 75.
 
@@ -296,7 +269,7 @@ def make_world(folder: Path) -> dict[str, str]:
     Path(world["labels"]).write_text("participant_id\tgrade\tage\n" + "".join(grades))
     for verb, out in (("scan", "catalog"), ("pretrain", "run"), ("embed", "embeddings")):
         words = [word.format(**world, out=world[out]) for word in BASES[verb]]
-        code, said, err = call(words := [verb, *words], folder)
+        code, said, err = octfm_here(*(words := [verb, *words]), cwd=folder)
         assert code == 0, (words, said, err)
     shutil.copytree(world["run"], world["copy"])
     return world
