@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, ValidationInfo
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, shown
 from octfm.models.objectives.data2vec import Data2VecConfig
 from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.mae import MAEConfig
@@ -73,7 +73,7 @@ def _belongs_to_others(cls: type[ObjectiveConfig], key: str, value: Any) -> bool
 
 def _unknown(name: Any) -> str:
     return (
-        f"name {name!r} is none of the built-in objectives ({', '.join(BUILT_IN)}); pass an objective of your own as an "
+        f"name {shown(name)} is none of the built-in objectives ({', '.join(BUILT_IN)}); pass an objective of your own as an "
         "object: octfm.pretrain(…, objective=…), load_config(…, objective=…) or load_encoder(…, objective=…)"
     )
 
