@@ -1,4 +1,5 @@
-"""The ETDRS grid: known thickness functions, every way a raster can lie on the fundus, and phantoms whose zones are known exactly."""
+"""The ETDRS grid: known thickness functions, every way a raster can lie on the fundus, and phantoms whose zones are
+known exactly."""
 
 import numpy as np
 import pytest

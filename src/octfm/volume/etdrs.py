@@ -1,6 +1,7 @@
 """Nine-zone ETDRS thickness grid, total volume, and the fovea it is centred on, from one thickness map.
 
-Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm diameter, four quadrants from 1 to 3 mm and four from 3 to 6 mm.
+Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm diameter, four quadrants from 1 to 3 mm and
+four from 3 to 6 mm.
 """
 
 from dataclasses import dataclass
@@ -34,14 +35,16 @@ PIT_UM = 20.0
 """The least depth below its surroundings at which a depression counts as the foveal pit."""
 
 Centre = Literal["pit", "device", "scan"]
-"""What the grid is centred on: the foveal pit that was found, the fixation centre the device recorded, or the centre of the scan."""
+"""What the grid is centred on: the foveal pit that was found, the fixation centre the device recorded, or the centre of
+the scan."""
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
     """Where the A-scans of a raster lie on the fundus, in mm: x to the right of the image, y downwards (inferior).
 
-    A position (x, y) is `origin + along * a + across * b` with `a` the distance along a B-scan and `b` the distance across B-scans.
+    A position (x, y) is `origin + along * a + across * b` with `a` the distance along a B-scan and `b` the distance
+    across B-scans.
     """
 
     origin: np.ndarray
@@ -91,10 +94,12 @@ def field_of(
     lines: Lines | None = None,
     axial_length_mm: float | None = None,
 ) -> Field:
-    """The field of a raster of `shape` (B-scans, A-scans): from the positions of its B-scans, else centred on (0, 0) with horizontal B-scans.
+    """The field of a raster of `shape` (B-scans, A-scans): from the positions of its B-scans, else centred on (0, 0)
+    with horizontal B-scans.
 
-    `axial_length_mm` rescales lateral distances by Bennett's formula (doi 10.1007/BF00195347), in which a length on the retina is
-    proportional to the axial length less 1.82 mm; without it they are the instrument's nominal ones.
+    `axial_length_mm` rescales lateral distances by the formula of Bennett, Rudnicka and Edgar (Graefes Arch
+    1994;232:361-367), in which a length on the retina is proportional to the axial length less 1.82 mm; without it they
+    are the instrument's nominal ones.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
@@ -109,7 +114,8 @@ def field_of(
         origin = start[0]
         bscans, starts = (start - origin) @ across, (start - origin) @ along
         length = float(np.median(np.linalg.norm(end - start, axis=1)))
-        # The straight line through slightly uneven positions stays sorted; B-scans that lie on top of each other are one.
+        # The straight line through slightly uneven positions stays sorted; B-scans that lie on top of each other are
+        # one.
         return Field(
             origin,
             along,
@@ -137,8 +143,8 @@ def field_of(
 def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> np.ndarray | None:
     """[2] position of the foveal pit in mm, or None if the retina has no pit within `reach_mm` of the field's centre.
 
-    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). The pit is the point whose surroundings, in every quadrant
-    between .5 and 1.25 mm, are thicker by at least `PIT_UM`, and most so on average.
+    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). The pit is the point whose surroundings, in
+    every quadrant between .5 and 1.25 mm, are thicker by at least `PIT_UM`, and most so on average.
     """
     half = reach_mm + 1.25
     axis = np.arange(-half, half + CELL_MM, CELL_MM)
@@ -184,7 +190,8 @@ def _shifted(array: np.ndarray, rows: float, columns: float) -> np.ndarray:
 
 
 def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """Values [D, W] at positions on the fundus, bilinear; NaN outside the field and next to an A-scan without a value."""
+    """Values [D, W] at positions on the fundus, bilinear; NaN outside the field and next to an A-scan without a
+    value."""
     bscan, ascan = field.to_index(x_mm, y_mm)
     known = np.isfinite(values)
     outside = ~(np.isfinite(bscan) & np.isfinite(ascan))
@@ -200,8 +207,8 @@ class EtdrsGrid:
     """Mean thickness per zone, in the names that the scan's orientation allows."""
 
     mean_um: dict[str, float | None]
-    """Zone → mean; None if less than `LEAST_COVERED` of it was measured. Without laterality `left` and `right` stand for nasal and
-    temporal; zones above and below are missing if nothing says which B-scan is superior."""
+    """Zone → mean; None if less than `LEAST_COVERED` of it was measured. Without laterality `left` and `right` stand
+    for nasal and temporal; zones above and below are missing if nothing says which B-scan is superior."""
     coverage: dict[str, float]
     """Zone → measured share, in [0, 1]."""
     volume_mm3: float | None
@@ -220,8 +227,9 @@ def measure_grid(
 ) -> EtdrsGrid:
     """The ETDRS grid of a thickness map [D, W], NaN where nothing was measured.
 
-    It is centred on the foveal pit, else on the fixation centre recorded by the device, else on the middle of the scan. `pit_map_um` is the
-    map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer, fluid).
+    It is centred on the foveal pit, else on the fixation centre recorded by the device, else on the middle of the scan.
+    `pit_map_um` is the map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer,
+    fluid).
     """
     pit = find_pit(thickness_um if pit_map_um is None else pit_map_um, field)
     found: Centre = "pit" if pit is not None else "device" if device_centre_mm is not None else "scan"

@@ -1,7 +1,8 @@
-"""Render B-scans of phantom version 4: realistic outer retina and choroid, any look, any placement, with the truth for training.
+"""Render B-scans of phantom version 4: realistic outer retina and choroid, any look, any placement, with the truth for
+training.
 
-Where render.py draws cohorts whose bytes must never change, this one is made for training segmentation: its looks and accidents vary more than
-those of any clinic, and every image comes with surfaces and lesion masks.
+Where render.py draws cohorts whose bytes must never change, this one is made for training segmentation: its looks and
+accidents vary more than those of any clinic, and every image comes with surfaces and lesion masks.
 """
 
 from dataclasses import dataclass, replace
@@ -44,11 +45,14 @@ SURFACES = (
     "rpe_peak",
     "bm",
 )
-"""From the vitreous outwards. `rpe_inner` is the inner edge of the RPE's bright band, `rpe_peak` its brightest line, `bm` its outer edge."""
+"""From the vitreous outwards. `rpe_inner` is the inner edge of the RPE's bright band, `rpe_peak` its brightest line,
+`bm` its outer edge."""
 MASKS = (LESIONS["intraretinal_fluid"], LESIONS["subretinal_fluid"], LESIONS["drusen"], DETACHMENT)
-"""Values of the lesion mask that a segmenter learns: intraretinal fluid, subretinal fluid, drusen, detachment of the pigment epithelium."""
+"""Values of the lesion mask that a segmenter learns: intraretinal fluid, subretinal fluid, drusen, detachment of the
+pigment epithelium."""
 Accident = Literal["none", "clipped", "blink", "upside_down", "wrapped"]
-"""What spoils an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the frame."""
+"""What spoils an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the
+frame."""
 _BASE = {name: SURFACE["rpe" if name == "rpe_inner" else name] for name in SURFACES if name != "rpe_peak"}
 
 
@@ -98,7 +102,8 @@ class Labelled:
     voxels: np.ndarray
     """uint8 [D, H, W]"""
     surfaces: np.ndarray
-    """float32 [S, D, W]: row of each of SURFACES, 0 at the centre of the first row; NaN where it is not in the image."""
+    """float32 [S, D, W]: row of each of SURFACES, 0 at the centre of the first row; NaN where it is not in the
+    image."""
     lesions: np.ndarray
     """uint8 [D, H, W]: 0, a value of pathology.LESIONS, DETACHMENT or MATERIAL."""
     spacing_mm: Spacing3
@@ -313,7 +318,8 @@ class _Texture:
 
 
 def _add_choroid(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> None:
-    """Choriocapillaris, Sattler's small and Haller's large vessels (dark lumina in bright stroma), sclera; all fade with depth."""
+    """Choriocapillaris, Sattler's small and Haller's large vessels (dark lumina in bright stroma), sclera; all fade
+    with depth."""
     look, spacing = scene.look, scene.spacing_mm
     dy = spacing[1]
     bm, csi = scene.edge("bm").astype(np.float32), scene.edge("csi").astype(np.float32)

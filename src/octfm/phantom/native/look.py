@@ -1,7 +1,9 @@
-"""How tissue looks in one acquisition: reflectivity of every layer, of the bands of the outer retina and of the choroid, and the display.
+"""How tissue looks in one acquisition: reflectivity of every layer, of the bands of the outer retina and of the
+choroid, and the display.
 
-`sample_look` draws it around published and observed values (`spread` 1) or far beyond what exists (`spread` 3), as in training on randomised
-synthetic images (SynthSeg, arXiv:2107.09559): a network that has seen every look depends on none.
+`sample_look` draws it around published and observed values (`spread` 1) or far beyond what exists (`spread` 3), as in
+training on randomised synthetic images (SynthSeg, arXiv:2107.09559): a network that has seen every look depends on
+none.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ class Look:
     layer_db: dict[str, float]
     elm_db: float
     interdigitation_db: float
-    """The line on the photoreceptor tips, between ellipsoid zone and RPE; ABSENT_DB if the instrument does not resolve it."""
+    """The line on the photoreceptor tips, between ellipsoid zone and RPE; ABSENT_DB if the instrument does not resolve
+    it."""
     interdigitation_um: float
     band_um: float
     """What the bright band of RPE and Bruch's membrane is thicker than the RPE alone."""

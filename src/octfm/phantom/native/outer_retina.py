@@ -1,8 +1,8 @@
 """What detachments, subretinal material, reticular drusen and fluctuations of the RPE do to the outer retina.
 
-They come on top of the lesions of pathology.py and lie in the same layers: everything between RPE and Bruch's membrane in `drusen`, everything
-between photoreceptors and RPE in `subretinal_fluid`. The retina above follows: low bumps are taken up by the outer nuclear layer, high ones
-lift it, smoothly.
+They come on top of the lesions of pathology.py and lie in the same layers: everything between RPE and Bruch's membrane
+in `drusen`, everything between photoreceptors and RPE in `subretinal_fluid`. The retina above follows: low bumps are
+taken up by the outer nuclear layer, high ones lift it, smoothly.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,8 @@ from scipy.ndimage import gaussian_filter1d
 from octfm.phantom.anatomy import LAYER, Waves, waves
 
 DETACHMENT = 7
-"""Value of a detachment of the pigment epithelium in a lesion mask, after those of pathology.LESIONS; 8 is subretinal material."""
+"""Value of a detachment of the pigment epithelium in a lesion mask, after those of pathology.LESIONS; 8 is subretinal
+material."""
 MATERIAL = 8
 _SMOOTH_MM, _ABSORBED_UM = 0.16, 70.0
 """Width over which a bump is smoothed on its way to the ILM, and the height above which it is passed on in full."""
@@ -37,7 +38,8 @@ class OuterLesions:
 def sample_outer_lesions(
     rng: np.random.Generator, *, detached: bool, neovascular: bool, reticular: bool
 ) -> OuterLesions:
-    """Detachments are 60 to 800 µm high, log-uniform; material goes with neovascular AMD; a third of all eyes has an uneven RPE."""
+    """Detachments are 60 to 800 µm high, log-uniform; material goes with neovascular AMD; a third of all eyes has an
+    uneven RPE."""
     detachments, material, deposits = np.zeros((0, 6)), np.zeros((0, 4)), np.zeros((0, 4))
     if detached or neovascular:
         count = 1 + int(rng.poisson(0.6))
@@ -86,7 +88,8 @@ class OuterRetina:
 def raise_outer_retina(
     lesions: OuterLesions, layers_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, ascan_mm: float
 ) -> OuterRetina:
-    """Add the outer lesions to the layers [L, D, W] in place; lateral smoothing runs along A-scans, `ascan_mm` apart."""
+    """Add the outer lesions to the layers [L, D, W] in place; lateral smoothing runs along A-scans, `ascan_mm`
+    apart."""
     drusen_layer, subretinal_layer, onl = (LAYER[name] for name in ("drusen", "subretinal_fluid", "onl"))
     drusen = layers_um[drusen_layer].copy()
     # pathology.py has pressed this much of a druse into the outer nuclear layer already.
@@ -116,7 +119,8 @@ def raise_outer_retina(
 
 
 def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, exponent: float | None = None) -> np.ndarray:
-    """[D, W] height of the highest dome at each place: height · (1 - r²)^exponent, the exponent in column 4 if not given."""
+    """[D, W] height of the highest dome at each place: height · (1 - r²)^exponent, the exponent in column 4 if not
+    given."""
     height = np.zeros(x_mm.shape)
     for row in table:
         inside = np.clip(1 - ((x_mm - row[0]) ** 2 + (y_mm - row[1]) ** 2) / row[2] ** 2, 0, 1)

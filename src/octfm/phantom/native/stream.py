@@ -114,7 +114,8 @@ def _one_half(lesions: Lesions, side: float) -> Lesions:
 
 
 def _both(one: Lesions, other: Lesions) -> Lesions:
-    """Two diseases in one eye: lesions add up, what there can be only one of is the second disease's where it has it."""
+    """Two diseases in one eye: lesions add up, what there can be only one of is the second disease's where it has
+    it."""
     values = {}
     for item in fields(Lesions):
         first, second = getattr(one, item.name), getattr(other, item.name)
