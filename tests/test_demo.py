@@ -1,5 +1,6 @@
 """The demonstration, small: every part runs, a second call continues, mistakes are one line."""
 
+import contextlib
 import json
 
 import pytest
@@ -38,13 +39,27 @@ def test_the_whole_path_runs(finished):
     assert (out / "catalog" / "rejects.parquet").is_file()
 
 
-def test_a_second_call_does_only_what_is_missing(finished):
+class Reached(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("until", ["probe", pytest.param("the end", marks=pytest.mark.slow)])
+def test_a_second_call_does_only_what_is_missing(finished, until):
+    """Probe and report are made anew by every call, which takes a third of its time."""
     out, _, _ = finished
     metrics = (out / "run" / "metrics.jsonl").read_bytes()
     said: list[str] = []
-    run_demo(out, seed=1, quick=True, echo=said.append)
+
+    def echo(line: str) -> None:
+        said.append(line)
+        if f"] {until}: " in line:
+            raise Reached
+
+    with pytest.raises(Reached) if until == "probe" else contextlib.nullcontext():
+        run_demo(out, seed=1, quick=True, echo=echo)
     assert (out / "run" / "metrics.jsonl").read_bytes() == metrics
     assert not any("phantom participants" in line for line in said), "the cohort is found again"
+    assert any("vectors of these weights and volumes are already there" in line for line in said)
 
 
 def test_another_seed_in_the_same_folder_is_refused(finished):
