@@ -1,4 +1,5 @@
-"""What every test may use: the real OCT data (internal, never committed) or a skip that says where it was looked for."""
+"""What every test may use: the real OCT data (internal, never committed) or a skip that says where it was looked
+for."""
 
 import os
 from pathlib import Path
@@ -22,7 +23,8 @@ def real_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def safe_path_ends_with_the_test():
-    """The command sets PYTHONSAFEPATH for what it starts; run inside this process, by a fixture even, it would do so for every later test."""
+    """The command sets PYTHONSAFEPATH for what it starts; run inside this process, by a fixture even, it would do so
+    for every later test."""
     _as_it_was()
     yield
     _as_it_was()

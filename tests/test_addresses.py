@@ -1,4 +1,5 @@
-"""Locations in options and settings: credentials and unknown schemes are refused alike, masked alike, before anything is written."""
+"""Locations in options and settings: credentials and unknown schemes are refused alike, masked alike, before
+anything is written."""
 
 import string
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""ICC and limits of agreement are those of the papers, under case weights too, and their bootstrap covers what it says."""
+"""ICC and limits of agreement are those of the papers, under case weights too, and their bootstrap covers what it
+says."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,8 @@ from octfm.errors import EvaluationError
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import bootstrap, bootstrap_together, compare, interval
 
-# Shrout & Fleiss, Psychological Bulletin 1979, table 2: six targets, four judges; the coefficients are those of their table 4.
+# Shrout & Fleiss, Psychological Bulletin 1979, table 2: six targets, four judges; the coefficients are those of their
+# table 4.
 JUDGES = np.array([[9, 2, 5, 8], [6, 1, 3, 2], [8, 4, 6, 8], [7, 1, 2, 6], [10, 5, 6, 9], [6, 2, 4, 7]], float)
 PUBLISHED = {"ICC(1,1)": 0.17, "ICC(2,1)": 0.29, "ICC(3,1)": 0.71, "ICC(1,k)": 0.44, "ICC(2,k)": 0.62, "ICC(3,k)": 0.91}
 # What R's psych package prints for the same data.

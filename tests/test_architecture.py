@@ -24,7 +24,8 @@ ORDER = (
     ),
     *("pretraining", "encoder", "evaluation", "tasks", "trust", "report", "demo", "cli", "__main__"),
 )
-"""Folders and modules of octfm; docs/architecture.md describes them. The root package is the public face and may name any."""
+"""Folders and modules of octfm; docs/architecture.md describes them. The root package is the public face and may
+name any."""
 
 
 @cache

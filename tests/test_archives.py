@@ -1,4 +1,5 @@
-"""ZIP archives are read where they lie, give what the unpacked tree gives, and cannot harm whoever points octfm at them."""
+"""ZIP archives are read where they lie, give what the unpacked tree gives, and cannot harm whoever points octfm at
+them."""
 
 import struct
 import warnings
@@ -302,7 +303,8 @@ def test_damaged_and_unreadable_archives_have_a_code(tmp_path, image):
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_mutated_archives_are_read_or_refused_with_a_code(tmp_path, compression):
-    """Bytes flipped, cut or doubled, half of them in the directory: every outcome is a member's bytes or a known reason."""
+    """Bytes flipped, cut or doubled, half of them in the directory: every outcome is a member's bytes or a known
+    reason."""
     content = {f"{i}/{'long' * i}.dcm": bytes([i]) * 40 + b"some content" * i for i in range(5)}
     whole = write_zip(tmp_path / "whole.zip", content, compression).read_bytes()
     directory = whole.index(b"PK\x01\x02")

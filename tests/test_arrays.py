@@ -1,4 +1,5 @@
-"""Arrays of research: .npy, .npz and NIfTI are taken as what they say they are, and refused where only a guess would do."""
+"""Arrays of research: .npy, .npz and NIfTI are taken as what they say they are, and refused where only a guess would
+do."""
 
 import json
 import struct
@@ -107,7 +108,8 @@ def test_arrays_that_are_no_volume(tmp_path):
     ("at", "value"), [(6, b"\xc8\0"), (8, b"\x01"), (8, b"\x40"), (10, b"\x63\0"), (10, b"\x0c\0"), (10, b"\x0e\0")]
 )
 def test_an_archive_with_a_password_or_unknown_method_is_rejected(tmp_path, at, value):
-    """Version, flags and method of every member, in the directory of the .npz: a flipped bit must not stop a scan (found by seed 9090)."""
+    """Version, flags and method of every member, in the directory of the .npz: a flipped bit must not stop a scan
+    (found by seed 9090)."""
     np.savez_compressed(tmp_path / "a.npz", volume=np.arange(4 * 40 * 36, dtype=np.uint16).reshape(4, 40, 36))
     content = bytearray((tmp_path / "a.npz").read_bytes())
     entry = content.rindex(b"PK\x01\x02")

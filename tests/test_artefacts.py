@@ -1,7 +1,8 @@
 """What version 0.1 wrote is still read: catalog, store, run, checkpoint, embeddings, export and fine-tuned model.
 
-tests/fixtures/octfm_0_1.zip was written once, at commit 6edcedc: 14 phantom participants of seed 0 at [2, 32, 32], four updates of a V-JEPA 2
-12 channels wide, two epochs of fine-tuning, and the vectors that its encoder gave the first three volumes.
+tests/fixtures/octfm_0_1.zip was written once, at commit 6edcedc: 14 phantom participants of seed 0 at [2, 32, 32],
+four updates of a V-JEPA 2 12 channels wide, two epochs of fine-tuning, and the vectors that its encoder gave the
+first three volumes.
 """
 
 import zipfile
@@ -54,7 +55,8 @@ def test_results_of_0_1_are_read(old):
 
 
 def test_a_run_of_0_1_goes_on(old):
-    """The run had reached its four updates; asked for ten, it makes the six that are missing and keeps what it had logged."""
+    """The run had reached its four updates; asked for ten, it makes the six that are missing and keeps what it had
+    logged."""
     before = list(read_metrics(old / "run" / "metrics.jsonl"))
     octfm.pretrain(
         load_config(old / "run" / "config.yaml", ["steps=10"]), Store.open(old / "store"), out="run", override=True

@@ -86,7 +86,8 @@ def warp(voxels, drawn):
 
 
 def tilted_band(rng, d=3, h=96, w=32):
-    """Surfaces [1, 2, D, W] of a curved, tilted band, and of an image without its first columns; with its picture uint8 [1, D, H, W]."""
+    """Surfaces [1, 2, D, W] of a curved, tilted band, and of an image without its first columns; with its picture
+    uint8 [1, D, H, W]."""
     x = np.arange(w) + 0.5
     top = h / 2 - 8 + rng.uniform(-3, 3) + rng.uniform(-0.2, 0.2) * (x - w / 2) + 0.01 * (x - w / 2) ** 2
     band = np.broadcast_to(np.stack([top, top + rng.uniform(14, 22)])[None, :, None], (1, 2, d, w)).copy()
@@ -103,7 +104,8 @@ def tilted_band(rng, d=3, h=96, w=32):
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0, 0.5), tilt=st.floats(0, 20))
 def test_F13_no_setting_flips_the_retina_or_an_eye_of_known_side(seed, scale, tilt):
-    """Vitreous stays above choroid in every A-scan, nasal stays where it is; an eye of unknown laterality alone may be mirrored."""
+    """Vitreous stays above choroid in every A-scan, nasal stays where it is; an eye of unknown laterality alone may
+    be mirrored."""
     config = EVERYTHING.model_copy(update={"lateral_scale": scale, "axial_scale": scale, "tilt_deg": tilt})
     laterality = ("R", "L", None, "R", "L", None)
     drawn = augment.draw(config, rngs(6, seed), laterality)
@@ -130,7 +132,8 @@ def test_half_of_the_unknown_eyes_are_mirrored_and_only_on_request():
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_the_token_map_follows_an_affine_too(seed):
-    """Tissue by the moved surfaces is tissue in the moved picture, padding by the moved field is where nothing was imaged."""
+    """Tissue by the moved surfaces is tissue in the moved picture, padding by the moved field is where nothing was
+    imaged."""
     rng = np.random.default_rng(seed)
     band, valid, picture = tilted_band(rng)
     drawn = augment.draw(EVERYTHING, rngs(1, seed), (None,))
@@ -144,7 +147,8 @@ def test_the_token_map_follows_an_affine_too(seed):
 
     tissue, field = by_token(picture).mean(-1) * 255 / 200, by_token(imaged)
     edge, field = ((field > 0.02) & (field < 0.98)).any(-1), field.mean(-1)
-    # Interpolation blurs a surface by a fraction of a row, and the edge of the field by a column, which surfaces cannot say.
+    # Interpolation blurs a surface by a fraction of a row, and the edge of the field by a column, which surfaces cannot
+    # say.
     sure = (np.abs(tissue - 0.25) > 0.08) & (np.abs(field - 0.5) > 0.1) & ~edge
     assert sure.mean() > 0.5
     np.testing.assert_array_equal((tokens == 2)[sure], ((tissue >= 0.25) & (field >= 0.5))[sure])
@@ -203,7 +207,8 @@ def test_speckle_leaves_black_alone_and_noise_does_not():
 
 
 def test_a_step_sees_the_same_augmented_volumes_however_they_are_shared(tmp_path):
-    """One process with the global batch, micro-batches of one, and two ranks: bit for bit the same patches, masks and tissue."""
+    """One process with the global batch, micro-batches of one, and two ranks: bit for bit the same patches, masks
+    and tissue."""
     store = small_store(tmp_path / "store")
     config = run_config(augment=EVERYTHING.model_dump() | {"axial_shift": 3})
     rows = np.arange(8)

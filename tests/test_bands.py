@@ -1,4 +1,5 @@
-"""The band holds a lifted or drifting retina, or says that it may not; what older versions prepared can be continued."""
+"""The band holds a lifted or drifting retina, or says that it may not; what older versions prepared can be
+continued."""
 
 import json
 import sys

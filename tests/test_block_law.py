@@ -1,4 +1,5 @@
-"""Where targets of blocks in the B-scan plane should lie: the law that the doctor compares with is that of the sampler, and of no other."""
+"""Where targets of blocks in the B-scan plane should lie: the law that the doctor compares with is that of the
+sampler, and of no other."""
 
 from itertools import product
 

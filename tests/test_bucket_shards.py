@@ -1,4 +1,5 @@
-"""Sharded checkpoints in buckets: two ranks write one, all of it arrives whatever fails on the way, and other ranks elsewhere go on."""
+"""Sharded checkpoints in buckets: two ranks write one, all of it arrives whatever fails on the way, and other ranks
+elsewhere go on."""
 
 import os
 
@@ -57,7 +58,8 @@ def assert_same_state(one, other) -> None:
 
 @buckets
 def test_ranks_on_another_machine_go_on_with_shards_in_a_bucket(ranks, place, store, on_disk, tmp_path):
-    """Stopped after step 5, a shard of whose checkpoint is then damaged in the bucket: the next machine begins at the one before."""
+    """Stopped after step 5, a shard of whose checkpoint is then damaged in the bucket: the next machine begins at
+    the one before."""
     here, there = (surroundings(place, tmp_path / name) for name in ("here", "there"))
     to = str(place / "run")
     ended = ranks(2, store.path, tmp_path / "a", SETTINGS, to=to, environment=here, fault="term", at=4, on=1)
@@ -101,7 +103,8 @@ def test_with_a_tenth_of_requests_spoilt_no_shard_is_lost(ranks, faulty, store, 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
 def test_ranks_killed_while_shards_are_sent_leave_whole_checkpoints(ranks, place, store, on_disk, tmp_path):
-    """Both at once, at any moment; each next attempt is another machine's, which knows what the bucket says and nothing else."""
+    """Both at once, at any moment; each next attempt is another machine's, which knows what the bucket says and
+    nothing else."""
     to, said = str(place / "run"), []
     for number, seconds in enumerate((3.0, 4.0, 5.0, 6.5, 8.0)):
         own = surroundings(place, tmp_path / f"machine {number}")

@@ -431,7 +431,8 @@ def test_a_store_made_and_read_with_spoilt_requests_is_the_same(faulty, scanned,
 @pytest.mark.slow
 @buckets
 def test_a_store_whose_writer_was_killed_is_whole_and_goes_on(place, scanned, prepared, tmp_path, monkeypatch):
-    """Killed at any request: what is visible is whole, and the same call ends with the same store, on another machine."""
+    """Killed at any request: what is visible is whole, and the same call ends with the same store, on another
+    machine."""
     proxy = FaultyProxy(os.environ[ENDPOINT[place.scheme]], share=0)
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(1))
     direct = os.environ[ENDPOINT[place.scheme]]

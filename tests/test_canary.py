@@ -1,4 +1,5 @@
-"""No secret of a clinic is in anything that octfm writes under a pseudonym, nor in what is meant to be shared without one."""
+"""No secret of a clinic is in anything that octfm writes under a pseudonym, nor in what is meant to be shared
+without one."""
 
 import contextlib
 import gzip
@@ -58,7 +59,8 @@ def test_the_search_finds_secrets_in_every_container(tmp_path):
 
 
 def run_all(clinic: Path, work: Path, key: Path | None) -> tuple[Path, str]:
-    """scan, prepare, pretrain, embed, probe on this clinic; the folder of all that was written, and all that was printed."""
+    """scan, prepare, pretrain, embed, probe on this clinic; the folder of all that was written, and all that was
+    printed."""
     work.mkdir()
     hidden = ("--pseudonymise", key) if key else ()
     where = ("--key", key, "--root", clinic) if key else ()

@@ -1,4 +1,5 @@
-"""Every file of a tree ends as an accepted row or as a reject with a reason, and nothing that identifies a person gets in."""
+"""Every file of a tree ends as an accepted row or as a reject with a reason, and nothing that identifies a person
+gets in."""
 
 import csv
 import os
@@ -31,7 +32,8 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 def write_aireadi(root: Path, participants, column="person_id", **manifest_other) -> None:
-    """Both eyes of each participant with manifest and participants table; `manifest_other` overwrites manifest columns."""
+    """Both eyes of each participant with manifest and participants table; `manifest_other` overwrites manifest
+    columns."""
     manifest = []
     for number, participant in enumerate(participants):
         for side in "RL":

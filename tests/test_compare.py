@@ -130,7 +130,8 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     shutil.copytree(run / "embeddings", seen / "embeddings")
     with pytest.raises(EvaluationError, match="seen"):
         probe_together({"a": run, "c": seen}, labels, targets=["brightness"], resamples=200)
-    # Where the runs were probed by folds, so are they together: val and test participants, whom pretraining has not seen.
+    # Where the runs were probed by folds, so are they together: val and test participants, whom pretraining has not
+    # seen.
     for one in (run, twin):
         write_probe(
             one / "probe.json",

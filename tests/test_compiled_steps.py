@@ -47,7 +47,8 @@ def test_adamw_of_plain_operations_is_torchs_and_skips_what_is_no_number():
 
 
 def test_limits_are_where_the_spike_detector_begins_to_find_something():
-    """The device decides by the limits, the host explains afterwards: at any loss and gradient norm they say the same."""
+    """The device decides by the limits, the host explains afterwards: at any loss and gradient norm they say the
+    same."""
     rng = np.random.default_rng(0)
     health = HealthConfig()
     for _ in range(20):

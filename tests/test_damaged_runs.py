@@ -1,4 +1,5 @@
-"""A run goes on over full disks, broken lines, foreign and misnamed checkpoints and kills between two writes, or says why not."""
+"""A run goes on over full disks, broken lines, foreign and misnamed checkpoints and kills between two writes, or
+says why not."""
 
 import json
 import os
@@ -434,7 +435,8 @@ def work(folder: Path) -> None:
 
 
 def half_safe(folder: Path, monkeypatch) -> list[str]:
-    """Files of `work` that took their name before their bytes were on the disk, or whose name was not brought there after it."""
+    """Files of `work` that took their name before their bytes were on the disk, or whose name was not brought there
+    after it."""
     happened: list[tuple[str, str]] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -477,7 +479,8 @@ def test_a_flush_that_is_left_out_would_be_noticed(tmp_path, monkeypatch, lost):
 
 
 def killed_at(operation: int, folder: Path) -> bool:
-    """Do `work` in a child that gets a SIGKILL before its n-th opening, flushing or renaming of a file; whether it came to that."""
+    """Do `work` in a child that gets a SIGKILL before its n-th opening, flushing or renaming of a file; whether it
+    came to that."""
     left = [operation]
 
     def seen(event, _):

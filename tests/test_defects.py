@@ -1,4 +1,5 @@
-"""Every way in which an archive is wrong ends with the reason that it was planted for: no good file is lost, no bad one gets in."""
+"""Every way in which an archive is wrong ends with the reason that it was planted for: no good file is lost, no bad
+one gets in."""
 
 import csv
 from dataclasses import replace

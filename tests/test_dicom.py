@@ -1,4 +1,5 @@
-"""A DICOM file becomes the Volume that was written into it, or an error with a reason code; never a guess, never a crash."""
+"""A DICOM file becomes the Volume that was written into it, or an error with a reason code; never a guess, never a
+crash."""
 
 import hashlib
 from pathlib import Path
@@ -445,7 +446,8 @@ def test_F9_a_failed_decode_never_rewrites_the_transfer_syntax(tmp_path):
 @settings(parent=lenient, max_examples=200)
 @given(data=st.data())
 def test_F9_mutated_bytes_are_read_or_refused_with_a_code(tmp_path, data):
-    """Only syntaxes that Python decodes: native decoders may kill the process, which prepare survives by using others."""
+    """Only syntaxes that Python decodes: native decoders may kill the process, which prepare survives by using
+    others."""
     syntax = data.draw(st.sampled_from([*NATIVE, uid.RLELossless]))
     path = write_oct_dicom(
         tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, superior_first=True, sop_instance_uid="1.2.3.4"

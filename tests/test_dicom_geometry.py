@@ -1,4 +1,5 @@
-"""Whatever way a raster lies in space and is stored, its B-scans come back in order with their true distance; what is no raster is told."""
+"""Whatever way a raster lies in space and is stored, its B-scans come back in order with their true distance; what
+is no raster is told."""
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def planes(positions_mm, axes) -> list[Dataset]:
     order=st.permutations(range(9)),
 )
 def test_an_oblique_raster_in_any_order_keeps_distance_and_order(spacing_mm, turned, origin, order):
-    """LPS axes: A-scans along x, the beam along y, B-scans along z, all turned; the true order is from superior to inferior."""
+    """LPS axes: A-scans along x, the beam along y, B-scans along z, all turned; the true order is from superior to
+    inferior."""
     axes = rotation(*turned)
     step = -spacing_mm[0] * axes[:, 2]
     positions = np.array([np.array(origin) + place * step for place in order])
@@ -205,7 +207,8 @@ WHERE = ("patient", "patient_shared", "fundus", "fundus_shared")
     seed=st.integers(0, 99),
 )
 def test_a_line_scanned_again_and_again_is_never_a_raster(count, place, jitter_mm, where, thickness, seed):
-    """Whether its one position stands in every frame or once for all, and whether or not the eye moved a little in between."""
+    """Whether its one position stands in every frame or once for all, and whether or not the eye moved a little in
+    between."""
     jitter = np.random.default_rng(seed).normal(0, jitter_mm, (count, 3)).clip(-0.03, 0.03)
     if where.startswith("patient"):
         frames = planes(np.add(place, jitter), [(np.eye(3)[0], np.eye(3)[1])] * count)
@@ -234,7 +237,8 @@ def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
         read_geometry(whole, SHAPE, "any", "here")
 
 
-# B-scans, rows, columns and [axial, lateral] mm of what instruments export: the published protocols of AI-READI, and others.
+# B-scans, rows, columns and [axial, lateral] mm of what instruments export: the published protocols of AI-READI, and
+# others.
 PROTOCOLS = {
     "spectralis": ((61, 496, 768), (0.00387, 0.0115)),
     "spectralis_hr": ((61, 496, 1536), (0.00387, 0.00575)),

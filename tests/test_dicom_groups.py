@@ -1,4 +1,5 @@
-"""Functional groups read from their bytes are those that pydicom reads, in every encoding; what is cut or nested without end has a code."""
+"""Functional groups read from their bytes are those that pydicom reads, in every encoding; what is cut or nested
+without end has a code."""
 
 import contextlib
 import io
@@ -22,7 +23,8 @@ VOXELS = np.random.default_rng(0).integers(0, 255, (6, 40, 36), dtype=np.uint8)
 
 
 def lengths(undefined: int):
-    """Which sequences and items say how long they are: bits of `undefined`, and elements that nobody wants among them."""
+    """Which sequences and items say how long they are: bits of `undefined`, and elements that nobody wants among
+    them."""
 
     def edit(dataset: Dataset) -> None:
         for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):

@@ -43,7 +43,8 @@ def write_height_map(
 
 @pytest.fixture
 def eye(tmp_path):
-    """A phantom as DICOM, stored inferior first and shuffled, with its true surfaces as a height map of the stored frames."""
+    """A phantom as DICOM, stored inferior first and shuffled, with its true surfaces as a height map of the stored
+    frames."""
     volume, truth = phantom_volume(5, size=(9, 96, 64), scanner="zeiss_cirrus")
     volume = volume.superior_to_inferior()
     true = np.stack([truth.surface("ilm"), truth.surface("bm")])[:, ::-1]  # superior first, as the volume now is
@@ -79,7 +80,8 @@ def test_surfaces_lie_where_they_were_in_every_b_scan(eye, refer, syntax):
     order = slice(None, None, 1 if volume.superior_first else -1)
     np.testing.assert_allclose(surfaces.heights_px[:, order], np.where(true < 0, np.nan, true), rtol=1e-6)
     np.testing.assert_allclose(surfaces.heights_mm, surfaces.heights_px * volume.spacing_mm[1])
-    # Vitreous above the ILM is darker than the retina below it, in every B-scan: rows are B-scans and values are depths.
+    # Vitreous above the ILM is darker than the retina below it, in every B-scan: rows are B-scans and values are
+    # depths.
     rows = np.arange(volume.shape[1])[None, :, None]
     ilm = surfaces.heights_px[0][:, None, :]
     above, below = ((rows > ilm - 12) & (rows < ilm - 2)), ((rows > ilm + 2) & (rows < ilm + 12))

@@ -1,4 +1,5 @@
-"""The guide says what the code does: links, verbs, options, settings, public names; examples run, pages build and stay offline."""
+"""The guide says what the code does: links, verbs, options, settings, public names; examples run, pages build and
+stay offline."""
 
 import importlib
 import os
@@ -30,7 +31,8 @@ GUIDE = [page for page in PAGES if page.parent.name == "guide"] + [ROOT / "READM
 
 
 def commands(text: str) -> list[str]:
-    """Commands of octfm in code blocks (continued lines joined, comments dropped) and in single backticks that begin with one."""
+    """Commands of octfm in code blocks (continued lines joined, comments dropped) and in single backticks that begin
+    with one."""
     blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.S | re.M)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
     found = [line.removeprefix("$ ").split(" #")[0].strip() for line in lines]
@@ -179,7 +181,8 @@ def blocks(page: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder as the examples expect it: runs/a, prepared, exported, scan.dcm and a RETFound file of random weights."""
+    """A folder as the examples expect it: runs/a, prepared, exported, scan.dcm and a RETFound file of random
+    weights."""
     from octfm.encoder.export import export
     from octfm.phantom import phantom_volume
     from octfm.pretraining.pretrain import pretrain

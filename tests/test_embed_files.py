@@ -236,7 +236,8 @@ def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(run, clinic, tmp_path, 
 
 @pytest.mark.parametrize("place", ["gs"], indirect=True)
 def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monkeypatch):
-    """The second shard cannot be written; the same call goes on with it, and the vectors are those of files on a disk."""
+    """The second shard cannot be written; the same call goes on with it, and the vectors are those of files on a
+    disk."""
     for file in sorted(path for path in clinic.rglob("*") if path.is_file()):
         (place / "raw" / str(file.relative_to(clinic))).write_bytes(file.read_bytes())
     with monkeypatch.context() as patch:

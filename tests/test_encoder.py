@@ -108,7 +108,8 @@ def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
 
 
 def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
-    """Half of the grid does not hold all tissue of these eyes; who lost how much, and what it did to the vectors, is kept with them."""
+    """Half of the grid does not hold all tissue of these eyes; who lost how much, and what it did to the vectors, is
+    kept with them."""
     from octfm.encoder.budget import COMPARED
     from octfm.encoder.embeddings import read_embeddings
 

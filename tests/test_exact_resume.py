@@ -257,7 +257,8 @@ def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
 def test_retention_over_a_whole_run(store, tmp_path):
     settings = config(steps=12, ckpt_every_steps=1, keep_checkpoints=1, keep_every_steps=5, keep_every_epochs=1.5)
     run = pretrain(settings, store, tmp_path / "run", echo=quiet)
-    # 16 training volumes in batches of 4: an epoch is 4 steps, and the first checkpoint at or after 6 steps is kept, and after 12.
+    # 16 training volumes in batches of 4: an epoch is 4 steps, and the first checkpoint at or after 6 steps is kept,
+    # and after 12.
     assert [checkpoint.step_of(p) for p in checkpoint.steps(run / "checkpoints")] == [5, 6, 10, 12]
 
 
@@ -385,7 +386,8 @@ exit $code
     reason="may not mount a small disk",
 )
 def test_a_disk_that_fills_up_sends_checkpoints_to_the_second_destination(store, tmp_path):
-    """A real one, and the kernel's own refusal: the run goes on, its earlier checkpoint stays, and the message says what to do."""
+    """A real one, and the kernel's own refusal: the run goes on, its earlier checkpoint stays, and the message says
+    what to do."""
     (tmp_path / "disk").mkdir()
     settings = [
         s

@@ -314,7 +314,8 @@ def test_onnx_agrees_with_torch_for_any_batch_or_is_refused(run, store, labels, 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_onnx_agrees_with_torch_at_vit_s_size(tmp_path):
-    """384 wide, 12 deep, [64, 384, 384], the whole token budget: write_onnx compares with onnxruntime before it believes its file."""
+    """384 wide, 12 deep, [64, 384, 384], the whole token budget: write_onnx compares with onnxruntime before it
+    believes its file."""
     pytest.importorskip("onnxruntime")
     settings, preprocessing = load_config("vit_s"), Preprocessing()
     network = build_objective(settings, preprocessing).frozen_encoder(settings.objective.frozen)

@@ -1,4 +1,5 @@
-"""Fine-tuning learns what is there, resumes bit for bit, never sees a test participant, and the leaderboard judges all alike."""
+"""Fine-tuning learns what is there, resumes bit for bit, never sees a test participant, and the leaderboard judges
+all alike."""
 
 import csv
 import io

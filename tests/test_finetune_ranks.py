@@ -1,4 +1,5 @@
-"""Fine-tuning on several ranks is that of one process, stops and resumes together, and a run folder belongs to one of them."""
+"""Fine-tuning on several ranks is that of one process, stops and resumes together, and a run folder belongs to one
+of them."""
 
 import json
 import os

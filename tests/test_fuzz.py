@@ -1,4 +1,5 @@
-"""Damaged files of every format: each is accepted or rejected with a code; none crashes, hangs over 10 s or allocates over 2 GB."""
+"""Damaged files of every format: each is accepted or rejected with a code; none crashes, hangs over 10 s or
+allocates over 2 GB."""
 
 import functools
 import shutil
@@ -40,7 +41,8 @@ def write(folder: Path, files: dict[str, bytes], read: str) -> Path:
 
 
 def outcome(function, uri):
-    """Shape, or reason code. Whatever is damaged, what identifies a person stays in the file (it is planted in every one)."""
+    """Shape, or reason code. Whatever is damaged, what identifies a person stays in the file (it is planted in every
+    one)."""
     try:
         found = function(uri)
         said, ending = (
@@ -139,7 +141,8 @@ def test_a_deflated_bomb_is_refused(tmp_path, megabytes):
 
 
 def test_a_value_that_cannot_be_read_has_a_code_in_a_series_too(tmp_path):
-    """Values are converted when they are looked at, which for a series is after its files are closed (found by seed 2)."""
+    """Values are converted when they are looked at, which for a series is after its files are closed (found by seed
+    2)."""
     paths = series(tmp_path)
     content = paths[0].read_bytes()
     assert content.count(b"\x10\x00\x20\x00LO") == 1  # Patient ID
@@ -149,7 +152,8 @@ def test_a_value_that_cannot_be_read_has_a_code_in_a_series_too(tmp_path):
 
 @pytest.mark.parametrize("inside", [b"", b"\\"])
 def test_a_length_that_swallows_the_name_quotes_nothing_of_it(tmp_path, whole, inside):
-    """The SOP Class UID takes in all elements up to the name and birth date, as one value or, with a backslash among them, as two."""
+    """The SOP Class UID takes in all elements up to the name and birth date, as one value or, with a backslash among
+    them, as two."""
     (seed,) = (seed for seed in whole if seed.name == "dicom 16 bit")
     content = seed.files[seed.read].replace(b"Spectralis", inside + b"Spectralis"[len(inside) :])
     at = content.rindex(b"\x08\x00\x16\x00UI") + 6
@@ -169,7 +173,8 @@ def test_a_flipped_bit_makes_no_id_of_a_name_or_a_birth_date(tmp_path, whole, ta
 
 
 def test_what_torch_loads_is_weights_only():
-    """A pickle from elsewhere may run anything: every torch.load says weights_only=True, and nothing else unpickles files."""
+    """A pickle from elsewhere may run anything: every torch.load says weights_only=True, and nothing else unpickles
+    files."""
     calls, safe = 0, 0
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()

@@ -57,7 +57,8 @@ def test_any_number_of_bits_ends_within_one_gray_level(tmp_path, form):
 
 
 def test_volumes_of_16_bit_that_do_not_all_reach_white_stay_equally_bright(tmp_path):
-    """The brightest voxels of a cohort's volumes scatter; a boundary at every bit would halve the brightness of some."""
+    """The brightest voxels of a cohort's volumes scatter; a boundary at every bit would halve the brightness of
+    some."""
     bright, dim = (
         write_npy(tmp_path / f"{top}.npy", (with_bits(16) * (top / 65535)).astype(np.uint16)) for top in (40000, 30000)
     )

@@ -1,4 +1,5 @@
-"""benchmarks/growth.py: exponents of known curves, the least work first, and a call that goes on where another was stopped."""
+"""benchmarks/growth.py: exponents of known curves, the least work first, and a call that goes on where another was
+stopped."""
 
 import json
 import subprocess

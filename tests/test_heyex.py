@@ -1,4 +1,5 @@
-"""Heidelberg exports: .vol and XML of one scan agree with each other, with DICOM and with eyepy; what is no raster is left out."""
+"""Heidelberg exports: .vol and XML of one scan agree with each other, with DICOM and with eyepy; what is no raster
+is left out."""
 
 import re
 import shutil

@@ -105,7 +105,8 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train(hosts, tmp_path):
     one, two = final(tmp_path / "one"), final(tmp_path / "two")
     assert one["step"] == two["step"] == 6
     assert all(torch.equal(tensor, two["model"][name]) for name, tensor in one["model"].items())
-    # A ring all-reduce among two: every host sends as many bytes as its gradients have, once per update; validation and talk come on top.
+    # A ring all-reduce among two: every host sends as many bytes as its gradients have, once per update; validation and
+    # talk come on top.
     trained = sum(tensor.numel() for name, tensor in one["model"].items() if not name.startswith("target_encoder."))
     print(f"the first host sent {sent:,} bytes, {sent / (6 * 4 * trained):.3f} times its gradients")
     assert 1 < sent / (6 * 4 * trained) < 1.5

@@ -1,4 +1,5 @@
-"""One stray file never costs a folder of B-scans: it is set aside and counted where it is recognisably none of them, and named where not."""
+"""One stray file never costs a folder of B-scans: it is set aside and counted where it is recognisably none of them,
+and named where not."""
 
 import numpy as np
 import pytest

@@ -115,8 +115,8 @@ def test_every_public_name_has_a_home():
 
 
 def test_only_the_runtime_knows_devices_and_ranks():
-    """Everything else trains as if it were alone on one device. A kernel is chosen by the tensors that it is given, and DCP is a format of
-    files: neither names an accelerator nor talks to another process."""
+    """Everything else trains as if it were alone on one device. A kernel is chosen by the tensors that it is given,
+    and DCP is a format of files: neither names an accelerator nor talks to another process."""
     runtime = {ROOT / "run" / name for name in ("launch.py", "runtime.py", "runtime_xla.py")}
     runtime |= {ROOT / "pretraining" / "preflight" / name for name in ("tpu_record.py", "tpu_compile.py")}
     for path in set(modules()) - runtime:

@@ -1,4 +1,5 @@
-"""A file that crashes, hangs or swallows memory costs itself and nothing else; every other comes out as if it had not been there."""
+"""A file that crashes, hangs or swallows memory costs itself and nothing else; every other comes out as if it had
+not been there."""
 
 import ctypes
 import os
@@ -200,7 +201,8 @@ def test_a_large_volume_has_more_time_and_a_bucket_too():
 
 
 def test_waiting_for_a_core_is_no_fault_of_the_file():
-    """More children than cores, each busy for most of its limit: on a crowded machine they would all be late by the clock."""
+    """More children than cores, each busy for most of its limit: on a crowded machine they would all be late by the
+    clock."""
     busy = 3 * (os.cpu_count() or 1)
     results = list(
         spread(spin, [0.5] * busy, lambda item, lost: lost.code, workers=busy, limits=Limits(seconds=2.5), chunk=1)

@@ -1,4 +1,5 @@
-"""Two ranks that are killed again and again, also in the middle of writing checkpoints that no rank holds alone, lose nothing."""
+"""Two ranks that are killed again and again, also in the middle of writing checkpoints that no rank holds alone,
+lose nothing."""
 
 import random
 import time
@@ -24,11 +25,13 @@ def store(tmp_path_factory):
 def kill_again_and_again(
     ranks, store, folder, parallel: str, steps: int, kills: int, saves: int, seed: int, operations: int = 250
 ) -> tuple[int, int]:
-    """SIGKILL to one rank or both: `saves` times at a random one of the first `operations` of saving, else at a random time.
+    """SIGKILL to one rank or both: `saves` times at a random one of the first `operations` of saving, else at a random
+    time.
 
     The last attempt may finish.
 
-    Returns how many kills hit, and how many of them left a checkpoint half written. A rank that lives on alone must say what happened.
+    Returns how many kills hit, and how many of them left a checkpoint half written. A rank that lives on alone must
+    say what happened.
     """
     settings = SMALL | {"steps": steps, "runtime": {"parallel": parallel, "timeout_s": 60}}
     out, whole, rng = folder / "run", folder / "whole", random.Random(seed)

@@ -1,4 +1,5 @@
-"""The launch scripts, with fake sbatch, srun, scontrol, torchrun and gcloud on PATH that write down what they are given."""
+"""The launch scripts, with fake sbatch, srun, scontrol, torchrun and gcloud on PATH that write down what they are
+given."""
 
 import os
 import shutil
@@ -122,7 +123,8 @@ def test_slurm_passes_the_last_minutes_on_and_comes_back(machine):
 
 
 def test_sbatch_runs_a_copy_of_the_script_with_the_words_after_it(machine, tmp_path):
-    """SLURM copies the script into a folder of its own: what it starts is found from where sbatch was called, the repository."""
+    """SLURM copies the script into a folder of its own: what it starts is found from where sbatch was called, the
+    repository."""
     spool = tmp_path / "spool"
     machine.fake("scontrol", "echo n1")
     machine.fake("srun")

@@ -1,4 +1,5 @@
-"""Every verb that reads a stranger's file does so within a scan's limits: it is refused in one line, and takes neither memory nor time."""
+"""Every verb that reads a stranger's file does so within a scan's limits: it is refused in one line, and takes
+neither memory nor time."""
 
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def test_a_bomb_is_refused_with_a_code(planted, bytes_before, name):
 def test_view_refuses_what_is_left_of_four_gigabytes_in_little_memory(planted, tmp_path):
     """The real command and its children; 5.7 GB before."""
     command = [str(Path(sys.executable).with_name("octfm")), "view", str(planted / "more_behind.npz")]
-    # A process counts what its parent held when it was forked: a small one starts the command, this one may hold gigabytes.
+    # A process counts what its parent held when it was forked: a small one starts the command, this one may hold
+    # gigabytes.
     measured = (
         "import resource, subprocess, sys\n"
         "done = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE, text=True)\n"

@@ -53,7 +53,8 @@ def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch
     world=st.sampled_from([1, 2, 3, 4, 6]), share=st.integers(1, 4), step=st.integers(0, 20), seed=st.integers(0, 1000)
 )
 def test_F10_ranks_see_disjoint_data(store, world, share, step, seed):
-    """Every rank had rank 0's shard and seed. Here the ranks' positions are disjoint and together are the global batch of one process."""
+    """Every rank had rank 0's shard and seed. Here the ranks' positions are disjoint and together are the global
+    batch of one process."""
     size = world * share
     whole = sequence(store, [step], size=size, seed=seed)[0]
     parts = [sequence(store, [step], size=size, seed=seed, rank=rank, world=world)[0] for rank in range(world)]
@@ -147,7 +148,8 @@ def test_waiting_is_measured_and_reading_ahead_hides_it(store):
     dropped_after=st.integers(1, 6),
 )
 def test_no_batch_changes_while_anything_of_it_is_held(store, held, prefetch, dropped_after):
-    """Memory is used again, but never under the hands of somebody who kept a batch, a slice of it, or a tensor made from it."""
+    """Memory is used again, but never under the hands of somebody who kept a batch, a slice of it, or a tensor made
+    from it."""
     import torch
 
     keep = {

@@ -1,4 +1,5 @@
-"""Maps of an encoder: on the right tokens, in common directions, equal to what they claim, for the encoder that they belong to."""
+"""Maps of an encoder: on the right tokens, in common directions, equal to what they claim, for the encoder that they
+belong to."""
 
 import json
 import re

@@ -140,7 +140,8 @@ def test_where_finds_grid_indices_among_the_kept():
 @settings(deadline=None, max_examples=40)
 @given(top=st.floats(0, 60), thickness=st.floats(0, 60), first=st.integers(0, 20), seed=st.integers(0, 1000))
 def test_token_map_equals_counting_voxels(top, thickness, first, seed):
-    """Against the definition: at least 25 % of a token's voxels inside the band, padding below half inside the image."""
+    """Against the definition: at least 25 % of a token's voxels inside the band, padding below half inside the
+    image."""
     rng = np.random.default_rng(seed)
     size, patch = (4, 64, 8), (2, 8, 4)
     upper = np.round(top + rng.uniform(-3, 3, (4, 8)))

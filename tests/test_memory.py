@@ -21,7 +21,8 @@ def store(tmp_path_factory):
 
 def train(store, out, *limit):
     process = support_process("short_of_memory", store.path, out, *limit)
-    # Freed memory goes back to the system at once, and threads reserve no address space of their own: the limit then means what it says.
+    # Freed memory goes back to the system at once, and threads reserve no address space of their own: the limit then
+    # means what it says.
     malloc = {
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -68,7 +69,8 @@ def no_room_for_more_than(volumes, monkeypatch, error=None):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError()])
 def test_F7_a_failed_pass_leaves_nothing_behind(store, tmp_path, monkeypatch, error):
-    """Gradients and moments of the passes before the failure are not counted twice; the size is kept after a restart."""
+    """Gradients and moments of the passes before the failure are not counted twice; the size is kept after a
+    restart."""
     settings = config(
         steps=2, data={"global_batch_size": 4, "per_device_batch_size": 2}, objective={"target_norm": "whiten"}
     )

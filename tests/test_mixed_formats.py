@@ -1,4 +1,5 @@
-"""A clinic that keeps everything: DICOM, Heidelberg exports and image folders, in one tree or one archive, go from scan to store."""
+"""A clinic that keeps everything: DICOM, Heidelberg exports and image folders, in one tree or one archive, go from
+scan to store."""
 
 import shutil
 from pathlib import Path

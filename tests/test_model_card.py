@@ -1,4 +1,5 @@
-"""The model card: what the hub can read, the run's own numbers, what is not known said aloud, and nobody to be recognised."""
+"""The model card: what the hub can read, the run's own numbers, what is not known said aloud, and nobody to be
+recognised."""
 
 import json
 import re

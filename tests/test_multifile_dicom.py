@@ -1,4 +1,5 @@
-"""Volumes in several DICOM files, concatenated or a file per B-scan, and media with a DICOMDIR: whole, or what is missing is named."""
+"""Volumes in several DICOM files, concatenated or a file per B-scan, and media with a DICOMDIR: whole, or what is
+missing is named."""
 
 import zipfile
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""All objectives: no answers in sight, gradients where they belong, a teacher that moves, losses that mean something."""
+"""All objectives: no answers in sight, gradients where they belong, a teacher that moves, losses that mean
+something."""
 
 import sys
 from dataclasses import replace
@@ -100,7 +101,8 @@ def test_F11_goals_are_the_targets_own_features(name):
 
 @every
 def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
-    """0.0026 -> 0.00033 was called excellent; a constant answer scored the same. Losses do not depend on the width either."""
+    """0.0026 -> 0.00033 was called excellent; a constant answer scored the same. Losses do not depend on the width
+    either."""
     model = build(name)
     output = model([View(patches(), patches(), INDEX)], 0.5)
     baseline = model.baseline(output.masked_goal_BTD)
@@ -140,7 +142,8 @@ def test_F17_positions_cost_no_parameters_and_attention_is_fused():
 
 
 def test_F19_prototype_preset_counts_its_29_457_million_parameters():
-    """Two 384-wide, depth-6 encoders with 3.54 M learned positions each, and a 0.296 M MLP; the config reaches the model."""
+    """Two 384-wide, depth-6 encoders with 3.54 M learned positions each, and a 0.296 M MLP; the config reaches the
+    model."""
     from octfm.pretraining.settings import load_config
 
     config = load_config("data2vec_prototype")
@@ -192,7 +195,8 @@ def test_predictions_follow_their_positions():
 
 
 def test_rotary_positions_are_relative_and_in_mm():
-    """Attention depends on distance in mm, not on where in the grid: the same for another spacing with the same distances."""
+    """Attention depends on distance in mm, not on where in the grid: the same for another spacing with the same
+    distances."""
     qkv = torch.randn(1, 1, 3, 1, 48)
 
     def score(i, j):
@@ -219,14 +223,16 @@ def test_take_tokens_selects_by_place():
     torch.testing.assert_close(take_tokens(x, torch.tensor([[3, 0]])), x[:, [3, 0]])
 
 
-# Masked autoencoding -------------------------------------------------------------------------------------------------------------------
+# Masked autoencoding
+# -------------------------------------------------------------------------------------------------------------------
 
 TISSUE = torch.zeros(2, 32, dtype=torch.bool)
 TISSUE[0, [2, 20, 5]] = True  # two of the targets of the first volume, none of the second's
 
 
 def test_autoencoder_predicts_hidden_voxels_by_their_own_contrast():
-    """He et al.: every patch less its mean, over its deviation; brightness and contrast of a place are no part of the goal."""
+    """He et al.: every patch less its mean, over its deviation; brightness and contrast of a place are no part of
+    the goal."""
     model, x = build("mae"), patches()
     output = model([View(x, x, INDEX)], 0.0)
     hidden = take_tokens(x, INDEX.target).numpy()
@@ -264,7 +270,8 @@ def test_autoencoder_has_no_teacher_and_every_weight_learns():
 
 
 def test_voxels_beside_tokens_add_to_the_loss_and_to_nothing_that_is_told():
-    """The teacher's tokens are predicted and told as ever; the voxels of hidden tissue are mae's goal, from the same predictor."""
+    """The teacher's tokens are predicted and told as ever; the voxels of hidden tissue are mae's goal, from the same
+    predictor."""
     model, x, index = build("voxels"), patches(), replace(INDEX, tissue=TISSUE)
     found = []
     handle = model.predictor.register_forward_hook(lambda _, __, answer: found.append(answer))
@@ -280,12 +287,14 @@ def test_voxels_beside_tokens_add_to_the_loss_and_to_nothing_that_is_told():
     torch.testing.assert_close(output.masked_loss_B, absolute_error(answers[:, 4:, :48], output.masked_goal_BTD))
 
 
-# Goals without speckle -----------------------------------------------------------------------------------------------------------------
+# Goals without speckle
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from([(1, 1, 1), (2, 1, 4), (1, 8, 1), (2, 4, 2), (2, 8, 8)]))
 def test_speckle_is_averaged_over_neighbours_in_the_volume(over):
-    """Of patches cut out of a volume, the blocks are those of the volume itself: B-scan, row and column are not mixed up."""
+    """Of patches cut out of a volume, the blocks are those of the volume itself: B-scan, row and column are not
+    mixed up."""
     d, h, w = over
     voxels = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
     means = torch.nn.functional.avg_pool3d(voxels, over)

@@ -1,4 +1,5 @@
-"""No traceback, ever: odd values for every option of every verb and for every setting end in one line, and leave nothing behind."""
+"""No traceback, ever: odd values for every option of every verb and for every setting end in one line, and leave
+nothing behind."""
 
 import importlib.util
 import re
@@ -56,7 +57,8 @@ def test_every_number_has_two_ends(verb, tmp_path):
 
 @pytest.mark.parametrize("most", [2, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_odd_values_of_every_option_end_in_one_line(most, world, tmp_path):
-    """Exit code 0, 1, 2 or 75, one line, nothing of it a command to the terminal; and what is refused leaves no file in --out."""
+    """Exit code 0, 1, 2 or 75, one line, nothing of it a command to the terminal; and what is refused leaves no file
+    in --out."""
     faults = []
     for verb in BASES:
         for parameter in parameters(verb):

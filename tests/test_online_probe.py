@@ -1,4 +1,5 @@
-"""The probe that chooses checkpoints: it sees what is there, it never sees a test participant, and training does not feel it."""
+"""The probe that chooses checkpoints: it sees what is there, it never sees a test participant, and training does not
+feel it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Our networks beside others that compute the same: transformers' V-JEPA 2 with the same weights, and textbook formulas in float64."""
+"""Our networks beside others that compute the same: transformers' V-JEPA 2 with the same weights, and textbook
+formulas in float64."""
 
 import numpy as np
 import pytest
@@ -60,7 +61,8 @@ def ours(peer):
 
 @torch.no_grad()
 def test_encoder_equals_vjepa2_of_transformers_where_positions_are_equal(peer, ours):
-    """All tokens at the origin, where every rotation is the identity: patch embedding, attention, MLP, norms and their order."""
+    """All tokens at the origin, where every rotation is the identity: patch embedding, attention, MLP, norms and
+    their order."""
     voxels = torch.randn(1, 1, *SIZE, generator=torch.Generator().manual_seed(1))
     x = peer.encoder.embeddings(voxels.transpose(1, 2))
     patches = take_patches(voxels, EVERY, PATCH)
@@ -73,7 +75,8 @@ def test_encoder_equals_vjepa2_of_transformers_where_positions_are_equal(peer, o
 
 @torch.no_grad()
 def test_rotary_positions_differ_from_vjepa2_on_purpose(peer):
-    """A score must depend on the distance of two tokens alone; the peer turns a pair by two different angles, so it does not."""
+    """A score must depend on the distance of two tokens alone; the peer turns a pair by two different angles, so it
+    does not."""
 
     def score_of_peer(first, second):
         attention = peer.encoder.layer[0].attention
@@ -95,7 +98,8 @@ def test_rotary_positions_differ_from_vjepa2_on_purpose(peer):
 
 
 def textbook_attention(x_MD: np.ndarray, layer: Attention, positions_mm: np.ndarray, grid: TokenGrid) -> np.ndarray:
-    """Multi-head attention with rotary positions as complex numbers (RoFormer, arXiv:2104.09864), float64, a head and a token at a time."""
+    """Multi-head attention with rotary positions as complex numbers (RoFormer, arXiv:2104.09864), float64, a head
+    and a token at a time."""
     weight, bias = (p.detach().double().numpy() for p in (layer.qkv.weight, layer.qkv.bias))
     width = x_MD.shape[1]
     head_width = width // layer.heads
@@ -146,7 +150,8 @@ def test_losses_equal_the_textbook():
 
 @pytest.mark.parametrize("tokens", [1, 7, 300, 1500])
 def test_blocked_attention_is_attention(tokens, monkeypatch):
-    """In bfloat16 on CPU, with and without gradients, within what bfloat16 can tell; blocks of heads and of rows are both met."""
+    """In bfloat16 on CPU, with and without gradients, within what bfloat16 can tell; blocks of heads and of rows are
+    both met."""
     monkeypatch.setattr("octfm.models.attention.BLOCK_BYTES", 400_000)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, tokens, 3, 16, dtype=torch.bfloat16).transpose(2, 3).unbind(0)
@@ -160,7 +165,8 @@ def test_blocked_attention_is_attention(tokens, monkeypatch):
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("precision", [torch.float64, torch.float32])
 def test_blocked_attention_has_the_gradient_of_attention(precision, kept, monkeypatch):
-    """Weights kept or computed again, block of rows by block of rows; float32 where oneDNN multiplies, which is not every processor."""
+    """Weights kept or computed again, block of rows by block of rows; float32 where oneDNN multiplies, which is not
+    every processor."""
     monkeypatch.setattr("octfm.models.attention.KEPT_TOKENS", 10_000 if kept else 0)
     monkeypatch.setattr("octfm.models.attention.BLOCK_BYTES", 2_000)
     monkeypatch.setattr("octfm.models.products.onednn_is_faster", lambda: HAS_ONEDNN)
@@ -199,7 +205,8 @@ def test_linear_layers_equal_torchs_whatever_the_strides(lead, rows, channels, a
     mine = Times.apply(x, layer.weight, layer.bias)
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
-    # Sums of up to 640 products of some hundreds each: float32 leaves .0013 on one processor, and .001 was its bound on another.
+    # Sums of up to 640 products of some hundreds each: float32 leaves .0013 on one processor, and .001 was its bound on
+    # another.
     for a, b in zip(gradients(mine), gradients(exact), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-3)
 

@@ -1,4 +1,5 @@
-"""A phantom eye is anatomically in order, right side up, and its images have the statistics of the optics they claim."""
+"""A phantom eye is anatomically in order, right side up, and its images have the statistics of the optics they
+claim."""
 
 import zlib
 from dataclasses import replace
@@ -115,7 +116,8 @@ def test_every_sector_of_the_etdrs_grid_has_its_published_thickness():
     found = [sectors_um(an_eye(seed, age=50)) for seed in range(60)]
     for name, (mean, _) in PUBLISHED_UM.items():
         off = np.mean([sectors[name] for sectors in found], axis=0) - np.array(mean)
-        # At the centre tables differ by 20 µm (257 here, 270 and 278 elsewhere); the test above holds it to the middle one.
+        # At the centre tables differ by 20 µm (257 here, 270 and 278 elsewhere); the test above holds it to the middle
+        # one.
         assert np.abs(off[1:] if name == "retina" else off).max() < (15 if name == "retina" else 9), (
             name,
             off.round(1),
@@ -223,15 +225,16 @@ def test_speckle_has_the_psf_size_and_is_independent_between_b_scans(looks):
         for lag in (1, 2, 4):
             a = np.take(field, range(192 - lag), axis)
             b = np.take(field, range(lag, 192), axis)
-            # The intensity's correlation is the square of the field's, whose Gaussian filter is correlated over sigma √2.
+            # The intensity's correlation is the square of the field's, whose Gaussian filter is correlated over sigma
+            # √2.
             assert (a * b).mean() / power == pytest.approx(np.exp(-((lag / sigma) ** 2) / 2), abs=0.05)
     assert abs((field[1:] * field[:-1]).mean() / power) < 0.02
 
 
 @pytest.mark.parametrize("scanner", SCANNERS.values(), ids=lambda scanner: scanner.name)
 def test_speckle_of_every_scanner_has_its_looks_and_psf_size(scanner):
-    """At the instrument's own sampling: contrast 1/√looks, and an autocovariance whose full width at half maximum is √2 times
-    the point spread function's, however many looks were averaged."""
+    """At the instrument's own sampling: contrast 1/√looks, and an autocovariance whose full width at half maximum is
+    √2 times the point spread function's, however many looks were averaged."""
     _, height, width = scanner.vendor_size
     _, dy, dx = (1000 * mm for mm in scanner.spacing_mm(scanner.vendor_size))
     psf_um, pixel_um = (scanner.axial_psf_um, scanner.lateral_psf_um), (dy, dx)
@@ -267,7 +270,8 @@ def test_display_is_the_logarithm_of_power():
 
 
 def test_phantoms_are_frozen():
-    """A change that alters bytes raises PHANTOM_VERSION, because results name it; then, and only then, these numbers change."""
+    """A change that alters bytes raises PHANTOM_VERSION, because results name it; then, and only then, these numbers
+    change."""
     frozen: dict[str, int] = {
         "healthy heidelberg_spectralis": 3793041260,
         "drusen topcon_triton": 208847181,

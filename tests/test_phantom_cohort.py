@@ -1,4 +1,5 @@
-"""A phantom cohort on disk is what AI-READI looks like, tells the truth about itself, and does not give the diagnosis away."""
+"""A phantom cohort on disk is what AI-READI looks like, tells the truth about itself, and does not give the
+diagnosis away."""
 
 import csv
 import hashlib

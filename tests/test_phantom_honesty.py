@@ -1,9 +1,11 @@
-"""The cohort cannot flatter: without disease, without labels or without pixels nothing predicts, with the truth almost everything does.
+"""The cohort cannot flatter: without disease, without labels or without pixels nothing predicts, with the truth almost
+everything does.
 
-Classifiers are trained on one cohort and tested on another, in both directions. Folds of a single cohort would not do: its scanners are
-balanced against its diagnoses exactly, so what a fold has too many of, the others lack, and chance scores 0.46. Standard errors are
-those of an AUROC of 0.5 with m and n participants, sqrt((m + n + 1) / (12 m n)) (Hanley & McNeil 1982). The fast tests prove
-independence exactly where it can be proved; the slow ones measure it.
+Classifiers are trained on one cohort and tested on another, in both directions. Folds of a single cohort would not
+do: its scanners are balanced against its diagnoses exactly, so what a fold has too many of, the others lack, and
+chance scores 0.46. Standard errors are those of an AUROC of 0.5 with m and n participants, sqrt((m + n + 1) / (12 m
+n)) (Hanley & McNeil 1982). The fast tests prove independence exactly where it can be proved; the slow ones measure
+it.
 """
 
 from dataclasses import dataclass, replace
@@ -154,7 +156,8 @@ def test_header_is_the_same_whatever_the_diagnosis(scanner):
 
 
 def test_header_fields_alone_predict_nothing():
-    """Scanner, geometry, date, number of scans and the participant's number, of two cohorts of 3,000: standard error 0.008."""
+    """Scanner, geometry, date, number of scans and the participant's number, of two cohorts of 3,000: standard error
+    0.008."""
     people = [a_cohort(3000, seed) for seed in SEEDS]
     positive = tuple(np.array([person.diagnosis != "healthy" for person in cohort]) for cohort in people)
     assert 2.3 * standard_error(positive) < 0.02
@@ -225,7 +228,8 @@ def truth_features(eye: Eye) -> np.ndarray:
 
 
 def test_supervised_ceiling_is_at_least_95():
-    """From true thickness and lesion maps: any disease, and each of the six. Eyes are scored, participants are folds."""
+    """From true thickness and lesion maps: any disease, and each of the six. Eyes are scored, participants are
+    folds."""
     people = a_cohort(300)
     features = np.array([[truth_features(eye_of(person, side, SEEDS[0])) for side in SIDES] for person in people])
     diagnosis = np.array([[person.eye_diagnosis[side] for side in SIDES] for person in people])
@@ -252,7 +256,8 @@ def ill(cohorts: tuple[Scanned, Scanned], name: str = "any") -> Pair:
 
 @pytest.mark.slow
 def test_intensity_histogram_does_not_give_the_diagnosis_away(cohorts):
-    """At most 0.75 for any disease and for each: brightness and contrast belong to the acquisition. Nor does a compressed file's size."""
+    """At most 0.75 for any disease and for each: brightness and contrast belong to the acquisition. Nor does a
+    compressed file's size."""
     first, second = cohorts
     histogram = first.features[:, :, :32].mean(axis=1), second.features[:, :, :32].mean(axis=1)
     for name in ("any", *DIAGNOSES[1:]):

@@ -1,4 +1,5 @@
-"""What only pixels tell: copies under other identities never reach two splits, and an eye on the wrong side is noticed, never changed."""
+"""What only pixels tell: copies under other identities never reach two splits, and an eye on the wrong side is
+noticed, never changed."""
 
 from collections import Counter
 from dataclasses import replace
@@ -135,7 +136,8 @@ def wide():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_cut_of_a_field_has_a_side_or_a_reason(wide, data):
-    """Wherever the field ends: the true side, or a flag that says why not, and too narrow exactly where there is too little."""
+    """Wherever the field ends: the true side, or a flag that says why not, and too narrow exactly where there is too
+    little."""
     volume, tissue = wide
     width, dx = volume.shape[2], volume.spacing_mm[2]
     first = data.draw(st.integers(0, width - 8))
@@ -169,7 +171,8 @@ def test_any_cut_of_a_field_has_a_side_or_a_reason(wide, data):
 
 @pytest.fixture(scope="module")
 def half_seen(tmp_path_factory):
-    """Right eyes, all tagged as left ones: a field of 6 mm, one of 3 mm of the same scanner, and noise of another scanner."""
+    """Right eyes, all tagged as left ones: a field of 6 mm, one of 3 mm of the same scanner, and noise of another
+    scanner."""
     root = tmp_path_factory.mktemp("half_seen")
     eye = phantom(12, scanner="zeiss_cirrus", laterality="R")
     noise = np.random.default_rng(0).integers(0, 255, (8, 64, 96), dtype=np.uint8)
@@ -242,7 +245,8 @@ def test_the_real_eye_has_its_disc_on_the_right(real_data):
 
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory):
-    """Six phantoms of three people: 1 well tagged, 1 tagged as the other eye, 1 without a tag, 2 copies in another compression."""
+    """Six phantoms of three people: 1 well tagged, 1 tagged as the other eye, 1 without a tag, 2 copies in another
+    compression."""
     root = tmp_path_factory.mktemp("clinic")
 
     def write(name, volume, participant, laterality, **options):

@@ -39,7 +39,8 @@ HOST = Runtime(torch.device("cpu"))
 
 
 class DINOConfig(ObjectiveConfig):
-    """Two views of the same tokens; the student's assignment of each to prototypes follows the teacher's of the other view."""
+    """Two views of the same tokens; the student's assignment of each to prototypes follows the teacher's of the
+    other view."""
 
     name: Literal["dino"] = "dino"
     context_loss: float = 0.0
@@ -160,7 +161,8 @@ def test_an_objective_of_ones_own_resumes_bit_for_bit(store, tmp_path, monkeypat
 
 
 def test_a_file_or_checkpoint_names_an_objective_and_never_imports_its_code(run, tmp_path, monkeypatch):
-    """Names are looked up among the built-in objectives and the one that is passed; a module of that name stays unopened."""
+    """Names are looked up among the built-in objectives and the one that is passed; a module of that name stays
+    unopened."""
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     text = json.dumps({**TINY, "objective": {"name": "evil", "prototypes": 8}})
@@ -201,7 +203,8 @@ def test_a_run_with_an_objective_of_ones_own_is_embedded_and_reported_without_it
 
 
 def test_views_are_functions_of_seed_position_and_view(store):
-    """View 0 is what a single view is; another view has its own augmentation and, unless they are shared, its own masks."""
+    """View 0 is what a single view is; another view has its own augmentation and, unless they are shared, its own
+    masks."""
 
     class Apart(DINOConfig):
         name: Literal["apart"] = "apart"
@@ -226,7 +229,8 @@ def test_views_are_functions_of_seed_position_and_view(store):
         assert torch.equal(first.index.target, second.index.target) == plug_in.shares_masks
 
 
-# A reader ----------------------------------------------------------------------------------------------------------------------------
+# A reader
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 class PairsReader:
@@ -292,7 +296,8 @@ def test_a_format_of_ones_own_is_scanned_and_prepared_volume_by_volume(tmp_path,
     assert len(prepared) == 4 and {row.scanner for row in prepared.rows} == {"pairs"}
 
 
-# A metric ----------------------------------------------------------------------------------------------------------------------------
+# A metric
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def sensitivity_at_half(truth, probability, weights):
@@ -316,7 +321,8 @@ def test_a_metric_of_ones_own_appears_with_its_interval(tmp_path):
         probe([one], metrics=[ExtraMetric("auroc", sensitivity_at_half, chance=0.5)])
 
 
-# The guide ---------------------------------------------------------------------------------------------------------------------------
+# The guide
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_plug_ins_of_the_guide_work(tmp_path, store, monkeypatch):

@@ -259,7 +259,8 @@ def test_F16_a_store_with_leaking_splits_is_a_row_of_the_table(tmp_path):
     assert [(c.name, c.status) for c in found] == [("splits", "FAIL")] and "octfm scan" in found[0].advice
 
 
-# Masks -------------------------------------------------------------------------------------------------------------------------------
+# Masks
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def sampled(monkeypatch, edit):
@@ -270,7 +271,8 @@ def sampled(monkeypatch, edit):
 
 
 def test_sorted_masks_cut_at_the_end_are_stopped(store, tmp_path, monkeypatch):
-    """What vjepa2's collation does: surplus is cut off sorted indices, so that the last B-scans are hardly ever a target."""
+    """What vjepa2's collation does: surplus is cut off sorted indices, so that the last B-scans are hardly ever a
+    target."""
 
     def cut(drawn, maps):
         return replace(drawn, target=drawn.target[:, : drawn.target.shape[1] * 3 // 4])
@@ -325,7 +327,8 @@ def test_sound_masks_never_raise_an_alarm(store, plane, budget):
         assert all(check.status != "FAIL" for check in found), found
 
 
-# Objective ---------------------------------------------------------------------------------------------------------------------------
+# Objective
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 class Torch:

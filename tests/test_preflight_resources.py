@@ -1,4 +1,5 @@
-"""Memory and speed are told before step 0, and told right: the estimate is held against a real run in a process of its own."""
+"""Memory and speed are told before step 0, and told right: the estimate is held against a real run in a process of
+its own."""
 
 import json
 import subprocess
@@ -77,7 +78,8 @@ def test_F7_memory_estimate_is_within_20_percent_of_a_real_run(store, tmp_path, 
 @pytest.fixture(scope="module")
 def ranks():
     with pytest.MonkeyPatch.context() as patch:
-        # Identical runs of two ranks grew by 0.36 and by 0.56 GB on glibc's heap, which shards come and go on; this leaves live memory.
+        # Identical runs of two ranks grew by 0.36 and by 0.56 GB on glibc's heap, which shards come and go on; this
+        # leaves live memory.
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
         jobs = Ranks()
     yield jobs
@@ -88,7 +90,8 @@ def ranks():
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc to tell what a process uses")
 @pytest.mark.parametrize("passes", [1, 2])
 def test_F7_memory_estimate_of_a_share_is_within_20_percent_of_a_real_rank(store, ranks, tmp_path, passes):
-    """Two ranks with shards, whose weights and moments are most of what they need; without shards it would be far more."""
+    """Two ranks with shards, whose weights and moments are most of what they need; without shards it would be far
+    more."""
     fsdp = {"runtime": {"parallel": "fsdp"}, "ckpt_every_steps": 100}
     peaks = []
     for name, settings in (("tiny", sized(48, 4, 2, 16, depth=1)), ("run", sized(384, 4 * passes, 2, 64, depth=8))):
@@ -139,8 +142,8 @@ def test_F7_too_little_memory_is_stopped_and_what_would_fit_is_told(store, monke
 
 
 def test_estimate_of_a_large_model_needs_no_memory_and_no_minutes():
-    """ViT-S on 32 full-size volumes: gigabytes of activations, told by a laptop, and 23 TFLOP by pencil and paper: 24 n d² + 4 n² d for
-    each block, forward once for the teacher's 3,072 tokens, three times for what learns."""
+    """ViT-S on 32 full-size volumes: gigabytes of activations, told by a laptop, and 23 TFLOP by pencil and paper:
+    24 n d² + 4 n² d for each block, forward once for the teacher's 3,072 tokens, three times for what learns."""
     cost = step_cost(load_config("vit_s"), Preprocessing(), 4, 8)
     assert 2e9 < cost.peak_bytes < 8e9 and 2.1e13 < cost.flops < 2.5e13
     assert cost.peak_bytes > step_cost(load_config("vit_s"), Preprocessing(), 2, 16).peak_bytes

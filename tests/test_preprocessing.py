@@ -51,7 +51,8 @@ def exactly(volume: Volume, **more) -> Preprocessing:
     seed=st.integers(0, 1000),
 )
 def test_landmarks_are_found_where_the_transform_says(laterality, superior_first, spacing, target, seed):
-    """A bright ball in a noisy volume ends within one voxel of where points_to_prepared puts it, and maps back to where it was."""
+    """A bright ball in a noisy volume ends within one voxel of where points_to_prepared puts it, and maps back to
+    where it was."""
     rng = np.random.default_rng(seed)
     shape = (20, 150, 90)
     ball = np.array([rng.integers(7, 13), rng.integers(60, 90), rng.integers(35, 55)])
@@ -307,7 +308,8 @@ def test_native_labels_come_back(scanner):
 
 
 def test_F14_prototype_spacing_wastes_most_rows():
-    """(0.05, 0.02, 0.02) mm leaves 96 of 384 rows with image and a retina of 15 voxels; the default keeps 4 times the detail."""
+    """(0.05, 0.02, 0.02) mm leaves 96 of 384 rows with image and a retina of 15 voxels; the default keeps 4 times
+    the detail."""
     shape, spacing = (61, 496, 768), (0.12, 0.003872, 0.0115)
     prototype = Preprocessing(target_spacing=(0.05, 0.02, 0.02)).coverage(shape, spacing)
     default = Preprocessing().coverage(shape, spacing)
@@ -417,7 +419,8 @@ def test_real_amd_volume_is_upright_and_whole(real_data: Path):
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("scanner", ["heidelberg_spectralis", "topcon_triton"])
 def test_a_left_eye_is_prepared_as_the_right_eye_that_is_its_mirror_image(scanner, bits):
-    """A mirrored view is read as it lies in memory, B-scan by B-scan at 16 bit; sums in another order may round one grey level apart."""
+    """A mirrored view is read as it lies in memory, B-scan by B-scan at 16 bit; sums in another order may round one
+    grey level apart."""
     left = phantom_volume(2, scanner=scanner, laterality="L", size=(20, 160, 131))[0]
     left = replace(left, voxels=left.voxels.astype(f"u{bits // 8}") * (257 if bits == 16 else 1))
     right = replace(left, voxels=np.ascontiguousarray(left.voxels[:, :, ::-1]), laterality="R")

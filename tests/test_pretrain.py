@@ -216,7 +216,8 @@ def test_store_given_twice_is_refused(store, tmp_path):
 
 
 def test_old_checkpoint_can_still_be_read():
-    """A version-1 checkpoint of synthetic numbers, committed: made by `pretrain(config(steps=1))` at width 8 on `small_store`."""
+    """A version-1 checkpoint of synthetic numbers, committed: made by `pretrain(config(steps=1))` at width 8 on
+    `small_store`."""
     from support import ROOT
 
     content = checkpoint.load(ROOT / "tests" / "fixtures" / "checkpoint_v1.pt")

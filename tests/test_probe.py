@@ -1,4 +1,5 @@
-"""The frozen probe: joined by id, participants never on both sides, leakage refused, and words where numbers would mislead."""
+"""The frozen probe: joined by id, participants never on both sides, leakage refused, and words where numbers would
+mislead."""
 
 import json
 import time
@@ -69,7 +70,8 @@ def test_every_target_of_the_cohort_is_probed_at_the_right_unit(cohort, tmp_path
 
 
 def test_a_participant_is_scored_by_the_eye_that_looks_more_ill():
-    """Rows of one eye are averaged; the truth is that of any eye, so the mean over both eyes would halve what the ill one says."""
+    """Rows of one eye are averaged; the truth is that of any eye, so the mean over both eyes would halve what the
+    ill one says."""
     who = np.array(["p", "p", "p", "q", "q"])
     eye = np.array(["p_R", "p_L", "p_R", "q_L", "q_R"])
     ill = np.array([0.2, 0.3, 0.6, 0.1, 0.7])
@@ -503,8 +505,8 @@ def test_the_demo_sized_probe_takes_under_40_seconds(tmp_path):
     ("readout", "seed"), [("linear", 0), ("linear", 1), ("ordinal", 0), ("ordinal", 1), ("knn", 1), ("knn", 6)]
 )
 def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.MonkeyPatch, readout, seed) -> None:
-    """The hardly penalised fits took half the time of a probe and were never chosen (docs/log). Neighbours are all tried: with a rare
-    class their loss has several valleys."""
+    """The hardly penalised fits took half the time of a probe and were never chosen (docs/log). Neighbours are all
+    tried: with a rare class their loss has several valleys."""
     rng = np.random.default_rng(seed)
     y = (rng.random(300) < 0.05).astype(int) if readout == "knn" else np.arange(300) % 3
     classes, signal = (2, 0.6) if readout == "knn" else (3, 0.3)

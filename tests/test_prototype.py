@@ -189,7 +189,8 @@ def test_smoke_of_every_preset_takes_less_than_a_minute(name, tmp_path):
     assert after.ru_utime - before.ru_utime < 60, "CPU seconds: what it would take on a machine of its own"
 
 
-# Encoders -------------------------------------------------------------------------------------------------------------------------------
+# Encoders
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

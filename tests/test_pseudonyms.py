@@ -1,4 +1,5 @@
-"""A pseudonymised catalog and its store tell nothing that the key's holder alone should know, and train exactly like the plain ones."""
+"""A pseudonymised catalog and its store tell nothing that the key's holder alone should know, and train exactly like
+the plain ones."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Stars of B-scans: left out unless asked for, told by their lines alone, and then the raster that a raster scan of the eye would be."""
+"""Stars of B-scans: left out unless asked for, told by their lines alone, and then the raster that a raster scan of
+the eye would be."""
 
 from dataclasses import replace
 

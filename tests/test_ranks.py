@@ -60,7 +60,8 @@ def alone(ranks, store, tmp_path_factory):
 
 @pytest.mark.parametrize("world, parallel", [(2, "ddp"), (4, "ddp"), (2, "fsdp")])
 def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, world, parallel):
-    """Whitened goals: their moments are those of the global batch, too. Two ranks x 2 micro-batches, four x 1, two with shards."""
+    """Whitened goals: their moments are those of the global batch, too. Two ranks x 2 micro-batches, four x 1, two
+    with shards."""
     out = tmp_path / "run"
     assert codes(ranks(world, store.path, out, SMALL | WHITEN | {"runtime": {"parallel": parallel}})) == [0] * world
     assert_same_curves(alone, out)
@@ -79,7 +80,8 @@ def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, worl
 def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
     """Accumulation 4; 2 ranks x 2; 4 ranks x 1; FSDP2 on 2 ranks.
 
-    The gradient of an L1 loss is a sign: where a residual is 0 but for rounding, one step's gradient norm may differ by more.
+    The gradient of an L1 loss is a sign: where a residual is 0 but for rounding, one step's gradient norm may differ
+    by more.
     """
     settings = SMALL | {"steps": 30, "validate_every_steps": 10, "objective": objective}
     assert codes(ranks(1, store.path, tmp_path / "one", settings)) == [0]
@@ -248,7 +250,8 @@ def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(ranks, s
 
 
 def test_F7_with_shards_the_next_start_goes_on_with_half_the_micro_batch(ranks, store, tmp_path):
-    """A step cannot be computed again by ranks that wait for each other's shards: the job ends, and nobody need change a setting."""
+    """A step cannot be computed again by ranks that wait for each other's shards: the job ends, and nobody need
+    change a setting."""
     out, settings = tmp_path / "run", SMALL | SHARDED | {"data": {"global_batch_size": 4, "per_device_batch_size": 2}}
     ended = ranks(2, store.path, out, settings, fault="memory", on=1, at=4)
     assert codes(ended) == [1, 1] and "memory ran out on rank 1 with 2 volumes at a time" in ended[1].said

@@ -1,6 +1,8 @@
-"""One conformance suite for every format but DICOM: axes, spacing, laterality, type, order of B-scans, and what becomes of bad files.
+"""One conformance suite for every format but DICOM: axes, spacing, laterality, type, order of B-scans, and what becomes
+of bad files.
 
-A volume in which every voxel knows where it is goes through the format and has to come back, whatever the file is called.
+A volume in which every voxel knows where it is goes through the format and has to come back, whatever the file is
+called.
 """
 
 import shutil

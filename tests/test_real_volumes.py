@@ -1,4 +1,5 @@
-"""Real volumes, wrapped as DICOM, go scan, prepare, embed; their pictures are right side up. Skipped where the data is absent."""
+"""Real volumes, wrapped as DICOM, go scan, prepare, embed; their pictures are right side up. Skipped where the data
+is absent."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What goes wrong in a run is named within 20 steps, and the run recovers from it or stops; a sound run is left alone."""
+"""What goes wrong in a run is named within 20 steps, and the run recovers from it or stops; a sound run is left
+alone."""
 
 import re
 from itertools import pairwise
@@ -78,7 +79,8 @@ def test_every_planted_fault_is_named_within_20_steps(store, tmp_path, fault, ob
 @pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, objective, precision):
-    """As large models train: a norm over the batch then looks like one over tokens. At steps 0 and 10 nothing is said."""
+    """As large models train: a norm over the batch then looks like one over tokens. At steps 0 and 10 nothing is
+    said."""
     alone = {"data": {"global_batch_size": 2, "per_device_batch_size": 1}, "precision": precision}
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, **alone)
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None

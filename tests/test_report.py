@@ -1,4 +1,5 @@
-"""The report: one self-contained page, true to the numbers, honest where they are missing, safe with whatever a header says."""
+"""The report: one self-contained page, true to the numbers, honest where they are missing, safe with whatever a
+header says."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""A RETFound file becomes an encoder of volumes: the same numbers as an independent ViT, slice by slice; anything else is refused."""
+"""A RETFound file becomes an encoder of volumes: the same numbers as an independent ViT, slice by slice; anything
+else is refused."""
 
 import numpy as np
 import pytest

@@ -272,7 +272,8 @@ def test_dicom_segments_and_heights_refer_to_the_file_they_came_from(tmp_path):
 
 
 def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp_path, monkeypatch):
-    """octfm finetune (a pooling probe), octfm segment, octfm embed --head --segment, octfm report: both are in the viewer."""
+    """octfm finetune (a pooling probe), octfm segment, octfm embed --head --segment, octfm report: both are in the
+    viewer."""
     labels = tmp_path / "labels.tsv"
     labels.write_text("participant_id\tsick\n" + "".join(f"P{i:03d}\t{('yes', 'no')[i % 2]}\n" for i in range(12)))
     base = {

@@ -1,4 +1,5 @@
-"""Signed DICOM pixels become the gray values that the file says, in every encoding, or are refused where it does not say them."""
+"""Signed DICOM pixels become the gray values that the file says, in every encoding, or are refused where it does not
+say them."""
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ def gray(bits: int) -> np.ndarray:
 
 
 def write(path, values, bits, slope=None, intercept=None, window=None, groups="", **options):
-    """Signed `values` as two's complement of `bits` bits, with what is stated about them at the top level or in functional groups."""
+    """Signed `values` as two's complement of `bits` bits, with what is stated about them at the top level or in
+    functional groups."""
     unsigned = (values.astype(np.int32) & (2**bits - 1)).astype(np.uint16 if bits > 8 else np.uint8)
 
     def edit(dataset):
@@ -119,7 +121,8 @@ def test_a_negative_slope_turns_black_and_white(tmp_path):
     ],
 )
 def test_where_black_would_be_a_guess_the_file_is_refused(tmp_path, stated, why):
-    """A stack with one value below 0 is not read otherwise than one without: that would be two brightnesses of one instrument."""
+    """A stack with one value below 0 is not read otherwise than one without: that would be two brightnesses of one
+    instrument."""
     path = write(tmp_path / "a", gray(12).astype(int) - 2048, 12, **stated)
     with pytest.raises(ReadError, match=why) as refused:
         read_volume(path)

@@ -1,4 +1,5 @@
-"""Illnesses that let a run finish as if it were sound: each is planted at step 5, and named within 20 steps; sound runs are left alone."""
+"""Illnesses that let a run finish as if it were sound: each is planted at step 5, and named within 20 steps; sound
+runs are left alone."""
 
 from dataclasses import replace
 

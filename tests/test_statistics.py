@@ -1,4 +1,5 @@
-"""Metrics equal scikit-learn's, also under resampling; intervals cover what they claim; participants, not eyes, are resampled."""
+"""Metrics equal scikit-learn's, also under resampling; intervals cover what they claim; participants, not eyes, are
+resampled."""
 
 from functools import partial
 
@@ -209,7 +210,8 @@ def test_brier_calibration_error_and_mae_equal_their_references(cases, seed):
     assert ece(label, probability) == pytest.approx(sum(gaps))
 
 
-# DeLong, DeLong & Clarke-Pearson's 43 patients with complete records, as printed in SAS/STAT's manual (PROC LOGISTIC, "Comparing Receiver
+# DeLong, DeLong & Clarke-Pearson's 43 patients with complete records, as printed in SAS/STAT's manual (PROC LOGISTIC,
+# "Comparing Receiver
 # Operating Characteristic Curves"): albumin, total protein, K-G score, whether surgery failed.
 OVARIAN = """
 3.0 5.8 10 0 3.2 6.3 5 1 3.9 6.8 3 1 2.8 4.8 6 0 3.2 5.8 3 1 0.9 4.0 5 0 2.5 5.7 8 0 1.6 5.6 5 1 3.8 5.7 5 1 3.7 6.7 6 1 3.2 5.4 4 1

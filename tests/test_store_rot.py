@@ -1,4 +1,5 @@
-"""No bit of a store changes unseen: voxels, band, valid, index, geometry and metadata, in old stores and new, on a disk and in a cache."""
+"""No bit of a store changes unseen: voxels, band, valid, index, geometry and metadata, in old stores and new, on a
+disk and in a cache."""
 
 import json
 import shutil
@@ -76,7 +77,8 @@ def test_no_flipped_bit_of_a_shard_is_read(stores, kind, engine, name, row, bit)
 @MANY
 @given(st.sampled_from(["rows.jsonl", "store.json"]), st.integers(0, 10**9))
 def test_no_flipped_bit_of_rows_or_header_passes(stores, kind, name, bit):
-    """Geometry, labels and settings. A last line without its end is one that a writer was killed at: its volume is made again."""
+    """Geometry, labels and settings. A last line without its end is one that a writer was killed at: its volume is
+    made again."""
     path = stores[kind]
     whole = Store.open(path)
     good = flip(path / name, bit)
@@ -140,7 +142,8 @@ def test_another_reader_of_zarr_sees_the_rot_too(stores, kind):
 
 
 def test_an_old_store_grows_as_it_is(stores, tmp_path):
-    """Its arrays have one codec for all volumes: new ones get no checksum of their own either, and are verified by their rows."""
+    """Its arrays have one codec for all volumes: new ones get no checksum of their own either, and are verified by
+    their rows."""
     path = Path(shutil.copytree(OLD, tmp_path / "store"))
     header = json.loads((path / "store.json").read_text())
     # The fixture is older than the algorithm of today; its users would go on with theirs.

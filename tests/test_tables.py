@@ -1,4 +1,5 @@
-"""Tables beside the images: both AI-READI releases, and anybody's own CSV through a column map; a wrong column is one clear error."""
+"""Tables beside the images: both AI-READI releases, and anybody's own CSV through a column map; a wrong column is
+one clear error."""
 
 import csv
 from pathlib import Path
@@ -19,7 +20,8 @@ PEOPLE = {"participant": "pid", "split": "set", "diagnosis": "dx"}
 
 @pytest.fixture
 def clinic(tmp_path) -> Path:
-    """Two people, both eyes, files that say nothing of either; a table of files and a table of people with a clinic's own columns."""
+    """Two people, both eyes, files that say nothing of either; a table of files and a table of people with a
+    clinic's own columns."""
     root = tmp_path / "images"
     lines = ["path,pid,eye,room"]
     for number, (pid, side) in enumerate((p, s) for p in ("p1", "p2") for s in "RL"):

@@ -98,7 +98,8 @@ def macular_hole(volume: Volume, ilm: np.ndarray, bm: np.ndarray) -> Case:
 
 
 def tilted(volume: Volume, ilm: np.ndarray, bm: np.ndarray, um_per_mm: float = 180) -> Case:
-    """A retina that crosses the frame obliquely; on fields wider than 6 mm less steeply, so that it stays in the frame as before."""
+    """A retina that crosses the frame obliquely; on fields wider than 6 mm less steeply, so that it stays in the
+    frame as before."""
     lateral_mm = (
         (np.arange(volume.shape[2]) - volume.shape[2] / 2) * volume.spacing_mm[2] * min(1, 6 / volume.extent_mm[2])
     )
@@ -288,7 +289,8 @@ def test_real_amd_volume(real_data: Path):
 
 @pytest.mark.parametrize("dy", [0.003, 0.003872, 0.006])
 def test_real_macular_hole_and_its_cysts_stay_inside(real_data: Path, dy: float):
-    """Spacing of this volume is unknown, so several are declared. Boxes (B-scan, rows, A-scans) were read off the images by eye."""
+    """Spacing of this volume is unknown, so several are declared. Boxes (B-scan, rows, A-scans) were read off the
+    images by eye."""
     with np.load(real_data / "macular_hole_49.npz") as file:
         volume = Volume(file["volume"], (0.06, dy, 0.0117))
     tissue = find_tissue(volume.voxels, volume.spacing_mm)
@@ -303,7 +305,8 @@ def test_real_macular_hole_and_its_cysts_stay_inside(real_data: Path, dy: float)
 
 @pytest.mark.parametrize("name", ["Willis_B_716_0.vol", "Willis_B_716_2.vol"])
 def test_real_scans_at_the_optic_disc(real_data: Path, name: str):
-    """One line scan that ends in the disc and one circle around it: thick, bright nerve fibres, segmented by the instrument."""
+    """One line scan that ends in the disc and one circle around it: thick, bright nerve fibres, segmented by the
+    instrument."""
     data = (real_data / "heyex_vol" / name).read_bytes()
     width, _, height = struct.unpack_from("<3i", data, 12)
     dx, _, dy = struct.unpack_from("<3d", data, 24)
@@ -343,7 +346,8 @@ def test_volumes_of_any_size_and_spacing_are_searched(size, spacing_mm):
 
 @pytest.mark.parametrize("scanner", SCANNERS)
 def test_a_mirrored_view_and_its_copy_give_the_same_band(scanner):
-    """The view is read as it lies in memory, which must make no difference; also where the last block of A-scans is not full."""
+    """The view is read as it lies in memory, which must make no difference; also where the last block of A-scans is
+    not full."""
     voxels = phantom(scanner)[0].voxels[:, :, :-5]
     spacing_mm = phantom(scanner)[0].spacing_mm
     view, copy = (find_tissue(v, spacing_mm) for v in (voxels[:, :, ::-1], np.ascontiguousarray(voxels[:, :, ::-1])))

@@ -1,4 +1,5 @@
-"""Who is told what happens: metrics.jsonl always, trackers when asked, once per step and job, and a voice when nothing happens."""
+"""Who is told what happens: metrics.jsonl always, trackers when asked, once per step and job, and a voice when
+nothing happens."""
 
 import importlib.util
 import json
@@ -156,7 +157,8 @@ def test_settings_of_trackers_may_change_when_a_run_resumes(store, tmp_path):
     pretrain(config(tracking={"step_deadline_s": 5.0}), store, tmp_path / "run", echo=quiet)
 
 
-# Waiting --------------------------------------------------------------------------------------------------------------------------------
+# Waiting
+# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_F8_a_data_path_that_stands_still_is_named(store, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
-"""Every transfer syntax, from encoders that are not the decoder in use: lossless is bit exact, lossy within a bound, anything else a code.
+"""Every transfer syntax, from encoders that are not the decoder in use: lossless is bit exact, lossy within a bound,
+anything else a code.
 
-tests/fixtures/codestreams: one B-scan, `picture(bits)`, from encoders that no Python package brings. ffmpeg 9.0 (its own JPEG-LS and JPEG
-2000 encoders): `ffmpeg -f rawvideo -pix_fmt gray|gray16le -s 64x48 -i - -c:v jpegls`, `-c:v jpeg2000 -format j2k -pred dwt53`. DCMTK 3.6.7
-(libjpeg 6b for 8, 12 and 16 bit): `dcmcjpeg +eb +q 97`, `+ee +q 97`, `+e1`, `+el +sv 4|6`.
+tests/fixtures/codestreams: one B-scan, `picture(bits)`, from encoders that no Python package brings. ffmpeg 9.0 (its
+own JPEG-LS and JPEG 2000 encoders): `ffmpeg -f rawvideo -pix_fmt gray|gray16le -s 64x48 -i - -c:v jpegls`, `-c:v
+jpeg2000 -format j2k -pred dwt53`. DCMTK 3.6.7 (libjpeg 6b for 8, 12 and 16 bit): `dcmcjpeg +eb +q 97`, `+ee +q 97`,
+`+e1`, `+el +sv 4|6`.
 """
 
 import io

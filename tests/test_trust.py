@@ -1,4 +1,5 @@
-"""The trust report claims only what holds, finds the leaks that are planted, and keeps the tested apart from everything learned."""
+"""The trust report claims only what holds, finds the leaks that are planted, and keeps the tested apart from
+everything learned."""
 
 import json
 from dataclasses import replace
@@ -110,7 +111,8 @@ def test_scanners_with_too_few_participants_get_words(cohort):
 
 
 def claims_without_an_effect(seed):
-    """By question: comparisons, those called better, those whose interval alone would have said so, and those called better or worse."""
+    """By question: comparisons, those called better, those whose interval alone would have said so, and those called
+    better or worse."""
     null = Cohort(120, TWO, seed=seed, effect=False)
     names = ("run", "other", "random_init", "histogram")
     encoders = [null.embeddings(name, signal=0, noise=1.0, seed=10 * seed + i) for i, name in enumerate(names)]
@@ -140,7 +142,8 @@ def test_where_there_is_no_effect_hardly_anything_is_called_better():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_false_claims_of_every_question_stay_rare():
-    """Forty cohorts without an effect: each question may claim something in 5 % of them, give or take what chance does."""
+    """Forty cohorts without an effect: each question may claim something in 5 % of them, give or take what chance
+    does."""
     cohorts = [claims_without_an_effect(seed) for seed in range(10, 50)]
     false = {question: sum(cohort[question][3] > 0 for cohort in cohorts) for question in cohorts[0]}
     assert max(false.values()) <= binom.ppf(0.999, 40, LEVEL), false
@@ -350,7 +353,8 @@ GOOD = "def mine():\n    return lambda voxels: voxels.reshape(len(voxels), -1)[:
 
 
 def test_smooth_scans_of_strangers_on_one_scanner_are_no_copies(tmp_path):
-    """Some eyes on one of three scanners share fine detail by chance: the threshold is that of their scanner, not of everybody's."""
+    """Some eyes on one of three scanners share fine detail by chance: the threshold is that of their scanner, not of
+    everybody's."""
     cohort = Cohort(40)
     pattern = 40 * np.random.default_rng(3).normal(size=(8, 64, 32))
 
@@ -532,7 +536,8 @@ def test_the_module_that_keeps_people_apart_is_the_one_that_is_used(study, monke
 
 @pytest.mark.slow
 def test_a_null_phantom_clinic_gets_no_claim_about_disease(tmp_path):
-    """The whole path on rendered eyes that are all healthy whatever their labels say, beside the per-slice encoder of the guide."""
+    """The whole path on rendered eyes that are all healthy whatever their labels say, beside the per-slice encoder
+    of the guide."""
     from octfm.catalog.catalog import scan
     from octfm.phantom import write_phantom
     from octfm.store.prepare import prepare

@@ -1,6 +1,8 @@
-"""Vendor formats of which there is no real file: OCT-Converter, another reading of the same structures, finds in our files what we do.
+"""Vendor formats of which there is no real file: OCT-Converter, another reading of the same structures, finds in our
+files what we do.
 
-That proves that two readers agree about a structure, not that instruments write it: the guide says "not verified on a real file".
+That proves that two readers agree about a structure, not that instruments write it: the guide says "not verified on
+a real file".
 """
 
 import zipfile
@@ -61,7 +63,8 @@ def test_topcon_agrees_with_oct_converter(tmp_path, oct_converter, compressed):
 
 @pytest.mark.parametrize("multiple", [True, False])
 def test_e2e_agrees_with_oct_converter(tmp_path, oct_converter, multiple):
-    """In structure. It reverses the bits of the mantissa, so that only codes that read the same in both directions tell."""
+    """In structure. It reverses the bits of the mantissa, so that only codes that read the same in both directions
+    tell."""
     codes = (telling_voxels().astype(np.uint16) // 5 + 12 << 10) | np.uint16(0b1011111101)
     uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): codes}, eyes="L", multiple=multiple)
     (theirs,) = oct_converter.E2E(uri).read_oct_volume()
@@ -93,7 +96,8 @@ def test_bioptigen_agrees_with_oct_converter(tmp_path, oct_converter):
 
 
 def test_codes_of_e2e_are_pieces_of_the_floats_of_vol(real_data):
-    """A real .vol has floats of 10 bits of mantissa: cut to 16 bit with another bias they are codes, and come back as they were."""
+    """A real .vol has floats of 10 bits of mantissa: cut to 16 bit with another bias they are codes, and come back
+    as they were."""
     content = (real_data / "heyex_vol" / "Willis_B_716_2.vol").read_bytes()
     values = np.frombuffer(content, "<f4", 768 * 496, 2048 + 768 * 768 + 55296)
     bits = values.view(np.uint32)

@@ -1,4 +1,5 @@
-"""The viewer: what lies where is true on the screen, with keys and mouse, for both eyes, offline and within its size."""
+"""The viewer: what lies where is true on the screen, with keys and mouse, for both eyes, offline and within its
+size."""
 
 import base64
 import json
@@ -22,7 +23,8 @@ ROOT, BSCAN, FRONT = "[data-viewer]", '[data-part="bscan"]', '[data-part="enface
 
 
 def truth() -> np.ndarray:
-    """Brighter from B-scan to B-scan, dark above, and a bright corner below on the left: every flip and every mirror would show."""
+    """Brighter from B-scan to B-scan, dark above, and a bright corner below on the left: every flip and every mirror
+    would show."""
     voxels = np.zeros((D, H, W), np.uint8)
     voxels[:] = (40 + 12 * np.arange(D))[:, None, None]
     voxels[:, : H // 3] = 8

@@ -1,4 +1,5 @@
-"""A scan that is upside down is named and set aside, unless its sidecar or an option says how it lies; where nothing tells, that is said."""
+"""A scan that is upside down is named and set aside, unless its sidecar or an option says how it lies; where nothing
+tells, that is said."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Whitened goals: every direction counts the same, whatever the micro-batch, and nothing is learned from held-out volumes."""
+"""Whitened goals: every direction counts the same, whatever the micro-batch, and nothing is learned from held-out
+volumes."""
 
 import pytest
 import torch

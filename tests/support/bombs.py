@@ -32,7 +32,8 @@ def npz_of_zeros(path: Path, megabytes: int = 1900) -> Path:
 
 
 def _zip_of_zeros(path: Path, name: bytes, start: bytes, megabytes: int) -> Path:
-    """One deflated member, `start` and then zeros; made in no time, since every megabyte of them is compressed alike."""
+    """One deflated member, `start` and then zeros; made in no time, since every megabyte of them is compressed
+    alike."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     first = packer.compress(start) + packer.flush(zlib.Z_FULL_FLUSH)
     again = packer.compress(bytes(_MB)) + packer.flush(zlib.Z_FULL_FLUSH)

@@ -1,4 +1,5 @@
-"""Opens self-contained pages in headless Chromium, where there is one, and drives it over its own pipe (DevTools protocol)."""
+"""Opens self-contained pages in headless Chromium, where there is one, and drives it over its own pipe (DevTools
+protocol)."""
 
 import base64
 import itertools

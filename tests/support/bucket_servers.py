@@ -68,7 +68,8 @@ def _request(method: str, host: str, port: int, path: str) -> None:
 
 
 class FaultyProxy:
-    """Passes requests on to `upstream` and spoils `share` of them, drawn with `seed`, each kind in its turn; `spoilt` counts them."""
+    """Passes requests on to `upstream` and spoils `share` of them, drawn with `seed`, each kind in its turn;
+    `spoilt` counts them."""
 
     KINDS = ("reset", "lost answer", "503", "slow", "cut off", "cut off, and lied about")
 

@@ -26,7 +26,8 @@ _TEXTS = {"LO": 60, "SH": 16, "PN": 60, "LT": 200, "ST": 200, "UT": 200, "UC": 2
 
 
 def write_clinic(folder: Path, people: int = 11) -> Path:
-    """One eye of each person as DICOM, one in a ZIP, one as an array with a sidecar; broken files; tables. Secrets everywhere."""
+    """One eye of each person as DICOM, one in a ZIP, one as an array with a sidecar; broken files; tables. Secrets
+    everywhere."""
     root = folder / f"{MARK}_klinik"
     rows = []
     for i in range(people):

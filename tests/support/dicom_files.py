@@ -1,4 +1,5 @@
-"""Writes Ophthalmic Tomography DICOM of any transfer syntax for tests; PHI is planted in every file, so that leaks show."""
+"""Writes Ophthalmic Tomography DICOM of any transfer syntax for tests; PHI is planted in every file, so that leaks
+show."""
 
 import io
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def write_oct_dicom(
 
     `encode` makes the codestream of a B-scan, by default with the library that `_encode_frame` names for the transfer syntax.
     `spacing_in="positions"` leaves SliceThickness out, so only positions tell dz. `edit` changes the dataset before it is written.
+
     """
     dataset = Dataset()
     dataset.SOPClassUID = sop_class
@@ -176,9 +178,11 @@ def _encode_frame(frame: np.ndarray, dataset: Dataset, transfer_syntax: str) -> 
 
 
 def _encode_jpeg_lossless(frame: np.ndarray) -> bytes:
-    """ITU-T T.81 process 14, selection value 1: left neighbour predicts, five-bit code per difference category (Annex H).
+    """ITU-T T.81 process 14, selection value 1: left neighbour predicts, five-bit code per difference category (Annex
+    H).
 
     Written out because no installed library encodes it: gdcm can, and aborts the process on small images.
+
     """
     bits, (rows, columns) = 8 * frame.dtype.itemsize, frame.shape
     predicted = np.empty(frame.shape, np.int64)

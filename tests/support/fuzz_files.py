@@ -1,4 +1,5 @@
-"""Files of every format, and what happens to files: bytes flipped, blocks lost, ends cut, DICOM elements removed or absurd. Seeded."""
+"""Files of every format, and what happens to files: bytes flipped, blocks lost, ends cut, DICOM elements removed or
+absurd. Seeded."""
 
 import copy
 import io
@@ -42,7 +43,8 @@ def voxels() -> np.ndarray:
 
 
 def seeds(folder: Path) -> list[Seed]:
-    """DICOM of every transfer syntax that can be written here, positions and preambles of all kinds, and every other format."""
+    """DICOM of every transfer syntax that can be written here, positions and preambles of all kinds, and every other
+    format."""
     whole = voxels()
     found = []
     for syntax in (*LOSSLESS, *LOSSY):
@@ -199,7 +201,8 @@ def absurd_element(dataset: Dataset, rng: np.random.Generator) -> str:
 
 
 def nest_sequences(content: bytes, rng: np.random.Generator) -> tuple[bytes, str]:
-    """A functional group inside a functional group inside ..., before the pixels (by hand: pydicom needs minutes to write it)."""
+    """A functional group inside a functional group inside ..., before the pixels (by hand: pydicom needs minutes to
+    write it)."""
     depth = int(rng.choice([3, 60, 1000, 20_000]))
     at = content.rfind(b"\xe0\x7f\x10\x00")
     tag = b"\x00\x52" + (b"\x29\x92" if rng.random() < 0.5 else b"\x30\x92")

@@ -1,8 +1,10 @@
-"""A run that is killed again and again: `python -m support.killed_runs STORE OUT STEPS KILLS SAVES SEED`, for tests/test_exact_resume.py.
+"""A run that is killed again and again: `python -m support.killed_runs STORE OUT STEPS KILLS SAVES SEED`, for
+tests/test_exact_resume.py.
 
-Every attempt is a process of its own that trains into OUT and gets a SIGKILL: from outside after a random time, or, for SAVES of them, from
-inside at a random write, flush or rename of a checkpoint. The last attempt may finish. Prints how each attempt ended. Processes are
-forked from one that has imported everything but started no thread, so that fifty of them take a minute.
+Every attempt is a process of its own that trains into OUT and gets a SIGKILL: from outside after a random time, or,
+for SAVES of them, from inside at a random write, flush or rename of a checkpoint. The last attempt may finish.
+Prints how each attempt ended. Processes are forked from one that has imported everything but started no thread, so
+that fifty of them take a minute.
 """
 
 import os
@@ -65,7 +67,8 @@ SETTINGS = {
 
 
 def die_while_saving(operation: int) -> None:
-    """SIGKILL at the n-th write, flush to disk, hash or renaming of saving, sharded or not, counted over this process and its threads."""
+    """SIGKILL at the n-th write, flush to disk, hash or renaming of saving, sharded or not, counted over this
+    process and its threads."""
     left = [operation]
 
     def fatal(function):

@@ -19,7 +19,8 @@ def cube(d=7, h=40, w=36) -> np.ndarray:
 def concatenation(
     folder: Path, voxels=None, sizes=(3, 2, 2), total=True, edit=None, names="part{}.dcm", **options
 ) -> list[Path]:
-    """One acquisition cut into parts of `sizes` B-scans; every part has the functional groups of its own frames only."""
+    """One acquisition cut into parts of `sizes` B-scans; every part has the functional groups of its own frames
+    only."""
     voxels = cube() if voxels is None else voxels
     series, source, start, paths = uid.generate_uid(), uid.generate_uid(), 0, []
     for number, size in enumerate(sizes, start=1):
@@ -51,7 +52,8 @@ def concatenation(
 def series(
     folder: Path, voxels=None, *, order=None, positions=True, numbers=True, enhanced=True, edit=None
 ) -> list[Path]:
-    """One file per B-scan. `order`: which B-scan is stored first, second, ...; not `enhanced`: attributes at the top level, no groups."""
+    """One file per B-scan. `order`: which B-scan is stored first, second, ...; not `enhanced`: attributes at the top
+    level, no groups."""
     voxels = cube() if voxels is None else voxels
     one, paths = uid.generate_uid(), []
     for number, place in enumerate(order or range(len(voxels)), start=1):

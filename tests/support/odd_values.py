@@ -1,4 +1,5 @@
-"""Odd values for every option and setting, made from the command tree and the settings models, and a small world to try them in."""
+"""Odd values for every option and setting, made from the command tree and the settings models, and a small world to
+try them in."""
 
 import inspect
 import shutil

@@ -1,7 +1,8 @@
-"""Several ranks on this machine, for tests: `Ranks` talks to one process that has imported everything and forks the ranks of each job.
+"""Several ranks on this machine, for tests: `Ranks` talks to one process that has imported everything and forks the
+ranks of each job.
 
-Ranks are processes of their own that find each other over loopback as torchrun's do, without torchrun's seconds of imports. What
-torchrun itself adds (restarts, nodes that come and go) is tested with torchrun in test_elastic.py.
+Ranks are processes of their own that find each other over loopback as torchrun's do, without torchrun's seconds of
+imports. What torchrun itself adds (restarts, nodes that come and go) is tested with torchrun in test_elastic.py.
 """
 
 import json
@@ -38,6 +39,7 @@ class Ranks:
         ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a SIGKILL, whatever they are at.
         `preflight` and `override` are as for pretrain. With `finetune` the settings are FinetuneConfig's, `term` is the only fault, and
         with `apart` rank N has <out>-N, as on hosts that share no disk.
+
         """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")
         job = {
@@ -175,9 +177,11 @@ def misbehave(
     nap: float = 600,
     most: int = 1,
 ) -> None:
-    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank, other-order or other-store.
+    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank, other-order or
+    other-store.
 
-    memory: from that step on, there is some for `most` volumes at a time. kill-saving: at the operation number `at` of saving.
+    memory: from that step on, there is some for `most` volumes at a time. kill-saving: at the operation number `at`
+    of saving.
     """
     from octfm.pretraining import pretrain as loop
     from octfm.pretraining import step as passes

@@ -1,4 +1,5 @@
-"""Builds a small run folder, catalog and store from synthetic numbers, in the formats of the real ones, for the report's tests."""
+"""Builds a small run folder, catalog and store from synthetic numbers, in the formats of the real ones, for the
+report's tests."""
 
 import json
 from pathlib import Path
@@ -41,7 +42,8 @@ def write_store(folder: Path) -> Path:
 
 
 def probe_result() -> dict:
-    """Numbers in the shape that `octfm probe` writes: one clear win, one inconclusive, one too small for an interval."""
+    """Numbers in the shape that `octfm probe` writes: one clear win, one inconclusive, one too small for an
+    interval."""
     results, comparisons = [], []
     plan = {
         ("disease", "binary", "auroc", "participant", 0.5): (
@@ -239,7 +241,8 @@ def _bscan(rows: int, columns: int, seed: int, z: float, thickness: float) -> np
 
 
 def example_scenes() -> list[Scene]:
-    """Two volumes of one scanner, a right and a left eye, and one of another, with every overlay that stands on tokens."""
+    """Two volumes of one scanner, a right and a left eye, and one of another, with every overlay that stands on
+    tokens."""
     D, H, W = SIZE
     d, h, w = (n // p for n, p in zip(SIZE, PATCH, strict=True))
     rng = np.random.default_rng(0)

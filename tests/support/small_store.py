@@ -57,7 +57,8 @@ def edit_rows(folder: Path, change: Callable[[StoreRow], dict]) -> None:
 def small_store(
     folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS, preprocessing: Preprocessing | None = None
 ) -> Store:
-    """One participant for every split named, with both eyes on two scanners; `edit` may change a prepared volume before it is written."""
+    """One participant for every split named, with both eyes on two scanners; `edit` may change a prepared volume
+    before it is written."""
     preprocessing = preprocessing or small_preprocessing()
     with StoreWriter(folder, preprocessing) as writer:
         for number, split in enumerate(splits):

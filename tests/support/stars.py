@@ -37,7 +37,8 @@ def scanned(eye: Volume, lines: Lines, centre=(3.4, 3.1), columns: int = 384, mo
 
 
 def write_star(path, star: Volume, where="fundus", circles: int = 0, **options):
-    """Positions as the instrument writes them: on the fundus image, or in the patient; circles around the star on the image only."""
+    """Positions as the instrument writes them: on the fundus image, or in the patient; circles around the star on
+    the image only."""
     voxels = np.concatenate([star.voxels, star.voxels[:circles][:, :, ::-1]])
 
     def positions(dataset):

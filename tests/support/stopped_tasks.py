@@ -1,4 +1,5 @@
-"""One fine-tuning or segmentation that sends itself a signal: `python -m support.stopped_tasks finetune|segment SETTINGS OUT SIGNAL STEP`.
+"""One fine-tuning or segmentation that sends itself a signal: `python -m support.stopped_tasks finetune|segment
+SETTINGS OUT SIGNAL STEP`.
 
 Exits like the command: 0, or 75 after a signal that was obeyed.
 """

@@ -1,4 +1,5 @@
-"""Tiny synthetic volumes, catalogs and stores for the tests of store, prepare and loader; no pixel comes from a real eye."""
+"""Tiny synthetic volumes, catalogs and stores for the tests of store, prepare and loader; no pixel comes from a real
+eye."""
 
 import os
 import signal

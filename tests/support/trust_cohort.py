@@ -68,9 +68,11 @@ class Cohort:
         )  # fmt: skip
 
     def store(self, folder, edit=lambda index, prepared: prepared, pixels=lambda index: "") -> Store:
-        """The same people as prepared volumes: an eye looks alike on every scanner, but for speckle, gain, and more layers where it is ill.
+        """The same people as prepared volumes: an eye looks alike on every scanner, but for speckle, gain, and more
+        layers where it is ill.
 
         `edit` may change the volume of a row before it is written, `pixels` names its fingerprint.
+
         """
         preprocessing = small_preprocessing()
         with StoreWriter(folder, preprocessing) as writer:

@@ -1,5 +1,6 @@
-"""Writes volumes as files of other formats than DICOM, for tests: with an encoder of somebody else where there is one (tifffile, Pillow,
-nibabel, numpy), byte by byte from the published structure where there is none. PHI is planted wherever a format has a place for it.
+"""Writes volumes as files of other formats than DICOM, for tests: with an encoder of somebody else where there is
+one (tifffile, Pillow, nibabel, numpy), byte by byte from the published structure where there is none. PHI is planted
+wherever a format has a place for it.
 """
 
 import io
@@ -40,7 +41,8 @@ def write_vol(
     layers: np.ndarray | None = None,
     reflectivity: np.ndarray | None = None,
 ) -> Path:
-    """HSF-OCT-103. `gray` uint8 [D, H, W] is stored as the reflectivity that HEYEX shows so; `layers` [S, D, W] in rows."""
+    """HSF-OCT-103. `gray` uint8 [D, H, W] is stored as the reflectivity that HEYEX shows so; `layers` [S, D, W] in
+    rows."""
     count, height, width = gray.shape
     dz, dy, dx = spacing_mm
     ends = ends_of(count, width, spacing_mm) if ends is None else ends

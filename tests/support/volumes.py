@@ -9,7 +9,8 @@ SHAPE = Format.shape
 
 
 def telling_voxels(dtype: type = np.uint8, shape=SHAPE) -> np.ndarray:
-    """[D, H, W]: brightness falls along each axis by a step of its own, on noise; no two B-scans and no flip of any axis look alike."""
+    """[D, H, W]: brightness falls along each axis by a step of its own, on noise; no two B-scans and no flip of any
+    axis look alike."""
     z, y, x = np.indices(shape)
     noise = np.random.default_rng(0).integers(0, 20, shape)
     gray = (200 - 9 * z - 2 * y - x // 2 + noise).clip(1, 255)

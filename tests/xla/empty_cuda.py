@@ -1,4 +1,5 @@
-"""Write empty CUDA libraries so that a CUDA build of torch imports on a machine without CUDA. Usage: empty_cuda.py VENV"""
+"""Write empty CUDA libraries so that a CUDA build of torch imports on a machine without CUDA. Usage: empty_cuda.py
+VENV"""
 
 import collections
 import re

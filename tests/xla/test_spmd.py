@@ -1,4 +1,5 @@
-"""One program over four virtual devices trains what one process trains, is compiled once, and writes checkpoints like the others."""
+"""One program over four virtual devices trains what one process trains, is compiled once, and writes checkpoints
+like the others."""
 
 import json
 import os
@@ -125,14 +126,16 @@ def test_four_devices_train_what_one_process_trains(both):
 
 
 def test_a_run_compiles_one_program_to_train_and_one_to_validate(both):
-    """Learning rate, momentum, weight of the context loss and limits change in every step, looks come and go: no program is added."""
+    """Learning rate, momentum, weight of the context loss and limits change in every step, looks come and go: no
+    program is added."""
     _, compiled = both
     assert compiled["fallbacks"] == [], "operators that XLA cannot compile"
     assert compiled["programs"] == 2
 
 
 def test_checkpoints_go_from_xla_to_a_cpu_and_back(store, tmp_path, both):
-    """Four steps with XLA, four on the CPU, the rest with XLA: the curve of one process. What XLA wrote is embedded from."""
+    """Four steps with XLA, four on the CPU, the rest with XLA: the curve of one process. What XLA wrote is embedded
+    from."""
     folder, _ = both
     settings = {"steps": 30}
     train(store, tmp_path / "run", settings, XLA, stop_at=3)

@@ -46,7 +46,8 @@ def test_a_step_compiles_for_16_devices_with_a_share_of_the_batch_each():
 
 
 def test_a_step_that_does_not_fit_is_an_answer_with_a_figure():
-    """Twelve volumes of 9,216 tokens with eight heads on each device: what attention keeps is more than a device has."""
+    """Twelve volumes of 9,216 tokens with eight heads on each device: what attention keeps is more than a device
+    has."""
     config = PretrainConfig.model_validate(
         SMALL
         | {"data": {"global_batch_size": 48, "per_device_batch_size": 12}, "masks": {"budget": None}}

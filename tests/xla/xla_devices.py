@@ -1,4 +1,5 @@
-"""Four virtual devices of a CPU for torch_xla; import this before it. Not a conftest.py: tests/ has the one of that name."""
+"""Four virtual devices of a CPU for torch_xla; import this before it. Not a conftest.py: tests/ has the one of that
+name."""
 
 import importlib.util
 import os
