@@ -191,7 +191,7 @@ def test_the_name_of_a_built_in_objective_is_taken():
         config().with_objective(Impostor())
 
 
-def test_a_run_with_an_objective_of_ones_own_is_embedded_and_reported_without_its_code(run, store, tmp_path):
+def test_a_run_with_an_own_objective_is_embedded_and_reported_without_code(run, store, tmp_path):
     """Only training needs the objective: its encoder is a VisionTransformer3D like any other."""
     encoder = octfm.load_encoder(run)
     teacher = {k.removeprefix("target_encoder."): v for k, v in final(run)["model"].items() if "target_encoder." in k}
