@@ -227,7 +227,7 @@ def test_a_damaged_row_is_named_by_its_line(own):
     file = own.path / "rows.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(lines[0] + "{}\n" + lines[2])
-    with pytest.raises(StoreError, match="line 2 is not a row"):
+    with pytest.raises(StoreError, match="line 2 is not a valid row"):
         Store.open(own.path)
 
 

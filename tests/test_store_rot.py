@@ -114,7 +114,7 @@ def test_a_shard_in_the_place_of_another_is_no_volume_of_its_row(copy):
     """Whole in itself, and found by the checksum of the row."""
     for name in ("voxels", "band"):
         shutil.copy(copy / name / shard_key(0), copy / name / shard_key(2))
-        with pytest.raises(StoreError, match=r"volume 2 \(1\.2\.3\.2\) is not what was written"):
+        with pytest.raises(StoreError, match=r"volume 2 \(1\.2\.3\.2\) is damaged: this file"):
             Store.open(copy).read([0, 2])
 
 
@@ -205,7 +205,7 @@ def test_verify_names_what_is_rotten_and_has_it_prepared_again(clinic):
         "voxels/c.2.0.0.0", "band/c.5.0.0.0", "valid/c.6.0.0.0",
     ]  # fmt: skip
     assert "3 of 8 volumes are damaged; run `octfm prepare CATALOG" in str(told.exception)
-    assert "makes 2 of them again; the source of 1 is not at hand" in str(told.exception)
+    assert "prepares 2 of them again; the source of 1 was not found" in str(told.exception)
     assert (folder / "store" / "band" / shard_key(5)).is_file(), "what cannot be made again is left"
     (folder / "5.oct").touch()
     assert isinstance(invoke(folder).exception, StoreError)
@@ -225,7 +225,7 @@ def test_verify_repairs_metadata_and_deletes_no_volume_for_it(clinic):
         good = json.loads(file.read_text())
         file.write_text(damage(file.read_text()))
         told = invoke(folder)
-        assert told.exit_code == 1 and "damaged, written anew; all 8 volumes are whole" in str(told.exception), told
+        assert told.exit_code == 1 and "damaged and rewritten; all 8 volumes are intact" in str(told.exception), told
         assert json.loads(file.read_text()) == good and invoke(folder).exit_code == 0
 
 
@@ -234,7 +234,7 @@ def test_verify_deletes_nothing_where_most_volumes_differ(clinic):
     for row in range(5):
         flip(folder / "store" / "voxels" / shard_key(row), 888)
     told = invoke(folder)
-    assert "5 of 8 volumes are damaged; so many are hardly rotten one by one" in str(told.exception)
+    assert "5 of 8 volumes are damaged; with so many, the disk or the memory is suspect" in str(told.exception)
     assert len(list((folder / "store" / "voxels").glob("c.*"))) == 8
 
 
@@ -247,5 +247,5 @@ def test_verify_reads_old_stores_without_changing_them(tmp_path):
     flip(path / "voxels" / shard_key(1), 8 * 200)
     found = store_verify.verify(path, [], echo=lambda _: None)
     assert list(found.damaged) == [1] and not found.to_prepare
-    with pytest.raises(StoreError, match="the source of 1 is not at hand: restore these files from a copy"):
+    with pytest.raises(StoreError, match="the source of 1 was not found: restore these shards from a copy"):
         store_verify.require_whole(found, path)

@@ -1,8 +1,8 @@
-"""Attention, by the kernel that is fastest for the tensors at hand.
+"""Scaled dot-product attention by the fastest kernel for the given tensors.
 
-torch's fused kernel is, but on CPUs for bfloat16, and for float32 where oneDNN multiplies faster than MKL (`products`): there plain matrix
-products over blocks of scores that stay in the cache are 1.3 to 1.9 times as fast (docs/log). Blocks keep memory bounded at any number
-of tokens.
+That is usually torch's fused kernel. On CPUs in bfloat16, and in float32 where oneDNN multiplies faster than MKL (see
+products.py), plain matrix products over blocks of scores that fit the cache are 1.3 to 1.9 times as fast (docs/log).
+Blocks also bound the memory for any number of tokens.
 """
 
 from collections.abc import Iterator
@@ -14,31 +14,31 @@ from torch.nn import functional as F
 from octfm.models.products import by_onednn, onednn_is_faster, times, times_transposed
 
 BLOCK_BYTES = 2_800_000
-"""Of scores at a time: about one core's share of the cache."""
+"""Size of a block of scores: about one core's share of the cache."""
 KEPT_TOKENS = 1200
-"""Up to here the attention weights are kept for the backward pass; beyond, their memory would outgrow everything else's."""
+"""Up to this many tokens, attention weights are kept for the backward pass; beyond, they would dominate the memory."""
 LEAST_TOKENS = 192
-"""In float32, heads are multiplied one by one; with fewer tokens than these the calls would take longer than the products."""
+"""In float32 heads are multiplied one by one; with fewer tokens the calls would cost more than the products."""
 
 
 def attend(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, H, N, K]."""
-    tokens, learns = q_BHNK.shape[2], torch.is_grad_enabled() and q_BHNK.requires_grad
+    tokens, needs_grad = q_BHNK.shape[2], torch.is_grad_enabled() and q_BHNK.requires_grad
     if q_BHNK.is_cpu and q_BHNK.dtype is torch.bfloat16:
-        # Computing weights again block by block is no faster than the fused kernel's backward pass in bfloat16.
-        blocked = not learns or tokens <= KEPT_TOKENS
+        # Recomputing the weights block by block is no faster than the fused kernel's backward pass in bfloat16.
+        blocked = not needs_grad or tokens <= KEPT_TOKENS
     else:
         blocked = tokens >= LEAST_TOKENS and q_BHNK.is_cpu and q_BHNK.dtype is torch.float32 and onednn_is_faster()
         blocked = blocked and not torch.compiler.is_compiling()
     if not blocked:
         return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
-    if learns:
+    if needs_grad:
         return BlockedAttention.apply(q_BHNK, k_BHNK, v_BHNK)
     return _blocked(q_BHNK, k_BHNK, v_BHNK)[0].view(q_BHNK.shape)
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Keeps the attention weights of up to KEPT_TOKENS tokens, so that the backward pass need not compute them again."""
+    """Attention in blocks. For up to KEPT_TOKENS tokens the weights are saved, otherwise recomputed in backward."""
 
     @staticmethod
     def forward(ctx, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
@@ -55,6 +55,7 @@ class BlockedAttention(torch.autograd.Function):
         for heads, rows in _blocks(q_GNK, whole=bool(weights)):
             query, key, value, grad = q_GNK[heads, rows], k_GNK[heads], v_GNK[heads], grad_GNK[heads, rows]
             weight = next(kept) if weights else torch.softmax(_product(query, key.mT), -1)
+            # Backward of softmax(scale q k^T) v: `query` is already scaled, so only dq needs the factor again.
             dscore = torch._softmax_backward_data(_product(grad, value.mT), weight, -1, weight.dtype)
             first = rows.start == 0
             _product(weight.mT, grad, out=dv_GNK[heads], first=first)
@@ -65,20 +66,20 @@ class BlockedAttention(torch.autograd.Function):
 
 
 def _product(a_GMK: Tensor, b_GKN: Tensor, out: Tensor | None = None, scale: float = 1.0, first: bool = True) -> Tensor:
-    """scale a b, [G, M, N]; into `out` if given, and added to what is there unless it is the `first`."""
+    """scale a b, [G, M, N], written to `out` if given; added to its content unless `first`."""
     if not by_onednn(a_GMK):
         if out is None or (first and scale == 1):
             return torch.bmm(a_GMK, b_GKN, out=out)
         return torch.baddbmm(out, a_GMK, b_GKN, beta=0 if first else 1, alpha=scale, out=out)
-    a, b = a_GMK[0], b_GKN[0]  # blocks are of one head here
-    found = (times(a, b.mT) if a.stride(-1) == 1 else times_transposed(a.mT, b)).unsqueeze(0)
+    a, b = a_GMK[0], b_GKN[0]  # `_blocks` gives oneDNN one head at a time
+    product = (times(a, b.mT) if a.stride(-1) == 1 else times_transposed(a.mT, b)).unsqueeze(0)
     if out is None:
-        return found
-    return torch.mul(found, scale, out=out) if first else out.add_(found, alpha=scale)
+        return product
+    return torch.mul(product, scale, out=out) if first else out.add_(product, alpha=scale)
 
 
 def _blocks(q_GNK: Tensor, whole: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Groups of heads, and of query rows where the scores of a single head are too many (not if `whole`)."""
+    """Slices of heads and of query rows, of BLOCK_BYTES of scores each; all rows of a head together if `whole`."""
     groups, tokens, _ = q_GNK.shape
     row_bytes = tokens * q_GNK.element_size()
     heads = 1 if by_onednn(q_GNK) else max(1, BLOCK_BYTES // (tokens * row_bytes))
@@ -89,8 +90,8 @@ def _blocks(q_GNK: Tensor, whole: bool = False) -> Iterator[tuple[slice, slice]]
 
 
 def _blocked(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, keep: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attended tokens and scaled queries [B * H, N, K], and the attention weights of every block if they are to be kept."""
-    # Contiguous: products over strided operands copy them again in every block.
+    """Attended tokens and scaled queries [B * H, N, K], and the attention weights of every block if `keep`."""
+    # Made contiguous once: products would otherwise copy strided operands again in every block.
     q_GNK = (q_BHNK * q_BHNK.shape[-1] ** -0.5).flatten(0, 1)
     k_GNK, v_GNK = (x.contiguous().flatten(0, 1) for x in (k_BHNK, v_BHNK))
     out_GNK, kept = torch.empty_like(q_GNK), []

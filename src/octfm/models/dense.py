@@ -1,6 +1,7 @@
-"""From the full grid of tokens to surfaces and masks at voxel resolution: every token answers for its own voxels.
+"""Decode the full token grid to surfaces and masks at voxel resolution: each token predicts the voxels of its patch.
 
-Shape suffixes: B batch, C channels (S surfaces, then masks), d h w tokens, p q r voxels of a patch, D H W voxels, F token width.
+Shape suffixes: B batch, C channels (S surfaces, then masks), d h w tokens, p q r voxels of a patch, D H W voxels,
+F token width.
 """
 
 from math import prod
@@ -18,16 +19,17 @@ Decoder = Literal["linear", "light"]
 SPREAD_ROWS = 1.5
 """Standard deviation of the training target around a surface's true row."""
 LESIONS_ARE_RARE = -4.0
-"""Log-odds of a lesion voxel before anything is learned."""
+"""Log-odds of a lesion voxel before training."""
 WINDOW_ROWS = 4
-"""A surface is the mean row within so many of its path: a fraction of a row, and never between two candidates."""
+"""A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
 
 
 class DenseDecoder(nn.Module):
-    """Tokens [B, d, h, w, F] to logits [B, C, D, H, W]; `light` lets neighbouring tokens talk first.
+    """Tokens [B, d, h, w, F] to logits [B, C, D, H, W]; kind `light` first mixes neighbouring tokens by convolution.
 
-    Along B-scans and A-scans a token answers at every second and fourth voxel of its patch and is linear in between: layers are smooth
-    there, and eight times fewer weights need eight times fewer labels. Along rows it answers for each.
+    Across B-scans and A-scans a token predicts every second and fourth voxel of its patch (knots), with linear
+    interpolation in between: layers are smooth there, and eight times fewer weights need fewer labels. Along the axial
+    direction it predicts every row.
     """
 
     mean: Tensor
@@ -49,14 +51,14 @@ class DenseDecoder(nn.Module):
         self.answer = Linear(width, channels * prod(self.knots))
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
-        # The last channels are masks: lesions are rare, and unlearning an even guess would take longer than learning where they are.
+        # The last channels are masks. Lesions are rare, and unlearning even odds takes longer than learning where they are.
         with torch.no_grad():
             self.answer.bias.unflatten(0, (channels, -1))[channels - masks :] = LESIONS_ARE_RARE
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("std", torch.ones(width))
 
     def standardise_by(self, tokens_NF: Tensor) -> None:
-        """Take the statistics of these tokens; saved with the weights."""
+        """Standardise by the statistics of these tokens from now on; they are saved with the weights."""
         self.mean.copy_(tokens_NF.mean(0))
         self.std.copy_(tokens_NF.std(0).clamp_min(1e-6))
 
@@ -72,18 +74,19 @@ class DenseDecoder(nn.Module):
 
 
 def _between(voxels: int, every: int) -> Tensor:
-    """[voxels, knots]: how much each knot of a patch says at each of its voxels along one axis; outer knots lie on outer voxels."""
+    """[voxels, knots]: weights of linear interpolation from knots to voxels along one axis of a patch."""
+    # The outer knots lie on the outer voxels, so nothing is extrapolated.
     knots = min(voxels, max(2, voxels // every))
     at = torch.linspace(0, knots - 1, voxels) if voxels > 1 else torch.zeros(1)
     return (1 - (at[:, None] - torch.arange(knots)).abs()).clamp_min(0)
 
 
 def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:
-    """Mean cross-entropy, over A-scans whose true row is known (finite and in the frame), with a narrow bell around that row."""
+    """Mean cross-entropy with a narrow Gaussian around the true row, where that is known (finite and in the frame)."""
     height = logits_BSDHW.shape[3]
     known = torch.isfinite(rows_BSDW) & (rows_BSDW >= 0) & (rows_BSDW <= height - 1)
     if not known.any():
-        return logits_BSDHW.sum() * 0
+        return logits_BSDHW.sum() * 0  # a zero that gradients flow through
     log_p = F.log_softmax(logits_BSDHW.movedim(3, -1)[known], dim=-1)
     offset = torch.arange(height, device=log_p.device) - rows_BSDW[known].unsqueeze(-1)
     target = torch.softmax(-0.5 * (offset / SPREAD_ROWS) ** 2, dim=-1)
@@ -91,7 +94,7 @@ def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:
 
 
 def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
-    """Cross-entropy of every voxel plus one minus the soft Dice of the batch, which small lesions are not lost in."""
+    """Voxel-wise cross-entropy plus 1 − soft Dice of the batch, so that small lesions still count."""
     p = logits_BMDHW.sigmoid()
     overlap = 2 * (p * truth_BMDHW).sum() + 1
     dice = overlap / (p.sum() + truth_BMDHW.sum() + 1)
@@ -99,7 +102,10 @@ def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
 
 
 def surface_rows(logits_BSDHW: Tensor, path_BSDW: Tensor) -> Tensor:
-    """Mean row near a path through the likely rows [B, S, D, W], in fractions; later surfaces never lie above earlier ones."""
+    """Expected row [B, S, D, W] within WINDOW_ROWS of a path, in fractional rows.
+
+    Surfaces are ordered from top to bottom, and none is placed above the one before it.
+    """
     p = logits_BSDHW.softmax(3)
     row = torch.arange(p.shape[3], device=p.device, dtype=p.dtype)[:, None]
     near = (row - path_BSDW.unsqueeze(3)).abs() <= WINDOW_ROWS

@@ -1,4 +1,4 @@
-"""From tokens to an answer: mean or cross-attention pooling and one linear layer; and low-rank updates of a frozen encoder.
+"""Task heads (mean or attention pooling and a linear layer) and low-rank updates of a frozen encoder (LoRA).
 
 Shape suffixes: B batch, M tokens, D width, H heads, K head width, O outputs.
 """
@@ -17,14 +17,14 @@ Pool = Literal["mean", "attention"]
 
 
 class MeanPool(nn.Module):
-    """Mean over the tokens that count."""
+    """Mean over the tokens marked in `counts`."""
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
         return mean(tokens_BMD, counts_BM)
 
 
 class CrossAttentionPool(nn.Module):
-    """One learned query looks at all tokens: 0.3 million parameters at width 384."""
+    """Attention of one learned query to all tokens marked in `counts`: 0.3 million parameters at width 384."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -40,14 +40,17 @@ class CrossAttentionPool(nn.Module):
         return self.norm(pooled_BH1K.transpose(1, 2).flatten(1))
 
     def attention(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
-        """[B, H, M]: what `forward` weighs values by; 0 on tokens that do not count."""
+        """[B, H, M]: the attention weights of `forward`; 0 on tokens that do not count."""
         k_BHMK = self.key(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         scores_BHM = (k_BHMK @ self.query.to(k_BHMK.dtype).transpose(-2, -1)).squeeze(-1) * k_BHMK.shape[-1] ** -0.5
         return scores_BHM.masked_fill(~counts_BM[:, None], float("-inf")).softmax(-1)
 
 
 class TaskHead(nn.Module):
-    """Standardise tokens, pool them, answer. Token statistics are set once from training volumes and saved with the weights."""
+    """Standardise tokens, pool them, and apply a linear layer.
+
+    Token statistics are set once, from training volumes, and saved with the weights.
+    """
 
     mean: Tensor
     std: Tensor
@@ -62,7 +65,7 @@ class TaskHead(nn.Module):
         self.register_buffer("std", torch.ones(width))
 
     def standardise_by(self, tokens_BMD: Tensor, counts_BM: Tensor) -> None:
-        """Take the statistics of what the pool averages: means of volumes for mean pooling, tokens for attention."""
+        """Set the statistics: of the means of volumes for mean pooling, of single tokens for attention pooling."""
         if isinstance(self.pool, MeanPool):
             values = self.pool(tokens_BMD.float(), counts_BM)
         else:
@@ -76,7 +79,7 @@ class TaskHead(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer plus a trained update of low rank (LoRA, arXiv:2106.09685), which begins at zero."""
+    """A frozen linear layer plus a trained low-rank update (LoRA, arXiv:2106.09685) that starts at zero."""
 
     def __init__(self, layer: nn.Linear, rank: int):
         super().__init__()
@@ -89,7 +92,7 @@ class LowRank(nn.Module):
 
 
 def add_low_rank(encoder: VisionTransformer3D, rank: int) -> VisionTransformer3D:
-    """The encoder with its weights frozen and a low-rank update on every attention projection; in place."""
+    """Freeze an encoder and add a low-rank update to every attention projection, in place."""
     encoder.requires_grad_(False)
     for block in encoder.blocks:
         assert isinstance(block, Block)
@@ -99,10 +102,9 @@ def add_low_rank(encoder: VisionTransformer3D, rank: int) -> VisionTransformer3D
 
 
 def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An encoder's weights with their low-rank updates added in, under the names of the plain encoder."""
-    plain = {
-        name.replace(".layer.", "."): tensor for name, tensor in state.items() if not name.endswith((".down", ".up"))
-    }
+    """An encoder's weights with their low-rank updates added, under the names of the plain encoder."""
+    kept = {name: tensor for name, tensor in state.items() if not name.endswith((".down", ".up"))}
+    plain = {name.replace(".layer.", "."): tensor for name, tensor in kept.items()}
     for name, up in state.items():
         if name.endswith(".up"):
             layer = name.removesuffix(".up")
@@ -111,7 +113,7 @@ def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def depth_of(name: str, depth: int) -> int:
-    """How far a parameter of the encoder is from the input: 0 for patch embedding and positions, 1.. for blocks, depth + 1 for the norm."""
+    """Layer index of an encoder's parameter: 0 for patch embedding and positions, from 1 for blocks, then the norm."""
     if name.startswith("blocks."):
         return int(name.split(".")[1]) + 1
     return depth + 1 if name.startswith("norm.") else 0

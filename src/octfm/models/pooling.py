@@ -1,4 +1,4 @@
-"""From the tokens of a volume to one vector, without weights: the mean, or per channel the extremes.
+"""Pool the tokens of a volume to one vector without learned weights: their mean, or the extremes of each channel.
 
 Shape suffixes: B batch, M tokens, D width.
 """
@@ -14,25 +14,25 @@ EXTREMES = 0.2
 
 
 def pooled(tokens_BMD: Tensor, counts_BM: Tensor, pool: VectorPool) -> Tensor:
-    """[B, D], or [B, 2 D] for `extremes`, of the tokens that count (bool or 0 and 1; at least one of each volume)."""
+    """[B, D], or [B, 2 D] for `extremes`. `counts_BM` (bool or 0 and 1) marks the tokens to pool, at least one each."""
     return mean(tokens_BMD, counts_BM) if pool == "mean" else extremes(tokens_BMD, counts_BM)
 
 
 def width_of(pool: VectorPool, width: int) -> int:
-    """Numbers in a vector of tokens of this width."""
+    """Length of the pooled vector for tokens of this width."""
     return width if pool == "mean" else 2 * width
 
 
 def mean(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
-    """[B, D]"""
+    """[B, D]: the mean of the tokens that count."""
     weight = counts_BM.to(tokens_BMD.dtype).unsqueeze(-1)
     return (tokens_BMD * weight).sum(1) / weight.sum(1)
 
 
 def extremes(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
-    """[B, 2 D]: channel by channel the mean of the highest fifth of tokens, then of the lowest (after WILDCAT, Durand et al., CVPR 2017).
+    """[B, 2 D]: per channel, the mean of the highest fifth of the tokens, then of the lowest.
 
-    A lesion covers few tokens, and the mean over all of them dilutes it.
+    A lesion covers few tokens, and the mean over all tokens dilutes it (after WILDCAT, Durand et al., CVPR 2017).
     """
     counts = counts_BM.unsqueeze(-1) > 0
     taken = (counts_BM.to(tokens_BMD.dtype).sum(1) * EXTREMES).ceil().view(-1, 1, 1)

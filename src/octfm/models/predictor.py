@@ -1,4 +1,4 @@
-"""Predictors: from context tokens to a guess for every token that was asked for."""
+"""Predictors: from context tokens to a prediction for every target token."""
 
 import torch
 from pydantic import Field
@@ -20,7 +20,7 @@ from octfm.models.vit3d import (
 
 
 class PredictorConfig(Config):
-    """A narrow transformer; 64-wide heads keep its attention efficient."""
+    """Size of the predictor, a narrow transformer; 64-wide heads keep its attention efficient."""
 
     width: int = Field(default=192, ge=8, le=16_384)
     depth: int = Field(default=6, ge=1, le=200)
@@ -28,7 +28,7 @@ class PredictorConfig(Config):
 
 
 class Predictor(nn.Module):
-    """V-JEPA 2's predictor (arXiv:2506.09985): context tokens and positioned mask tokens through narrow blocks."""
+    """V-JEPA 2's predictor (arXiv:2506.09985): a narrow transformer over context tokens and positioned mask tokens."""
 
     def __init__(
         self, config: PredictorConfig, encoder_width: int, goal_width: int, activation_checkpointing: bool = False
@@ -41,7 +41,8 @@ class Predictor(nn.Module):
         self.embed = Linear(encoder_width, config.width)
         # Not zero: rotary positions act on queries, and a zero query stays zero in every rotation.
         self.mask_token = nn.Parameter(torch.randn(config.width) * 0.02)
-        # Rotary positions act inside attention only, so all mask tokens start out alike; saying where each one is saves hundreds of steps.
+        # Rotary positions act only inside attention, so all mask tokens would start out alike. Adding the position to
+        # each token saves hundreds of steps.
         self.position = Linear(self.head_width, config.width, bias=False)
         self.blocks = nn.ModuleList(Block(config.width, config.heads, 4.0) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
@@ -67,14 +68,17 @@ class Predictor(nn.Module):
 def predictor_table(
     predictor: Predictor, encoder: VisionTransformer3D, table: Rotary | None, index: TokenIndex, asked_BM: Tensor
 ) -> Rotary:
-    """Rotary table of the tokens at places `asked_BM` of `kept`; the encoder's where head widths agree: a step computes angles once."""
+    """Rotary table of the tokens at places `asked_BM` of `index.kept`.
+
+    It is taken from the encoder's table if head widths agree, so that a step computes the angles once.
+    """
     if table is not None and predictor.head_width == encoder.head_width:
         return take_rotary(table, asked_BM)
     return rotary(encoder.grid, torch.gather(index.kept, 1, asked_BM), predictor.head_width)
 
 
 class MLPPredictor(nn.Module):
-    """The prototype's two-layer predictor (F19: 0.296 M parameters at width 384)."""
+    """The prototype's two-layer predictor (0.296 M parameters at width 384; F19)."""
 
     def __init__(self, width: int):
         super().__init__()

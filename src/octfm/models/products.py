@@ -1,7 +1,8 @@
-"""Matrix products in float32 on CPUs where MKL, which torch takes for them, leaves half of the processor unused.
+"""Float32 matrix products by oneDNN on AMD CPUs with AVX-512.
 
-On AMD processors MKL keeps to AVX2. oneDNN, which torch ships with and takes for bfloat16, uses AVX-512 on any: products of our sizes take
-1.6 to 2.4 times less there (docs/log), forward and backward. Elsewhere nothing is different.
+By default torch uses MKL, which on AMD processors is limited to AVX2. oneDNN, which torch contains and uses for
+bfloat16, has no such limit: products of our sizes are 1.6 to 2.4 times as fast, forward and backward (docs/log).
+Other CPUs use PyTorch's default.
 """
 
 from functools import cache
@@ -14,7 +15,10 @@ from torch.nn import functional as F
 
 @cache
 def onednn_is_faster() -> bool:
-    """Of this processor and this torch, never of a measurement: a resumed run computes with the same kernels, to the last bit."""
+    """Whether oneDNN beats MKL on this machine.
+
+    Decided by processor and torch version, never by timing: a resumed run must use the same kernels to the last bit.
+    """
     known = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(
         str(known.get("cpu_name", "")).startswith("AMD")
@@ -25,28 +29,29 @@ def onednn_is_faster() -> bool:
 
 
 def by_onednn(*tensors: Tensor) -> bool:
-    """Whether these are multiplied by `times`: float32 on such a CPU, and plain tensors, not shards or those of a tracer or exporter."""
+    """Whether `times` can multiply these: plain float32 tensors on such a CPU, not shards or those of a tracer."""
     return onednn_is_faster() and all(
         x.is_cpu and x.dtype is torch.float32 and type(x) in (Tensor, nn.Parameter) for x in tensors
     )
 
 
 def times(a: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """a b^T + bias, [..., N], of a [..., K] by oneDNN. A transposed view as `b` costs nothing extra, as `a` it is copied."""
+    """a b^T + bias, [..., N], for a [..., K], by oneDNN. `b` may be a transposed view; such an `a` would be copied."""
+    # For any other view oneDNN falls back to a loop that takes two thousand times as long.
     if not (b_NK.is_contiguous() or b_NK.mT.is_contiguous()):
-        b_NK = b_NK.contiguous()  # oneDNN would multiply other views by a loop that takes two thousand times as long
+        b_NK = b_NK.contiguous()
     return torch.ops.mkldnn._linear_pointwise(a, b_NK, bias_N, "none", [], "")
 
 
 def times_transposed(a_MN: Tensor, b_MK: Tensor) -> Tensor:
-    """a^T b, [N, K]; the narrower one is the one that is copied."""
+    """a^T b, [N, K]. One operand has to be copied; the narrower one is chosen."""
     if a_MN.shape[1] <= b_MK.shape[1]:
         return times(a_MN.mT, b_MK.mT)
     return times(b_MK.mT, a_MN.mT).mT
 
 
 class Linear(nn.Linear):
-    """torch's linear layer; its float32 products on CPU are made by oneDNN where that is faster."""
+    """torch's linear layer, with float32 products by oneDNN where that is faster."""
 
     def forward(self, input: Tensor) -> Tensor:
         plain = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or not input.numel()
@@ -56,7 +61,7 @@ class Linear(nn.Linear):
 
 
 class Times(torch.autograd.Function):
-    """x [..., K], weight [N, K], bias [N] or None -> [..., N]"""
+    """Linear layer by oneDNN: x [..., K], weight [N, K], bias [N] or None -> [..., N]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Blocks of which only the input is kept for the backward pass, where everything inside is computed again (arXiv:1604.06174)."""
+"""Activation checkpointing: keep only a block's input and recompute the rest in backward (arXiv:1604.06174)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def through(block: nn.Module, x_BMD: Tensor, turn: tuple[Tensor, Tensor] | None, again: bool) -> Tensor:
-    """A block's output; with `again`, what it computes on the way is not kept for the backward pass but computed once more there."""
+    """A block's output; with `again`, its intermediate results are recomputed in the backward pass instead of kept."""
     if not (again and torch.is_grad_enabled()):
         return block(x_BMD, turn)
     if x_BMD.device.type == "xla":
@@ -17,10 +17,11 @@ def through(block: nn.Module, x_BMD: Tensor, turn: tuple[Tensor, Tensor] | None,
 
 
 class Recomputed(torch.autograd.Function):
-    """For tensors that are recorded and compiled (XLA), which torch's own checkpoint refuses.
+    """Checkpointing for tensors that are recorded and compiled (XLA), which torch.utils.checkpoint does not support.
 
-    A compiler sees that the same is computed twice, and would keep the first result instead. So the second time begins with the input
-    plus nothing times the gradient: another number to the compiler, which moreover is not known before the backward pass has come here.
+    A compiler would notice that the same result is computed twice and keep the first. So backward starts from
+    input + 0 × gradient: to the compiler a different value, and one that depends on the gradient, so that it cannot be
+    computed before the backward pass gets here.
     """
 
     @staticmethod

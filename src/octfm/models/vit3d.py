@@ -1,7 +1,7 @@
 """A plain pre-norm Vision Transformer over 3-D patches, with axial rotary positions in millimetres.
 
-Shape suffixes: B batch, N tokens of the grid, M selected tokens, P voxels of a patch, S = 3 for query, key and value, H heads,
-D model width, K head width, k = K / 2 frequency pairs.
+Shape suffixes: B batch, N tokens of the grid, M selected tokens, P voxels of a patch, S = 3 for query, key and value,
+H heads, D model width, K head width, k = K / 2 frequency pairs.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ from octfm.models.recompute import through
 from octfm.volume.volume import Shape3
 
 Rotary = tuple[Tensor, Tensor]
-
-
+"""Cosines and sines of `rotary`, or factors of `turn_qkv`."""
 Side = Annotated[int, Field(ge=1, le=1024)]
 """Voxels along one axis of a patch."""
 
@@ -36,12 +35,13 @@ class ViTConfig(Config):
     heads: int = Field(default=6, ge=1, le=1024)
     mlp_ratio: float = Field(default=4.0, ge=0.125, le=64)
     positions: Literal["rotary", "learned"] = "rotary"
-    """Rotary positions cost no parameters; `learned` is the prototype's table, kept for comparison (F17)."""
+    """Rotary positions have no parameters; `learned` is the prototype's position table, kept for comparison (F17)."""
     activation_checkpointing: bool = False
-    """Keep the activations between blocks only, and compute those inside again in the backward pass: the same numbers, less memory, more
-    time (arXiv:1604.06174)."""
+    """Keep only the activations between blocks and recompute the rest in the backward pass: the same numbers, less
+    memory, more time (arXiv:1604.06174)."""
     init: LocalPlace | None = None
-    """Begin with the encoder of this local V-JEPA 2 checkpoint (.pt) instead of random weights; width, depth and heads must be its own."""
+    """Start from the encoder of this local V-JEPA 2 checkpoint (.pt) instead of random weights; width, depth and heads
+    must match it."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":
@@ -49,14 +49,15 @@ class ViTConfig(Config):
             raise ValueError(f"width {self.width} must split into {self.heads} heads of even size")
         if self.positions == "rotary" and self.width // self.heads < 6:
             raise ValueError(
-                f"heads of width {self.width // self.heads} have no frequency pair for each of three axes; use 6 or more"
+                f"rotary positions need heads of width 6 or more, a frequency pair for each axis; "
+                f"got {self.width // self.heads}"
             )
         return self
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """Where tokens are: their number per axis and their distance in mm."""
+    """The grid of tokens: their number along each axis and the distance between centres in mm."""
 
     shape: Shape3
     pitch_mm: tuple[float, float, float]
@@ -87,11 +88,10 @@ class TokenIndex:
 
 
 def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor:
-    """The patches [B, M, P] at flat grid indices, copied straight out of voxels [B, 1, D, H, W]; other voxels are never read."""
+    """The patches [B, M, P] at flat grid indices of voxels [B, 1, D, H, W]; other voxels are never read."""
     pd, ph, pw = patch_size
-    blocks = (
-        voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))
-    )  # [B, d, pd, h, ph, w, pw]
+    # From [B, d, pd, h, ph, w, pw] to [B, d, h, w, pd, ph, pw]; both are views, and only the indexing below copies.
+    blocks = voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))
     blocks = blocks.permute(0, 1, 3, 5, 2, 4, 6)
     _, _, h, w = blocks.shape[:4]
     batch = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
@@ -99,15 +99,16 @@ def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor
 
 
 def take_tokens(tokens_BND: Tensor, index_BM: Tensor) -> Tensor:
-    """Select tokens by their place in the sequence."""
+    """Select tokens [B, M, D] by their place in the sequence."""
     return torch.gather(tokens_BND, 1, index_BM.unsqueeze(-1).expand(-1, -1, tokens_BND.shape[-1]))
 
 
 def rotary(grid: TokenGrid, index_BM: Tensor, head_width: int) -> Rotary:
-    """Cosines and sines [B, 1, M, k], float32: each axis turns its own share of the frequency pairs.
+    """Cosines and sines [B, 1, M, k], float32: each axis rotates its own share of the frequency pairs.
 
-    Wavelengths run geometrically from two tokens to four times the field of view of their axis, so every pair tells
-    positions apart within the volume, and none aliases between neighbours (RoFormer, arXiv:2104.09864, in 3-D and in mm).
+    Wavelengths increase geometrically from two tokens to four times the field of view along their axis, so every pair
+    distinguishes positions within the volume and none aliases between neighbours (RoFormer, arXiv:2104.09864, extended
+    to 3-D and millimetres).
     """
     pairs = head_width // 2
     shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
@@ -124,25 +125,27 @@ def rotary(grid: TokenGrid, index_BM: Tensor, head_width: int) -> Rotary:
 
 
 def take_rotary(table: Rotary, index_BM: Tensor) -> Rotary:
-    """The rows of a table for some of its tokens, by their place in the sequence."""
+    """The part of a rotary table for some of its tokens, by their place in the sequence."""
     cos, sin = (take_tokens(t.squeeze(1), index_BM).unsqueeze(1) for t in table)
     return cos, sin
 
 
 def turn_qkv(table: Rotary) -> Rotary:
-    """Factors [B, M, 3, 1, K] with which a sequence of queries, keys and values is rotated in one go: values are turned by nothing."""
+    """Factors [B, M, 3, 1, K] that rotate queries, keys and values in one operation; values are left unrotated."""
     cos, sin = (t.movedim(1, 2).unsqueeze(2) for t in table)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return torch.cat((cos, cos, torch.ones_like(cos)), dim=2), torch.cat((sin, sin, torch.zeros_like(sin)), dim=2)
 
 
 def rotate(x_BMSHK: Tensor, turn: Rotary) -> Tensor:
-    """Channels j and j + K / 2 are a pair; computed in float32, whatever x is in."""
+    """Rotate channel pairs (j, j + K / 2), computed in float32 whatever the dtype of x."""
     cos, sin = turn
     return torch.addcmul(x_BMSHK * cos, x_BMSHK.roll(x_BMSHK.shape[-1] // 2, -1), sin).to(x_BMSHK.dtype)
 
 
 class Attention(nn.Module):
+    """Multi-head self-attention with optional rotary positions."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -156,6 +159,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Pre-norm transformer block."""
+
     def __init__(self, width: int, heads: int, mlp_ratio: float):
         super().__init__()
         hidden = int(mlp_ratio * width)
@@ -165,13 +170,13 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(Linear(width, hidden), nn.GELU(), Linear(hidden, width))
 
     def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
-        """`turn` is what `turn_qkv` makes of a rotary table; None where positions are added to the tokens."""
+        """`turn`: the result of `turn_qkv`, or None if positions were added to the tokens."""
         x_BMD = x_BMD + self.attn(self.norm1(x_BMD), turn)
         return x_BMD + self.mlp(self.norm2(x_BMD))
 
 
 class VisionTransformer3D(nn.Module):
-    """Encodes any subset of a volume's tokens: what is not passed in cannot be seen."""
+    """Encodes any subset of a volume's tokens; tokens that are not passed in cannot influence the result."""
 
     def __init__(self, config: ViTConfig, grid: TokenGrid):
         super().__init__()
@@ -196,8 +201,8 @@ class VisionTransformer3D(nn.Module):
     ) -> Tensor:
         """Tokens [B, M, D] of patches at flat grid indices.
 
-        `table` may pass in rotary tables of the same tokens, so that a step computes them once. `substitute` = (where
-        [B, M] bool, token [D]) replaces patch embeddings before the first block (data2vec).
+        `table`: the rotary table of these tokens, if the caller has it already. `substitute` = (where [B, M] bool,
+        token [D]) replaces patch embeddings before the first block (data2vec).
         """
         return self.norm(self.hidden(patches_BMP, index_BM, table, substitute)[-1])
 
@@ -208,7 +213,7 @@ class VisionTransformer3D(nn.Module):
         table: Rotary | None = None,
         substitute: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """The residual stream [B, M, D] after every block, before the last norm."""
+        """The residual stream [B, M, D] after every block, without the final norm; arguments as in `forward`."""
         x_BMD = self.patch_embed(patches_BMP)
         if substitute is not None:
             where_BM, token_D = substitute
@@ -226,7 +231,11 @@ class VisionTransformer3D(nn.Module):
 
 
 def init_weights(module: nn.Module) -> None:
-    """LeCun normal: the usual 0.02 belongs to a width of 2,500; at 128 it leaves every block near the identity for hundreds of steps."""
+    """LeCun normal initialisation.
+
+    The usual standard deviation of 0.02 suits a width of 2,500; at 128 it keeps every block near the identity for
+    hundreds of steps.
+    """
     if isinstance(module, nn.Linear):
         std = module.in_features**-0.5
         nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)

@@ -1,4 +1,4 @@
-"""Voxels of hidden tissue as the goal of a prediction: by their own contrast, as many for every volume."""
+"""Voxels of hidden tissue as prediction targets: normalised per patch, the same number of tokens for every volume."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from octfm.models.vit3d import TokenIndex, take_tokens
 from octfm.volume.volume import Shape3
 
 FLAT = 1e-6
-"""Added to the variance of a patch, in squared units of normalised intensity: a patch without structure has nothing to predict."""
+"""Added to the variance of a patch (in squared normalised intensity), so that a constant patch has a target of zero."""
 
 
 def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool) -> None:
@@ -22,9 +22,9 @@ def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool) -> 
 
 
 def averaged(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
-    """Patches [B, M, P / prod(over)] of the means of blocks of `over` voxels, (B-scan, axial, lateral), in the order of the voxels.
+    """Patches [B, M, P / prod(over)] averaged over blocks of `over` voxels, (B-scan, axial, lateral), in voxel order.
 
-    Speckle is independent from A-scan to A-scan, and nobody can predict it: averaged away, it no longer outweighs the layers.
+    Speckle is independent between A-scans and cannot be predicted. Averaging it away leaves the layers to predict.
     """
     if over == (1, 1, 1):
         return patches_BMP
@@ -33,7 +33,7 @@ def averaged(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
 
 
 def despeckled(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
-    """Patches [B, M, P] in which every voxel is the mean of its block (`averaged`)."""
+    """Patches [B, M, P] in which every voxel is replaced by the mean of its block (see `averaged`)."""
     if over == (1, 1, 1):
         return patches_BMP
     (d, h, w), (od, oh, ow) = patch_size, over
@@ -42,10 +42,10 @@ def despeckled(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
 
 
 def hidden_voxels(answer_BTP: Tensor, patches_BKP: Tensor, index: TokenIndex) -> tuple[Tensor, Tensor]:
-    """Mean squared error [B] of what was answered for the hidden tokens, and what their patches are, [B, T, P], of those that count.
+    """Mean squared error [B] of the predicted voxels of hidden tissue, and the true ones [B, T, P].
 
-    Those are the ones with tissue: by its own mean and deviation a patch of vitreous is speckle, which nobody can predict and which would
-    outweigh the retina.
+    Patches without tissue are left out: normalised by its own mean and deviation, a patch of vitreous is pure speckle,
+    which cannot be predicted and would outweigh the retina.
     """
     counted = tissue_first(index)
     with torch.no_grad():
@@ -54,16 +54,17 @@ def hidden_voxels(answer_BTP: Tensor, patches_BKP: Tensor, index: TokenIndex) ->
 
 
 def own_contrast(patches_BMP: Tensor) -> Tensor:
-    """Each patch by its own mean and standard deviation, in float32 (He et al. 2021, §4.1)."""
+    """Each patch normalised by its own mean and standard deviation, in float32 (MAE, He et al., arXiv:2111.06377)."""
     values = patches_BMP.float()
     variance, mean = torch.var_mean(values, dim=-1, keepdim=True)
     return (values - mean) * (variance + FLAT).rsqrt()
 
 
 def tissue_first(index: TokenIndex) -> Tensor:
-    """int64 [B, T]: places within the targets where tissue is, in turn until there are T; all targets of a volume without tissue.
+    """int64 [B, T]: places of the targets with tissue, repeated in turn to T; all targets of a volume without tissue.
 
-    As many for every volume, so that shapes stay fixed and a volume's loss does not depend on how much tissue another one has.
+    The same number for every volume, so that shapes are fixed and a volume's loss does not depend on how much tissue
+    the others have.
     """
     batch, count = index.target.shape
     everything = torch.arange(count, device=index.target.device).expand(batch, -1)

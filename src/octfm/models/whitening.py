@@ -1,8 +1,9 @@
-"""Whitened goals: every direction of the target encoder's features counts the same, so that none of them is worth forgetting.
+"""Whiten the target encoder's features, so that every direction has the same weight in the loss.
 
-A layer norm per token leaves a token's features as they are distributed: on OCT a few directions (which layer, how deep) hold nearly
-all of their variance, a loss over them is nearly all about these, and the rest is lost within some hundred updates. Decorrelating the
-goals keeps their rank (Ermolov et al. 2021, arXiv:2007.06346 whiten both views; here the target side alone, from running moments).
+Layer norm acts on single tokens and does not decorrelate features. On OCT a few directions (which layer, how deep) hold
+nearly all of their variance and so dominate the loss, and the others are lost within some hundred updates. Whitening
+the targets keeps their rank. Ermolov et al. (arXiv:2007.06346) whiten both views; here only the targets are whitened,
+from running moments.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 
 def _alone(*tensors: Tensor) -> None:
-    """The sum over one rank."""
+    """Sum over ranks for a single rank: nothing to do."""
 
 
 class Whitening(nn.Module):
-    """ZCA whitening of each level's features from moments of the last updates; a batch does not influence its own goals.
+    """ZCA whitening of each level's features by moments of previous updates; a batch does not affect its own targets.
 
-    Moments are gathered over all micro-batches of an update and applied from the next one on: how a batch is split changes nothing.
+    Moments are accumulated over all micro-batches of an update and used from the next update on, so the result does not
+    depend on how a batch is split.
     """
 
     mean_LD: Tensor
@@ -27,9 +29,9 @@ class Whitening(nn.Module):
     updates: Tensor
 
     def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 5, refresh: int = 10):
-        """`shrinkage` is added to the eigenvalues, as a share of their mean; `window` is the memory of the moments in updates.
+        """`shrinkage`, a share of the mean eigenvalue, is added to all of them; moments average over `window` updates.
 
-        After a hundred updates, in which features change most, the matrix is computed in every `refresh`-th.
+        The matrix is computed at each of the first 100 updates, when features change most, then at every `refresh`-th.
         """
         super().__init__()
         self.shrinkage, self.window, self.refresh = shrinkage, window, refresh
@@ -39,11 +41,11 @@ class Whitening(nn.Module):
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self._gathered: list[tuple[Tensor, Tensor, int]] = []
         self.over_ranks: Callable[..., None] = _alone
-        """Sums tensors over all ranks in place, so that the moments are those of the global batch."""
+        """Sums tensors over all ranks in place, so that moments are those of the global batch."""
 
     @torch.no_grad()
     def forward(self, features: list[Tensor], *, gather: bool) -> Tensor:
-        """Goals [B, M, L * D] of the features [B, M, D] of every level. `gather` is false where nothing is learned from them."""
+        """Targets [B, M, L * D] from the features [B, M, D] of every level; `gather` accumulates their moments."""
         with torch.autocast(features[0].device.type, enabled=False):
             rows_LND = torch.stack([f.float().flatten(0, 1) for f in features])
             if gather:
@@ -52,12 +54,12 @@ class Whitening(nn.Module):
         return goals_LND.transpose(0, 1).flatten(1).unflatten(0, features[0].shape[:2])
 
     def discard(self) -> None:
-        """Forget what was gathered since the last update."""
+        """Discard the moments accumulated since the last update."""
         self._gathered.clear()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in what was gathered since the last update."""
+        """Update the running moments, and when due the matrix, from what was accumulated since the last update."""
         if not self._gathered:
             return
         total = torch.tensor(float(sum(count for _, _, count in self._gathered)), device=self.mean_LD.device)
@@ -67,12 +69,12 @@ class Whitening(nn.Module):
         self.over_ranks(total, sum_LD, product_LDD)
         mean_LD, moment_LDD = sum_LD / total, product_LDD / total
         self.updates += 1
-        done = int(self.updates)
-        share = 1 / min(done, self.window)
+        updates = int(self.updates)
+        share = 1 / min(updates, self.window)
         self.mean_LD.lerp_(mean_LD, share)
         self.moment_LDD.lerp_(moment_LDD, share)
-        # An eigendecomposition is small beside an update on a CPU, not beside one on a fast GPU.
-        if done <= 100 or done % self.refresh == 0:
+        # An eigendecomposition costs little compared with an update on a CPU, but not on a fast GPU.
+        if updates <= 100 or updates % self.refresh == 0:
             covariance = self.moment_LDD - self.mean_LD.unsqueeze(2) * self.mean_LD.unsqueeze(1)
             value_LD, vector_LDD = torch.linalg.eigh(covariance)
             floor_L1 = self.shrinkage * value_LD.clamp_min(0).mean(1, keepdim=True)

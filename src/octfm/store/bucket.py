@@ -1,4 +1,4 @@
-"""Stores in a bucket: written shard by shard and visible row by row, read through verified copies on the local disk."""
+"""Stores in a bucket: written shard by shard, visible row by row, read through verified copies on local disk."""
 
 import json
 import shutil
@@ -18,22 +18,23 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
-from octfm.store.layout import ARRAYS, Compression, StoreRow, checksum, read_rows, shapes, shard_key
+from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
 from octfm.store.writer import StoreWriter
 
 if TYPE_CHECKING:
     from octfm.volume.preprocessing import Preprocessing
 
 AT_ONCE = 16
-"""Volumes fetched together."""
+"""Volumes fetched at the same time."""
 TRIES = 3
-"""Of a volume whose bytes arrived and differ from its checksum."""
+"""Downloads of a volume whose bytes do not match its checksum, before giving up."""
 COMMIT_SHARE, COMMIT_LEAST = 0.05, 16
-"""Objects cannot be appended to: the list of rows is written again after so many new ones, and in between each has an object of its own."""
+"""rows.jsonl is uploaded again once this share of its rows is new, and at least this many. Nothing can be appended to
+an object, so until then every new row is an object of its own below pending/."""
 
 
 class BucketArrays:
-    """The arrays of a store in a bucket. A volume is fetched once, compared with its checksum, and read from the cache ever after."""
+    """The arrays of a store in a bucket: each volume is downloaded once, verified, and then read from the cache."""
 
     def __init__(
         self,
@@ -43,11 +44,11 @@ class BucketArrays:
         metadata: Mapping[str, Any],
         open_arrays,
     ):
-        """`metadata`: of each array; `open_arrays`: what opens a local folder of arrays."""
+        """`metadata`: zarr.json of each array; `open_arrays`: a function that opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
         self._listing: dict[str, bucket.Object] = {}
         self._lock = threading.Lock()
-        # Links to cached shards, under the names that zarr expects.
+        # Symbolic links to cached shards, under the names that zarr expects.
         self._links = tempfile.TemporaryDirectory(prefix="octfm-store-", ignore_cleanup_errors=True)
         for name in ARRAYS:
             folder = Path(self._links.name) / name
@@ -62,10 +63,10 @@ class BucketArrays:
             self._arrays.read_into(name, index, out)
 
     def forget(self, row: int) -> None:
-        """Delete a damaged copy, so that the next read fetches another one."""
+        """Delete a damaged cached copy, so that the next read downloads it again."""
         self._forget(row)
         warnings.warn(
-            f"{self._path}: the copy of volume {row} in {bucket_cache.folder()} was damaged and is fetched again",
+            f"{self._path}: the copy of volume {row} in {bucket_cache.folder()} was damaged and is downloaded again",
             stacklevel=2,
         )
 
@@ -73,36 +74,38 @@ class BucketArrays:
         """Link the shards of a volume and keep them from being evicted as long as `held` is open."""
         for _ in range(TRIES):
             own = ExitStack()
-            fresh = [self._link(name, row, own) for name in ARRAYS]
-            if not any(fresh) or self._as_it_was_written(row):
+            downloaded = [self._link(name, row, own) for name in ARRAYS]
+            # Cached copies were verified when they arrived.
+            if not any(downloaded) or self._matches_checksum(row):
                 with self._lock:
                     held.enter_context(own)
                 return
             own.close()
             self._forget(row)
         raise OSError(
-            f"{self._path / 'voxels' / shard_key(row)}: fetched {TRIES} times, and never as its checksum says"
+            f"{self._path / 'voxels' / shard_key(row)}: downloaded {TRIES} times, never matching its checksum"
         )
 
     def _link(self, name: str, row: int, own: ExitStack) -> bool:
-        """Whether it had to be fetched."""
-        uri, made = str(self._path / name / shard_key(row)), []
+        """Link a shard to its cached copy, held by `own`; True if it had to be downloaded."""
+        uri, downloads = str(self._path / name / shard_key(row)), []
         found = self._find(uri)
 
-        def make(file: Path) -> None:
-            made.append(True)
+        def download(file: Path) -> None:
+            downloads.append(uri)
             bucket.download(uri, file, found.size)
 
-        cached = own.enter_context(bucket_cache.kept(bucket_cache.key(uri, found), found.size, make))
+        cached = own.enter_context(bucket_cache.kept(bucket_cache.key(uri, found), found.size, download))
         link = Path(self._links.name) / name / shard_key(row)
         if not link.is_symlink() or link.readlink() != cached:
-            beside = link.with_name(f".{link.name}.{threading.get_ident()}")
-            beside.symlink_to(cached)
-            beside.replace(link)
-        return bool(made)
+            # Symbolic links cannot be changed in place: make another one and rename it over the old one.
+            renewed = link.with_name(f".{link.name}.{threading.get_ident()}")
+            renewed.symlink_to(cached)
+            renewed.replace(link)
+        return bool(downloads)
 
     def _find(self, uri: str) -> bucket.Object:
-        """From one listing of the store; from another one where something was added since."""
+        """Look an object up in a listing of the store, which is renewed if the object was added since."""
         with self._lock:
             if uri not in self._listing:
                 self._listing = bucket.find(str(self._path))
@@ -110,14 +113,14 @@ class BucketArrays:
                 raise FileNotFoundError(f"{uri} is absent")
             return self._listing[uri]
 
-    def _as_it_was_written(self, row: int) -> bool:
-        arrays = {name: np.empty((1, *shape), ARRAYS[name]) for name, shape in shapes(self._image_size).items()}
+    def _matches_checksum(self, row: int) -> bool:
+        arrays = Arrays.empty(1, self._image_size)
         try:
-            for name, array in arrays.items():
-                self._arrays.read_into(name, np.array([row]), array)
+            for name in ARRAYS:
+                self._arrays.read_into(name, np.array([row]), getattr(arrays, name))
         except (ValueError, OSError):
             return False
-        return checksum(*(arrays[name][0] for name in ("voxels", "band", "valid"))) == self._rows[row].checksum
+        return checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == self._rows[row].checksum
 
     def _forget(self, row: int) -> None:
         for name in ARRAYS:
@@ -125,10 +128,10 @@ class BucketArrays:
 
 
 class BucketStoreWriter(StoreWriter):
-    """Works in a local folder like any StoreWriter; shards go to the bucket at once, and their row after them.
+    """A StoreWriter in a local folder that uploads each volume's shards at once, and then its row.
 
-    A reader sees what rows.jsonl lists, whose shards are all there. Rows since its last writing are objects below pending/, from
-    which the next writer goes on when this one is killed.
+    Readers see what rows.jsonl lists, and all of those shards are there. Rows added since it was last uploaded are
+    objects below pending/; if this writer is killed, the next one continues from them.
     """
 
     def __init__(self, where: BucketPath, preprocessing: "Preprocessing", compression: Compression | None = None):
@@ -142,7 +145,7 @@ class BucketStoreWriter(StoreWriter):
             self._refuse_foreign()
             self._fetch()
             if not (self.path / "store.json").is_file():
-                self._asked = self._asked or "zstd"
+                self._compression_wanted = self._compression_wanted or "zstd"
             super().__enter__()
             self._committed = self._listed
             self._commit()
@@ -173,14 +176,12 @@ class BucketStoreWriter(StoreWriter):
     def missing(self) -> set[int]:
         sizes = {name: self._shard_size(name) for name in ARRAYS}
         listing = bucket.find(str(self.where))
-        found = {
-            (name, row.index): listing.get(str(self.where / name / shard_key(row.index)))
-            for row in self.rows
-            for name in ARRAYS
-        }
-        return {
-            index for (name, index), there in found.items() if there is None or sizes[name] not in (None, there.size)
-        }
+
+        def is_whole(name: str, index: int) -> bool:
+            shard = listing.get(str(self.where / name / shard_key(index)))
+            return shard is not None and sizes[name] in (None, shard.size)
+
+        return {row.index for row in self.rows if not all(is_whole(name, row.index) for name in ARRAYS)}
 
     def _move(self, staged: str, index: int) -> None:
         self._lease.require()
@@ -191,7 +192,7 @@ class BucketStoreWriter(StoreWriter):
             file.unlink()
 
     def _commit(self) -> None:
-        """Metadata first, then the list of rows: a reader never knows of a volume that the arrays do not reach."""
+        """Upload the metadata, then rows.jsonl: a reader never sees a row beyond the length of the arrays."""
         self._lease.require()
         if not (self.where / "store.json").is_file():
             bucket.upload(self.path / "store.json", str(self.where / "store.json"))
@@ -203,7 +204,7 @@ class BucketStoreWriter(StoreWriter):
         self._committed = len(self.rows)
 
     def _fetch(self) -> None:
-        """The bucket's word about the store into the local folder, whatever is left there from another time."""
+        """Replace the local folder by the header and rows in the bucket, including rows below pending/."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         for name in ("store.json", "unprepared.jsonl", "rows.jsonl"):
@@ -225,4 +226,4 @@ class BucketStoreWriter(StoreWriter):
         if not (self.where / "store.json").is_file() and any(
             path.name != "writer.lock" for path in self.where.iterdir()
         ):
-            raise StoreError(f"{self.where}: there are objects here and no store; choose a new address, or delete them")
+            raise StoreError(f"{self.where}: holds objects, but no store; choose a new address, or delete them")

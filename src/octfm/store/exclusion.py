@@ -1,4 +1,4 @@
-"""A list of volumes to leave out: an acquisition, a uri or a participant per line; `#` begins a comment."""
+"""Lists of volumes to exclude: one acquisition, uri or participant per line; `#` begins a comment."""
 
 import sys
 from collections.abc import Iterable
@@ -13,11 +13,12 @@ from octfm.store.store import Store
 
 
 def to_stderr(line: str) -> None:
+    """Print to standard error, so that standard output stays free for results."""
     print(line, file=sys.stderr)
 
 
 def named_lines(file: str | Path) -> dict[str, int]:
-    """What the lines name, with their numbers. Raises ConfigError where the file cannot be read or names nothing."""
+    """Name -> number of the first line with it. Raises ConfigError if the file is unreadable or names nothing."""
     try:
         lines = Path(file).read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
@@ -27,7 +28,7 @@ def named_lines(file: str | Path) -> dict[str, int]:
         ) from None
     found: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
-        # A uri may hold a `#`; a comment behind a name has white space before it.
+        # A uri may contain `#`; a comment after a name starts with white space.
         name = "" if line.lstrip().startswith("#") else line.replace("\t#", " #").split(" #")[0].strip()
         if name:
             found.setdefault(name, number)
@@ -39,28 +40,31 @@ def named_lines(file: str | Path) -> dict[str, int]:
 def excluded(
     file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = to_stderr
 ) -> np.ndarray:
-    """bool [n]: which of `volumes`, each given by its names, a line of the file names. Lines that name none are named themselves, unless
-    they are among `known`, names of volumes that are left out already. Raises ConfigError where nothing would be left."""
-    lines, volumes = named_lines(file), list(volumes)
+    """bool [n]: True for each of `volumes` (given by all its names) that the file lists.
+
+    `of` describes the whole in messages. Lines that match no volume are reported, with the nearest name, unless they
+    are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would remain.
+    """
+    lines, volumes, known = named_lines(file), list(volumes), set(known)
     out = np.array([any(name in lines for name in names) for names in volumes], bool)
-    there = {name for names in volumes for name in names}
+    all_names = {name for names in volumes for name in names}
     for name, number in lines.items():
-        if name not in there and name not in set(known):
-            near = get_close_matches(name, there, n=1)
+        if name not in all_names and name not in known:
+            near = get_close_matches(name, all_names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             echo(f"exclude {file}, line {number}: {of} has no acquisition, uri or participant {name}{hint}")
     if len(out) and out.all():
-        raise ConfigError(f"exclude {file}: it names all {len(out)} volumes of {of}, so none is left")
+        raise ConfigError(f"exclude {file}: it names all {len(out)} volumes of {of}, so none is left; shorten the list")
     return out
 
 
 def without_excluded(store: Store, file: str | Path | None, echo: Echo = to_stderr) -> Store:
-    """The store as if the volumes that `file` names had never been prepared."""
+    """The store without the volumes listed in `file`, renumbered as if they had never been prepared."""
     if file is None:
         return store
-    set_aside = {name for u in store.unprepared() for name in (u.acquisition, u.uri)}
+    quarantined = {name for u in store.unprepared() for name in (u.acquisition, u.uri)}
     out = excluded(
-        file, ((row.acquisition, row.uri, row.participant) for row in store.rows), str(store.path), set_aside, echo
+        file, ((row.acquisition, row.uri, row.participant) for row in store.rows), str(store.path), quarantined, echo
     )
     echo(f"exclude {file}: {out.sum():,} of {len(out):,} volumes of {store.path} are left out")
     return store.part(np.flatnonzero(~out)) if out.any() else store
@@ -69,7 +73,7 @@ def without_excluded(store: Store, file: str | Path | None, echo: Echo = to_stde
 def without_excluded_files(
     acquisitions: tuple[Acquisition, ...], file: str | Path | None, of: str, echo: Echo = to_stderr
 ) -> tuple[Acquisition, ...]:
-    """The acquisitions of a catalog that `file` does not name."""
+    """The acquisitions of a catalog except those listed in `file`."""
     if file is None:
         return acquisitions
     out = excluded(file, ((a.sop_instance_uid, a.uri, a.participant) for a in acquisitions), of, echo=echo)

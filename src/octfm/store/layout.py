@@ -1,4 +1,4 @@
-"""What lies in a prepared store: arrays, rows, their checksums; read and checked here, for readers and writers alike."""
+"""The format of a prepared store: arrays, rows and checksums, with the checks that readers and writers share."""
 
 import hashlib
 import json
@@ -6,22 +6,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from octfm.errors import StoreError
 from octfm.io.location import Location
 
-if TYPE_CHECKING:
-    pass
-
 FORMAT, VERSION = "octfm-store", 1
 CHECKSUM = "sha256 of the voxels, band and valid of a volume, in this order, C order, little endian"
 HEADER_KEYS = ("fingerprint", "image_size", "compression", "preprocessing")
-"""Of store.json, besides format and version."""
+"""Required in store.json, in addition to format and version."""
 SHARD_CHECKSUM = "shard_checksum"
-"""In store.json, of stores whose shards carry checksums of their data."""
+"""Key in store.json of stores whose shards contain checksums; absent from older stores."""
 _DIGEST = ',"digest":"'
 _DIGEST_AT_END = re.compile(rb',"digest":"([0-9a-f]{16})"}$')
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
@@ -32,7 +29,7 @@ Compression = Literal["none", "zstd"]
 
 @dataclass(frozen=True)
 class StoreRow:
-    """What one prepared volume is; `index` is its place in the arrays."""
+    """Metadata of one prepared volume; `index` is its position along the first axis of the arrays."""
 
     index: int
     acquisition: str
@@ -47,32 +44,32 @@ class StoreRow:
     participant_labels: dict[str, str]
     flags: tuple[str, ...]
     confident: bool
-    """False: the tissue band could not be told, so it holds every row of the image."""
+    """False if no tissue band was found with confidence; the band then covers every row of the image."""
     confidence: dict[str, float | None]
     transform: dict[str, Any]
-    """Way back to the native frame: `Transform.from_dict` reads it."""
+    """Maps prepared coordinates back to the native frame; read by `Transform.from_dict`."""
     checksum: str
     pixels: str = ""
-    """Fingerprint of the native voxels (octfm.volume.pixel_copies); empty in stores made before there was one."""
+    """Fingerprint of the native voxels (octfm.volume.pixel_copies); empty in stores written before it existed."""
     found: tuple[str, ...] = ()
-    """Doubts that only pixels can raise, keys of acquisition.FLAGS: they stay when the catalog's words change."""
+    """Flags raised by the voxels themselves (keys of acquisition.FLAGS); kept when a new catalog updates the row."""
     layout: str = "raster"
-    """Of what was scanned: the voxels of a radial row are a raster made of a star, and `transform` leads back to that raster."""
+    """Scan pattern. A radial scan is stored as a raster made from its star, which is what `transform` refers to."""
 
     def to_line(self) -> str:
-        """A line of rows.jsonl, which ends with a digest of all before it."""
+        """One line of rows.jsonl, ending with a digest of everything before it."""
         body = to_line(asdict(self))[: -len("}\n")]
         return f'{body}{_DIGEST}{digest(body.encode())}"}}\n'
 
     @property
     def diagnosis(self) -> str | None:
-        """The first of the columns `diagnosis`, `study_group` that the participant has."""
+        """The participant's `diagnosis` label, else `study_group`, else None."""
         return next((self.participant_labels[c] for c in DIAGNOSIS_COLUMNS if self.participant_labels.get(c)), None)
 
 
 @dataclass(frozen=True)
 class Unprepared:
-    """An acquisition that could not be prepared; the next call tries it again."""
+    """An acquisition that could not be prepared; the next `prepare` tries again."""
 
     acquisition: str
     uri: str
@@ -83,21 +80,26 @@ class Unprepared:
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
+    """The arrays of B prepared volumes."""
+
     voxels: np.ndarray
     """uint8 [B, D, H, W]"""
     band: np.ndarray
-    """float32 [B, 2, D, W]: upper and lower surface of the tissue band, in rows."""
+    """float32 [B, 2, D, W]: upper and lower surface of the tissue band, in fractional rows."""
     valid: np.ndarray
-    """int16 [B, 2, D, W]: first row that holds image, one past the last; both 0 where the A-scan is padding."""
+    """int16 [B, 2, D, W]: first image row and one past the last, per A-scan; both 0 where the A-scan is padding."""
     acquisition: tuple[str, ...] = ()
-    """Of each volume, for errors; empty: not known."""
+    """Acquisition of each volume, for error messages; empty if unknown."""
 
     @staticmethod
     def empty(count: int, image_size: Sequence[int]) -> "Arrays":
-        return Arrays(**{name: np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items()})
+        """Uninitialised arrays for `count` volumes."""
+        voxels, band, valid = (np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items())
+        return Arrays(voxels, band, valid)
 
 
 def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
+    """The checksum of one volume, as rows.jsonl records it (see CHECKSUM)."""
     digest = hashlib.sha256()
     for name, array in (("voxels", voxels), ("band", band), ("valid", valid)):
         digest.update(np.ascontiguousarray(array, np.dtype(ARRAYS[name]).newbyteorder("<")).data)
@@ -105,16 +107,18 @@ def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
 
 
 def digest(data: bytes) -> str:
-    """Of a row or of the header, which are read by people as well: short, and against damage only."""
+    """Digest of a row or of the header: short because people read these files, and only against accidental damage."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def shard_key(index: int) -> str:
+    """Name of the shard of one volume, the same in each of the three arrays."""
+    # The "default" chunk key encoding of zarr v3 with separator "."; one chunk per volume, so the other indices are 0.
     return f"c.{index}.0.0.0"
 
 
 def read_header(path: Location) -> dict[str, Any] | None:
-    """store.json, checked; None where there is none."""
+    """store.json, validated; None if it does not exist."""
     file = path / "store.json"
     if not file.is_file():
         return None
@@ -123,32 +127,33 @@ def read_header(path: Location) -> dict[str, Any] | None:
     except ValueError as error:
         raise StoreError(f"{file}: not valid JSON ({error}); the store is damaged, prepare into a new folder") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise StoreError(f"{file}: expected format {FORMAT!r}; this is not a store of octfm")
+        raise StoreError(f"{file}: expected format {FORMAT!r}; this is not an octfm store, choose another folder")
     if header.get("version") != VERSION:
         raise StoreError(
-            f"{file}: store version {header.get('version')}, and this octfm reads version {VERSION}; "
+            f"{file}: store version {header.get('version')}, but this octfm reads version {VERSION}; "
             "use the octfm that wrote it, or prepare into a new folder"
         )
     if absent := [key for key in HEADER_KEYS if key not in header]:
-        raise StoreError(
-            f"{file}: expected {', '.join(absent)}, found none; the store is damaged, prepare into a new folder"
-        )
-    # Headers of older stores have none.
+        raise StoreError(f"{file}: {', '.join(absent)} missing; the store is damaged, prepare into a new folder")
+    # Headers of older stores have no digest.
     if header.get("digest", header_digest(header)) != header_digest(header):
         raise StoreError(
-            f"{file}: not what was written, a setting was changed or damaged; restore it from a copy, or prepare into a new folder"
+            f"{file}: does not match its digest, so it was edited or damaged; restore it from a copy, "
+            "or prepare into a new folder"
         )
     return header
 
 
 def header_digest(header: Mapping[str, Any]) -> str:
+    """Digest of everything in store.json except the digest itself."""
     return digest(to_line({key: value for key, value in header.items() if key != "digest"}).encode())
 
 
 def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
-    """The visible volumes, and the length in bytes of their lines. A last line without its end belongs to a write that was cut off."""
+    """The visible volumes, and the length of their lines in bytes."""
     file = path / "rows.jsonl"
     data = file.read_bytes() if file.is_file() else b""
+    # A last line without its newline was cut off while it was written: that volume does not exist yet.
     whole = data[: data.rfind(b"\n") + 1]
     rows = []
     for number, line in enumerate(whole.splitlines()):
@@ -159,30 +164,34 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(
-                f"{file}: line {number + 1} is not a row ({error}); restore the file from a copy, or prepare into a new folder"
+                f"{file}: line {number + 1} is not a valid row ({error}); restore the file from a copy, "
+                "or prepare into a new folder"
             ) from None
         if rows[-1].index != number:
             raise StoreError(
-                f"{file}: line {number + 1} holds row {rows[-1].index}; the store is damaged, prepare into a new folder"
+                f"{file}: line {number + 1} holds row {rows[-1].index}, expected row {number}; the store is damaged, "
+                "prepare into a new folder"
             )
     return tuple(rows), len(whole)
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """A row without its digest. ValueError where they differ; rows of older stores have none."""
+    """A parsed row without its digest, which rows of older stores lack. Raises ValueError if the two do not match."""
     end = _DIGEST_AT_END.search(line)
     if end is not None:
         line = line[: end.start()]
         if digest(line) != end[1].decode():
-            raise ValueError("it differs from its digest")
+            raise ValueError("it does not match its digest")
         line += b"}"
     values = json.loads(line)
+    # A digest anywhere but at the end of the line: the row was reformatted, so it can no longer be verified.
     if "digest" in values:
-        raise ValueError("it was edited by hand; octfm prepare brings the splits and labels of a catalog into a store")
+        raise ValueError("it was edited by hand; to change splits or labels, run octfm prepare with a new catalog")
     return values
 
 
 def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
+    """The quarantined acquisitions, from unprepared.jsonl."""
     file = path / "unprepared.jsonl"
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
     try:
@@ -194,16 +203,18 @@ def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
 
 
 def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Shape of each array for one volume of `image_size` [D, H, W]."""
     d, h, w = image_size
     return {"voxels": (d, h, w), "band": (2, d, w), "valid": (2, d, w)}
 
 
 def to_line(values: Mapping[str, Any]) -> str:
+    """Compact JSON and a newline."""
     return json.dumps(_plain(values), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def _plain(value: Any) -> Any:
-    """JSON has neither numpy scalars nor NaN."""
+    """`value` in types that JSON has: numpy values become Python's, NaN and infinity become null."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""batches(step): the global batch is a pure function of (seed, step); every rank takes its positions of it, read ahead in a thread."""
+"""Batches by step: the global batch is a pure function of (seed, step), and each rank prefetches its share of it."""
 
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Self
 
 import numpy as np
@@ -24,28 +24,28 @@ class DataConfig(Config):
     store: Place | None = None
     """Folder of a prepared store."""
     exclude: LocalPlace | None = None
-    """File with an acquisition, uri or participant per line: their volumes are left out."""
+    """File with an acquisition, uri or participant per line, whose volumes are left out."""
     scanners: tuple[str, ...] = ()
-    """Scanners to train on: one (single-domain), several (multi-domain), or none named for all."""
+    """Scanners to train on: one (single-domain) or several (multi-domain); empty for all."""
     leave_out_scanners: tuple[str, ...] = ()
-    """Scanners never trained on, to be tested on afterwards: leave one scanner out."""
+    """Scanners never trained on, so that they can be tested on afterwards (leave one scanner out)."""
     layouts: tuple[Admissible, ...] = RASTER_ONLY
-    """How the scans lay on the fundus: [raster, radial] also trains on the rasters that were made of stars, where the store has any."""
+    """Scan patterns to train on; [raster, radial] adds radial scans, which the store holds resampled to rasters."""
     balance_scanners: bool = False
-    """Every scanner as often as any other, whatever its share of the volumes."""
+    """Draw every scanner equally often, whatever its share of the volumes."""
     max_samples: AtMost | tuple[AtMost | None, ...] | None = None
-    """At most this many volumes, the same ones every time; a list has one limit for each of `scanners`; null for all."""
+    """At most this many volumes, always the same ones; a list gives a limit for each of `scanners`; null for all."""
     global_batch_size: int = Field(default=32, ge=1, le=1_000_000)
-    """Volumes per optimizer step, over all ranks and accumulation."""
+    """Volumes per optimizer step, over all ranks and accumulation passes."""
     per_device_batch_size: int = Field(default=1, ge=1, le=1_000_000)
-    """Volumes per forward pass on one device. Accumulation follows: global / (per device × world), and must divide."""
+    """Volumes per forward pass on one device. Accumulation passes are global / (per device × world), a whole number."""
     prefetch: int = Field(default=2, ge=0, le=1000)
-    """Steps read ahead."""
+    """Steps to read ahead."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One rank's share of one global batch. Its memory is used again for a later batch once no array, slice or tensor of it is left."""
+    """One rank's share of a global batch. Its memory is reused once no array, slice or tensor refers to it."""
 
     voxels: np.ndarray
     """uint8 [B, D, H, W]"""
@@ -56,23 +56,23 @@ class Batch:
     index: np.ndarray
     """int64 [B], rows of the store."""
     position: np.ndarray
-    """int64 [B], places in the sequence of all volumes of the run: step × global_batch_size + place in the global batch."""
+    """int64 [B], positions in the run's sequence of volumes: step × global_batch_size + place in the global batch."""
     scanner: tuple[str, ...]
     wait_s: float
-    """How long the caller waited for it."""
+    """Seconds the caller waited for this batch."""
     laterality: tuple[str | None, ...] = ()
-    """R, L or None where it is unknown; empty: all are known."""
+    """R, L or None if unknown, for each volume; empty if all are known."""
     acquisition: tuple[str, ...] = ()
-    """Of each volume, for errors; empty: not known."""
+    """Acquisition of each volume, for error messages; empty if unknown."""
 
     def __len__(self) -> int:
         return len(self.index)
 
 
 class Loader:
-    """Draws from `rows` of `store` in the order of octfm.store.order: every row once per epoch, or all scanners equally often (`balance`).
+    """Reads batches of `rows` in the order of octfm.store.order: every row once per epoch, or scanners equally often.
 
-    World size, prefetch and threads change when a volume is read and by whom, never which.
+    World size, prefetching and threads change which process reads a volume, and when, but never the global batch.
     """
 
     def __init__(
@@ -87,13 +87,8 @@ class Loader:
         balance: bool = False,
     ):
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
-        self.global_batch_size, self.seed, self.rank, self.world, self.prefetch = (
-            global_batch_size,
-            seed,
-            rank,
-            world,
-            prefetch,
-        )
+        self.global_batch_size, self.seed, self.prefetch = global_batch_size, seed, prefetch
+        self.rank, self.world = rank, world
         if not len(self.rows):
             raise ConfigError(
                 f"{store.path}: no rows to draw batches from; see data.scanners, data.max_samples and the split"
@@ -103,9 +98,9 @@ class Loader:
         if prefetch < 0:
             raise ConfigError(f"data.prefetch: expected 0 or more steps, got {prefetch}")
         accumulation(global_batch_size, 1, world)
-        # One thread: the store reads a batch in parallel by itself, and steps are wanted in order.
+        # One thread is enough: the store reads the volumes of a batch in parallel, and steps are needed in order.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
-        # While the caller works on one batch and holds the one before, `prefetch` are ready and one is being read.
+        # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read.
         self._memory = BatchMemory(store.image_size, spare=prefetch + 3)
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed = False
@@ -123,29 +118,29 @@ class Loader:
         return len(self.rows) / self.global_batch_size
 
     def exclude(self, rows: Iterable[int]) -> None:
-        """From the next `batches` on, each of these rows is replaced by the one after it in its epoch's order; all else stays."""
+        """From the next `batches` on, replace each of these rows by the next one in its epoch's order."""
         self._excluded = frozenset(int(row) for row in rows)
-        for rows in self._order.groups:
-            if self._excluded.issuperset(rows.tolist()):
-                of = f" of {self.store.rows[rows[0]].scanner}" if len(self._order.groups) > 1 else ""
+        for group in self._order.groups:
+            if self._excluded.issuperset(group.tolist()):
+                of = f" of {self.store.rows[group[0]].scanner}" if len(self._order.groups) > 1 else ""
                 raise ConfigError(f"{self.store.path}: every volume{of} is excluded, none is left to train on")
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
 
     def positions(self, step: int) -> np.ndarray:
-        """int64 [global_batch_size / world]: this rank's positions of the run's sequence of volumes."""
+        """int64 [global_batch_size / world]: this rank's positions in the run's sequence of volumes."""
         share = self.global_batch_size // self.world
         return step * self.global_batch_size + self.rank * share + np.arange(share, dtype=np.int64)
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """int64 [B]: the rows of the store at these positions."""
+        """int64 [B]: the store rows at these positions."""
         return self._order.rows_at(positions, self._excluded)
 
     def batches(self, step: int) -> Batch:
-        """This rank's share of the global batch of `step`; reading of the following steps goes on in the background.
+        """This rank's share of the global batch of `step`; the following steps are read in the background.
 
-        Raises StoreError naming the step, caused by whatever went wrong while reading it.
+        Raises StoreError naming the step; its cause is the error of the reader.
         """
         if step < 0:
             raise ValueError(f"step must be 0 or more, got {step}")
@@ -153,7 +148,7 @@ class Loader:
             raise RuntimeError("the loader is closed")
         start = time.perf_counter()
         wanted = range(step, step + self.prefetch + 1)
-        # After a jump (resume, rollback) what was read ahead for other steps is of no use.
+        # After a jump (resume, rollback) batches prefetched for other steps are useless.
         for other in [s for s in self._ahead if s not in wanted]:
             self._ahead.pop(other).cancel()
         for s in wanted:
@@ -166,7 +161,7 @@ class Loader:
         return replace(future.result(), wait_s=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Joins the thread; safe to call twice."""
+        """Stop the reader thread; safe to call twice."""
         self._closed = True
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
@@ -195,26 +190,19 @@ def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch in parts of `size`, in order. wait_s stays with the first, so that its sum is the batch's."""
+    """The batch in parts of `size`, in order. The first part has the whole wait_s and the others 0, so it sums up."""
     if size < 1 or len(batch) % size:
         raise ConfigError(f"data.per_device_batch_size {size} does not divide the {len(batch)} volumes of a rank")
     for start in range(0, len(batch), size):
-        part = slice(start, start + size)
-        yield Batch(
-            batch.voxels[part],
-            batch.band[part],
-            batch.valid[part],
-            batch.index[part],
-            batch.position[part],
-            batch.scanner[part],
-            wait_s=0.0 if start else batch.wait_s,
-            laterality=batch.laterality[part],
-            acquisition=batch.acquisition[part],
-        )
+        columns = {f.name: getattr(batch, f.name)[start : start + size] for f in fields(batch) if f.name != "wait_s"}
+        yield Batch(**columns, wait_s=0.0 if start else batch.wait_s)
 
 
 def accumulation(global_batch_size: int, per_device_batch_size: int, world: int) -> int:
-    """Forward passes per optimizer step: global / (per device × world). ConfigError with the nearest values that work."""
+    """Forward passes per optimizer step: global / (per device × world).
+
+    Raises ConfigError, suggesting the nearest valid values, if it is not a whole number.
+    """
     for name, value in (
         ("data.global_batch_size", global_batch_size),
         ("data.per_device_batch_size", per_device_batch_size),
@@ -222,11 +210,11 @@ def accumulation(global_batch_size: int, per_device_batch_size: int, world: int)
     ):
         if value < 1:
             raise ConfigError(f"{name}: expected at least 1, got {value}")
-    once = per_device_batch_size * world
-    passes, rest = divmod(global_batch_size, once)
+    per_pass = per_device_batch_size * world
+    passes, rest = divmod(global_batch_size, per_pass)
     if not rest:
         return passes
-    choices = " or ".join(str(k * once) for k in (passes, passes + 1) if k)
+    choices = " or ".join(str(k * per_pass) for k in (passes, passes + 1) if k)
     remedy = f"data.global_batch_size={choices}"
     if global_batch_size % world == 0:
         share = global_batch_size // world
@@ -235,8 +223,9 @@ def accumulation(global_batch_size: int, per_device_batch_size: int, world: int)
         above = [k for k in divisors if k > per_device_batch_size][:1]
         remedy += f", or data.per_device_batch_size={' or '.join(map(str, below + above))}"
     raise ConfigError(
-        f"data.global_batch_size {global_batch_size} is not a multiple of per_device_batch_size {per_device_batch_size} × {world} "
-        f"{'ranks' if world > 1 else 'rank'} = {once}; nearest that work: {remedy}"
+        f"data.global_batch_size {global_batch_size} is not a multiple of per_device_batch_size "
+        f"{per_device_batch_size} × {world} {'ranks' if world > 1 else 'rank'} = {per_pass}; "
+        f"nearest that work: {remedy}"
     )
 
 
@@ -248,11 +237,12 @@ def select(
     leave_out: Sequence[str] = (),
     layouts: Sequence[Admissible] = RASTER_ONLY,
 ) -> np.ndarray:
-    """int64 [n], ascending: rows of `split` (None: all) from these scanners (empty: all) but those in `leave_out`, scanned in one of these
-    layouts, at most `max_samples` of them, or of each scanner where that is a list.
+    """int64 [n], ascending: the rows that match a split, scanners and layouts, at most `max_samples` of them.
 
-    The sample is ordered by a hash of the acquisition, so it mixes scanners and participants, and grows by inclusion.
-    Raises StoreError if any participant of the store is in two splits (F16), ConfigError if nothing matches.
+    `split` None and empty `scanners` match everything; `leave_out` scanners are removed. `max_samples` as a list limits
+    each of `scanners` separately. Samples are the first rows by a hash of the acquisition: they mix scanners and
+    participants, and a larger sample contains every smaller one.
+    Raises StoreError if a participant is in two splits (F16), ConfigError if nothing matches.
     """
     assert_disjoint_splits(store)
     present = sorted({row.scanner for row in store.rows})
@@ -265,13 +255,17 @@ def select(
         raise ConfigError(
             f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out"
         )
-    limits = [max_samples] if isinstance(max_samples, int | None) else list(max_samples)
-    if not isinstance(max_samples, int | None) and len(limits) != len(scanners):
+    if isinstance(max_samples, int | None):
+        limits = {None: max_samples}  # one limit for all scanners together
+    elif len(max_samples) == len(scanners):
+        limits = dict(zip(scanners, max_samples, strict=True))
+    else:
         raise ConfigError(
-            f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, got {len(limits)}; null stands for all"
+            f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, "
+            f"got {len(max_samples)}; null stands for all"
         )
     splits = sorted({str(row.split) for row in store.rows})
-    if wrong := [limit for limit in limits if limit is not None and limit < 1]:
+    if wrong := [limit for limit in limits.values() if limit is not None and limit < 1]:
         raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
     wanted = set(scanners or present) - set(leave_out)
     rows = [row for row in store.rows if split in (None, row.split) and row.scanner in wanted and row.layout in layouts]
@@ -282,22 +276,17 @@ def select(
             f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
         )
     rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
-    if isinstance(max_samples, int | None):
-        rows = rows[:max_samples]
-    else:
-        rows = [
-            row
-            for name, limit in zip(scanners, limits, strict=True)
-            for row in [r for r in rows if r.scanner == name][:limit]
-        ]
-    return np.array(sorted(row.index for row in rows), dtype=np.int64)
+    chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
+    return np.array(sorted(row.index for row in chosen), dtype=np.int64)
 
 
 def assert_disjoint_splits(store: Store) -> None:
+    """Raises StoreError if a participant is in two splits."""
     split_of: dict[str, str | None] = {}
     for row in store.rows:
         if split_of.setdefault(row.participant, row.split) != row.split:
             raise StoreError(
-                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in {row.split}, so results would "
-                "leak; run `octfm scan` on all the data and `octfm prepare` again: the rows take the catalog's splits, voxels stay"
+                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in "
+                f"{row.split}, which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, "
+                "which updates the splits and keeps the voxels"
             )

@@ -1,4 +1,4 @@
-"""Which row stands at which position of the endless sequence of volumes that a run sees: a pure function of the seed."""
+"""Training order: the row at each position of a run's endless sequence of volumes, a pure function of the seed."""
 
 import functools
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 
 ORDER_STREAM = 1
-"""Sets the order of volumes apart from whatever else is drawn with the run's seed."""
+"""Part of the random key: separates the order of volumes from everything else drawn with the run's seed."""
 TURN_STREAM = 2
-"""Sets whose turn it is apart from it."""
+"""The same for the order in which groups take turns."""
 
 
 class Order:
-    """Groups of rows take turns: each block of as many positions as there are groups has one of each, in an order drawn anew.
+    """Groups of rows take turns: each block of len(groups) positions has one row of every group, in random order.
 
-    A group is walked epoch by epoch, every row once per epoch and shuffled by (seed, epoch). With one group, all rows, that is the plain
-    order: position p is row perm_e[p mod n] of epoch e = p // n. With a group per scanner, every scanner is as frequent as any other;
-    those with few volumes repeat them sooner.
+    A group is traversed epoch by epoch: every row once per epoch, shuffled by (seed, epoch). A single group with all
+    rows gives the plain order: position p is row perm_e[p mod n] of epoch e = p // n. One group per scanner makes all
+    scanners equally frequent; those with few volumes repeat them sooner.
     """
 
     def __init__(self, groups: Sequence[np.ndarray], seed: int):
@@ -24,7 +24,7 @@ class Order:
         self._permutation = functools.lru_cache(maxsize=2 * len(groups))(self._shuffled)
 
     def rows_at(self, positions: np.ndarray, excluded: frozenset[int] = frozenset()) -> np.ndarray:
-        """int64 [B]. An excluded row is replaced by the one after it in its epoch's order; all else stays."""
+        """int64 [B]. An excluded row is replaced by the next one in its epoch's order; all other positions stay."""
         blocks, places = np.divmod(positions, len(self.groups))
         group = np.zeros_like(positions)
         if len(self.groups) > 1:
@@ -46,10 +46,12 @@ class Order:
         return rows
 
     def _shuffled(self, group: int, epoch: int) -> np.ndarray:
+        # A single group adds nothing to the key, so its order is the same as before there were groups.
         one_of_several = (group,) if len(self.groups) > 1 else ()
         return _draw(len(self.groups[group]), (self.seed, epoch, ORDER_STREAM, *one_of_several))
 
 
 def _draw(count: int, seed: tuple[int, ...]) -> np.ndarray:
-    # numpy keeps the raw output of its bit generators across versions, and not that of Generator.permutation.
+    """A random permutation of range(count)."""
+    # Across versions numpy keeps the raw output of its bit generators, but not that of Generator.permutation.
     return np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(count), kind="stable")

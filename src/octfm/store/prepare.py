@@ -1,4 +1,4 @@
-"""Catalog + Preprocessing -> Store: parallel, resumable at any moment, and never stopped by a bad file."""
+"""Catalog + Preprocessing -> Store: in parallel, resumable at any moment, never stopped by a bad file."""
 
 import functools
 import math
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
     from octfm.volume.preprocessing import Prepared, Preprocessing
 
-# What a bad file makes of a decoder or of numpy. A TypeError or an AttributeError would be our own mistake, and stops the run.
+# Errors that a bad file can cause in a decoder or in numpy. Not TypeError and AttributeError: bugs stop the run.
 BAD_INPUT = (OctfmError, ValueError, ArithmeticError, LookupError, RuntimeError, OSError, MemoryError)
 
 REASONS: dict[str, str] = {
     "changed_since_scan": "the file is not the one that the catalog describes; scan again",
-    "no_image": "all that differs from one value lies outside the prepared field, or every A-scan has one value throughout: nothing is left "
-    "to learn from; look at the scan. Noise without a retina is prepared, with a tissue band of low confidence",
-    "preprocessing_failed": "the voxels could be read, and not brought into the prepared frame; report it with the sentence",
+    "no_image": "the image is constant inside the prepared field, or every A-scan has one value throughout: nothing is "
+    "left to learn from; look at the scan. Noise without a retina is prepared, with a tissue band of low confidence",
+    "preprocessing_failed": "the voxels were read, but could not be brought into the prepared frame; report it with "
+    "the sentence",
 }
-"""What can go wrong after the scan, besides the reason codes of the readers -> what it means and what would fix it."""
+"""Reason codes added to those of the readers: what went wrong after the scan, and what would fix it."""
 
 Read = Callable[[str], Volume]
 
@@ -60,23 +61,23 @@ def prepare(
     exclude: str | Path | None = None,
     readers: "Sequence[Reader]" = (),
 ) -> Store:
-    """Prepare every accepted acquisition that `out` does not hold yet, in catalog order, whatever the number of workers.
+    """Prepare every accepted acquisition that `out` does not hold yet; rows are in catalog order for any `workers`.
 
-    Stopped at any moment, even by kill -9, the same call continues. What cannot be prepared goes to unprepared.jsonl with a
-    code and a sentence and is tried again by the next call. Volumes already there are not read again; when the catalog says
-    other things about them (split, labels, scanner), their rows follow it.
+    If it is stopped, even by kill -9, the same call continues. Acquisitions that cannot be prepared go to
+    unprepared.jsonl with a code and a sentence, and the next call tries them again. Volumes that are in the store are
+    not read again, but their rows take what the catalog says now (split, labels, scanner).
 
-    workers: child processes, None for one per core; 0 works in this process, where a crash of a decoder is a crash of the run.
-    compression: "none" for a local disk, "zstd" for a bucket; what a new store gets there.
-    read: how a uri becomes a Volume, by default `read_volume`, which decides by content; it travels to the workers.
-    locations: where the file of each uri lies, for a catalog whose uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate).
-    limits: seconds and memory of one file; what needs more is quarantined, like a file that crashes its decoder.
-    keep_upside_down: prepare what looks upside down as it lies, with a flag, instead of setting it aside.
-    cluster: address of a dask scheduler (tcp://host:port); all its workers are used, and must see files and store at the same paths.
-    exclude: a file that names volumes not to prepare (octfm.store.exclusion); those that are in the store already stay in it.
-    readers: the readers of formats of your own that the catalog was scanned with.
-    Raises StoreError where `out` was prepared with other settings, is being written by another process or cannot be written, and
-    where nothing at all could be prepared.
+    workers: child processes, None for one per core; 0 works in this process, which a crashing decoder takes down.
+    compression: of a new store; by default "none" on a local disk and "zstd" in a bucket.
+    read: turns a uri into a Volume, by default `read_volume`; it is pickled and sent to the workers.
+    locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate).
+    limits: seconds and memory per file; files that need more are quarantined, like files that crash their decoder.
+    keep_upside_down: prepare volumes that look upside down as they are, with a flag, instead of quarantining them.
+    cluster: a dask scheduler (tcp://host:port), all of whose workers must see files and store at the same paths.
+    exclude: a file naming volumes not to prepare (octfm.store.exclusion); those already in the store stay.
+    readers: the custom readers that the catalog was scanned with.
+    Raises StoreError if `out` was prepared with other settings, is being written by another process or cannot be
+    written, and if nothing at all could be prepared.
     """
     from octfm.catalog.participants.pseudonyms import is_pseudonymous
 
@@ -84,24 +85,25 @@ def prepare(
     account = Account(out, catalog.root)
     if not catalog.acquisitions:
         raise StoreError(
-            f"{catalog.root}: the catalog has no accepted acquisition, so there is nothing to prepare; see its rejects"
+            f"{catalog.root}: the catalog has no accepted acquisition, so nothing can be prepared; see its rejects"
         )
     if locations is None and read is None and is_pseudonymous(catalog):
         raise StoreError(
-            f"{out}: the catalog names files by pseudonyms; give its key and root (octfm prepare --key FILE --root FOLDER)"
+            f"{out}: the catalog names files by pseudonyms; give its key and root "
+            "(octfm prepare --key FILE --root FOLDER)"
         )
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
     limits = limits or Limits()
     if cluster is not None:
-        require_cluster(cluster)  # before anything is written
+        require_cluster(cluster)  # fails before anything is written
     wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     with _writer(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, wanted, locations or {})
-        unwanted = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in wanted}
-        trying = {task.acquisition.sop_instance_uid for task in tasks} | unwanted
-        writer.keep_unprepared(lambda u: u.acquisition not in trying)
+        outdated = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in wanted}
+        outdated |= {task.acquisition.sop_instance_uid for task in tasks}
+        writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
             _prepare_one,
             preprocessing=preprocessing,
@@ -116,7 +118,7 @@ def prepare(
         for row in writer.rows:
             copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
         try:
-            with _Progress(len(tasks), progress) as shown:
+            with _Progress(len(tasks), progress) as display:
                 outcomes = spread(
                     account.counting(run),
                     tasks,
@@ -128,27 +130,28 @@ def prepare(
                     cluster=cluster,
                 )
                 for task, outcome in zip(tasks, account.counted(outcomes), strict=True):
-                    outcome = _unless_copied(outcome, task, copies, writer)
+                    outcome = _unless_copy(outcome, task, copies, writer)
                     if isinstance(outcome, Unprepared):
                         writer.quarantine(outcome)
                     elif task.index is None:
                         writer.append(outcome, task.name)
                     else:
                         writer.put_back(outcome, task.name)
-                    shown.advance(outcome)
+                    display.advance(outcome)
         except OSError as error:
             raise StoreError(
-                f"{out}: writing failed ({error}); what is there stays valid, mend that and run the same command again"
+                f"{out}: writing failed ({error}); what was written stays valid, so fix the cause and run the same "
+                "command again"
             ) from error
-    # Their memory is of use to the training that may follow in this process.
+    # Training may follow in this process and can use the memory of the workers.
     release(keep=1)
     store = Store.open(out)
     if not len(store):
         code, count = Counter(u.code for u in store.unprepared()).most_common(1)[0]
         first = next(u for u in store.unprepared() if u.code == code)
         raise StoreError(
-            f"{out}: none of {len(tasks)} volumes could be prepared, {count} with {code}, for example: {first.sentence}; "
-            f"see {out / 'unprepared.jsonl'}"
+            f"{out}: none of {len(tasks)} volumes could be prepared, {count} with {code}, for example: "
+            f"{first.sentence}; see {out / 'unprepared.jsonl'}"
         )
     if progress:
         print(describe(store.summary()), file=sys.stderr)
@@ -159,10 +162,13 @@ def prepare(
     return store
 
 
-def _unless_copied(
+def _unless_copy(
     outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter
 ) -> StoreRow | Unprepared:
-    """Voxels that the store already has are not put there again; where they are another participant's, the row that has them says so."""
+    """`outcome`, or an Unprepared if the store already holds the same voxels.
+
+    If they belong to another participant or eye, the row that is there gets a flag.
+    """
     if isinstance(outcome, Unprepared) or task.index is not None:
         return outcome
     owner = Owner(outcome.uri, outcome.participant, outcome.laterality)
@@ -171,8 +177,11 @@ def _unless_copied(
         return outcome
     code, sentence = describe_copy(owner, first)
     if code in FLAGS:
-        new = {row.index for row in writer.rows if row.uri == first.uri and code not in row.found}
-        writer.rewrite([replace(row, found=(*row.found, code)) if row.index in new else row for row in writer.rows])
+        flagged = [
+            replace(row, found=(*row.found, code)) if row.uri == first.uri and code not in row.found else row
+            for row in writer.rows
+        ]
+        writer.rewrite(flagged)
     return _unprepared(task.acquisition, code, sentence)
 
 
@@ -185,7 +194,7 @@ def _writer(out: Location, preprocessing: "Preprocessing", compression: Compress
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """`Store.summary()` in lines for people."""
+    """`Store.summary()` as text."""
     lines = [f"{summary['volumes']:,} volumes of {summary['participants']:,} participants prepared"]
     for title, key in (("scanner", "by_scanner"), ("diagnosis", "by_diagnosis")):
         for name, counts in summary[key].items():
@@ -200,14 +209,15 @@ def describe(summary: dict[str, Any]) -> str:
 class _Task:
     acquisition: "Acquisition"
     location: str
-    """Where the file lies; the acquisition's uri, unless that is a pseudonym."""
+    """Address of the file: the acquisition's uri, unless that is a pseudonym."""
     index: int | None
-    """The row whose shards are lost; None for a volume that is new."""
+    """The row whose shards are lost; None for a new volume."""
     name: str
-    """Of its files in the staging folder."""
+    """Name of its files in the staging folder."""
 
 
 def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"], locations: Mapping[str, str]) -> list[_Task]:
+    """A task for each acquisition that is not in the store, or whose shards are lost."""
     index = {row.acquisition: row.index for row in writer.rows}
     lost = writer.missing()
     tasks, seen = [], set()
@@ -226,7 +236,7 @@ def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"], locatio
 
 
 def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) -> None:
-    """A catalog scanned anew may have moved participants between splits, or learnt labels: stale rows would leak (F16)."""
+    """Update rows from the catalog: a new scan may move participants to other splits, and stale rows leak (F16)."""
     known = {acquisition.sop_instance_uid: acquisition for acquisition in acquisitions}
     rows = []
     for row in writer.rows:
@@ -234,7 +244,7 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) 
         if acquisition is not None:
             if acquisition.laterality != row.laterality:
                 raise StoreError(
-                    f"{writer.path}: {row.uri} was prepared as laterality {row.laterality}, and the catalog now says "
+                    f"{writer.path}: {row.uri} was prepared as laterality {row.laterality}, but the catalog now says "
                     f"{acquisition.laterality}; its voxels would be mirrored wrongly, prepare into a new folder"
                 )
             row = replace(row, **words(acquisition))
@@ -244,7 +254,7 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) 
 
 
 def words(acquisition: "Acquisition") -> dict[str, Any]:
-    """What a row repeats from the catalog."""
+    """The fields of a row that are copied from the catalog."""
     return {
         "acquisition": acquisition.sop_instance_uid,
         "uri": acquisition.uri,
@@ -260,7 +270,7 @@ def words(acquisition: "Acquisition") -> dict[str, Any]:
     }
 
 
-# ---- in a worker -----------------------------------------------------------------------------------------------------------------
+# ---- in a worker ----------------------------------------------------------------------------------------------------
 
 
 def _prepare_one(
@@ -280,7 +290,7 @@ def _prepare_one(
             acquisition, task.location, preprocessing, read, keep_upside_down=keep_upside_down, readers=readers
         )
     except BucketError:
-        raise  # what could not be fetched is no bad file
+        raise  # an unreachable bucket says nothing about the file
     except BAD_INPUT as error:
         sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
         return _unprepared(acquisition, code_of(error), sentence or type(error).__name__)
@@ -292,8 +302,9 @@ def _prepare_one(
 def row_of(
     acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels: str = "", doubts: tuple[str, ...] = ()
 ) -> StoreRow:
-    """The row of a volume that has no place in the store yet. `doubts`: flags that only its pixels give."""
-    if acquisition.laterality and prepared.disc == "left":  # left eyes are mirrored, so every disc belongs on the right
+    """The row of a volume that has no index yet. `doubts`: flags raised by its voxels."""
+    # Left eyes are mirrored to look like right ones, so the optic disc belongs on the right in every prepared volume.
+    if acquisition.laterality and prepared.disc == "left":
         doubts = (*doubts, "laterality_contradicts_anatomy")
     return StoreRow(
         index=-1,
@@ -316,10 +327,10 @@ def prepare_acquisition(
     keep_upside_down: bool = False,
     readers: "Sequence[Reader]" = (),
 ) -> tuple["Prepared", str, tuple[str, ...]]:
-    """Read the file at `where`, which the catalog describes as `acquisition`, and prepare it; the fingerprint of its native voxels; and
-    flags for what is doubtful about them.
+    """Read and prepare the file at `where`.
 
-    Raises one of BAD_INPUT; `code_of` says what to call it.
+    Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
+    Raises one of BAD_INPUT; `code_of` gives its reason code.
     """
     if read is None:
         from octfm.formats import read_volume
@@ -334,9 +345,10 @@ def prepare_acquisition(
     if volume.shape != tuple(acquisition.shape):
         raise ReadError(
             "changed_since_scan",
-            f"{acquisition.uri}: the catalog says {acquisition.shape}, the file now holds {volume.shape}; scan again",
+            f"{acquisition.uri}: expected shape {tuple(acquisition.shape)} as in the catalog, got {volume.shape}; "
+            "scan again",
         )
-    # The catalog has cross-checked header, manifest and positions; the file alone has not.
+    # The catalog knows better than the file: the scan has cross-checked header, manifest and positions.
     known = replace(
         volume,
         spacing_mm=tuple(acquisition.spacing_mm),
@@ -350,13 +362,13 @@ def prepare_acquisition(
     prepared = preprocessing(known)
     keep = keep_upside_down or "looks_upside_down" in acquisition.flags
     doubts = doubtful_way_up(replace(known, source=where), prepared.confidence["ilm_support"], keep, acquisition.flags)
-    if not prepared.confident:  # which says as much
+    if not prepared.confident:  # no need to flag both: without a confident tissue band the way up is never clear
         doubts = tuple(flag for flag in doubts if flag != "way_up_unclear")
     return prepared, fingerprint(volume.voxels), doubts
 
 
 def meaning_of(code: str) -> str:
-    """What a reason code means and what would fix it: no word of it comes from a file."""
+    """What a reason code means and what would fix it; contains nothing from the file, so it is safe to publish."""
     if code in READER_REASONS:
         return f"{READER_REASONS[code].meaning}; {READER_REASONS[code].fix}"
     return REASONS[code] if code in REASONS else FLAGS[code]
@@ -380,62 +392,76 @@ def _deadline(limits: Limits, task: _Task) -> float:
 
 
 def _unprepared(acquisition: "Acquisition", code: str, sentence: str) -> Unprepared:
-    if acquisition.uri.startswith(PSEUDONYM):  # sentences quote paths, members of archives, sidecars and values
+    # Error messages quote paths, archive members and header values, which a pseudonymous store must not contain.
+    if acquisition.uri.startswith(PSEUDONYM):
         sentence = f"{acquisition.uri}: {meaning_of(code)}"
     return Unprepared(acquisition.sop_instance_uid, acquisition.uri, acquisition.scanner, code, sentence)
 
 
-class _Progress:
-    """A bar with the remaining time on a terminal, a plain line now and then elsewhere."""
+class ProgressLines:
+    """Progress as a line of text every `pause_s` seconds, with the rate and the time left."""
 
-    def __init__(self, total: int, wanted: bool, seconds_between_lines: float = 10):
-        self._total, self._wanted, self._pause = total, wanted and total > 0, seconds_between_lines
-        self._done = self._failed = 0
+    def __init__(self, total: int, echo: Callable[[str], None], failure: str, pause_s: float = 10):
+        """`failure` names what happened to volumes that failed, such as "not prepared"."""
+        self._total, self._echo, self._failure, self._pause = total, echo, failure, pause_s
+        self._finished = self._failed = 0
+        self._start = self._last = time.monotonic()
+
+    def advance(self, failures: Sequence[bool]) -> None:
+        """Count more volumes, of which those marked True failed."""
+        self._finished += len(failures)
+        self._failed += sum(failures)
+        now = time.monotonic()
+        if now - self._last < self._pause and self._finished < self._total:
+            return
+        rate = self._finished / max(now - self._start, 1e-9)
+        text = f"{self._finished:,} of {self._total:,} volumes, {rate:.2g} per second, "
+        text += f"{(self._total - self._finished) / rate / 60:.1f} min left"
+        self._echo(f"{text}, {self._failed:,} {self._failure}" if self._failed else text)
+        self._last = now
+
+
+class _Progress:
+    """A progress bar on a terminal, lines of text elsewhere."""
+
+    def __init__(self, total: int, wanted: bool):
+        wanted = wanted and total > 0
+        self._total, self._failed = total, 0
+        self._on_terminal = wanted and sys.stderr.isatty()
+        self._lines = ProgressLines(total, _to_stderr, "not prepared") if wanted and not self._on_terminal else None
         self._bar: Any = None
 
     def __enter__(self) -> Self:
-        self._start = self._last = time.monotonic()
-        if self._wanted and sys.stderr.isatty():
+        if self._on_terminal:
+            from rich import progress as rich
             from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
 
-            remaining = TimeRemainingColumn(compact=True)
             columns = (
                 "prepare",
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
+                rich.BarColumn(),
+                rich.MofNCompleteColumn(),
+                rich.TimeElapsedColumn(),
                 "left",
-                remaining,
-                TextColumn("{task.fields[note]}"),
+                rich.TimeRemainingColumn(compact=True),
+                rich.TextColumn("{task.fields[note]}"),
             )
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar = rich.Progress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task("prepare", total=self._total, note="")
             self._bar.start()
         return self
 
     def advance(self, outcome: StoreRow | Unprepared) -> None:
-        self._done += 1
-        self._failed += isinstance(outcome, Unprepared)
-        note = f"{self._failed:,} not prepared" if self._failed else ""
+        failed = isinstance(outcome, Unprepared)
+        self._failed += failed
+        if self._lines is not None:
+            self._lines.advance([failed])
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, note=note)
-            return
-        now = time.monotonic()
-        if self._wanted and (now - self._last >= self._pause or self._done == self._total):
-            rate = self._done / max(now - self._start, 1e-9)
-            left = (self._total - self._done) / rate
-            text = f"prepare: {self._done:,} of {self._total:,} volumes, {rate:.2g} volumes/s, {left / 60:.1f} min left"
-            print(f"{text}, {note}" if note else text, file=sys.stderr, flush=True)
-            self._last = now
+            self._bar.update(self._task, advance=1, note=f"{self._failed:,} not prepared" if self._failed else "")
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _to_stderr(line: str) -> None:
+    print(f"prepare: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Prepared volumes on disk: zarr v3 arrays in which a shard is one volume, and a row per volume that says what it is."""
+"""Read prepared volumes: zarr v3 arrays with one shard per volume, and one row of metadata per volume."""
 
 import os
 import re
@@ -13,9 +13,6 @@ import numpy as np
 
 from octfm.errors import ConfigError, StoreError
 from octfm.io.location import Location, location
-
-if TYPE_CHECKING:
-    from octfm.volume.preprocessing import Preprocessing
 from octfm.store.layout import (
     ARRAYS,
     SHARD_CHECKSUM,
@@ -30,9 +27,12 @@ from octfm.store.layout import (
     shard_key,
 )
 
+if TYPE_CHECKING:
+    from octfm.volume.preprocessing import Preprocessing
+
 
 class Store:
-    """A prepared store, opened for reading. Pickles as its path, so workers of any start method may take it along."""
+    """A prepared store, opened for reading. It pickles as its path, so any kind of worker process can receive it."""
 
     def __init__(self, path: Location, header: dict[str, Any], rows: tuple[StoreRow, ...], threads: int | None):
         self.path, self.rows, self.threads = path, rows, threads
@@ -41,16 +41,20 @@ class Store:
         self.image_size: tuple[int, int, int] = tuple(header["image_size"])
         self._settings: dict[str, Any] = header["preprocessing"]
         self.checks_shards: bool = header.get(SHARD_CHECKSUM) == "crc32c"
-        """Whether the shards carry checksums of their own, which whoever reads them verifies. Those of older stores do not."""
+        """Whether shards contain checksums, which every read verifies. Those of older stores do not."""
         self._arrays: Any = None
         self._compared = np.zeros(len(rows), bool)
+        """Rows whose voxels this object has compared with the checksum in rows.jsonl."""
         self._hashers: ThreadPoolExecutor | None = None
         self.requests: dict[str, int] = {}
-        """Of `prepare` to or from a bucket: what it cost, and how many requests had to be sent again."""
+        """Requests that `prepare` made to buckets, and how many of them were retries."""
 
     @staticmethod
     def open(path: str | Location, threads: int | None = None) -> "Store":
-        """`threads` bounds those that read and copy; None lets every core help. Raises StoreError if missing or of another version."""
+        """Open a store; `threads` limits reading and copying, None uses every core.
+
+        Raises StoreError if there is no store, or one of another version.
+        """
         path = location(path)
         header = read_header(path)
         if header is None:
@@ -64,30 +68,32 @@ class Store:
         return len(self.rows)
 
     def part(self, rows: Sequence[int] | np.ndarray) -> "Store":
-        """These rows alone, numbered anew; everything that reads a store takes it for one that never had others."""
+        """A store of these rows only, renumbered from 0."""
         return _Part(self, np.asarray(rows, np.int64))
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Acquisitions that are in the folder, but not in this part of it."""
+        """Acquisitions in the folder that are not in this part of the store."""
         return ()
 
     @property
     def preprocessing(self) -> "Preprocessing":
+        """The settings that the volumes were prepared with."""
         from octfm.volume.preprocessing import Preprocessing
 
         try:
             return Preprocessing.recorded(self._settings)
         except ConfigError as error:
             raise StoreError(
-                f"{self.path / 'store.json'}: {error}; it was prepared by another octfm or edited, prepare into a new folder"
+                f"{self.path / 'store.json'}: {error}; it was written by another octfm or edited, "
+                "prepare into a new folder"
             ) from None
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
-        """The volumes of these rows, in this order, repeats allowed.
+        """The volumes of these rows, in this order; rows may repeat. Raises StoreError if one is damaged.
 
-        `out` (of `Arrays.empty(len(indices), store.image_size)`) is filled and returned: reused memory costs no page faults, which
-        at full size are as expensive as the copy itself.
+        `out` (such as `Arrays.empty(len(indices), store.image_size)`) is filled and returned. Reused memory causes no
+        page faults, which for full-size volumes take as long as the copy itself.
         """
         index = np.asarray(indices, dtype=np.int64).reshape(-1)
         outside = index[(index < 0) | (index >= len(self))]
@@ -98,45 +104,49 @@ class Store:
                 Arrays.empty(len(index), self.image_size), acquisition=tuple(self.rows[i].acquisition for i in index)
             )
         try:
-            self._read_sound(index, out)
+            self._read_intact(index, out)
         except _Damaged as damage:
             raise StoreError(
-                f"{damage}; `octfm prepare CATALOG --out {self.path} --verify` finds all damaged volumes and sets them to be prepared again"
+                f"{damage}; `octfm prepare CATALOG --out {self.path} --verify` finds all damaged volumes "
+                "and marks them to be prepared again"
             ) from damage
         return out
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
-        """Read these rows, or all, and compare them with their checksums: row -> what is wrong, of those that are not what was written."""
+        """Compare these rows, or all, with their checksums; returns row -> what is wrong, for damaged rows only."""
         wanted = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
         self._compared[wanted] = False
 
         def one(row: int) -> str | None:
             try:
-                self._read_sound(np.array([row]), Arrays.empty(1, self.image_size))
+                self._read_intact(np.array([row]), Arrays.empty(1, self.image_size))
             except _Damaged as damage:
                 return str(damage)
             return None
 
-        self._arrays = self._arrays or self._opened()  # before the threads do
-        # Each thread reads and hashes volumes of its own; `_fill` of one volume hashes in its own thread.
+        self._arrays = self._arrays or self._opened()  # before the threads start, or each would open its own
         with ThreadPoolExecutor(self.threads or os.cpu_count()) as pool:
             found = zip(wanted.tolist(), pool.map(one, wanted.tolist()), strict=True)
             return {row: sentence for row, sentence in found if sentence is not None}
 
     def verify(self, sample: int | None = None, seed: int = 0) -> int:
-        """Compare the checksums of all volumes, or of `sample` drawn with `seed`; returns how many. StoreError names those that differ."""
+        """Compare all volumes, or a random `sample`, with their checksums; returns how many were compared.
+
+        Raises StoreError naming the damaged ones.
+        """
         count = len(self) if sample is None else min(sample, len(self))
         found = self.damaged(np.sort(np.random.default_rng(seed).permutation(len(self))[:count]))
         if found:
             names = ", ".join(f"{i} ({self.rows[i].acquisition})" for i in list(found)[:5])
             raise StoreError(
-                f"{self.path}: {len(found)} of {count} volumes are damaged: rows {names}{' …' if len(found) > 5 else ''}; "
-                f"run `octfm prepare CATALOG --out {self.path} --verify`, which sets damaged volumes to be prepared again"
+                f"{self.path}: {len(found)} of {count} volumes are damaged: "
+                f"rows {names}{' …' if len(found) > 5 else ''}; run "
+                f"`octfm prepare CATALOG --out {self.path} --verify`, which marks them to be prepared again"
             )
         return count
 
-    def _read_sound(self, index: np.ndarray, out: Arrays) -> None:
-        """Fill `out`, fetching damaged copies of volumes in a bucket once again. Raises _Damaged."""
+    def _read_intact(self, index: np.ndarray, out: Arrays) -> None:
+        """Fill `out`; a damaged cached copy of a volume in a bucket is downloaded once more. Raises _Damaged."""
         renewed: set[int] = set()
         while True:
             try:
@@ -148,38 +158,41 @@ class Store:
                 self._arrays.forget(damage.row)
 
     def _fill(self, index: np.ndarray, out: Arrays) -> None:
-        """Read, and compare with rows.jsonl: shards that carry checksums once, which tells whether they are this row's; others always."""
+        """Read into `out` and compare with rows.jsonl. Raises _Damaged."""
         self._arrays = self._arrays or self._opened()
         for name in ARRAYS:
             try:
                 self._arrays.read_into(name, index, getattr(out, name))
             except (ValueError, OSError) as error:
                 raise self._unreadable(index, name, error) from error
+        # A shard with checksums of its own is hashed once, to see that it belongs to this row: after that, reading it
+        # verifies it. Shards of older stores are hashed at every read.
         places = [place for place, row in enumerate(index) if not (self.checks_shards and self._compared[row])]
 
-        def of_place(place: int) -> str:
+        def hash_of(place: int) -> str:
             return checksum(out.voxels[place], out.band[place], out.valid[place])
 
         if len(places) > 1:
             self._hashers = self._hashers or ThreadPoolExecutor(self.threads or os.cpu_count(), "octfm-checksum")
-        for place, found in zip(
-            places, (self._hashers.map if len(places) > 1 and self._hashers else map)(of_place, places), strict=True
-        ):
+            hashes = self._hashers.map(hash_of, places)
+        else:
+            hashes = map(hash_of, places)
+        for place, found in zip(places, hashes, strict=True):
             row = int(index[place])
             if found != self.rows[row].checksum:
                 raise _Damaged(
                     row,
-                    f"{self.path / 'voxels' / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) is not what was written: this "
-                    "file, or that of the same name in band or valid, differs from the checksum in rows.jsonl",
+                    f"{self.path / 'voxels' / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) is damaged: "
+                    "this file, or that of the same name in band or valid, does not match the checksum in rows.jsonl",
                 )
             self._compared[row] = True
 
     def unprepared(self) -> tuple[Unprepared, ...]:
-        """What is quarantined, from unprepared.jsonl."""
+        """Acquisitions that could not be prepared."""
         return read_unprepared(self.path)
 
     def summary(self) -> dict[str, Any]:
-        """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, quarantined per code."""
+        """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, unprepared per code."""
         by_scanner: dict[str, dict[str, int]] = {}
         by_diagnosis: dict[str, dict[str, int]] = {}
         for row in self.rows:
@@ -213,7 +226,8 @@ class Store:
         )
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
-        """Which of these volumes has a bad shard, found by the shard that the engine's message names."""
+        """The error for an unreadable shard."""
+        # Which of the rows it was, only the message of tensorstore or zarr says.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
         why = " ".join(str(error).split())[:200]
@@ -224,7 +238,7 @@ class Store:
 
 
 class _Damaged(Exception):
-    """A volume that is not what was written."""
+    """A volume that does not match its checksum or cannot be read."""
 
     def __init__(self, row: int, sentence: str):
         super().__init__(sentence)
@@ -232,7 +246,7 @@ class _Damaged(Exception):
 
 
 class _Part(Store):
-    """Some rows of a store, numbered from 0."""
+    """Some rows of a store, renumbered from 0."""
 
     def __init__(self, whole: Store, kept: np.ndarray):
         self.__dict__.update(whole.__dict__)
@@ -246,7 +260,9 @@ class _Part(Store):
         index = np.asarray(indices, dtype=np.int64).reshape(-1)
         outside = index[(index < 0) | (index >= len(self))]
         if outside.size:
-            raise StoreError(f"{self.path}: no row {outside[0]}; {len(self)} rows are not left out, numbered from 0")
+            raise StoreError(
+                f"{self.path}: no row {outside[0]}; {len(self)} rows remain after exclusions, numbered from 0"
+            )
         return self._whole.read(self._kept[index], out)
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
@@ -261,11 +277,13 @@ class _Part(Store):
 
 
 class _TensorStoreArrays:
+    """The arrays of a local folder, read by tensorstore."""
+
     def __init__(self, path: Path, threads: int | None):
         import tensorstore
 
         limit = threads or "shared"
-        # Shards are written once and renamed into place, never truncated, so mapping them is safe and saves a copy.
+        # Shards are renamed into place and never truncated, so it is safe to map them into memory, which saves a copy.
         context = tensorstore.Context(
             {
                 "cache_pool": {"total_bytes_limit": 0},
@@ -275,7 +293,7 @@ class _TensorStoreArrays:
             }
         )
         self._tensorstore = tensorstore
-        # A shard that is absent is damage; zarr's default would hand out zeros for it.
+        # An absent shard is damage, but by default zarr readers return zeros for it.
         self._arrays = {
             name: tensorstore.open(
                 {
@@ -295,6 +313,8 @@ class _TensorStoreArrays:
 
 
 class _ZarrArrays:
+    """The same by zarr-python, on platforms without tensorstore."""
+
     def __init__(self, path: Path, threads: int | None):
         import zarr
 
@@ -323,5 +343,5 @@ def _open_arrays(path: Path, threads: int | None) -> _TensorStoreArrays | _ZarrA
             return _ZarrArrays(path, threads)
     except (ValueError, OSError) as error:
         raise StoreError(
-            f"{path}: the arrays cannot be opened ({error}); `octfm prepare` repairs or makes them"
+            f"{path}: the arrays cannot be opened ({error}); run `octfm prepare` again to repair them"
         ) from error

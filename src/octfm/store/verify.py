@@ -1,4 +1,4 @@
-"""What is rotten in a store, and which of it can be prepared again: `octfm prepare --verify`."""
+"""Find damaged volumes in a store and delete those that can be prepared again: `octfm prepare --verify`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,33 +7,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octfm.errors import BucketError, Echo, StoreError
-from octfm.io import bucket
-from octfm.io.lease import Lease
 from octfm.io.location import Location, listed, write_whole
 from octfm.store.layout import ARRAYS, shard_key
 from octfm.store.store import Store
-from octfm.store.writer import array_metadata, locked
+from octfm.store.writer import array_metadata, exclusive
 
 if TYPE_CHECKING:
     from octfm.catalog.catalog import Acquisition
 
 AT_ONCE = 256
-"""Volumes between two reports of progress."""
+"""Volumes between two progress messages."""
 MOST = 0.5
-"""Where a larger share of the volumes differs, the volumes are not what is rotten."""
+"""If a larger share of the volumes appears damaged, suspect the disk or the memory and delete nothing."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     volumes: int
     damaged: Mapping[int, str]
     """Row -> what is wrong."""
     to_prepare: tuple[int, ...]
-    """Damaged rows whose shards were deleted, so that the next `octfm prepare` makes them again."""
+    """Damaged rows whose shards were deleted, so that the next `octfm prepare` prepares them again."""
     metadata: tuple[str, ...] = ()
-    """zarr.json files that were wrong, and written anew."""
+    """zarr.json files that were wrong and have been rewritten."""
 
 
 def verify(
@@ -42,10 +40,11 @@ def verify(
     locations: Mapping[str, str] | None = None,
     echo: Echo = print,
 ) -> Verified:
-    """Read everything in a store and name what is not as it was written.
+    """Read a whole store and report what differs from its checksums.
 
-    Damaged volumes whose source is there (an acquisition of the catalog, its file at `locations` or its uri) are set to be prepared again.
-    Raises StoreError where the header or the rows are damaged: nothing tells then what the volumes should be.
+    Shards of damaged volumes are deleted, so that `octfm prepare` makes them again, if their source still exists: an
+    acquisition of the catalog whose file is at its uri, or at `locations[uri]`. Raises StoreError if the header or the
+    rows are damaged, because then nothing says what the volumes should be.
     """
     store = Store.open(path)
     metadata = _metadata(store, echo)
@@ -54,78 +53,71 @@ def verify(
         damaged |= store.damaged(range(first, min(first + AT_ONCE, len(store))))
         if len(store) > AT_ONCE:
             echo(f"{min(first + AT_ONCE, len(store)):,} of {len(store):,} volumes read, {len(damaged):,} damaged")
-    # Once more, with nothing kept from before: a bad read is no bad file.
+    # A second look with a fresh store and empty caches: one bad read does not make a bad file.
     damaged = Store.open(store.path).damaged(list(damaged)) if damaged else {}
     for sentence in damaged.values():
         echo(sentence)
     if len(damaged) > max(1, MOST * len(store)):
         return Verified(len(store), damaged, (), metadata)
-    there = {a.sop_instance_uid: (locations or {}).get(a.uri, a.uri) for a in acquisitions}
-    found = [row for row in damaged if _is_there(there.get(store.rows[row].acquisition))]
-    _delete(store, found)
-    return Verified(len(store), damaged, tuple(found), metadata)
+    source = {a.sop_instance_uid: (locations or {}).get(a.uri, a.uri) for a in acquisitions}
+    repairable = [row for row in damaged if _exists(source.get(store.rows[row].acquisition))]
+    if repairable:
+        with exclusive(store.path):
+            for row in repairable:
+                for name in ARRAYS:
+                    (store.path / name / shard_key(row)).unlink(missing_ok=True)
+    return Verified(len(store), damaged, tuple(repairable), metadata)
 
 
 def require_whole(verified: Verified, path: str | Location) -> None:
-    """Raises StoreError, saying how to repair, unless everything was as it was written."""
+    """Raises StoreError, with the way to repair it, unless the store was intact."""
     damaged, again = len(verified.damaged), len(verified.to_prepare)
     if damaged:
         left = damaged - again
-        remedy = [f"run `octfm prepare CATALOG --out {path}`, which makes {again} of them again"] if again else []
+        remedy = [f"run `octfm prepare CATALOG --out {path}`, which prepares {again} of them again"] if again else []
         if left and not again and damaged > max(1, MOST * verified.volumes):
             remedy = [
-                "so many are hardly rotten one by one: nothing was deleted; test the disk and the memory, restore the store from a copy"
+                "with so many, the disk or the memory is suspect, so nothing was deleted; test both, "
+                "and restore the store from a copy"
             ]
         elif left:
             remedy.append(
-                f"the source of {left} is not at hand: restore these files from a copy, or bring the source and verify again"
+                f"the source of {left} was not found: restore these shards from a copy, or make the source available "
+                "and verify again"
             )
         raise StoreError(f"{path}: {damaged} of {verified.volumes} volumes are damaged; {'; '.join(remedy)}")
     if verified.metadata:
         raise StoreError(
-            f"{', '.join(verified.metadata)}: damaged, written anew; all {verified.volumes} volumes are whole"
+            f"{', '.join(verified.metadata)}: damaged and rewritten; all {verified.volumes} volumes are intact"
         )
 
 
 def _metadata(store: Store, echo: Echo) -> tuple[str, ...]:
-    """Damaged zarr.json files of a local store, repaired: they follow from header and rows. A reader of a bucket makes its own."""
+    """Rewrite damaged zarr.json files of a local store, which follow from header and rows; returns their paths."""
     wrong = []
+    # Readers of a bucket generate these files locally, so there they cannot do harm.
     for name in ARRAYS if isinstance(store.path, Path) else ():
         file = store.path / name / "zarr.json"
         wanted = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
         try:
             found = json.loads(file.read_text())
-            # A writer that was killed has announced one volume more than there are rows.
-            whole = found["shape"][0] >= len(store) and found | {"shape": wanted["shape"]} == wanted
+            # Longer is fine: a writer killed before it added the row has already announced that volume.
+            intact = found["shape"][0] >= len(store) and found | {"shape": wanted["shape"]} == wanted
         except (OSError, ValueError, LookupError, TypeError):
-            whole = False
-        if not whole:
-            with locked(store.path):
+            intact = False
+        if not intact:
+            with exclusive(store.path):
                 write_whole(file, json.dumps(wanted).encode())
-            echo(f"{file}: damaged, written anew")
+            echo(f"{file}: damaged and rewritten")
             wrong.append(str(file))
     return tuple(wrong)
 
 
-def _is_there(where: str | None) -> bool:
-    """Whether a source, or the archive it is a member of, exists."""
+def _exists(where: str | None) -> bool:
+    """Whether a source, or the archive that contains it, exists."""
     if where is None:
         return False
     try:
         return listed(where.split("!/")[0]).exists()
     except (BucketError, OSError):
         return False
-
-
-def _delete(store: Store, rows: Sequence[int]) -> None:
-    if not rows:
-        return
-    files = [store.path / name / shard_key(row) for row in rows for name in ARRAYS]
-    if isinstance(store.path, Path):
-        with locked(store.path):
-            for file in files:
-                Path(str(file)).unlink(missing_ok=True)
-    else:
-        with Lease(store.path / "writer.lock", "preparing this store"):
-            for file in files:
-                bucket.delete(str(file))

@@ -1,4 +1,4 @@
-"""Writing a store so that it is whole at every moment: a volume becomes visible by its row, after its shards are on the disk."""
+"""Write a store so that it is consistent at every moment: shards first, then the row that makes a volume visible."""
 
 import functools
 import json
@@ -6,14 +6,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from octfm.errors import StoreError
-from octfm.io.location import flush, lock, write_whole
+from octfm.io.lease import Lease
+from octfm.io.location import Location, flush, lock, write_whole
 from octfm.store.layout import (
     ARRAYS,
     CHECKSUM,
@@ -38,59 +40,57 @@ if TYPE_CHECKING:
 
 
 class StoreWriter:
-    """The one writer of a store, from `with` to its end. Opening it mends whatever a killed writer left half done.
+    """The only writer of a store while its `with` block runs. Opening it repairs what a killed writer left half done.
 
-    Workers write shards into `staging` (see `stage`), whose files have no row yet; `append` and `put_back` move them into place.
+    Workers write shards into the folder `staging` (see `stage`); `append` and `put_back` move them into place.
     """
 
     def __init__(self, path: Path, preprocessing: "Preprocessing", compression: Compression | None = None):
-        self.path, self._preprocessing, self._asked = path, preprocessing, compression
+        self.path, self._preprocessing, self._compression_wanted = path, preprocessing, compression
         self.rows: list[StoreRow] = []
 
     def __enter__(self) -> Self:
         _refuse_foreign_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = locked(self.path)
-        try:
+        with ExitStack() as opened:
+            opened.enter_context(exclusive(self.path))
             self._header = self._open_header()
             self.compression: Compression = self._header["compression"]
             self.crc = self._header.get(SHARD_CHECKSUM) == "crc32c"
-            self._mend()
+            self._recover()
             self.staging = Path(tempfile.mkdtemp(prefix="staging-", dir=self.path))
-        except BaseException:
-            self._lock.close()
-            raise
+            opened.callback(shutil.rmtree, self.staging, ignore_errors=True)
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
-        self._lock.close()
+        self._opened.close()
 
     def append(self, row: StoreRow, staged: str) -> None:
-        """Make a staged volume visible as the next row; `row.index` is set here."""
+        """Make a staged volume visible as the next row; its `index` is assigned here."""
         row = replace(row, index=len(self.rows))
         self._move(staged, row.index)
         self._write_metadata(row.index + 1)
         with (self.path / "rows.jsonl").open("ab") as handle:
-            # A line cut off by a kill is dropped by the next writer and unseen by readers.
+            # If a kill cuts the line off, readers ignore it and the next writer removes it.
             handle.write(row.to_line().encode())
             handle.flush()
             os.fsync(handle.fileno())
         self.rows.append(row)
 
     def put_back(self, row: StoreRow, staged: str) -> None:
-        """Replace the lost shards of an existing row."""
+        """Replace the missing or truncated shards of an existing row."""
         self._move(staged, row.index)
         if row.to_line() != self.rows[row.index].to_line():
             self.rewrite([*self.rows[: row.index], row, *self.rows[row.index + 1 :]])
 
     def rewrite(self, rows: Iterable[StoreRow]) -> None:
-        """Other words about the same volumes."""
+        """Replace the metadata of the volumes; the voxels stay."""
         self.rows = list(rows)
         write_whole(self.path / "rows.jsonl", "".join(row.to_line() for row in self.rows).encode())
 
     def missing(self) -> set[int]:
-        """Rows of which a shard is absent or, where its size is known, cut off."""
+        """Rows with a shard that is absent or, where its size is known (uncompressed stores), truncated."""
         sizes = {name: self._shard_size(name) for name in ARRAYS}
         return {
             row.index
@@ -100,15 +100,17 @@ class StoreWriter:
         }
 
     def keep_unprepared(self, keep: Callable[[Unprepared], bool]) -> None:
-        """Drop from the quarantine what is about to be tried again."""
+        """Remove from unprepared.jsonl all entries for which `keep` is false."""
         kept = [u for u in read_unprepared(self.path) if keep(u)]
         write_whole(self.path / "unprepared.jsonl", "".join(to_line(asdict(u)) for u in kept).encode())
 
     def quarantine(self, unprepared: Unprepared) -> None:
+        """Add an entry to unprepared.jsonl."""
         with (self.path / "unprepared.jsonl").open("ab") as handle:
             handle.write(to_line(asdict(unprepared)).encode())
 
     def _open_header(self) -> dict[str, Any]:
+        """store.json, written if the store is new. Raises StoreError if it was made with other settings."""
         header = read_header(self.path)
         settings = self._preprocessing.model_dump(mode="json")
         if header is None:
@@ -117,7 +119,7 @@ class StoreWriter:
                 "version": VERSION,
                 "fingerprint": self._preprocessing.fingerprint(),
                 "image_size": list(self._preprocessing.image_size),
-                "compression": self._asked or "none",
+                "compression": self._compression_wanted or "none",
                 "checksum": CHECKSUM,
                 SHARD_CHECKSUM: "crc32c",
                 "preprocessing": settings,
@@ -125,23 +127,25 @@ class StoreWriter:
             header["digest"] = header_digest(header)
             write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
         if header["fingerprint"] != self._preprocessing.fingerprint():
+            # Headers that do not name the algorithm were written by version 2.
             before = {"algorithm": 2, **header["preprocessing"]}
             keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
             differing = [f"{key} {before.get(key)} there, {settings.get(key)} here" for key in keys]
             what = "; ".join(differing) or "by another version of the algorithm"
-            remedy = "use the settings in its store.json" if differing else "go on with the octfm that made it"
+            remedy = "use the settings in its store.json" if differing else "continue with the octfm that made it"
             raise StoreError(
                 f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "
                 f"prepare into a new folder, or {remedy}"
             )
-        if self._asked not in (None, header["compression"]):
+        if self._compression_wanted not in (None, header["compression"]):
             raise StoreError(
-                f"{self.path}: compression is {header['compression']} there, {self._asked} was asked; "
-                "prepare into a new folder, or leave the compression out"
+                f"{self.path}: this store has compression {header['compression']}, got {self._compression_wanted}; "
+                "prepare into a new folder, or omit the compression"
             )
         return header
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
+        """Remove what a killed writer left: staged files, a truncated last line, shards without a row."""
         for left_over in self.path.glob("staging-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         rows, whole = read_rows(self.path)
@@ -155,12 +159,12 @@ class StoreWriter:
         )
         for name in ARRAYS:
             (self.path / name).mkdir(exist_ok=True)
-            # Volumes are committed one at a time, so at most one can have shards and no row.
+            # Volumes are committed one at a time, so at most the next one can have shards without a row.
             (self.path / name / shard_key(len(rows))).unlink(missing_ok=True)
         self._write_metadata(len(rows))
 
     def _write_metadata(self, volumes: int) -> None:
-        """The arrays' length, for every reader of zarr. It follows from the rows, so it needs no fsync."""
+        """Set the length of the arrays for zarr readers. It can be derived from the rows, so it needs no fsync."""
         for name in ARRAYS:
             metadata = array_metadata(name, volumes, self._header["image_size"], self.compression, self.crc)
             temporary = self.path / name / ".zarr.json.tmp"
@@ -173,6 +177,7 @@ class StoreWriter:
             flush(self.path / name)
 
     def _shard_size(self, name: str) -> int | None:
+        """Bytes of every shard of an array; None if compressed, when sizes differ."""
         if self.compression != "none":
             return None
         blank = np.zeros(shapes(self._header["image_size"])[name], ARRAYS[name])
@@ -180,9 +185,10 @@ class StoreWriter:
 
 
 def stage(prepared: "Prepared", staging: Path, name: str, compression: Compression, crc: bool = True) -> str:
-    """Write the shards of one volume, durably, where they have no row yet; returns their checksum. Runs in the workers.
+    """Write the shards of one volume into the staging folder, with fsync, and return their checksum. Runs in workers.
 
-    `crc`: as the store has it; shards of older stores carry no checksum of their data."""
+    `crc`: whether shards of this store contain checksums; those of older stores do not.
+    """
     for array in ARRAYS:
         values = getattr(prepared, array)
         write_durably(staging / f"{name}.{array}", encode(array, values, prepared.voxels.shape, compression, crc))
@@ -199,8 +205,8 @@ def _is_whole(shard: Path, size: int | None) -> bool:
 
 def _refuse_foreign_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise StoreError(f"{path}: expected a folder for the store, this is a file; choose another place")
-    # Names that begin with a dot are a lock, or a header that was being written when its writer was killed.
+        raise StoreError(f"{path}: expected a folder for the store, got a file; choose another place")
+    # Names with a leading dot are the lock, or a header whose writer was killed while writing it.
     if (
         path.is_dir()
         and not (path / "store.json").is_file()
@@ -209,8 +215,10 @@ def _refuse_foreign_folder(path: Path) -> None:
         raise StoreError(f"{path}: the folder is not empty and holds no store; choose a new folder, or empty this one")
 
 
-def locked(path: Path) -> TextIO:
-    """The lock of a store that is changed: hold it by `with`, or until it is closed. Raises StoreError."""
+def exclusive(path: Location) -> AbstractContextManager[Any]:
+    """A context in which no other process writes to the store. Raises StoreError or BucketError if one does."""
+    if not isinstance(path, Path):
+        return Lease(path / "writer.lock", "preparing this store")
     try:
         return lock(path / ".lock")
     except BlockingIOError:
@@ -222,7 +230,10 @@ def locked(path: Path) -> TextIO:
 def array_metadata(
     name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
 ) -> dict[str, Any]:
-    """zarr.json of one array (zarr v3 core and sharding specifications). band and valid are small: their shard is one chunk."""
+    """zarr.json of one array, after the zarr v3 core and sharding-codec specifications.
+
+    The voxels of a volume are a shard of several chunks; band and valid are small, so each of theirs is a single chunk.
+    """
     shape = shapes(image_size)[name]
     codecs: list[dict[str, Any]] = [
         {"name": "bytes"} if name == "voxels" else {"name": "bytes", "configuration": {"endian": "little"}}
@@ -232,8 +243,8 @@ def array_metadata(
     if crc:
         codecs.append({"name": "crc32c"})
     if name == "voxels":
-        # Several chunks inside the shard: a few B-scans can be read alone, and one volume is decoded by several threads.
-        bscans = _bscans_of_a_chunk(shape)
+        # Several chunks per shard: a few B-scans can be read alone, and several threads decode one volume.
+        bscans = _bscans_per_chunk(shape)
         index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
         inner = {
             "chunk_shape": [1, bscans, *shape[1:]],
@@ -259,20 +270,23 @@ def array_metadata(
     }
 
 
-def _bscans_of_a_chunk(shape: Sequence[int]) -> int:
+def _bscans_per_chunk(shape: Sequence[int]) -> int:
+    """The largest divisor of the number of B-scans up to 16."""
     return max(n for n in range(1, 17) if shape[0] % n == 0)
 
 
 def encode(
     name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
 ) -> bytes:
-    """The bytes of one shard, as zarr writes them. They do not depend on the row, so the row may be decided later."""
+    """The bytes of one shard, as zarr writes them. They do not depend on the row, which may be assigned later."""
     if array.dtype != ARRAYS[name] or array.shape != shapes(image_size)[name]:
         raise ValueError(
-            f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, got {array.dtype} {array.shape}"
+            f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, "
+            f"got {array.dtype} {array.shape}"
         )
     if compression == "none":
-        step = _bscans_of_a_chunk(array.shape) if name == "voxels" else len(array)
+        # Uncompressed shards are assembled here instead of by zarr, byte for byte the same.
+        step = _bscans_per_chunk(array.shape) if name == "voxels" else len(array)
         plain = array.astype(array.dtype.newbyteorder("<"), copy=False)
         chunks = [plain[i : i + step].tobytes() for i in range(0, len(plain), step)]
         return b"".join([_index(name, tuple(image_size), crc), *(_with_crc(c) if crc else c for c in chunks)])
@@ -280,7 +294,7 @@ def encode(
 
 
 def _with_crc(chunk: bytes) -> bytes:
-    """What zarr's crc32c codec makes of a chunk."""
+    """A chunk as zarr's crc32c codec encodes it: followed by its checksum, little-endian."""
     import google_crc32c
 
     return chunk + google_crc32c.value(chunk).to_bytes(4, "little")
@@ -288,12 +302,12 @@ def _with_crc(chunk: bytes) -> bytes:
 
 @functools.cache
 def _index(name: str, image_size: tuple[int, ...], crc: bool) -> bytes:
-    """What stands before the values of an uncompressed shard: where its chunks lie, the same for all volumes of a size."""
+    """The chunk index at the start of an uncompressed voxel shard: the same for all volumes of one size."""
     if name != "voxels":
         return b""
     blank = np.zeros(shapes(image_size)[name], ARRAYS[name])
     shard = _encode_by_zarr(name, blank, image_size, "none", crc)
-    chunks = len(blank) // _bscans_of_a_chunk(blank.shape)
+    chunks = len(blank) // _bscans_per_chunk(blank.shape)
     return shard[: len(shard) - blank.nbytes - 4 * chunks * crc]
 
 
@@ -306,13 +320,13 @@ def _encode_by_zarr(
 
     metadata = json.dumps(array_metadata(name, 1, image_size, compression, crc)).encode()
     memory: Any = {"zarr.json": cpu.Buffer.from_bytes(metadata)}
-    # Otherwise a shard of zeros would not be written, and could not be told from one that was lost.
+    # By default zarr does not write a shard of zeros, which would look like a lost one.
     with zarr.config.set({"array.write_empty_chunks": True}):
         zarr.open_array(MemoryStore(memory), mode="r+")[0] = array
     return memory[shard_key(0)].to_bytes()
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Never makes a folder: a worker that outlives its run finds its staging folder gone, and stops there."""
+    """Write a file with fsync. Never creates its folder: a worker that outlives its run must fail in a deleted one."""
     file.write_bytes(data)
     flush(file)
