@@ -66,14 +66,14 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("a: [", "not valid YAML"),
         (
             "steps: 3\nseed: 1\nsteps: 4",
-            r"c\.yaml: .*line 3: steps is set a second time \(before in line 1\); keep one",
+            r"c\.yaml: .*line 3: steps is set twice \(first in line 1\); keep one",
         ),
-        ("model:\n  depth: 2\n  width: 48\n  depth: 3", r"line 4: depth is set a second time \(before in line 2\)"),
+        ("model:\n  depth: 2\n  width: 48\n  depth: 3", r"line 4: depth is set twice \(first in line 2\)"),
         ("seed: 010", r"line 1: 010: a number with a leading zero"),
         ("seed: 1:30", r"seed: .*valid integer.*got '1:30'"),
         ("seed: 2024-01-01", r"seed: .*valid integer.*got '2024-01-01'"),
         ("seed: !!timestamp 2024-01-01", r"line 1: the tag .*timestamp; write the value alone"),
-        ("on: 3", r"line 1: expected the name of a setting before the colon, got 'on'; put text in quotes"),
+        ("on: 3", r"line 1: expected the name of a setting before the colon, got 'on'; quote it if it is text"),
         ("model: &m {x: *m}", r"line 1: a value that contains itself"),
         ("a: &a {<<: *a}", r"line 1: a value that contains itself"),
         ("[" * 5000, "nested hundreds deep"),
@@ -81,11 +81,11 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("seed: 1e400", r"seed: .*finite.*got inf"),
         ("schedule: {base_lr: .nan}", r"schedule\.base_lr: .*finite.*got nan"),
         ("schedule: {base_lr: 1e9}", r"schedule\.base_lr: .*less than or equal to 1, got 1000000000"),
-        ("data: {store: None}", r"data: store is the text 'None'; write null where nothing is meant"),
-        ("schedule: {base_lr: true}", r"schedule: base_lr is true, where a number is expected"),
-        ("data: {max_samples: false}", r"data: max_samples is false, where a number is expected"),
+        ("data: {store: None}", r"data: store is the text 'None'; write null for no value"),
+        ("schedule: {base_lr: true}", r"schedule: base_lr: expected a number, got true"),
+        ("data: {max_samples: false}", r"data: max_samples: expected a number, got false"),
         ('data: {store: "null"}', r"data: store is the text 'null'"),
-        ('data: {store: "a\\0b"}', r"holds a character that is no text"),
+        ('data: {store: "a\\0b"}', r"contains a null or surrogate character"),
     ],
 )
 def test_wrong_config_is_one_clear_error(yaml_file, text, message):
@@ -112,7 +112,7 @@ def test_aliases_that_multiply_are_refused_before_they_do(yaml_file, merged):
 
 def test_a_file_that_is_no_config_is_not_read(tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"#" * 2_000_000)
-    with pytest.raises(ConfigError, match=r"c\.yaml: 2,000,000 bytes; expected a YAML file of settings"):
+    with pytest.raises(ConfigError, match=r"c\.yaml: expected a YAML file of settings.*got 2,000,000"):
         load_config(tmp_path / "c.yaml")
 
 

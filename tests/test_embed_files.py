@@ -151,9 +151,9 @@ def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
         embed_files(run, clinic, clinic / "out", workers=0, echo=quiet)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(EvaluationError, match="holds other things"):
+    with pytest.raises(EvaluationError, match="not an embedding job"):
         embed_files(run, clinic, tmp_path / "mine", workers=0, echo=quiet)
-    with pytest.raises(EvaluationError, match="not one of 1 volumes could be embedded, 1 with decode_failed"):
+    with pytest.raises(EvaluationError, match="none of 1 volumes could be embedded, 1 with decode_failed"):
         one = scan(clinic, workers=0)
         one = replace(one, acquisitions=tuple(a for a in one.acquisitions if a.participant == "Q99"))
         embed_files(run, one, tmp_path / "none", workers=0, echo=quiet)

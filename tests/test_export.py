@@ -255,7 +255,7 @@ def test_damage_is_told_where_it_is(folder, tmp_path, damage):
     (copy / exported.CONFIG).write_text(json.dumps(settings))
     words = {
         "flip": "model.safetensors: damaged.*checksum", "cut": "model.safetensors: damaged", "missing": "no such file",
-        "settings": "not of one model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "seen": "seen_participants.*missing",
+        "settings": "do not fit the model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "seen": "seen_participants.*missing",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=words[damage]):
         load_encoder(copy)

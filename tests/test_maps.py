@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder.encoder import load_encoder
-from octfm.encoder.trained_head import load_head, load_with_head
+from octfm.encoder.tuned import load_head, load_with_head
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
 from octfm.models.heads import CrossAttentionPool

@@ -147,7 +147,7 @@ def test_F16_rows_follow_the_catalog_without_touching_voxels(tmp_path):
 
 def test_a_changed_laterality_is_refused(tmp_path):
     run([acquisition(0)], tmp_path / "store")
-    with pytest.raises(StoreError, match=r"prepared as laterality R, and the catalog now says L.*new folder"):
+    with pytest.raises(StoreError, match=r"prepared as laterality R, but the catalog now says L.*new folder"):
         run([acquisition(0, laterality="L")], tmp_path / "store")
 
 

@@ -289,7 +289,9 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
     embed = ["embed", str(run), "--store", str(store[0].path), "--no-baselines"]
     assert CliRunner().invoke(app, embed).exit_code == 0
     before = (run / "embeddings" / "pretrained.parquet").read_bytes()
-    monkeypatch.setattr(embedding, "_over", lambda *_: pytest.fail("vectors that are there are not computed again"))
+    monkeypatch.setattr(
+        embedding, "_in_batches", lambda *_: pytest.fail("vectors that are there are not computed again")
+    )
     done = CliRunner().invoke(app, [*embed, "--head", str(head), "--segment", str(tmp_path / "seg")])
     assert done.exit_code == 0, done.output
     assert (run / "embeddings" / "pretrained.parquet").read_bytes() == before

@@ -1,4 +1,4 @@
-"""octfm: the 3D OCT foundation model, built to be trusted.
+"""octfm: self-supervised pretraining on 3-D retinal OCT, from files to a frozen encoder and its evaluation.
 
 catalog = octfm.scan("clinic/oct/")
 store   = octfm.prepare(catalog, "prepared/", octfm.Preprocessing())
@@ -54,7 +54,7 @@ _HOME = {
     "PretrainConfig": "octfm.pretraining.settings",
     "load_config": "octfm.pretraining.settings",
 }
-"""Where each public name lives; imported on first use, so that `import octfm` costs nothing."""
+"""The module of each public name, imported on first use, so that `import octfm` is fast."""
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 

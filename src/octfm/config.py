@@ -1,4 +1,4 @@
-"""YAML files and dotted overrides to frozen pydantic models; unknown or mistyped keys stop the run, naming the nearest real key."""
+"""Load settings from YAML files and overrides into frozen pydantic models; unknown keys are errors with suggestions."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -16,20 +16,20 @@ from octfm.addresses import expect_local, expect_place, mask, refuse_credentials
 from octfm.errors import ConfigError, shown
 
 MAX_BYTES = 1_000_000
-"""Of a config file; the longest packaged one has 3,000."""
+"""Largest config file that is read; the longest packaged one has 3,000."""
 MAX_NODES = 100_000
-"""Values of a config file once its aliases are expanded."""
+"""Most values in a config file after expanding its aliases."""
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-"""What NumPy, PyTorch and scikit-learn all take."""
+"""A range that NumPy, PyTorch and scikit-learn all accept."""
 LearningRate = Annotated[float, Field(gt=0, le=1)]
-"""AdamW moves every weight by about this much in a step."""
+"""At most 1, because AdamW moves every weight by about this much per step."""
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 """Up to four months."""
 
 
 class Config(BaseModel):
-    """Base of every settings model: frozen, closed to unknown keys, and without NaN or infinity."""
+    """Base of every settings model: immutable, without unknown keys, NaN or infinity."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -37,14 +37,14 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _means_what_it_says(cls, values: Any) -> Any:
-        """The text None where null is meant became a folder of that name at the first save (F6); true would be a rate of 1."""
+    def _refuse_lookalikes(cls, values: Any) -> Any:
+        """Refuse the text None for null, which would become the name of a folder (F6), and true for a number."""
         for name, value in values.items() if isinstance(values, dict) else ():
             kinds = _kinds(cls.model_fields[name].annotation) if name in cls.model_fields else ()
             if isinstance(value, str) and value.strip().lower() in ("none", "null") and type(None) in kinds:
-                raise ValueError(f"{name} is the text {value!r}; write null where nothing is meant")
+                raise ValueError(f"{name} is the text {value!r}; write null for no value")
             if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
-                raise ValueError(f"{name} is {str(value).lower()}, where a number is expected")
+                raise ValueError(f"{name}: expected a number, got {str(value).lower()}")
         return values
 
 
@@ -59,13 +59,13 @@ def _checked(expect: Callable[[str], str]) -> AfterValidator:
 
 
 Place = Annotated[str, _checked(expect_place)]
-"""A setting that names a path on a disk, or s3://bucket/… or gs://bucket/…; never with credentials in it."""
+"""Type of a setting: a path on a disk, s3://bucket/… or gs://bucket/…, without credentials."""
 LocalPlace = Annotated[str, _checked(expect_local)]
-"""A setting that names a path on a disk."""
+"""Type of a setting: a path on a disk."""
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types that a setting may have, without their bounds."""
+    """The types in an annotation, without Annotated and Union."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
@@ -82,11 +82,10 @@ def load(
     overrides: Iterable[str] = (),
     context: dict[str, Any] | None = None,
 ) -> C:
-    """Read `source` (a YAML file, the name of a packaged config, or a mapping), apply `section.key=value`, build `cls`.
+    """Build `cls` from a YAML file, the name of a packaged config or a mapping, with overrides `section.key=value`.
 
-    `context` is passed to the validators of `cls`.
-
-    Values of overrides are parsed as YAML, so `masks.budget=null` and `data.scanners=[topcon_triton]` mean what they say.
+    Values of overrides are YAML: `masks.budget=null`, `data.scanners=[topcon_triton]`. `context` is passed to the
+    validators of `cls`. Raises ConfigError.
     """
     if isinstance(source, dict):
         where, values = "settings", deepcopy(source)
@@ -103,7 +102,7 @@ def load(
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
-    """Whichever setting they are in, so that no message about it repeats them."""
+    """Check all texts in `values` before any message about another problem could repeat a secret."""
     if isinstance(values, str):
         try:
             refuse_credentials(values)
@@ -119,7 +118,7 @@ def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
 
 
 def find_config(name: str | Path) -> Path:
-    """A file on disk; otherwise the packaged config of that base name (`configs/vit_s.yaml`, `vit_s.yaml` or `vit_s`)."""
+    """The file of that name, else the packaged config (`configs/vit_s.yaml`, `vit_s.yaml` or `vit_s`)."""
     refuse_credentials(str(name))
     path = Path(name)
     if path.is_file():
@@ -133,14 +132,14 @@ def find_config(name: str | Path) -> Path:
 
 
 def dump(config: Config) -> str:
-    """The YAML text that loads back to an equal config."""
+    """YAML text that loads back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    """The mapping in a YAML file; empty for an empty file. Raises ConfigError for anything else."""
     if (size := path.stat().st_size) > MAX_BYTES:
-        raise ConfigError(f"{path}: {size:,} bytes; expected a YAML file of settings, of {MAX_BYTES:,} at most")
+        raise ConfigError(f"{path}: expected a YAML file of settings, of at most {MAX_BYTES:,} bytes, got {size:,}")
     try:
         values = _parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -155,14 +154,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """The YAML that a reader of the file expects: 1e-4 is a number, a date is text, a key occurs once, and nothing contains itself.
+    """YAML as people read it: 1e-4 is a number, a date is text, keys are unique, and nothing contains itself.
 
-    PyYAML follows YAML 1.1, where 010 is 8, 1:30 is 90 and 2024-01-01 is an object.
+    PyYAML follows YAML 1.1, in which 1e-4 is text, 010 is 8, 1:30 is 90 and 2024-01-01 is a date object.
     """
 
-    def compose_document(self) -> yaml.Node:
+    def compose_document(self) -> yaml.Node | None:
         root = super().compose_document()
-        _require_finite(root)
+        if root is not None:
+            _require_finite(root)
         return root
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -179,26 +179,26 @@ class _Loader(yaml.SafeLoader):
             if key.tag != "tag:yaml.org,2002:str":
                 found = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
                 raise _at(
-                    key, f"expected the name of a setting before the colon, got {shown(found)}; put text in quotes"
+                    key, f"expected the name of a setting before the colon, got {shown(found)}; quote it if it is text"
                 )
             if key.value in first:
-                raise _at(key, f"{key.value} is set a second time (before in line {first[key.value]}); keep one")
+                raise _at(key, f"{key.value} is set twice (first in line {first[key.value]}); keep one")
             first[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)  # pyright: ignore[reportArgumentType]
         if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
-            raise _at(node, f"{shown(value)} holds a character that is no text")
+            raise _at(node, f"{shown(value)} contains a null or surrogate character, which is not text; remove it")
         return value
 
     def construct_number(self, node: yaml.ScalarNode) -> int:
         if re.match(r"[-+]?0\d", node.value):
-            raise _at(node, f"{node.value}: a number with a leading zero; leave it out, or put text in quotes")
+            raise _at(node, f"{node.value}: a number with a leading zero; remove the zero, or quote it if it is text")
         try:
             return self.construct_yaml_int(node)
-        except ValueError:
-            raise _at(node, f"a number of {len(node.value):,} digits") from None
+        except ValueError:  # Python converts at most 4,300 digits
+            raise _at(node, f"a number of {len(node.value):,} digits, too long to read") from None
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -217,7 +217,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 
 
 def _require_finite(root: yaml.Node) -> None:
-    """Refuse a value that contains itself, and aliases that expand to more than a config can need."""
+    """Refuse values that contain themselves, and aliases that expand beyond MAX_NODES ("billion laughs")."""
+    # Depth first with an explicit stack: (node, False) on entry, (node, True) when all its parts have been counted.
     expanded: dict[int, int] = {}
     entered: set[int] = set()
     pending = [(root, False)]
@@ -230,9 +231,9 @@ def _require_finite(root: yaml.Node) -> None:
             entered.discard(id(node))
             expanded[id(node)] = 1 + sum(expanded[id(part)] for part in inside)
             if expanded[id(node)] > MAX_NODES:
-                raise _at(node, f"expands to more than {MAX_NODES:,} values; write out what is meant without aliases")
+                raise _at(node, f"expands to more than {MAX_NODES:,} values; write it out without aliases")
         elif id(node) in entered:
-            raise _at(node, "a value that contains itself; write out what is meant without aliases")
+            raise _at(node, "a value that contains itself; write it out without aliases")
         elif id(node) not in expanded:
             entered.add(id(node))
             pending.append((node, True))
@@ -244,7 +245,7 @@ def _at(node: yaml.Node, problem: str) -> yaml.YAMLError:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """What is wrong, and in which line."""
+    """The problem and its line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem:
         return " ".join(str(error).split())
@@ -267,15 +268,15 @@ def _apply(values: dict[str, Any], override: str) -> None:
     *sections, name = key.split(".")
     if not all(part.isidentifier() for part in (*sections, name)):
         raise ConfigError(
-            f"{where}: {shown(key)} is no name of a setting; expected section.key=value, such as model.depth=6"
+            f"{where}: {shown(key)} is not the name of a setting; expected section.key=value, such as model.depth=6"
         )
     if not text.strip():
-        raise ConfigError(f"{where}: no value after the equals sign; write null where nothing is meant")
+        raise ConfigError(f"{where}: no value after the equals sign; write null for no value")
     table = values
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{where}: {section} is a value, not a section")
+            raise ConfigError(f"{where}: {section} is a value, not a section; expected section.key=value")
     try:
         table[name] = _parse(text)
     except yaml.YAMLError as error:
@@ -284,8 +285,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(cls: type[Config], error: ValidationError) -> str:
-    """The first problem in one sentence, with the nearest key for a misspelt one."""
+    """The first problem in one sentence; for an unknown key, with the most similar known one."""
     problems = _problems(error)
+    # An unknown key first: it is the likely cause of others, such as a missing value.
     first = min(problems, key=lambda p: p["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -304,7 +306,7 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
 
 
 def _problems(error: ValidationError) -> list[dict[str, Any]]:
-    """All problems; those of a section that its own validator has read are listed under the section's key."""
+    """All problems, with those that a section's own validator found listed under the section's key."""
     found = []
     for problem in error.errors(include_url=False):
         inner = problem.get("ctx", {}).get("error")
@@ -316,7 +318,7 @@ def _problems(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def known_keys(cls: type[Config], prefix: str = "") -> list[str]:
-    """Every dotted key of a settings model. A section may be of several kinds, subclasses of its type: their keys count as well."""
+    """All keys of a settings model, dotted. A section may be any subclass of its type; their keys are included."""
     keys: dict[str, None] = {}
     for name, field in cls.model_fields.items():
         sections = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]

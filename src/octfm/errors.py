@@ -1,4 +1,4 @@
-"""The one error family: every message says where, what was expected, what was found and what to do next."""
+"""All errors for users. Every message says where, what was expected, what was found and what to do next."""
 
 import re
 from collections.abc import Callable
@@ -10,24 +10,24 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u206
 
 
 def one_line(text: object) -> str:
-    """`text` as a terminal can show it on one line: control characters, line breaks and bytes that are no text are escaped."""
+    """`text` on one line, safe for a terminal: control characters, line breaks and undecodable bytes are escaped."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 def shown(value: object, most: int = 80) -> str:
-    """repr(value) on one line, its middle left out where it is long."""
+    """repr(value) on one line, with the middle of long values left out."""
     try:
         text = one_line(repr(value))
-    except ValueError:  # an int of more digits than Python writes
+    except ValueError:  # Python refuses to print an int of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 4 :]}"
 
 
 class OctfmError(Exception):
-    """A problem the user can act on. The command line prints it as one line and exits with code 1."""
+    """A problem that the user can act on. The command line prints it as one line and exits with code 1."""
 
     elsewhere = False
-    """It came up on another rank, which says it."""
+    """Whether it was raised on another rank, which reports it."""
 
 
 class ConfigError(OctfmError):
@@ -35,35 +35,36 @@ class ConfigError(OctfmError):
 
 
 class ReadError(OctfmError):
-    """A file that cannot become a Volume. `code` is the reason code that ends up in rejects.parquet."""
+    """A file that cannot become a Volume. `code` is its reason code in rejects.parquet."""
 
     def __init__(self, code: str, message: str, refers_to: str = ""):
         super().__init__(message)
         self.code, self.refers_to = code, refers_to
 
     def __reduce__(self):
-        return type(self), (self.code, str(self), self.refers_to)  # it travels between processes
+        # Exceptions pickle by their args, which lack `code`; these travel from worker processes.
+        return type(self), (self.code, str(self), self.refers_to)
 
 
 class BucketError(OctfmError):
-    """A bucket that refuses or does not answer, after everything was tried; the data in it are not known to be bad."""
+    """A bucket that refuses or does not answer after all retries; says nothing about the data in it."""
 
 
 class StoreError(OctfmError):
-    """A prepared store that is missing, damaged, of another version, or contradicts what is asked of it."""
+    """A prepared store that is missing, damaged, of another version, or does not match the request."""
 
 
 class CheckpointError(OctfmError):
-    """A checkpoint that is missing, damaged, of another version, or contradicts what is asked of it."""
+    """A checkpoint that is missing, damaged, of another version, or does not match the request."""
 
 
 class EvaluationError(OctfmError):
-    """An evaluation that would not mean what it seems to mean (leakage, too few participants, no labels)."""
+    """An evaluation whose result would be misleading (leakage, too few participants, no labels)."""
 
 
 class TrainingError(OctfmError):
-    """A run that cannot go on without doing harm."""
+    """A run that cannot continue without doing harm."""
 
 
 class Preempted(OctfmError):
-    """A run that was asked to stop and has saved what it had. The command line exits with code 75: run again to continue."""
+    """A run that was interrupted and has saved a checkpoint. The command line exits with code 75: run it again."""

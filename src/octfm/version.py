@@ -1,3 +1,3 @@
-"""The version of octfm, in one place that every module may import."""
+"""The version of octfm, in a module without imports."""
 
 __version__ = "0.1.0"

@@ -125,7 +125,7 @@ def view(
         typer.echo(f"shown without its layers: {error}", err=True)
     encoder = head = segmenter = None
     if run is not None:
-        from octfm.encoder.trained_head import load_with_head
+        from octfm.encoder.tuned import load_with_head
 
         encoder, head = load_with_head(run, device)
     if segment is not None:

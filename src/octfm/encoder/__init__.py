@@ -1,1 +1,1 @@
-"""A pretrained encoder: loaded, embedding, exported; and encoders of others."""
+"""Pretrained encoders: loading, embedding, export, and encoders from other projects."""

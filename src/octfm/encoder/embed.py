@@ -1,6 +1,5 @@
-"""One vector per acquisition of a store, written as parquet with the key of what made it; aligned by id, never by order."""
+"""Embed a store: one vector per acquisition, written as parquet with a key of everything the vectors depend on."""
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from octfm.encoder.budget import budget_facts, dropped_of
+from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
@@ -21,13 +21,13 @@ L = TypeVar("L", bound=Location)
 BATCH = 16
 HISTOGRAM_BINS = 64
 WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
-"""Who and what a vector is of."""
+"""Columns of an embeddings file that describe the acquisition."""
 NAMES = ("pretrained", "random_init", "histogram")
-"""Encoders that stand side by side in every result, the one of interest first."""
+"""Encoders that every result compares, the one of interest first."""
 
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
-    """The embeddings of a run, in RUN/embeddings or in `folder` (also in a bucket), the encoder of interest first."""
+    """The embeddings files of a run, in RUN/embeddings or in `folder` (also in a bucket), in the order of NAMES."""
     where = location(folder) if folder is not None else location(run) / "embeddings"
     found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
     if not found:
@@ -36,13 +36,16 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
 
 
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
-    """Write <out>/<name>.parquet: one float32 vector for every volume of the store."""
+    """Write <out>/<name>.parquet: one float32 vector for every volume of the store.
+
+    Raises EvaluationError if the store was prepared with other settings than the encoder was trained on.
+    """
     encoder.require_prepared(store)
     target = Path(out) / f"{name}.parquet"
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
     facts |= {"pool": encoder.config.objective.pool}
-    vectors, budget = _known(target, key)
+    vectors, budget = _existing_vectors(target, key)
     if vectors is None:
         dropped: list[np.ndarray] = []
 
@@ -50,50 +53,54 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
             dropped.append(dropped_of(encoder, arrays))
             return encoder.embed_arrays(arrays)
 
-        vectors = _over(store, describe, encoder.vector_width)
+        vectors = _in_batches(store, describe, encoder.vector_width)
         budget = budget_facts(encoder, store, np.concatenate([*dropped, np.zeros(0)]), vectors)
         if name == NAMES[0] and budget:
             echo(budget["sentence"])
     else:
-        # Written again all the same: splits and labels may have changed since.
+        # The file is still written again, because splits and labels may have changed since.
         echo(f"{target}: vectors of these weights and volumes are already there")
-    return write_vectors(target, _words(store), vectors, facts | {"budget": budget}, store.preprocessing)
+    return _write(target, store, vectors, facts | {"budget": budget})
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
-    """The plain descriptor that every result is compared with: a 64-bin intensity histogram of the voxels that hold image."""
-
-    vectors = _over(store, histogram, HISTOGRAM_BINS)
-    return write_vectors(
-        Path(out) / "histogram.parquet", _words(store), vectors, histogram_facts(store.fingerprint), store.preprocessing
-    )
+    """Write <out>/histogram.parquet, the baseline of every result: a 64-bin histogram of the image voxels."""
+    vectors = _in_batches(store, histogram, HISTOGRAM_BINS)
+    return _write(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
 
 
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
-    """Write <out>/<name>.parquet with an encoder of your own: a function of uint8 voxels [B, D, H, W] that returns vectors [B, width]."""
+    """Write <out>/<name>.parquet with your own encoder, a function from voxels to vectors.
+
+    It gets uint8 voxels [B, D, H, W] and returns vectors [B, width]. Raises EvaluationError if it returns another
+    shape, NaN or infinity.
+    """
     first = np.asarray(embed(store.read([0]).voxels), np.float32)
     if first.ndim != 2 or len(first) != 1:
         raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
-    vectors = _over(store, lambda arrays: embed(arrays.voxels), first.shape[1])
-    if not np.isfinite(vectors).all():
-        raise EvaluationError(f"{name}: returned NaN or infinity for some volume")
+    vectors = _in_batches(store, lambda arrays: embed(arrays.voxels), first.shape[1])
+    if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
+        raise EvaluationError(
+            f"{name}: expected finite vectors, got NaN or infinity for {len(bad)} volumes, "
+            f"such as {store.rows[bad[0]].acquisition}"
+        )
     facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
-    return write_vectors(Path(out) / f"{name}.parquet", _words(store), vectors, facts, store.preprocessing)
+    return _write(Path(out) / f"{name}.parquet", store, vectors, facts)
 
 
 def histogram(arrays: Arrays) -> np.ndarray:
-    """float32 [B, 64]: how the voxels that hold image are distributed over grey values."""
+    """float32 [B, 64]: normalised histogram of the grey values of image voxels (`Arrays.valid`)."""
     rows = np.arange(arrays.voxels.shape[2])[:, None]
-    described = []
+    histograms = []
     for voxels, valid in zip(arrays.voxels, arrays.valid, strict=True):
         image = (rows >= valid[0][:, None, :]) & (rows < valid[1][:, None, :])
         counts = np.bincount(voxels[image] // (256 // HISTOGRAM_BINS), minlength=HISTOGRAM_BINS)
-        described.append(counts / max(1, counts.sum()))
-    return np.array(described, np.float32)
+        histograms.append(counts / max(1, counts.sum()))
+    return np.array(histograms, np.float32)
 
 
 def histogram_facts(fingerprint: str) -> dict[str, str]:
-    """What an embeddings file says about them."""
+    """Metadata of an embeddings file of histograms."""
     key = f"histogram-{HISTOGRAM_BINS}-{fingerprint}"
     return {"key": key, "encoder": "intensity histogram", "name": "histogram", "precision": "fp32"}
 
@@ -103,27 +110,27 @@ def _voxels_of(store: Store) -> str:
     return hash_text("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows))[:16]
 
 
-def _known(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
-    """The vectors of an embeddings file made under this key, and what it says about its budget; None where there is no such file,
-    or one whose budget was still compared without telling apart what moves all vectors alike."""
+def _existing_vectors(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
+    """The vectors and budget facts of an embeddings file with this key; None and {} if they must be computed."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     if not path.is_file():
         return None, {}
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        table = from_parquet(path)
     except pa.ArrowInvalid:
         return None, {}
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
     if facts.get("key") != key or "budget" not in facts:
         return None, {}
+    # Files of older versions compare the budget without separating offset and own part.
     if facts["budget"] and "own" not in facts["budget"].get("full_grid", {}):
         return None, {}
     return np.array(table["vector"].to_pylist(), np.float32), facts["budget"]
 
 
-def _over(store: Store, describe: Callable, width: int) -> np.ndarray:
+def _in_batches(store: Store, describe: Callable[[Arrays], np.ndarray], width: int) -> np.ndarray:
+    """float32 [N, width]: `describe` applied to all volumes of a store."""
     vectors = np.empty((len(store), width), np.float32)
     for first in range(0, len(store), BATCH):
         rows = np.arange(first, min(first + BATCH, len(store)))
@@ -131,16 +138,15 @@ def _over(store: Store, describe: Callable, width: int) -> np.ndarray:
     return vectors
 
 
-def _words(store: Store) -> list[dict[str, Any]]:
-    return [{name: getattr(row, name) for name in (*WORDS, "participant_labels")} for row in store.rows]
+def _write(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
+    return write_vectors(path, [vars(row) for row in store.rows], vectors, facts, store.preprocessing)
 
 
 def write_vectors(
     path: L, rows: Sequence[Mapping[str, Any]], vectors: np.ndarray, facts: dict[str, Any], preprocessing: Preprocessing
 ) -> L:
-    """One embeddings file, as `read_embeddings` reads it: who and what each row is, and its vector, float32 [N, width]."""
+    """Write an embeddings file for `read_embeddings`: columns of metadata, and `vectors` float32 [N, width]."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in WORDS}
     columns["participant_labels"] = [json.dumps(row["participant_labels"]) for row in rows]
@@ -148,7 +154,5 @@ def write_vectors(
         pa.list_(pa.float32())
     )
     facts = facts | {"preprocessing": preprocessing.model_dump(mode="json"), "width": int(vectors.shape[1])}
-    content = io.BytesIO()
-    pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), content)
-    write_whole(path, content.getvalue())
+    write_whole(path, to_parquet(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)})))
     return path

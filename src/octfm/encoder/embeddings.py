@@ -1,5 +1,6 @@
-"""Embeddings of frozen encoders, read back from `octfm embed` and aligned by acquisition id."""
+"""Read the embeddings files of `octfm embed` and align encoders by acquisition id."""
 
+import io
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ COLUMNS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "spl
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """One encoder's vectors, one row per acquisition, sorted by acquisition id."""
+    """The vectors of one encoder, a row per acquisition, sorted by acquisition id."""
 
     name: str
     path: str
@@ -35,34 +36,48 @@ class Embeddings:
 
 
 def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:
-    """The vectors whose acquisition or participant `file` does not name; embeddings do not know uris."""
+    """The vectors whose acquisition or participant `file` does not list; uris in it match nothing in embeddings."""
     names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
     kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))
     columns = {
         name: getattr(embeddings, name)[kept] for name in ("acquisition", "participant", "eye_id", "scanner", "vectors")
     }
-    words = {
-        name: tuple(getattr(embeddings, name)[i] for i in kept)
-        for name in ("laterality", "split", "participant_labels")
-    }
-    return replace(embeddings, **columns, **words)
+    for name in ("laterality", "split", "participant_labels"):
+        columns[name] = tuple(getattr(embeddings, name)[i] for i in kept)
+    return replace(embeddings, **columns)
+
+
+def to_parquet(table: Any) -> bytes:
+    """The content of a parquet file with this pyarrow table."""
+    import pyarrow.parquet as pq
+
+    content = io.BytesIO()
+    pq.write_table(table, content)
+    return content.getvalue()
+
+
+def from_parquet(path: Location, columns: list[str] | None = None) -> Any:
+    """The pyarrow table in a parquet file on a disk or in a bucket. Raises pyarrow.ArrowException if damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pq.read_table(pa.BufferReader(path.read_bytes()), columns=columns)
 
 
 def read_embeddings(path: str | Location) -> Embeddings:
-    """Read one parquet file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions and non-finite vectors."""
+    """Read a file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions or non-finite vectors."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     path = location(path)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such embeddings file; make it with octfm embed")
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        table = from_parquet(path)
     except pa.ArrowException as error:
         raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
     if absent := [name for name in COLUMNS if name not in table.column_names]:
         raise EvaluationError(
-            f"{path}: expected the columns that octfm embed writes, got none called {', '.join(absent)}; embed again"
+            f"{path}: expected the columns that octfm embed writes, {', '.join(absent)} missing; embed again"
         )
     table = table.sort_by("acquisition")
     metadata = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
@@ -73,7 +88,7 @@ def read_embeddings(path: str | Location) -> Embeddings:
     repeated = acquisition[1:][acquisition[1:] == acquisition[:-1]]
     if repeated.size:
         raise EvaluationError(f"{path}: acquisition {repeated[0]} occurs more than once; embed again into a new file")
-    vectors = _rectangle(table.column("vector"))
+    vectors = _matrix(table.column("vector"))
     if vectors is None or not np.isfinite(vectors).all():
         raise EvaluationError(
             f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged"
@@ -93,8 +108,8 @@ def read_embeddings(path: str | Location) -> Embeddings:
     )
 
 
-def _rectangle(column: Any) -> np.ndarray | None:
-    """float64 [N, width] of a column of lists; None where they are not equally long."""
+def _matrix(column: Any) -> np.ndarray | None:
+    """float64 [N, width] from a column of lists; None if their lengths differ."""
     lists = column.combine_chunks()
     flat, width = lists.flatten().to_numpy(zero_copy_only=False), len(lists[0])
     if lists.null_count or any(np.diff(lists.offsets.to_numpy()) != width) or width == 0:
@@ -103,7 +118,7 @@ def _rectangle(column: Any) -> np.ndarray | None:
 
 
 def of_store(store: Store) -> Embeddings:
-    """Who and what the volumes of a store are, in its order and without vectors."""
+    """The metadata of a store's volumes as Embeddings of width 0, in the order of the store."""
     rows = store.rows
     return Embeddings(
         name=str(store.path),
@@ -121,7 +136,10 @@ def of_store(store: Store) -> Embeddings:
 
 
 def align(encoders: list[Embeddings]) -> list[Embeddings]:
-    """The same acquisitions in the same order for every encoder (rows are sorted by id), or EvaluationError."""
+    """The same embeddings, checked: different names, and the same acquisitions and participants in the same order.
+
+    Raises EvaluationError otherwise.
+    """
     if not encoders:
         raise EvaluationError("expected at least one embeddings file, got none")
     names = [e.name for e in encoders]
@@ -132,11 +150,12 @@ def align(encoders: list[Embeddings]) -> list[Embeddings]:
         if not np.array_equal(first.acquisition, other.acquisition):
             odd = sorted(set(first.acquisition.tolist()) ^ set(other.acquisition.tolist()))
             raise EvaluationError(
-                f"{other.path}: expected the acquisitions of {first.path}, {len(odd)} are in only one of the two ({odd[0]} …); "
-                "embed both from the same store"
+                f"{other.path}: expected the acquisitions of {first.path}, but {len(odd)} are in only one of the two "
+                f"({odd[0]} …); embed both from the same store"
             )
         if not np.array_equal(first.participant, other.participant):
             raise EvaluationError(
-                f"{other.path}: participants differ from {first.path} for the same acquisitions; embed both from the same store"
+                f"{other.path}: participants differ from {first.path} for the same acquisitions; "
+                "embed both from the same store"
             )
     return encoders

@@ -1,4 +1,4 @@
-"""A frozen encoder that knows its preprocessing: volumes in, vectors or token grids out."""
+"""A frozen encoder with its preprocessing: volumes in, vectors or grids of tokens out."""
 
 import hashlib
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
 
 SELECTION_SEED = 0
-"""Embedding repeats the training selection of tokens with this seed, so that the same volume gives the same vector."""
+"""Seed for selecting tokens as in training, so that the same volume always gives the same vector."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +43,10 @@ class Encoder:
     runtime: Runtime
     source: str
     fingerprint: str
-    """Of the Preprocessing that the weights were trained on, with the version of its algorithm."""
+    """Fingerprint of the Preprocessing that the weights were trained on, including the version of its algorithm."""
     own_zscore: bool = False
-    """Volumes are standardised one by one, as the prototype did, instead of by the Preprocessing's fixed mean and standard deviation."""
+    """Standardise each volume by its own mean and standard deviation, as the prototype did, instead of by the
+    Preprocessing's fixed ones."""
 
     @property
     def width(self) -> int:
@@ -54,17 +55,17 @@ class Encoder:
 
     @property
     def vector_width(self) -> int:
-        """Numbers in the vector of a volume."""
+        """Length of a volume's vector."""
         return width_of(self.config.objective.pool, self.width)
 
     def pooling(self, pool: VectorPool | None) -> "Encoder":
-        """The same encoder, giving vectors pooled like this; None: as its run says (objective.pool)."""
+        """The same encoder with another pooling of vectors; None keeps the run's own (objective.pool)."""
         objective = self.config.objective if pool is None else self.config.objective.model_copy(update={"pool": pool})
         return replace(self, config=self.config.model_copy(update={"objective": objective}))
 
     @property
     def key(self) -> str:
-        """Identifies its tokens: weights, Preprocessing, precision and token budget. A cache under another key is another feature."""
+        """Identifies its tokens in caches: a hash of weights, Preprocessing, precision and token budget."""
         digest = hashlib.sha256(
             f"{self.fingerprint}|{self.runtime.precision}|{self.config.masks.budget}|{self.own_zscore}".encode()
         )
@@ -75,7 +76,7 @@ class Encoder:
 
     @property
     def vector_key(self) -> str:
-        """Identifies its vectors: `key`, and how tokens are pooled where that is not their mean."""
+        """Identifies its vectors: `key`, with the pooling appended unless it is the mean."""
         pool = self.config.objective.pool
         return self.key if pool == "mean" else f"{self.key}-{pool}"
 
@@ -88,7 +89,7 @@ class Encoder:
             )
 
     def embed(self, volume: Volume) -> np.ndarray:
-        """float32 [vector_width]: the pooled tissue tokens of one acquisition (objective.pool), in any native geometry."""
+        """float32 [vector_width]: pooled tissue tokens of one acquisition in any native geometry (objective.pool)."""
         return self.embed_arrays(self.prepare(volume))[0]
 
     def embed_tokens(self, volume: Volume) -> np.ndarray:
@@ -97,25 +98,24 @@ class Encoder:
 
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
-        """float32 [B, vector_width] of prepared volumes: the token budget of training, tissue first, its tissue tokens pooled."""
+        """float32 [B, vector_width] of prepared volumes: the tissue tokens pooled, within training's token budget."""
         chosen, tissue = self.select(arrays)
         tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
         return pooled(tokens_BMD, self.runtime.tensor(tissue), self.config.objective.pool).cpu().numpy()
 
     def vector_of(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """float32 [vector_width] of one volume's tokens [M, width], of which those in bool [M] count."""
-        return pooled(torch.from_numpy(tokens[None]), torch.from_numpy(counts[None]), self.config.objective.pool)[
-            0
-        ].numpy()
+        """float32 [vector_width]: the pooled tokens [M, width] of one volume; `counts` bool [M] marks those to pool."""
+        tokens_1MD, counts_1M = torch.from_numpy(tokens[None]), torch.from_numpy(counts[None])
+        return pooled(tokens_1MD, counts_1M, self.config.objective.pool)[0].numpy()
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [B, M, width] of the same tokens, and bool [B, M]: which of them `embed_arrays` pools."""
+        """The token budget float32 [B, M, width], and bool [B, M]: the tissue tokens, which `embed_arrays` pools."""
         chosen, tissue = self.select(arrays)
         return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [B, M] flat grid indices of the token budget, and bool [B, M]: which are tissue (all, where none was found)."""
+        """int64 [B, M]: flat grid indices of the token budget. bool [B, M]: tissue, or all if a volume has none."""
         maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
         chosen = np.stack(
@@ -129,12 +129,12 @@ class Encoder:
 
     @torch.inference_mode()
     def some_tokens(self, voxels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """float32 [B, M, width] of the tokens at these flat grid indices [B, M]; the encoder sees no other."""
+        """float32 [B, M, width] of the tokens at flat grid indices [B, M]; the encoder sees no others."""
         return self._encode(voxels, self.runtime.tensor(chosen)).cpu().numpy()
 
     @torch.inference_mode()
     def encode_grid(self, voxels: np.ndarray) -> np.ndarray:
-        """float32 [B, d, h, w, width] of prepared voxels uint8 [B, D, H, W]: the full grid."""
+        """float32 [B, d, h, w, width]: the full token grid of prepared voxels uint8 [B, D, H, W]."""
         grid = self.network.grid
         everything = torch.arange(grid.size, device=self.runtime.device).expand(len(voxels), -1)
         return self._encode(voxels, everything).unflatten(1, grid.shape).cpu().numpy()
@@ -155,10 +155,10 @@ class Encoder:
         return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
 
     def preprocess(self, volume: Volume) -> Prepared:
-        """One acquisition as the weights expect it, with the way back to its native frame."""
+        """One acquisition as the weights expect it, with the transform back to its native frame."""
         if self.preprocessing.fingerprint() != self.fingerprint:
             raise EvaluationError(
-                f"{self.source}: trained on volumes that an older octfm prepared differently; use that version (F15)"
+                f"{self.source}: trained on volumes that another octfm prepared differently; use that version (F15)"
             )
         return self.preprocessing(volume)
 
@@ -171,11 +171,11 @@ def load_encoder(
     runtime: Runtime | None = None,
     objective: type[ObjectiveConfig] | None = None,
 ) -> Encoder:
-    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an `octfm export` folder, on a disk or in a bucket, in float32.
+    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an export, on a disk or in a bucket.
 
-    `random_init`: before its first update. `runtime`: where to, in its precision, instead of one device in float32. A fine-tuned encoder
-    comes with its low-rank updates merged into its weights. `objective`: settings class of an objective of your own, which the weights
-    before the first update are drawn by; trained weights do not need it.
+    `random_init`: with the weights before the first update. `runtime`: device and precision, by default one device and
+    float32. `objective`: settings class of a custom objective, needed only with `random_init`, to draw the weights. The
+    low-rank updates of a fine-tuned encoder are merged into its weights.
     """
     runtime = runtime or start("fp32", device)
     path, content = _open(run)
@@ -206,50 +206,53 @@ def assemble(
     fingerprint: str,
     runtime: Runtime,
 ) -> Encoder:
-    """An Encoder there, not to be trained."""
+    """An Encoder on the device of `runtime`, in evaluation mode."""
     return Encoder(network.to(runtime.device).eval(), config, preprocessing, runtime, source, fingerprint)
 
 
 def empty_network(config: PretrainConfig, preprocessing: Preprocessing) -> VisionTransformer3D:
-    """The encoder without memory for its weights, which `fill` gives it."""
+    """An encoder without memory for its weights (on the meta device); `fill` loads them."""
     with torch.device("meta"):
         return VisionTransformer3D(config.model, grid_of(preprocessing, config.model.patch_size))
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -> None:
-    """Load weights. Raises CheckpointError naming what does not fit."""
+    """Load weights, which become the module's own. Raises CheckpointError naming what does not fit."""
     try:
         module.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{where}: weights and settings are not of one model ({what}); fetch or export it again"
+            f"{where}: the weights do not fit the model in its settings ({what}); fetch or export it again"
         ) from None
 
 
 def content_of(run: str | Location) -> dict[str, Any]:
-    """What a run, a checkpoint file or an exported folder holds, verified."""
+    """The verified content of a run's newest checkpoint, a checkpoint file or an export."""
     return _open(run)[1]
 
 
 def preprocessing_of(run: str | Location) -> dict[str, Any]:
-    """The settings of the Preprocessing that a run, a checkpoint or an exported folder expects."""
+    """Settings of the Preprocessing that a run, a checkpoint or an export expects."""
     return Preprocessing.recorded(content_of(run)["preprocessing"]).model_dump(mode="json")
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
-    """`key` and `hashes` of whom a model was trained on. Raises EvaluationError where the key is not with them."""
+    """Keyed hashes (`hashes`) of the participants a model was trained on, and their `key`.
+
+    Raises EvaluationError if the key is kept elsewhere.
+    """
     participants = content_of(run)["participants"]
     if participants["key"] is None:
         raise EvaluationError(
-            f"{run}: exported without the key of its participants' hashes, so nobody can tell whom it has seen; "
-            f"put the key back as {exported.KEY} beside its {exported.CONFIG}, or evaluate with --allow-seen"
+            f"{run}: exported without the key of its participants' hashes, so whom it was trained on is unknown; "
+            f"put the key back as {exported.KEY} next to its {exported.CONFIG}, or evaluate with --allow-seen"
         )
     return participants
 
 
 def seen_by(run: str | Location) -> Callable[[str], bool]:
-    """A predicate: was this participant in the training data of the run's newest checkpoint?"""
+    """A function that says whether a participant is in the training data of the run's newest checkpoint."""
     participants = participants_of(run)
     known = set(participants["hashes"])
     return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known
@@ -263,33 +266,33 @@ def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
 
 
 def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:
-    """The encoder inside a fine-tuned model: the one it began with where only the head was trained."""
-    config, preprocessing = (
-        stored_config(content["encoder_config"]),
-        Preprocessing.recorded(content["preprocessing"]),
-    )
+    """The encoder of a fine-tuned model: the original one if only the head was trained."""
+    config = stored_config(content["encoder_config"])
+    preprocessing = Preprocessing.recorded(content["preprocessing"])
     tuning = content["config"]
     if random_init:
         network = build_objective(config, preprocessing).frozen_encoder(config.objective.frozen)
         return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], runtime)
     best = content["state"]["best"]
     if best is None:
-        raise CheckpointError(f"{path}: fine-tuning has not been validated once; continue it first")
-    if not tuning["lr_encoder"]:
+        raise CheckpointError(f"{path}: fine-tuning has no validated weights yet; continue it first")
+    if not tuning["lr_encoder"]:  # a frozen encoder is not in the checkpoint: load the one it names
         base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
         if base.fingerprint != content["fingerprint"]:
             raise EvaluationError(
-                f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained on (F15)"
+                f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained with (F15); "
+                "restore the encoder that it was trained with"
             )
         return replace(base, source=f"{path} on {base.source}")
-    own = {
-        name.removeprefix("encoder."): tensor for name, tensor in best["model"].items() if name.startswith("encoder.")
-    }
     network = empty_network(config, preprocessing)
-    fill(network, merged(own), path)
-    return assemble(
-        network.requires_grad_(False), config, preprocessing, _source(path, False), content["fingerprint"], runtime
-    )
+    fill(network, merged(part_of(best["model"], "encoder.")), path)
+    network.requires_grad_(False)
+    return assemble(network, config, preprocessing, _source(path, False), content["fingerprint"], runtime)
+
+
+def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _source(path: Location, random_init: bool) -> str:

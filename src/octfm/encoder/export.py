@@ -1,4 +1,4 @@
-"""A run, or a fine-tuned model, as a folder that others load without octfm's training side; see exported.py for its layout."""
+"""Export a run or a fine-tuned model as a folder that others can load; exported.py describes its layout."""
 
 import json
 import shutil
@@ -28,13 +28,15 @@ def export(
     keep_names: bool = False,
     echo: Echo = print,
 ) -> Path:
-    """Write a new folder `out` that `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained` load offline; it appears whole or not.
+    """Write a new folder `out` for `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained`; complete or absent.
 
     run: a pretraining run, a checkpoint, or a run of `octfm finetune`, which is exported with its head.
-    onnx: also octfm.onnx, compared with torch. card: Markdown for README.md.
-    keep_key: the file that gets the key of the participants' hashes, instead of the export.
-    keep_names: also write names of classes and of their column that octfm does not know, and that may therefore name somebody.
-    Raises EvaluationError where `out` or `keep_key` exists, where a class has such a name, or where what was written is not what was read.
+    onnx: also write octfm.onnx, compared with torch.
+    card: Markdown for README.md.
+    keep_key: file to write the key of the participants' hashes to, instead of the export.
+    keep_names: also publish names of classes and label columns that octfm does not know and that may identify somebody.
+    Raises EvaluationError if `out` or `keep_key` exists, if a name is unknown, or if reading the export back gives
+    other weights.
     """
     out = local_path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -51,12 +53,8 @@ def export(
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_files(
-            partial,
-            settings_of(encoder, tuned, content.get("step")),
-            tensors_of(encoder, tuned),
-            participants["hashes"],
-        )
+        settings = settings_of(encoder, tuned, content.get("step"))
+        write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"])
         write_whole(partial / exported.CARD, (card or _plain_card(out.name, tuned)).encode())
         if onnx:
             from octfm.encoder.onnx_graph import write_onnx
@@ -65,12 +63,12 @@ def export(
             echo(f"{exported.ONNX}: onnxruntime and torch differ by at most {worst:.1e}")
         if (read := load_encoder(partial, device="cpu")).key != encoder.key:
             raise EvaluationError(
-                f"{out}: {read.source} is not {encoder.source}, byte for byte; nothing was exported, report it"
+                f"{out}: {read.source} differs from {encoder.source} after reading it back; nothing was exported, "
+                "please report it"
             )
         if participants["key"]:
-            write_whole(
-                Path(keep_key) if keep_key is not None else partial / exported.KEY, f"{participants['key']}\n".encode()
-            )
+            key_file = Path(keep_key) if keep_key is not None else partial / exported.KEY
+            write_whole(key_file, f"{participants['key']}\n".encode())
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,13 +82,14 @@ def _expect_known_names(tuned: TunedModel) -> None:
     unknown += [] if all(map(is_known_name, answer.target.split(":"))) else [answer.target]
     if unknown:
         raise EvaluationError(
-            f"config.json would publish the names {', '.join(map(repr, unknown))}, which octfm does not know and which may name somebody; "
-            "rename the classes of the label table and fine-tune again, or pass --keep-names if strangers may read them"
+            f"config.json would publish the names {', '.join(map(repr, unknown))}, which octfm does not know and which "
+            "may identify somebody; rename the classes of the label table and fine-tune again, or pass --keep-names "
+            "if anybody may read them"
         )
 
 
 def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | None = None) -> dict[str, Any]:
-    """The content of config.json: nothing in it names a place or a person."""
+    """The content of config.json. It contains no paths and no names of people."""
     run = encoder.config.model_dump(mode="json")
     settings = {name: run[name] for name in exported.SETTINGS}
     settings["model"] = settings["model"] | {"init": None}
@@ -114,7 +113,7 @@ def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | N
 
 
 def tensors_of(encoder: Encoder, tuned: TunedModel | None = None) -> dict[str, Tensor]:
-    """Names as in OctEncoder."""
+    """The tensors of model.safetensors, named as in OctEncoder."""
     tensors = {f"network.{name}": tensor for name, tensor in encoder.network.state_dict().items()}
     if tuned is not None:
         tensors |= {f"head.{name}": tensor for name, tensor in tuned.head.state_dict().items()}
@@ -122,7 +121,7 @@ def tensors_of(encoder: Encoder, tuned: TunedModel | None = None) -> dict[str, T
 
 
 def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], hashes: list[str]) -> None:
-    """Everything that loading needs; config.json last."""
+    """Write everything that loading needs; config.json last, because it marks a folder as an export."""
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,14 +134,14 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
 def usage(name: str, tuned: bool = False) -> str:
     """How to load an export of this name, for its model card."""
     verb, call = ("load_tuned", "predict") if tuned else ("load_encoder", "embed")
-    said = (
-        "probability of every class, or the number" if tuned else "float32 [embedding_width], its tissue tokens pooled"
-    )
+    result = "float32 [embedding_width], its tissue tokens pooled"
+    if tuned:
+        result = "probability of every class, or the number"
     return f"""```python
 import octfm
 
 model = octfm.{verb}("{name}")                      # this folder
-model.{call}(octfm.read_volume("scan.dcm"))         # {said}
+model.{call}(octfm.read_volume("scan.dcm"))         # {result}
 
 module = octfm.OctEncoder.from_pretrained("{name}")    # a torch module; also a name on the Hugging Face hub
 features = module(voxels)                           # prepared voxels [B, 1, D, H, W] to [B, width, d, h, w]
@@ -150,7 +149,7 @@ features = module(voxels)                           # prepared voxels [B, 1, D, 
 
 
 def _plain_card(name: str, tuned: TunedModel | None) -> str:
-    """The little that is known without the files of a run."""
+    """A minimal model card, for an export without the files of its run."""
     what = f"fine-tuned for {tuned.answer.target}" if tuned is not None else "pretrained without labels"
     return (
         "---\nlibrary_name: octfm\ntags:\n- medical\n- oct\n- retina\n- pytorch_model_hub_mixin\n---\n\n"

@@ -1,11 +1,11 @@
-"""A folder that `octfm export` wrote, in the layout of the Hugging Face hub, read back from a disk or a bucket.
+"""Read a folder that `octfm export` wrote, in the layout of the Hugging Face hub, from a disk or a bucket.
 
-model.safetensors        float32 tensors: network.* (octfm.models.vit3d), head.* where the model was fine-tuned; a checksum over all
-config.json              sizes, token budget and Preprocessing; what the head answers
-seen_participants.json   keyed hashes of whom it was trained on
-participants.key         the key of those hashes; may be kept elsewhere, and laid here again for an evaluation
+model.safetensors        float32 tensors network.* (octfm.models.vit3d) and, if fine-tuned, head.*; with a checksum
+config.json              sizes, token budget and Preprocessing; for a head, what it predicts
+seen_participants.json   keyed hashes of the participants it was trained on
+participants.key         the key of those hashes; may be kept elsewhere and copied here for an evaluation
 README.md                the model card
-octfm.onnx               where it was asked for
+octfm.onnx               only if requested
 """
 
 import hashlib
@@ -24,7 +24,7 @@ CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
 )  # fmt: skip
 FORMAT, VERSION = "octfm-export", 1
 SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
-"""Of a run's settings, what its encoder is made by; the others name places, and are nobody's business."""
+"""The run settings that define its encoder. The others are not exported: they contain paths."""
 
 
 def is_export(where: Location) -> bool:
@@ -36,18 +36,21 @@ def is_export(where: Location) -> bool:
 
 
 def refuse_inside_export(out: Location) -> None:
-    """Raises EvaluationError where `out` lies in (or is) an export: embeddings hold ids, pictures show voxels, and exports are published."""
+    """Raises EvaluationError if `out` is inside an export, which may be published; embeddings and pictures may not."""
     folder = out if isinstance(out, BucketPath) else Path(os.path.abspath(out))  # noqa: PTH100
     for parent in (folder, *(folder.parents if isinstance(folder, Path) else ())):
         if is_export(parent):
             raise EvaluationError(
-                f"{out}: lies in {parent}, an export that may be published; embeddings and pictures of people have no place there, "
-                "choose another --out"
+                f"{out}: inside the export {parent}, which may be published; embeddings and pictures of people "
+                "have no place there, choose another --out"
             )
 
 
 def read_export(where: Location) -> dict[str, Any]:
-    """config.json, with `network` and `head` (tensors by name) and `participants`. Raises CheckpointError for what is not whole."""
+    """config.json with `network` and `head` (tensors by name) and `participants` added.
+
+    Raises CheckpointError if anything is missing or damaged.
+    """
     settings = read_settings(where)
     tensors = _read_tensors(where)
     parts: dict[str, dict[str, Tensor]] = {"network": {}, "head": {}}
@@ -62,7 +65,7 @@ def read_export(where: Location) -> dict[str, Any]:
 
 
 def read_settings(where: Location) -> dict[str, Any]:
-    """config.json of an export."""
+    """config.json of an export. Raises CheckpointError if it is incomplete or of another format or version."""
     settings = _read_json(where / CONFIG)
     if settings.get("format") != FORMAT:
         raise CheckpointError(
@@ -78,15 +81,12 @@ def read_settings(where: Location) -> dict[str, Any]:
 
 
 def read_seen(where: Location) -> dict[str, Any]:
-    """Keyed hashes of whom the model was trained on, and their key: None where it is kept elsewhere."""
-    try:
-        seen = _read_json(where / SEEN)
-    except CheckpointError:
-        if not _is_there(where / SEEN):
-            raise CheckpointError(
-                f"{where / SEEN}: missing, so nobody can tell whom this model has seen; fetch it with the rest of the export"
-            ) from None
-        raise
+    """Keyed hashes of the participants the model was trained on, and their key, None if it is kept elsewhere."""
+    if not (where / SEEN).exists():
+        raise CheckpointError(
+            f"{where / SEEN}: missing, so whom this model was trained on is unknown; fetch the whole export again"
+        )
+    seen = _read_json(where / SEEN)
     try:
         key = (where / KEY).read_bytes().decode().strip()
     except FileNotFoundError:
@@ -119,7 +119,8 @@ def _read_tensors(where: Location) -> dict[str, Tensor]:
         raise CheckpointError(f"{file}: damaged ({' '.join(str(error).split())[:120]}); fetch it again") from None
     if stated != (found := checksum(tensors)):
         raise CheckpointError(
-            f"{file}: damaged, or written by something else: its checksum is {found[:12]}, expected {str(stated)[:12]}; fetch it again"
+            f"{file}: damaged, or written by another program: its checksum is {found[:12]}, "
+            f"expected {str(stated)[:12]}; fetch it again"
         )
     return tensors
 
@@ -134,7 +135,3 @@ def _read_json(file: Location) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}; fetch it again")
     return content
-
-
-def _is_there(file: Location) -> bool:
-    return file.is_file() if isinstance(file, Path) else file.exists()

@@ -1,12 +1,13 @@
-"""An encoder of your own beside ours, on the same prepared volumes: a function that returns a function.
+"""Embed prepared volumes with an external encoder: a user-defined function that returns an embedding function.
 
-    def my_encoder():                               # called once; loads the weights
+    def my_encoder():               # called once; loads the weights
         network = ...
-        def embed(voxels):                          # uint8 [B, D, H, W] = (B-scan, axial, lateral), as the store holds them
-            return network(...)                     # numbers [B, width]
+        def embed(voxels):          # uint8 [B, D, H, W] = (B-scan, axial, lateral), as in the store
+            return network(...)     # numbers [B, width]
         return embed
 
-`octfm trust RUN --external my_file.py:my_encoder`, or `package.module:my_encoder`. docs/external_encoder.py is one for 2-D networks.
+Use it as `octfm trust RUN --external my_file.py:my_encoder`, or `package.module:my_encoder`. docs/external_encoder.py
+is an example for 2-D networks.
 """
 
 import importlib
@@ -31,7 +32,10 @@ BATCH = 8
 
 
 def load_external(spec: str) -> tuple[str, Embed]:
-    """(name, function) of `FILE.py:FUNCTION` or `module:FUNCTION`; the code of that file runs. EvaluationError says what is not there."""
+    """(name, embedding function) of `FILE.py:FUNCTION` or `module:FUNCTION`, whose code is executed.
+
+    Raises EvaluationError if there is no such file or function, or if the code fails.
+    """
     refuse_credentials(spec)
     where, colon, function = spec.rpartition(":")
     if not colon or not where or not function.isidentifier():
@@ -39,16 +43,12 @@ def load_external(spec: str) -> tuple[str, Embed]:
     module = _from_file(local_path(where), spec) if where.endswith(".py") else _by_name(where, spec)
     make = getattr(module, function, None)
     if not callable(make):
-        there = (
-            ", ".join(
-                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
-            )
-            or "none"
-        )
-        raise EvaluationError(f"--external {spec}: {where} has no function {function}; functions there: {there}")
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        known = ", ".join(own) or "none"
+        raise EvaluationError(f"--external {spec}: {where} has no function {function}; functions there: {known}")
     try:
         embed: Any = make()
-    except Exception as error:  # the user's own code: whatever it raises is the answer
+    except Exception as error:  # the user's code may raise anything; report it
         raise EvaluationError(f"--external {spec}: {function}() failed: {type(error).__name__}: {error}") from error
     if not callable(embed):
         raise EvaluationError(
@@ -58,9 +58,9 @@ def load_external(spec: str) -> tuple[str, Embed]:
 
 
 def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str, Embed] | None = None) -> Embeddings:
-    """One vector for every row of `data`, in its order, from volumes of `store`. Raises EvaluationError on a wrong shape or NaN.
+    """One vector for every row of `data`, in its order, from the volumes of `store`.
 
-    `loaded`: what `load_external(spec)` gave, where that was asked already.
+    `loaded`: the result of `load_external(spec)`, if the caller has it. Raises EvaluationError on a wrong shape or NaN.
     """
     name, embed = loaded or load_external(spec)
     place = {row.acquisition: row.index for row in store.rows}
@@ -77,11 +77,13 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
         width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
         if vectors.shape != (len(voxels), width) or not width:
             raise EvaluationError(
-                f"--external {spec}: expected [{len(voxels)}, {width or 'width'}] for {len(voxels)} volumes, got {vectors.shape}"
+                f"--external {spec}: expected [{len(voxels)}, {width or 'width'}] for {len(voxels)} volumes, "
+                f"got {vectors.shape}"
             )
         if not np.isfinite(vectors).all():
             raise EvaluationError(
-                f"--external {spec}: returned NaN or infinity for some of the volumes {first} to {first + len(voxels) - 1}"
+                f"--external {spec}: returned NaN or infinity for some of the volumes "
+                f"{first} to {first + len(voxels) - 1}"
             )
         found.append(vectors)
     metadata = {"encoder": f"external: {re.sub(r'.*/', '', spec)}"}
@@ -106,5 +108,6 @@ def _by_name(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:  # as above
         raise EvaluationError(
-            f"--external {spec}: cannot import {name} ({type(error).__name__}: {error}); install it, or give FILE.py:FUNCTION"
+            f"--external {spec}: cannot import {name} ({type(error).__name__}: {error}); "
+            "install it, or give FILE.py:FUNCTION"
         ) from error

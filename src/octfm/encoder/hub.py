@@ -1,4 +1,4 @@
-"""An exported encoder as a plain torch module that the Hugging Face hub knows how to load, save and push."""
+"""An exported encoder as a torch module that can be loaded from, saved for and pushed to the Hugging Face hub."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, arange, nn
 from octfm.encoder import exported
 from octfm.encoder.encoder import Encoder, assemble
 from octfm.encoder.export import write_files
-from octfm.encoder.tuned import Answer
+from octfm.encoder.tuned import heads_of
 from octfm.errors import ConfigError
 from octfm.io.location import write_whole
 from octfm.models.heads import TaskHead
@@ -26,18 +26,18 @@ except ImportError:
 
 
 class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["medical", "oct", "retina"]):
-    """A backbone: prepared voxels in, one feature vector per patch out, on a grid; gradients flow.
+    """A backbone from prepared voxels to a grid of feature vectors, one per patch; differentiable.
 
-    `from_pretrained(folder or hub id)` reads what `octfm export` wrote, offline where it is a folder; `save_pretrained` writes the same
-    layout again, with the weights as they are by then. `encoder` is the same network with the methods of octfm.Encoder.
+    `from_pretrained(folder or hub id)` reads an `octfm export`, offline if it is a folder; `save_pretrained` writes the
+    same layout with the current weights. `encoder` gives the same network the methods of octfm.Encoder.
     """
 
     def __init__(self, **facts: Any):
-        """The keys of an export's config.json."""
+        """`facts`: the content of an export's config.json."""
         super().__init__()
         if absent := {"settings", "preprocessing", "fingerprint"} - facts.keys():
             raise ConfigError(
-                f"OctEncoder: expected the keys of an export's config.json, got none called {', '.join(sorted(absent))}; "
+                f"OctEncoder: expected the keys of an export's config.json, {', '.join(sorted(absent))} missing; "
                 "load one with OctEncoder.from_pretrained(folder)"
             )
         self.facts = facts
@@ -46,8 +46,8 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         self.network = VisionTransformer3D(self.run.model, grid_of(self.preprocessing, self.run.model.patch_size))
         self.head = None
         if "answer" in facts:
-            heads = next(h for h in (self.run.model.heads, 2, 1) if self.run.model.width % h == 0)
-            outputs = len(Answer.from_dict(facts["answer"]).classes) or 1
+            outputs = len(facts["answer"]["classes"]) or 1
+            heads = heads_of(self.run.model)
             self.head = TaskHead(self.run.model.width, heads, outputs, facts["head_settings"]["pool"])
         self.seen: dict[str, Any] = {"key": None, "hashes": []}
 
@@ -58,16 +58,20 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
 
     @property
     def patch_size(self) -> tuple[int, int, int]:
-        """Voxels of one feature vector, (B-scan, axial, lateral): the factors that lead back to voxels."""
+        """Voxels per feature vector, (B-scan, axial, lateral): the scale from the feature grid to voxels."""
         return self.run.model.patch_size
 
     def forward(self, voxels: Tensor) -> Tensor:
-        """float32 [B, width, d, h, w] of prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255: the full token grid, channels first."""
+        """float32 [B, width, d, h, w]: the full token grid, channels first.
+
+        `voxels`: prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255. Raises ConfigError on another shape.
+        """
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = (1, *self.preprocessing.image_size)
         if tuple(voxels.shape[1:]) != expected:
             raise ConfigError(
-                f"OctEncoder: expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; prepare them"
+                f"OctEncoder: expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; "
+                "prepare them first"
             )
         grid = self.network.grid
         index = arange(grid.size, device=voxels.device).expand(voxels.shape[0], -1)
@@ -77,7 +81,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
 
     @property
     def encoder(self) -> Encoder:
-        """This network as an octfm.Encoder: `embed`, `embed_tokens` of native volumes. Puts the network into evaluation mode."""
+        """This network as an octfm.Encoder (`embed` and `embed_tokens` of native volumes), in evaluation mode."""
         device = str(next(self.network.parameters()).device)
         return assemble(
             self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], start("fp32", device)
@@ -101,8 +105,8 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
             wanted = [exported.CONFIG, exported.WEIGHTS, exported.SEEN, exported.KEY]
             folder = Path(
                 snapshot_download(
-                    model_id, revision=revision, cache_dir=cache_dir, force_download=force_download, local_files_only=local_files_only,
-                    token=token, allow_patterns=wanted,
+                    model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
+                    local_files_only=local_files_only, token=token, allow_patterns=wanted,
                 )
             )  # fmt: skip
         content = exported.read_export(folder)
@@ -113,6 +117,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         return model.to(map_location).eval()
 
     def _save_pretrained(self, save_directory: Path) -> None:
+        # Clones: safetensors refuses tensors that share memory.
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()}
         write_files(Path(save_directory), self.facts, tensors, self.seen["hashes"])
         if self.seen["key"]:

@@ -1,14 +1,14 @@
-"""An encoder, and the head of a fine-tuned one, as an ONNX graph that is believed only after onnxruntime has agreed with torch.
+"""Export an encoder, with its head if fine-tuned, as an ONNX graph, and verify that onnxruntime agrees with torch.
 
-    voxels  uint8   [batch, D, H, W]     a volume as `Encoder.prepare` gives it
-    index   int64   [batch, tokens]      which tokens, by flat grid index; `Encoder.select` gives those of the token budget
-    counts  float32 [batch, tokens]      1 for tokens that are pooled (tissue), 0 for the others
+    voxels  uint8   [batch, D, H, W]     prepared volumes (`Encoder.prepare`)
+    index   int64   [batch, tokens]      flat grid indices of tokens, such as the token budget (`Encoder.select`)
+    counts  float32 [batch, tokens]      1 for tokens to pool (tissue), 0 for others
     ->
     tokens  float32 [batch, tokens, width]
-    vector  float32 [batch, numbers]     the tokens that count, pooled (objective.pool): what `Encoder.embed` returns
-    answers float32 [batch, outputs]     what the head says, before `Answer.value`; fine-tuned models only
+    vector  float32 [batch, numbers]     pooled tokens (objective.pool), as `Encoder.embed` returns them
+    answers float32 [batch, outputs]     output of the head, before `Answer.value`; fine-tuned models only
 
-Batch and number of tokens are free. Patches are cut and normalised inside the graph.
+Batch and number of tokens are dynamic. The graph cuts and normalises patches itself.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from octfm.models.vit3d import take_patches
 from octfm.pretraining.augment import normalise
 
 TOLERANCE = 1e-4
-"""Largest difference of any output, over the largest magnitude in it where that is above 1."""
+"""Largest allowed difference in an output, relative to its largest magnitude if that is above 1."""
 INPUTS = ("voxels", "index", "counts")
 
 
 class Graph(nn.Module):
-    """What is exported."""
+    """The module that is exported."""
 
     pool: VectorPool
 
@@ -54,8 +54,11 @@ class Graph(nn.Module):
 
 
 def write_onnx(encoder: Encoder, head: TaskHead | None, file: Path) -> float:
-    """Write and check the graph; the largest difference found. Raises EvaluationError, leaving no file, where onnxruntime disagrees."""
-    _require()
+    """Write and verify the graph; returns the largest difference between onnxruntime and torch.
+
+    Raises EvaluationError, and leaves no file, if they disagree.
+    """
+    _require_packages()
     if encoder.runtime.device.type != "cpu":
         raise EvaluationError("an ONNX graph is exported from a CPU; use --device cpu")
     graph = Graph(encoder, head).eval()
@@ -64,38 +67,39 @@ def write_onnx(encoder: Encoder, head: TaskHead | None, file: Path) -> float:
     shapes = {"voxels": {0: batch}, "index": {0: batch, 1: tokens}, "counts": {0: batch, 1: tokens}}
     try:
         with torch.no_grad(), _silent():
+            inputs = example(encoder, 2, min(encoder.network.grid.size, 64), 0)
             program = torch.onnx.export(
-                graph, example(encoder, 2, min(encoder.network.grid.size, 64), 0), dynamo=True, input_names=list(INPUTS),
-                output_names=names, dynamic_shapes=shapes, external_data=False, verbose=False,
+                graph, inputs, dynamo=True, input_names=list(INPUTS), output_names=names, dynamic_shapes=shapes,
+                external_data=False, verbose=False,
             )  # fmt: skip
             assert program is not None
             program.save(str(file))
-        _forget_source(file)
+        _remove_source_notes(file)
         return check(graph, encoder, file)
     except BaseException:
         file.unlink(missing_ok=True)
         raise
 
 
-def _forget_source(file: Path) -> None:
-    """Take out what torch notes of every node: stack traces, with the folders of the machine that exported."""
+def _remove_source_notes(file: Path) -> None:
+    """Remove torch's notes on every node: stack traces, with paths of the exporting machine."""
     import onnx
 
-    def forget(message: Any) -> None:
+    def clear(message: Any) -> None:
         for field, value in message.ListFields():
             if field.name in ("doc_string", "metadata_props"):
                 message.ClearField(field.name)
             elif field.message_type is not None:
                 for inner in value if hasattr(value, "append") else [value]:
-                    forget(inner)
+                    clear(inner)
 
     model = onnx.load(str(file))
-    forget(model)
+    clear(model)
     onnx.save(model, str(file))
 
 
 def check(graph: Graph, encoder: Encoder, file: Path) -> float:
-    """The largest difference between onnxruntime and torch over several sizes. Raises EvaluationError above TOLERANCE."""
+    """The largest difference between onnxruntime and torch in several sizes. Raises EvaluationError above TOLERANCE."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
@@ -111,15 +115,16 @@ def check(graph: Graph, encoder: Encoder, file: Path) -> float:
             difference = float(np.abs(ours.numpy() - theirs).max()) / max(1.0, float(ours.abs().max()))
             if not difference <= TOLERANCE:
                 raise EvaluationError(
-                    f"{file.name}: onnxruntime and torch differ by {difference:.2g} in {name} with {batch} volumes of {tokens} tokens, "
-                    f"expected at most {TOLERANCE:g}; nothing was exported. Leave --onnx out, and report it with your torch and onnx"
+                    f"{file.name}: onnxruntime and torch differ by {difference:.2g} in {name} with {batch} volumes of "
+                    f"{tokens} tokens, expected at most {TOLERANCE:g}; nothing was exported. Export without --onnx, "
+                    "and report it with your versions of torch and onnx"
                 )
             worst = max(worst, difference)
     return worst
 
 
 def example(encoder: Encoder, batch: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Bands over noise, a random choice of tokens, half of which count."""
+    """Random inputs: horizontal bands with noise, and a random choice of tokens, half of which count."""
     rng = np.random.default_rng(seed)
     shape = encoder.preprocessing.image_size
     rows = np.linspace(0, 6 * np.pi, shape[1])[:, None]
@@ -130,7 +135,7 @@ def example(encoder: Encoder, batch: int, tokens: int, seed: int) -> tuple[Tenso
     return torch.from_numpy(voxels), torch.from_numpy(index), torch.from_numpy(counts)
 
 
-def _require() -> None:
+def _require_packages() -> None:
     try:
         import onnx
         import onnxruntime
@@ -142,7 +147,7 @@ def _require() -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """The exporter talks about operators of other libraries and deprecated calls of its own."""
+    """Silence the exporter, which reports operators of other libraries and its own deprecated calls."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

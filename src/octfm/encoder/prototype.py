@@ -1,29 +1,27 @@
-"""Encoders of the prototype (FACTS 1, F19) as frozen encoders, for comparison: weights only, no code of the file is ever run.
+"""Encoders of the prototype that octfm replaced (F19), for comparison. Reads weights only; no code in the file is run.
 
-Layout that is read (names after an optional prefix `module.`, then `encoder.`, `context_encoder.` or `student.`):
+Layout (names after an optional prefix `module.`, then `encoder.`, `context_encoder.` or `student.`):
 
     patch_embed[.proj].weight      [D, 1, 4, 16, 16]   Conv3d with stride = kernel; .bias [D]
     pos_embed                      [1, N, D] or [N, D] learned positions in the order (B-scan, axial, lateral)
     blocks.<i>.norm1 | norm2       LayerNorm
-    blocks.<i>.attn.qkv, .proj     Linear, or .in_proj_weight, .in_proj_bias, .out_proj as nn.MultiheadAttention has them
+    blocks.<i>.attn.qkv, .proj     Linear, or .in_proj_weight, .in_proj_bias, .out_proj as in nn.MultiheadAttention
     blocks.<i>.mlp.fc1, .fc2       Linear; also .mlp.0 and .mlp.2
     norm                           LayerNorm
 
-Pre-norm blocks with an exact GELU, as in ViT. The file may hold the tensors themselves or under `encoder`, `model`, `state_dict` or
-`student`. The target encoder is not offered: the prototype never moved it (F11 a).
+Pre-norm blocks with an exact GELU, as in ViT. The tensors may be at the top level of the file or under `encoder`,
+`model`, `state_dict` or `student`. The target encoder is ignored: the prototype never updated it (F11 a).
 """
 
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from octfm.config import load
-from octfm.encoder.encoder import Encoder
+from octfm.encoder.encoder import Encoder, empty_network
 from octfm.errors import CheckpointError
 from octfm.models.vit3d import VisionTransformer3D, ViTConfig
-from octfm.pretraining.learner import grid_of
 from octfm.pretraining.masks import token_grid
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import start
@@ -31,7 +29,7 @@ from octfm.run.weights_file import read_weights
 from octfm.volume.preprocessing import Preprocessing
 
 PREPROCESSING = {"image_size": [64, 384, 384], "target_spacing": [0.05, 0.02, 0.02]}
-"""What the prototype was trained on, as far as its settings tell (FACTS 1)."""
+"""How the prototype's training volumes were prepared, as far as its settings say."""
 CONTAINERS = ("encoder", "model", "state_dict", "student")
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)*(model\.)?((context_)?encoder\.|student\.)?(module\.)?")
 TEACHER = re.compile(r"^(module\.)?(target_encoder|teacher|ema|predictor|mask_token)\b")
@@ -48,9 +46,9 @@ RENAMED = (
 def load_prototype_encoder(
     path: str | Path, preprocessing: Preprocessing | None = None, *, heads: int | None = None, device: str | None = None
 ) -> Encoder:
-    """The context encoder of a prototype's `.pt`, in float32, with its own z-score of every volume (F15).
+    """The context encoder in a prototype's `.pt`, in float32, which standardises every volume by itself (F15).
 
-    `preprocessing` defaults to what the prototype's settings say. `heads` is not stored in weights: 64-wide heads unless given. Raises
+    `preprocessing` defaults to PREPROCESSING. `heads` cannot be read from weights; by default heads are 64 wide. Raises
     CheckpointError naming the first tensor that is missing, unknown or of another shape.
     """
     path = Path(path)
@@ -76,21 +74,18 @@ def load_prototype_encoder(
     state["patch_embed.weight"] = kernel.reshape(width, -1)
     if "position" in state:
         state["position"] = state["position"].reshape(1, *state["position"].shape[-2:])
-    with torch.device("meta"):
-        network = VisionTransformer3D(model, grid_of(preprocessing, model.patch_size))
+    masks = {"budget": None, "context_ratio": 0.4}
+    config = load(PretrainConfig, {"model": model.model_dump(), "masks": masks, "precision": "fp32"})
+    network = empty_network(config, preprocessing)
     _require_fit(path, network, state, grid)
     network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    config = load(
-        PretrainConfig,
-        {"model": model.model_dump(), "masks": {"budget": None, "context_ratio": 0.4}, "precision": "fp32"},
-    )
     runtime = start("fp32", device)
     network = network.to(runtime.device).eval().requires_grad_(False)
     return Encoder(network, config, preprocessing, runtime, str(path), preprocessing.fingerprint(), own_zscore=True)
 
 
 def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our names of the encoder's tensors; those of teacher and predictor are left behind."""
+    """The encoder's tensors under our names, without those of teacher and predictor."""
     state = {}
     for name, tensor in tensors.items():
         if TEACHER.match(name):
@@ -101,8 +96,8 @@ def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         state[short] = tensor
     if "patch_embed.weight" not in state:
         raise CheckpointError(
-            f"{path}: no patch_embed.weight among {len(tensors)} tensors ({', '.join(list(tensors)[:3])} …); see the layout in "
-            "octfm/encoder/prototype.py"
+            f"{path}: no patch_embed.weight among {len(tensors)} tensors ({', '.join(list(tensors)[:3])} …); "
+            "see the layout in octfm/encoder/prototype.py"
         )
     return state
 
@@ -110,11 +105,13 @@ def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _require_fit(
     path: Path, network: VisionTransformer3D, state: dict[str, Tensor], grid: tuple[int, int, int]
 ) -> None:
+    """Raises CheckpointError naming the first tensor that is missing, unknown or of another shape."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     got = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if missing := [name for name in expected if name not in got]:
         raise CheckpointError(
-            f"{path}: {missing[0]} is missing (and {len(missing) - 1} more); see the layout in octfm/encoder/prototype.py"
+            f"{path}: {missing[0]} is missing (and {len(missing) - 1} more); "
+            "see the layout in octfm/encoder/prototype.py"
         )
     if unknown := [name for name in got if name not in expected]:
         raise CheckpointError(
@@ -122,14 +119,8 @@ def _require_fit(
         )
     for name, shape in expected.items():
         if got[name] != shape:
-            hint = (
-                "another image_size or patch size than it was trained on"
-                if name == "position"
-                else "another architecture"
-            )
-            tokens = (
-                f"; volumes of this Preprocessing have {grid[0]} x {grid[1]} x {grid[2]} tokens"
-                if name == "position"
-                else ""
-            )
-            raise CheckpointError(f"{path}: {name}: expected {list(shape)}, got {list(got[name])}{tokens}: {hint}")
+            hint = ": another architecture"
+            if name == "position":
+                hint = f"; volumes of this Preprocessing have {grid[0]} x {grid[1]} x {grid[2]} tokens"
+                hint += ": another image_size or patch size than it was trained on"
+            raise CheckpointError(f"{path}: {name}: expected {list(shape)}, got {list(got[name])}{hint}")

@@ -1,4 +1,4 @@
-"""Token features of a store, computed once: float16, tissue only, so many per volume; keyed by what made them, read by acquisition id."""
+"""A cache of token features of a store: float16 tissue tokens, a fixed number per volume, read by acquisition id."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from octfm.encoder.encoder import SELECTION_SEED, Encoder
-from octfm.encoder.ranks import collect
 from octfm.errors import EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import flush, write_whole
@@ -19,17 +18,17 @@ BATCH = 8
 
 @dataclass(frozen=True, eq=False)
 class TokenFeatures:
-    """Features on disk, mapped into memory."""
+    """Features on disk, memory-mapped."""
 
     place: dict[str, int]
-    """Acquisition to its row in the arrays."""
+    """Acquisition -> its row in the arrays."""
     tokens: np.ndarray
     """float16 [N, T, D]"""
     counts: np.ndarray
-    """bool [N, T]: False where a volume has fewer tissue tokens."""
+    """bool [N, T]: False for padding of volumes with fewer tissue tokens."""
 
     def take(self, acquisitions: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [n, T, D] and bool [n, T], in the order asked for."""
+        """float32 [n, T, D] and bool [n, T] of these acquisitions, in this order."""
         rows = [self.place[name] for name in acquisitions]
         return self.tokens[rows].astype(np.float32), self.counts[rows]
 
@@ -37,36 +36,39 @@ class TokenFeatures:
 def token_features(
     encoder: Encoder, store: Store, folder: str | Path, *, per_volume: int = 256, max_gb: float = 16.0
 ) -> TokenFeatures:
-    """Read the features from `folder`, or compute and write them; at most `per_volume` tissue tokens of a volume, drawn with a fixed seed.
+    """Read cached features from `folder`, or compute them: up to `per_volume` random tissue tokens of each volume.
 
-    Several ranks compute a share each, in a folder that all of them see. Raises EvaluationError before anything is computed where features
-    would take more than `max_gb`, and where a rank does not see the others' work.
+    Tokens are drawn with a fixed seed. Several ranks compute a share each, in a folder that all of them must see.
+    Raises EvaluationError before anything is computed if the features would take more than `max_gb`, and if a rank does
+    not see the files of the others.
     """
     encoder.require_prepared(store)
     size = len(store) * per_volume * encoder.width * 2 / 1e9
     if size > max_gb:
         fits = int(per_volume * max_gb / size)
         raise EvaluationError(
-            f"{folder}: token features of {len(store)} volumes would take {size:.2g} GB, more than max_cache_gb {max_gb:g}; "
-            f"set tokens_per_volume={fits} or raise the limit"
+            f"{folder}: token features of {len(store)} volumes would take {size:.2g} GB, more than max_cache_gb "
+            f"{max_gb:g}; set tokens_per_volume={fits} or raise the limit"
         )
     volumes = "\n".join(sorted(f"{row.acquisition} {row.checksum}" for row in store.rows))
     key = hash_text(f"{encoder.key}|{per_volume}|{volumes}")[:24]
     path = Path(folder) / f"tokens-{key}.npy"
     record = path.with_suffix(".json")
-    kept = collect(encoder.runtime, np.array([record.is_file()]))
-    _require_all(kept == kept[0], path.parent)
-    if not kept[0]:
+    exists = encoder.runtime.collect(np.array([record.is_file()]))
+    _require_shared_folder(exists == exists[0], path.parent)
+    if not exists[0]:
         _compute(encoder, store, path, record, per_volume)
     facts = json.loads(record.read_text())
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
-    return TokenFeatures(
-        {name: i for i, name in enumerate(facts["acquisitions"])}, np.load(path, mmap_mode="r"), counts
-    )
+    place = {name: i for i, name in enumerate(facts["acquisitions"])}
+    return TokenFeatures(place, np.load(path, mmap_mode="r"), counts)
 
 
 def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) -> tuple[np.ndarray, np.ndarray]:
-    """float16 [T, D]: at most `per_volume` tissue tokens of one volume, drawn with a fixed seed, then zeros; bool [T]: which are tokens."""
+    """Up to T = `per_volume` random tissue tokens of one volume, drawn with a fixed seed.
+
+    Returns float16 [T, D], padded with zeros, and bool [T]: False for padding.
+    """
     found = np.flatnonzero(tissue_M)
     found = np.sort(np.random.default_rng(SELECTION_SEED).permutation(found)[:per_volume])
     drawn = np.zeros((per_volume, tokens_MD.shape[1]), np.float16)
@@ -74,22 +76,22 @@ def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) ->
     return drawn, np.arange(per_volume) < len(found)
 
 
-def _require_all(sees: np.ndarray, folder: Path) -> None:
-    """Raise, on every rank, where one does not see what rank 0 does; `sees` is bool [ranks], known to all of them."""
+def _require_shared_folder(sees: np.ndarray, folder: Path) -> None:
+    """Raises EvaluationError on every rank if one does not see rank 0's files. `sees`: bool [ranks], on all ranks."""
     if not sees.all():
         raise EvaluationError(
-            f"rank {np.flatnonzero(~sees)[0]} does not see the folder that rank 0 keeps token features in ({folder}); expected the same "
-            f"files there on all {len(sees)} ranks, got others; put --out on a disk that all hosts share, or let the encoder learn "
-            "(lr_encoder above 0)"
+            f"rank {np.flatnonzero(~sees)[0]} does not see the folder that rank 0 keeps token features in ({folder}); "
+            f"expected the same files there on all {len(sees)} ranks; put --out on a disk that all hosts share, or "
+            "train the encoder as well (lr_encoder above 0)"
         )
 
 
 def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int) -> None:
+    """Compute the features of a store, each rank its share of the batches, and join them on rank 0."""
     runtime = encoder.runtime
     runtime.first(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-    firsts = runtime.part(
-        np.arange(0, len(store), BATCH)
-    )  # whole batches: the same sums in the same order, however many ranks
+    # Ranks share whole batches, so that the same sums are computed in the same order for any number of ranks.
+    firsts = runtime.part(np.arange(0, len(store), BATCH))
     rows = np.concatenate([np.arange(first, min(first + BATCH, len(store))) for first in firsts] or [np.arange(0)])
     part = path.with_suffix(f".{runtime.rank}.partial.npy")
     array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
@@ -100,27 +102,26 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
             array[place], kept = draw_tissue(own, is_tissue, per_volume)
             counts[place] = kept.sum()
     array.flush()
-    lengths, counts = collect(runtime, np.array([len(rows)])), collect(runtime, counts)
+    lengths, counts = runtime.collect(np.array([len(rows)])), runtime.collect(counts)
 
     def join() -> None:
         parts = [path.with_suffix(f".{rank}.partial.npy") for rank in range(runtime.world)]
         if len(parts) > 1:
-            whole = np.lib.format.open_memmap(
-                path.with_suffix(".partial.npy"), "w+", np.float16, (len(store), *array.shape[1:])
-            )
+            partial = path.with_suffix(".partial.npy")
+            whole = np.lib.format.open_memmap(partial, "w+", np.float16, (len(store), *array.shape[1:]))
             for end, length, own in zip(lengths.cumsum(), lengths, parts, strict=True):
                 whole[end - length : end] = np.load(own, mmap_mode="r")[:length]
             whole.flush()
             for own in parts:
                 own.unlink()
-            parts = [path.with_suffix(".partial.npy")]
+            parts = [partial]
         flush(parts[0])
         parts[0].replace(path)
-        # The record comes last: without it there are no features.
+        # The record comes last: without it the features count as not computed.
         names = [row.acquisition for row in store.rows]
         facts = {"acquisitions": names, "counts": counts.tolist(), "encoder": encoder.source}
         write_whole(record, json.dumps(facts).encode())
 
-    seen = collect(runtime, np.array([runtime.leads or path.with_suffix(".0.partial.npy").is_file()]))
-    _require_all(seen, path.parent)
+    sees = runtime.collect(np.array([runtime.leads or path.with_suffix(".0.partial.npy").is_file()]))
+    _require_shared_folder(sees, path.parent)
     runtime.first(join)

@@ -1,4 +1,4 @@
-"""A fine-tuned model, read back: what `octfm finetune` chose, as one thing that answers for a volume."""
+"""A fine-tuned model: the encoder and head of an `octfm finetune` run or its export, for predictions and maps."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,40 +7,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder
+from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder, part_of
 from octfm.encoder.tokens import draw_tissue
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
-from octfm.models.heads import Pool, TaskHead
+from octfm.models.heads import CrossAttentionPool, Pool, TaskHead
+from octfm.models.vit3d import ViTConfig
 from octfm.store.layout import Arrays
 from octfm.volume.volume import Volume
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the numbers mean that a head gives."""
+    """The meaning of a head's outputs."""
 
     target: str
     classes: tuple[str, ...] = ()
-    """Empty for a number; lowest grade first where they are grades."""
+    """Empty if the target is a number; grades are in ascending order."""
     ordinal: bool = False
     mean: float = 0.0
     std: float = 1.0
-    """Of a number in training: the head answers in standard deviations from its mean."""
+    """Mean and standard deviation of a numeric target in training; the head outputs (value - mean) / std."""
     weighted: bool = False
-    """Classes counted the same in training, however rare."""
+    """Whether the training loss gave all classes the same weight, however rare."""
     log_prior: tuple[float, ...] = ()
-    """log of how common each class was in training."""
+    """Log of each class's frequency in training."""
 
     def value(self, answers: np.ndarray) -> np.ndarray:
-        """What `Predictions.value` holds: log-probabilities of equally common classes, or numbers in their own unit. [B, O]"""
+        """[B, O] for `Predictions.value`: log-probabilities for equally common classes, or numbers in their unit."""
         if not self.classes:
             return answers * self.std + self.mean
-        log_p = (
-            answers
-            - np.log(np.exp(answers - answers.max(1, keepdims=True)).sum(1, keepdims=True))
-            - answers.max(1, keepdims=True)
-        )
+        # Log-softmax, less the maximum inside the exponential so that it cannot overflow.
+        top = answers.max(1, keepdims=True)
+        log_p = answers - np.log(np.exp(answers - top).sum(1, keepdims=True)) - top
         return log_p if self.weighted else log_p - np.array(self.log_prior)
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,27 +47,22 @@ class Answer:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Answer":
-        fields: dict[str, Any] = {
-            **values,
-            "classes": tuple(values["classes"]),
-            "log_prior": tuple(values["log_prior"]),
-        }
-        return Answer(**fields)
+        return Answer(**{**values, "classes": tuple(values["classes"]), "log_prior": tuple(values["log_prior"])})
 
 
 @dataclass(frozen=True, eq=False)
 class TunedModel:
-    """Encoder, head and what the head answers; float32."""
+    """Encoder, head and the meaning of its outputs; float32."""
 
     encoder: Encoder
     head: TaskHead
     answer: Answer
     tokens_per_volume: int | None
-    """A head that was trained on cached features of a frozen encoder sees so many tissue tokens of a volume; None: all that are kept."""
+    """Tissue tokens per volume for a head trained on cached features of a frozen encoder; None if it uses all kept."""
 
     @torch.inference_mode()
     def answers(self, arrays: Arrays) -> np.ndarray:
-        """float32 [B, O] of prepared volumes, as `Answer.value` says."""
+        """float32 [B, O] of prepared volumes, in the units of `Answer.value`."""
         tokens, tissue = self.encoder.tissue_tokens(arrays)
         if self.tokens_per_volume is not None:
             drawn = [draw_tissue(own, which, self.tokens_per_volume) for own, which in zip(tokens, tissue, strict=True)]
@@ -77,7 +71,10 @@ class TunedModel:
         return self.answer.value(self.head(tensor(tokens), tensor(tissue)).float().cpu().numpy())
 
     def predict(self, volume: Volume) -> dict[str, float]:
-        """One acquisition: the probability of every class, in a population like the one of training; or the number, under its name."""
+        """Predict one acquisition: the probability of every class for a population like that of training, or a number.
+
+        The number comes under the name of its target.
+        """
         value = self.answers(self.encoder.prepare(volume))[0].astype(float)
         if not self.answer.classes:
             return {self.answer.target: float(value[0])}
@@ -87,25 +84,26 @@ class TunedModel:
 
 
 def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
-    """The model of an `octfm finetune` run, or of one that `octfm export` wrote, on a disk or in a bucket."""
+    """The model of an `octfm finetune` run or of its export, on a disk or in a bucket.
+
+    Raises CheckpointError if it has no head.
+    """
     content = content_of(run)
     if "encoder_config" in content:
         if "answer" not in content:
             raise CheckpointError(
-                f"{run}: fine-tuned by an octfm that did not keep what the answers mean; run octfm finetune again"
+                f"{run}: fine-tuned by an octfm that did not record the meaning of outputs; run octfm finetune again"
             )
         config, best = content["config"], content["state"]["best"]
         pool, kept = config["pool"], config["tokens_per_volume"] if not config["lr_encoder"] else None
-        encoder = load_encoder(run, device=device)  # which says so where there is no best state yet
-        tensors = {
-            name.removeprefix("head."): tensor for name, tensor in best["model"].items() if name.startswith("head.")
-        }
+        encoder = load_encoder(run, device=device)  # raises if there is no best state yet
+        tensors = part_of(best["model"], "head.")
     elif content.get("head"):
         encoder, tensors = load_encoder(run, device=device), content["head"]
         pool, kept = content["head_settings"]["pool"], content["head_settings"]["tokens_per_volume"]
     else:
         raise CheckpointError(
-            f"{run}: an encoder without a head, which answers nothing; expected a run of octfm finetune or its export"
+            f"{run}: an encoder without a head, which predicts nothing; expected a run of octfm finetune or its export"
         )
     answer = Answer.from_dict(content["answer"])
     return TunedModel(encoder, build_head(encoder, answer, pool, tensors, run), answer, kept)
@@ -114,12 +112,79 @@ def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
 def build_head(
     encoder: Encoder, answer: Answer, pool: Pool, tensors: dict[str, Tensor], where: str | Location
 ) -> TaskHead:
-    """The head of these weights, on the encoder's device."""
-    head = TaskHead(encoder.width, heads_of(encoder), len(answer.classes) or 1, pool)
+    """A head with these weights, on the encoder's device."""
+    head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
     fill(head, tensors, where)
     return head.to(encoder.runtime.device).eval().requires_grad_(False)
 
 
-def heads_of(encoder: Encoder) -> int:
-    """Attention heads of a pooling head."""
-    return next(h for h in (encoder.config.model.heads, 2, 1) if encoder.width % h == 0)
+def heads_of(model: ViTConfig) -> int:
+    """Number of attention heads of a pooling head for this encoder."""
+    return next(h for h in (model.heads, 2, 1) if model.width % h == 0)
+
+
+# ---- maps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedHead:
+    """The head of a fine-tuned model, for maps, which use all kept tissue tokens even if it was trained on a sample."""
+
+    model: TunedModel
+
+    @property
+    def target(self) -> str:
+        return self.model.answer.target
+
+    @property
+    def loss_unit(self) -> str:
+        return "log-odds of its class" if self.model.answer.classes else "standard deviations of the label"
+
+    @torch.inference_mode()
+    def answer(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """float [B, O]: log-probabilities of classes, or a number in standard deviations.
+
+        `tokens` [B, M, width]; `counts` bool [B, M] marks those to use.
+        """
+        tensor = self.model.encoder.runtime.tensor
+        out = self.model.head(tensor(tokens), tensor(counts)).float()
+        return (out.log_softmax(-1) if self.model.answer.classes else out).cpu().numpy()
+
+    @torch.inference_mode()
+    def attention(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+        """float [B, M]: attention to each token, averaged over heads, sums to 1; None if the head pools by the mean."""
+        head, tensor = self.model.head, self.model.encoder.runtime.tensor
+        if not isinstance(head.pool, CrossAttentionPool):
+            return None
+        return head.pool.attention((tensor(tokens) - head.mean) / head.std, tensor(counts)).mean(1).cpu().numpy()
+
+    def lost(self, before: np.ndarray, after: np.ndarray) -> float:
+        """How much less `after` [O] is than `before`: in log-odds of the class predicted before, or in the number."""
+        if not self.model.answer.classes:
+            return float(before[0] - after[0])
+        predicted = int(before.argmax())
+        return _log_odds(before[predicted]) - _log_odds(after[predicted])
+
+
+def load_head(run: str | Location, encoder: Encoder) -> TrainedHead:
+    """The head of an `octfm finetune` run. Raises EvaluationError if it was not trained on `encoder`'s weights."""
+    model = load_tuned(run)
+    if model.encoder.key != encoder.key:
+        raise EvaluationError(
+            f"{run}: its head was trained on {model.encoder.source}, not on {encoder.source}; "
+            "pass the fine-tuned run itself as the run"
+        )
+    return TrainedHead(model)
+
+
+def load_with_head(run: str | Location, device: str | None = None) -> tuple[Encoder, TrainedHead | None]:
+    """The encoder of any run, checkpoint or export, and its head if it has one."""
+    content = content_of(run)
+    if "encoder_config" not in content and not content.get("head"):
+        return load_encoder(run, device=device), None
+    model = load_tuned(run, device)
+    return model.encoder, TrainedHead(model)
+
+
+def _log_odds(log_p: float) -> float:
+    return float(log_p - np.log(max(-np.expm1(log_p), 1e-12)))

@@ -51,7 +51,7 @@ class DenseDecoder(nn.Module):
         self.answer = Linear(width, channels * prod(self.knots))
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
-        # The last channels are masks. Lesions are rare, and unlearning even odds takes longer than learning where they are.
+        # The last channels are masks. Lesions are rare: unlearning even odds takes longer than learning where they are.
         with torch.no_grad():
             self.answer.bias.unflatten(0, (channels, -1))[channels - masks :] = LESIONS_ARE_RARE
         self.register_buffer("mean", torch.zeros(width))

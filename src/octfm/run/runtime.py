@@ -245,6 +245,16 @@ class Runtime:
         dist.all_gather(parts, torch.from_numpy(np.asarray(values, np.float64)))
         return torch.stack(parts).numpy()
 
+    def collect(self, rows: np.ndarray) -> np.ndarray:
+        """The rows [n, ...] of all ranks, concatenated in rank order, on every rank; n may differ. Sent as float64."""
+        if self.world == 1:
+            return rows
+        lengths = self.exchange(np.array([len(rows)]))[:, 0].astype(int)
+        padded = np.zeros((max(lengths), *rows.shape[1:]), np.float64)
+        padded[: len(rows)] = rows
+        parts = self.exchange(padded.reshape(-1)).reshape(self.world, *padded.shape)
+        return np.concatenate([part[:n] for part, n in zip(parts, lengths, strict=True)]).astype(rows.dtype)
+
     def gather(self, tensor: Tensor) -> Tensor:
         """On rank 0 the tensors of all ranks, concatenated along their first axis, whose lengths may differ; empty
         on the others."""

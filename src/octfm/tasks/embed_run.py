@@ -5,7 +5,7 @@ from pathlib import Path
 from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.exported import is_export, refuse_inside_export
-from octfm.encoder.trained_head import load_head
+from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
 from octfm.models.pooling import VectorPool

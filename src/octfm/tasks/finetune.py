@@ -18,7 +18,6 @@ from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embeddings import Embeddings, of_store
 from octfm.encoder.encoder import load_encoder, participants_of, seen_by
-from octfm.encoder.ranks import collect
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
@@ -402,7 +401,7 @@ def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
     size = model.config.per_device_batch_size
     own = model.runtime.part(np.arange(0, len(rows), size))
     parts = [model.answers(source, rows[i : i + size]).cpu().numpy() for i in own]
-    return collect(model.runtime, np.concatenate([*parts, np.zeros((0, model.outputs), np.float32)]))
+    return model.runtime.collect(np.concatenate([*parts, np.zeros((0, model.outputs), np.float32)]))
 
 
 def summary(out: str | Path) -> list[str]:

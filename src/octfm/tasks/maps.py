@@ -8,7 +8,7 @@ import numpy as np
 
 from octfm.encoder.budget import ROUNDING
 from octfm.encoder.encoder import Encoder
-from octfm.encoder.trained_head import TrainedHead
+from octfm.encoder.tuned import TrainedHead
 from octfm.pretraining.masks import PADDING, TISSUE, sample_masks, token_map
 from octfm.store.layout import Arrays
 from octfm.store.store import Store

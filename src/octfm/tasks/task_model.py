@@ -75,7 +75,9 @@ class TaskModel:
     def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
         self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs
         torch.manual_seed(config.seed)
-        self.head = TaskHead(encoder.width, heads_of(encoder), outputs, config.pool).to(self.runtime.device)
+        self.head = TaskHead(encoder.width, heads_of(encoder.config.model), outputs, config.pool).to(
+            self.runtime.device
+        )
         network = encoder.network
         if config.frozen:
             network.requires_grad_(False)

@@ -12,7 +12,7 @@ from octfm.volume.volume import Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.encoder.encoder import Encoder
-    from octfm.encoder.trained_head import TrainedHead
+    from octfm.encoder.tuned import TrainedHead
     from octfm.tasks.segment import Segmenter
 
 
