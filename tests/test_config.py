@@ -47,7 +47,7 @@ def test_scientific_notation_is_a_number(yaml_file):
         ),
         (
             "objective: {name: mae, goal_average: [4, 16, 16]}",
-            r"goal_average \[4, 16, 16\] leaves one number of a patch.*halve it",
+            r"goal_average \[4, 16, 16\] leaves one number per patch.*halve it",
         ),
         (
             "objective: {name: data2vec, goal_average: [2, 1, 4]}",

@@ -192,10 +192,9 @@ def load_encoder(
 
 
 def _frozen_weights(config: PretrainConfig, model: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the encoder that `objective.frozen` names, out of those of all networks; objectives without a teacher have one encoder."""
+    """The weights of the encoder that `objective.frozen` names; objectives without a teacher have only one."""
     has_teacher = any(name.startswith("target_encoder.") for name in model)
-    prefix = "target_encoder." if has_teacher and config.objective.frozen == "target" else "encoder."
-    return {name.removeprefix(prefix): tensor for name, tensor in model.items() if name.startswith(prefix)}
+    return part_of(model, "target_encoder." if has_teacher and config.objective.frozen == "target" else "encoder.")
 
 
 def assemble(

@@ -12,12 +12,13 @@ FLAT = 1e-6
 
 
 def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool) -> None:
-    """Raise ValueError unless blocks of voxels tile a patch, and leave something to predict where their means are predicted."""
+    """Raises ValueError unless blocks of `goal_average` voxels tile a patch, and more than one does if `predicted`."""
     if any(side % over for side, over in zip(patch_size, goal_average, strict=True)):
         raise ValueError(f"objective.goal_average {list(goal_average)} must divide model.patch_size {list(patch_size)}")
     if predicted and goal_average == patch_size:
         raise ValueError(
-            f"objective.goal_average {list(goal_average)} leaves one number of a patch, which has no contrast to predict; halve it"
+            f"objective.goal_average {list(goal_average)} leaves one number per patch, which has no contrast to "
+            "predict; halve it"
         )
 
 
