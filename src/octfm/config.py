@@ -201,6 +201,7 @@ class _Loader(yaml.SafeLoader):
             raise _at(node, f"a number of {len(node.value):,} digits, too long to read") from None
 
 
+# Patterns by which PyYAML types unquoted scalars. Dates stay text; int and float get stricter patterns below.
 _Loader.yaml_implicit_resolvers = {
     letter: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in ("timestamp", "int", "float")]
     for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()

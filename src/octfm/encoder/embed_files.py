@@ -119,6 +119,7 @@ def embed_files(
     if baselines:
         kinds += [_of_encoder("random_init", load_encoder(run, random_init=True, runtime=runtime).pooling(pool))]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
+    # Vectors of one job never mix kinds: `_claim` compares the keys under the lock, before anything is written.
     with _exclusive(out):
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, encoder, kinds)
@@ -219,6 +220,7 @@ def _catalog(
         if isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
             raise EvaluationError(f"{out}: lies among the files to be embedded; choose an --out outside {root}")
     listing = listing_of(root)
+    # The default adds nothing, so that its digest is the one of jobs from before there was this option.
     scanned = [str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]
     digest = hash_text(json.dumps(scanned))
     kept = out / "catalog"

@@ -85,6 +85,7 @@ def read_embeddings(path: str | Location) -> Embeddings:
     acquisition = np.array(column["acquisition"], dtype=str)
     if len(acquisition) == 0:
         raise EvaluationError(f"{path}: holds no acquisition; embed again")
+    # Sorted, so repeated acquisitions are neighbours.
     repeated = acquisition[1:][acquisition[1:] == acquisition[:-1]]
     if repeated.size:
         raise EvaluationError(f"{path}: acquisition {repeated[0]} occurs more than once; embed again into a new file")

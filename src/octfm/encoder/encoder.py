@@ -125,6 +125,7 @@ class Encoder:
             ]
         )
         tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
+        # A volume without tissue would have no token to pool; then all of them count.
         return chosen, tissue | ~tissue.any(1, keepdims=True)
 
     @torch.inference_mode()
@@ -140,6 +141,7 @@ class Encoder:
         return self._encode(voxels, everything).unflatten(1, grid.shape).cpu().numpy()
 
     def _encode(self, voxels: np.ndarray, index: Tensor) -> Tensor:
+        # Normalised after selection: most voxels are never used.
         patches = take_patches(self.runtime.tensor(voxels).unsqueeze(1), index, self.config.model.patch_size)
         if self.own_zscore:
             whole = self.runtime.tensor(voxels).flatten(1).float()

@@ -49,6 +49,7 @@ def export(
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
     participants = participants_of(run)
+    # Written beside the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -92,7 +93,7 @@ def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | N
     """The content of config.json. It contains no paths and no names of people."""
     run = encoder.config.model_dump(mode="json")
     settings = {name: run[name] for name in exported.SETTINGS}
-    settings["model"] = settings["model"] | {"init": None}
+    settings["model"] = settings["model"] | {"init": None}  # a path on the machine that trained
     content = {
         "format": exported.FORMAT,
         "version": exported.VERSION,

@@ -111,6 +111,7 @@ def _read_tensors(where: Location) -> dict[str, Tensor]:
     try:
         data = file.read_bytes()
         tensors = load(data)
+        # A safetensors file begins with the length of its JSON header in 8 bytes; `load` returns no metadata.
         length = int.from_bytes(data[:8], "little")
         stated = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("sha256")
     except FileNotFoundError:

@@ -102,6 +102,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     ) -> "OctEncoder":
         folder = Path(model_id)
         if not folder.is_dir():
+            # Not the ONNX graph, which is as large as the weights.
             wanted = [exported.CONFIG, exported.WEIGHTS, exported.SEEN, exported.KEY]
             folder = Path(
                 snapshot_download(

@@ -63,6 +63,7 @@ def write_onnx(encoder: Encoder, head: TaskHead | None, file: Path) -> float:
         raise EvaluationError("an ONNX graph is exported from a CPU; use --device cpu")
     graph = Graph(encoder, head).eval()
     names = ["tokens", "vector"] + (["answers"] if head is not None else [])
+    # The example has 2 volumes: torch.export treats a dimension of 1 as constant.
     batch, tokens = torch.export.Dim("batch", min=1), torch.export.Dim("tokens", min=1)
     shapes = {"voxels": {0: batch}, "index": {0: batch, 1: tokens}, "counts": {0: batch, 1: tokens}}
     try:

@@ -111,6 +111,7 @@ def read_retfound(path: Path) -> SliceViT:
             f"{path}: expected heads of {HEAD_WIDTH} channels, three input channels and a square of patches, "
             f"got width {width}, patch_embed.proj.weight {list(kernel.shape)} and {tokens} positions"
         )
+    # Without memory for random weights, which `assign=True` would replace anyway.
     with torch.device("meta"):
         network = SliceViT(width, depth, state["blocks.0.mlp.fc1.weight"].shape[0], kernel.shape[-1], tokens)
     try:

@@ -78,6 +78,7 @@ class TunedModel:
         value = self.answers(self.encoder.prepare(volume))[0].astype(float)
         if not self.answer.classes:
             return {self.answer.target: float(value[0])}
+        # `value` is for equally common classes; Bayes' rule brings back how common they were in training.
         log_p = value + np.array(self.answer.log_prior)
         p = np.exp(log_p - log_p.max())
         return dict(zip(self.answer.classes, (p / p.sum()).tolist(), strict=True))

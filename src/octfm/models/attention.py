@@ -92,6 +92,7 @@ def _blocks(q_GNK: Tensor, whole: bool = False) -> Iterator[tuple[slice, slice]]
 def _blocked(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, keep: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attended tokens and scaled queries [B * H, N, K], and the attention weights of every block if `keep`."""
     # Made contiguous once: products would otherwise copy strided operands again in every block.
+    # Scaling the queries costs N K products, scaling the scores would cost N².
     q_GNK = (q_BHNK * q_BHNK.shape[-1] ** -0.5).flatten(0, 1)
     k_GNK, v_GNK = (x.contiguous().flatten(0, 1) for x in (k_BHNK, v_BHNK))
     out_GNK, kept = torch.empty_like(q_GNK), []

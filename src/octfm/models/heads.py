@@ -59,6 +59,7 @@ class TaskHead(nn.Module):
         super().__init__()
         self.pool = CrossAttentionPool(width, heads) if pool == "attention" else MeanPool()
         self.answer = nn.Linear(width, outputs)
+        # Zero, so that training starts from the same prediction for every volume.
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
         self.register_buffer("mean", torch.zeros(width))
@@ -85,6 +86,7 @@ class LowRank(nn.Module):
         super().__init__()
         self.layer = layer.requires_grad_(False)
         self.down = nn.Parameter(torch.randn(rank, layer.in_features) * layer.in_features**-0.5)
+        # Zero, so that fine-tuning starts from exactly the frozen layer.
         self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:

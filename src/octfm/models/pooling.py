@@ -39,6 +39,7 @@ def extremes(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
     used = torch.arange(tokens_BMD.shape[1], device=tokens_BMD.device).view(1, -1, 1) < taken
     ends = []
     for highest in (True, False):
+        # Tokens that do not count sort to the far end, beyond the ones that are used.
         fill = float("-inf") if highest else float("inf")
         ordered = tokens_BMD.masked_fill(~counts, fill).sort(1, descending=highest).values
         ends.append(torch.where(used, ordered, 0.0).sum(1) / taken.squeeze(1))

@@ -57,6 +57,7 @@ class Predictor(nn.Module):
         """Predictions [B, C + T, D]: for the context tokens first, then for the targets, in the order of `table`."""
         x = self.embed(context_BCD)
         queries = self.mask_token.to(x.dtype).expand(len(x), num_target, -1)
+        # Cosines and sines of the rotary angles serve as position features.
         where = torch.cat(table, dim=-1).squeeze(1)
         x = torch.cat((x, queries), dim=1) + self.position(where)
         turn = turn_qkv(table)

@@ -111,6 +111,7 @@ def rotary(grid: TokenGrid, index_BM: Tensor, head_width: int) -> Rotary:
     to 3-D and millimetres).
     """
     pairs = head_width // 2
+    # A third of the pairs for each axis; what is left over goes to the B-scan axis.
     shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
     positions = grid.positions_mm(index_BM)
     angles = []
@@ -140,6 +141,7 @@ def turn_qkv(table: Rotary) -> Rotary:
 def rotate(x_BMSHK: Tensor, turn: Rotary) -> Tensor:
     """Rotate channel pairs (j, j + K / 2), computed in float32 whatever the dtype of x."""
     cos, sin = turn
+    # Rolling by half the width puts each channel's partner in its place; `turn_qkv` has put the signs into `sin`.
     return torch.addcmul(x_BMSHK * cos, x_BMSHK.roll(x_BMSHK.shape[-1] // 2, -1), sin).to(x_BMSHK.dtype)
 
 

@@ -46,6 +46,7 @@ class Whitening(nn.Module):
     @torch.no_grad()
     def forward(self, features: list[Tensor], *, gather: bool) -> Tensor:
         """Targets [B, M, L * D] from the features [B, M, D] of every level; `gather` accumulates their moments."""
+        # Second moments need float32: in bfloat16 small eigenvalues would be rounding noise.
         with torch.autocast(features[0].device.type, enabled=False):
             rows_LND = torch.stack([f.float().flatten(0, 1) for f in features])
             if gather:
@@ -78,5 +79,6 @@ class Whitening(nn.Module):
             covariance = self.moment_LDD - self.mean_LD.unsqueeze(2) * self.mean_LD.unsqueeze(1)
             value_LD, vector_LDD = torch.linalg.eigh(covariance)
             floor_L1 = self.shrinkage * value_LD.clamp_min(0).mean(1, keepdim=True)
+            # With few tokens the covariance has zero eigenvalues, and rounding may make them negative.
             scale_LD = (value_LD.clamp_min(0) + floor_L1).clamp_min(1e-12).rsqrt()
             self.matrix_LDD.copy_((vector_LDD * scale_LD.unsqueeze(1)) @ vector_LDD.transpose(1, 2))

@@ -199,6 +199,7 @@ class BucketStoreWriter(StoreWriter):
         for name in ("zarr.json", *(f"{name}/zarr.json" for name in ARRAYS), "unprepared.jsonl", "rows.jsonl"):
             if (self.path / name).is_file():
                 bucket.upload(self.path / name, str(self.where / name))
+        # Only now: until rows.jsonl is there, pending rows are the only record of these volumes.
         for index in range(self._committed, len(self.rows)):
             bucket.delete(str(self._pending(index)))
         self._committed = len(self.rows)
@@ -213,6 +214,7 @@ class BucketStoreWriter(StoreWriter):
         rows, _ = read_rows(self.path)
         self._listed = len(rows)
         pending = {BucketPath.of(uri).stem: uri for uri in bucket.find(str(self.where / "pending"))}
+        # Pending rows with lower numbers are in rows.jsonl already; an interrupted commit left them behind.
         for index in range(len(rows), len(rows) + len(pending)):
             if f"{index:08d}" not in pending:
                 break

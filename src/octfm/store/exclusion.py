@@ -20,6 +20,7 @@ def to_stderr(line: str) -> None:
 def named_lines(file: str | Path) -> dict[str, int]:
     """Name -> number of the first line with it. Raises ConfigError if the file is unreadable or names nothing."""
     try:
+        # utf-8-sig: Windows editors begin text files with a byte order mark.
         lines = Path(file).read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not text in UTF-8"

@@ -210,6 +210,7 @@ def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 def to_line(values: Mapping[str, Any]) -> str:
     """Compact JSON and a newline."""
+    # No NaN: Python would write a token that is not JSON and that other readers refuse.
     return json.dumps(_plain(values), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 

@@ -169,6 +169,7 @@ class Loader:
     def _load(self, step: int) -> Batch:
         positions = self.positions(step)
         index = self.indices(positions)
+        # Runs in the reader thread, into recycled memory.
         arrays = self.store.read(index, out=self._memory.lend(len(index)))
         rows = [self.store.rows[i] for i in index]
         return Batch(
@@ -275,6 +276,7 @@ def select(
         raise ConfigError(
             f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
         )
+    # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
     rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
     chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
     return np.array(sorted(row.index for row in chosen), dtype=np.int64)

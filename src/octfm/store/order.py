@@ -25,6 +25,7 @@ class Order:
 
     def rows_at(self, positions: np.ndarray, excluded: frozenset[int] = frozenset()) -> np.ndarray:
         """int64 [B]. An excluded row is replaced by the next one in its epoch's order; all other positions stay."""
+        # Position p is turn `place` of block p // groups; block b takes the b-th row of each group's own sequence.
         blocks, places = np.divmod(positions, len(self.groups))
         group = np.zeros_like(positions)
         if len(self.groups) > 1:

@@ -114,11 +114,13 @@ def prepare(
             crc=writer.crc,
             keep_upside_down=keep_upside_down,
         )
+        # Start from the voxels already in the store, so that copies are found across calls, too.
         copies = PixelCopies()
         for row in writer.rows:
             copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
         try:
             with _Progress(len(tasks), progress) as display:
+                # `spread` yields outcomes in the order of tasks, so rows do not depend on the number of workers.
                 outcomes = spread(
                     account.counting(run),
                     tasks,

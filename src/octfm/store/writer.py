@@ -69,6 +69,7 @@ class StoreWriter:
     def append(self, row: StoreRow, staged: str) -> None:
         """Make a staged volume visible as the next row; its `index` is assigned here."""
         row = replace(row, index=len(self.rows))
+        # Shards, then array lengths, then the row: a kill in between leaves at most shards that no row refers to.
         self._move(staged, row.index)
         self._write_metadata(row.index + 1)
         with (self.path / "rows.jsonl").open("ab") as handle:
@@ -152,6 +153,7 @@ class StoreWriter:
         self.rows = list(rows)
         file = self.path / "rows.jsonl"
         file.touch()
+        # Cut off a line without its end; appending to it would join two rows.
         if file.stat().st_size != whole:
             os.truncate(file, whole)
         write_whole(
@@ -167,6 +169,7 @@ class StoreWriter:
         """Set the length of the arrays for zarr readers. It can be derived from the rows, so it needs no fsync."""
         for name in ARRAYS:
             metadata = array_metadata(name, volumes, self._header["image_size"], self.compression, self.crc)
+            # Replaced rather than rewritten, so that a concurrent reader never sees half a file.
             temporary = self.path / name / ".zarr.json.tmp"
             temporary.write_text(json.dumps(metadata))
             temporary.replace(self.path / name / "zarr.json")
