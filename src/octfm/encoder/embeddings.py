@@ -13,7 +13,10 @@ from octfm.io.location import Location, location
 from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
 
-COLUMNS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "split", "participant_labels", "vector")
+TEXTS = ("acquisition", "participant", "eye_id", "scanner")
+"""Columns that become arrays of text."""
+OTHERS = ("laterality", "split", "participant_labels")
+"""Columns that become tuples, because values may be None or mappings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +42,8 @@ def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Ech
     """The vectors whose acquisition or participant `file` does not list; uris in it match nothing in embeddings."""
     names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
     kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))
-    columns = {
-        name: getattr(embeddings, name)[kept] for name in ("acquisition", "participant", "eye_id", "scanner", "vectors")
-    }
-    for name in ("laterality", "split", "participant_labels"):
-        columns[name] = tuple(getattr(embeddings, name)[i] for i in kept)
+    columns = {name: getattr(embeddings, name)[kept] for name in (*TEXTS, "vectors")}
+    columns |= {name: tuple(getattr(embeddings, name)[i] for i in kept) for name in OTHERS}
     return replace(embeddings, **columns)
 
 
@@ -75,14 +75,15 @@ def read_embeddings(path: str | Location) -> Embeddings:
         table = from_parquet(path)
     except pa.ArrowException as error:
         raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
-    if absent := [name for name in COLUMNS if name not in table.column_names]:
+    if absent := [name for name in (*TEXTS, *OTHERS, "vector") if name not in table.column_names]:
         raise EvaluationError(
             f"{path}: expected the columns that octfm embed writes, {', '.join(absent)} missing; embed again"
         )
     table = table.sort_by("acquisition")
-    metadata = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
-    column = {name: table.column(name).to_pylist() for name in table.column_names if name != "vector"}
-    acquisition = np.array(column["acquisition"], dtype=str)
+    facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    columns = {name: table.column(name).to_pylist() for name in (*TEXTS, *OTHERS)}
+    columns["participant_labels"] = [json.loads(text) if text else {} for text in columns["participant_labels"]]
+    acquisition = np.array(columns["acquisition"], dtype=str)
     if len(acquisition) == 0:
         raise EvaluationError(f"{path}: holds no acquisition; embed again")
     # Sorted, so repeated acquisitions are neighbours.
@@ -94,19 +95,16 @@ def read_embeddings(path: str | Location) -> Embeddings:
         raise EvaluationError(
             f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged"
         )
-    return Embeddings(
-        name=str(metadata.get("name", path.stem)),
-        path=str(path),
-        metadata={k: v for k, v in metadata.items() if k in ("key", "encoder", "precision", "width", "budget")},
-        acquisition=acquisition,
-        participant=np.array(column["participant"], dtype=str),
-        eye_id=np.array(column["eye_id"], dtype=str),
-        laterality=tuple(column["laterality"]),
-        scanner=np.array(column["scanner"], dtype=str),
-        split=tuple(column["split"]),
-        participant_labels=tuple(json.loads(text) if text else {} for text in column["participant_labels"]),
-        vectors=vectors,
-    )
+    metadata = {k: v for k, v in facts.items() if k in ("key", "encoder", "precision", "width", "budget")}
+    return _from_columns(str(facts.get("name", path.stem)), path, metadata, columns, vectors)
+
+
+def _from_columns(
+    name: str, path: Location, metadata: dict[str, Any], columns: dict[str, list[Any]], vectors: np.ndarray
+) -> Embeddings:
+    values: dict[str, Any] = {key: np.array(columns[key], dtype=str) for key in TEXTS}
+    values |= {key: tuple(columns[key]) for key in OTHERS}
+    return Embeddings(name=name, path=str(path), metadata=metadata, vectors=vectors, **values)
 
 
 def _matrix(column: Any) -> np.ndarray | None:
@@ -120,20 +118,8 @@ def _matrix(column: Any) -> np.ndarray | None:
 
 def of_store(store: Store) -> Embeddings:
     """The metadata of a store's volumes as Embeddings of width 0, in the order of the store."""
-    rows = store.rows
-    return Embeddings(
-        name=str(store.path),
-        path=str(store.path),
-        metadata={},
-        acquisition=np.array([row.acquisition for row in rows]),
-        participant=np.array([row.participant for row in rows]),
-        eye_id=np.array([row.eye_id for row in rows]),
-        laterality=tuple(row.laterality for row in rows),
-        scanner=np.array([row.scanner for row in rows]),
-        split=tuple(row.split for row in rows),
-        participant_labels=tuple(row.participant_labels for row in rows),
-        vectors=np.zeros((len(rows), 0)),
-    )
+    columns = {name: [getattr(row, name) for row in store.rows] for name in (*TEXTS, *OTHERS)}
+    return _from_columns(str(store.path), store.path, {}, columns, np.zeros((len(store), 0)))
 
 
 def align(encoders: list[Embeddings]) -> list[Embeddings]:

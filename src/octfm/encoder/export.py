@@ -118,7 +118,7 @@ def tensors_of(encoder: Encoder, tuned: TunedModel | None = None) -> dict[str, T
     tensors = {f"network.{name}": tensor for name, tensor in encoder.network.state_dict().items()}
     if tuned is not None:
         tensors |= {f"head.{name}": tensor for name, tensor in tuned.head.state_dict().items()}
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return tensors
 
 
 def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], hashes: list[str]) -> None:
@@ -126,6 +126,8 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
+    # Clones, because safetensors refuses tensors that share memory.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     facts = {"format": "pt", "sha256": exported.checksum(tensors)}
     write_whole(folder / exported.WEIGHTS, save(tensors, facts))
     write_whole(folder / exported.SEEN, json.dumps({"hash": "HMAC-SHA256", "hashes": hashes}, indent=0).encode())

@@ -118,8 +118,6 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         return model.to(map_location).eval()
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        # Clones: safetensors refuses tensors that share memory.
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()}
-        write_files(Path(save_directory), self.facts, tensors, self.seen["hashes"])
+        write_files(Path(save_directory), self.facts, self.state_dict(), self.seen["hashes"])
         if self.seen["key"]:
             write_whole(Path(save_directory) / exported.KEY, f"{self.seen['key']}\n".encode())
