@@ -147,7 +147,7 @@ def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
         embed_files(run, clinic, out, precision="bf16", workers=0, echo=quiet)
     with pytest.raises(EvaluationError, match="begun with other vectors"):
         embed_files(run, clinic, out, baselines=True, workers=0, echo=quiet)
-    with pytest.raises(EvaluationError, match="lies among the files"):
+    with pytest.raises(EvaluationError, match="inside the folder to be embedded"):
         embed_files(run, clinic, clinic / "out", workers=0, echo=quiet)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -255,7 +255,7 @@ def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monke
             embed_files(run, place / "raw", place / "vectors", workers=1, echo=quiet)
     said = []
     done = embed_files(run, place / "raw", place / "vectors", workers=1, echo=said.append)
-    assert "8 of 11 volumes are done already" in said[0] and done["embedded"] == COUNT - 1
+    assert "8 of 11 volumes are embedded already" in said[0] and done["embedded"] == COUNT - 1
     assert done["bucket"]["requests"] > 0 and done["bucket"]["failures"] == 0
     embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
     assert same(place / "vectors", tmp_path / "here")

@@ -124,12 +124,12 @@ def embed_files(
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, encoder, kinds)
         catalog, version_of = _catalog(source, out, workers, limits, follow_links, echo)
-        wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root), echo)
-        tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in wanted]
+        included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root), echo)
+        tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in included]
         next_part, finished = _finished(out, retry)
         missing = [task for task in tasks if task.identity not in finished]
         if len(missing) < len(tasks):
-            echo(f"{out}: {len(tasks) - len(missing):,} of {len(tasks):,} volumes are done already")
+            echo(f"{out}: {len(tasks) - len(missing):,} of {len(tasks):,} volumes are embedded already")
         embed = functools.partial(_decode, preprocessing=encoder.preprocessing)
         deadline = functools.partial(_deadline, limits)
         decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=limits, deadline=deadline)
@@ -218,7 +218,7 @@ def _catalog(
     if isinstance(root, Path):
         root = Path(os.path.abspath(root))  # noqa: PTH100
         if isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
-            raise EvaluationError(f"{out}: lies among the files to be embedded; choose an --out outside {root}")
+            raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
     listing = listing_of(root)
     # The default adds nothing, so that its digest is the one of jobs from before there was this option.
     scanned = [str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]

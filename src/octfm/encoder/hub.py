@@ -103,11 +103,11 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         folder = Path(model_id)
         if not folder.is_dir():
             # Not the ONNX graph, which is as large as the weights.
-            wanted = [exported.CONFIG, exported.WEIGHTS, exported.SEEN, exported.KEY]
+            files = [exported.CONFIG, exported.WEIGHTS, exported.SEEN, exported.KEY]
             folder = Path(
                 snapshot_download(
                     model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
-                    local_files_only=local_files_only, token=token, allow_patterns=wanted,
+                    local_files_only=local_files_only, token=token, allow_patterns=files,
                 )
             )  # fmt: skip
         content = exported.read_export(folder)

@@ -49,7 +49,7 @@ def load_prototype_encoder(
     """The context encoder in a prototype's `.pt`, in float32, which standardises every volume by itself (F15).
 
     `preprocessing` defaults to PREPROCESSING. `heads` cannot be read from weights; by default heads are 64 wide. Raises
-    CheckpointError naming the first tensor that is missing, unknown or of another shape.
+    CheckpointError naming a tensor that is missing, unknown or of another shape.
     """
     path = Path(path)
     preprocessing = preprocessing or load(Preprocessing, dict(PREPROCESSING))
@@ -105,7 +105,7 @@ def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _require_fit(
     path: Path, network: VisionTransformer3D, state: dict[str, Tensor], grid: tuple[int, int, int]
 ) -> None:
-    """Raises CheckpointError naming the first tensor that is missing, unknown or of another shape."""
+    """Raises CheckpointError naming a tensor that is missing, unknown or of another shape."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     got = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if missing := [name for name in expected if name not in got]:

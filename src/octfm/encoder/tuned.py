@@ -58,7 +58,7 @@ class TunedModel:
     head: TaskHead
     answer: Answer
     tokens_per_volume: int | None
-    """Tissue tokens per volume for a head trained on cached features of a frozen encoder; None if it uses all kept."""
+    """Tissue tokens per volume that the head was trained on, from cached features; None if on all that are kept."""
 
     @torch.inference_mode()
     def answers(self, arrays: Arrays) -> np.ndarray:

@@ -147,11 +147,11 @@ class Loader:
         if self._closed:
             raise RuntimeError("the loader is closed")
         start = time.perf_counter()
-        wanted = range(step, step + self.prefetch + 1)
+        needed = range(step, step + self.prefetch + 1)
         # After a jump (resume, rollback) batches prefetched for other steps are useless.
-        for other in [s for s in self._ahead if s not in wanted]:
+        for other in [s for s in self._ahead if s not in needed]:
             self._ahead.pop(other).cancel()
-        for s in wanted:
+        for s in needed:
             if s not in self._ahead:
                 self._ahead[s] = self._reader.submit(self._load, s)
         future = self._ahead.pop(step)
@@ -268,10 +268,12 @@ def select(
     splits = sorted({str(row.split) for row in store.rows})
     if wrong := [limit for limit in limits.values() if limit is not None and limit < 1]:
         raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
-    wanted = set(scanners or present) - set(leave_out)
-    rows = [row for row in store.rows if split in (None, row.split) and row.scanner in wanted and row.layout in layouts]
+    allowed = set(scanners or present) - set(leave_out)
+    rows = [
+        row for row in store.rows if split in (None, row.split) and row.scanner in allowed and row.layout in layouts
+    ]
     if not rows:
-        among = f" of {', '.join(sorted(wanted))}" if scanners or leave_out else ""
+        among = f" of {', '.join(sorted(allowed))}" if scanners or leave_out else ""
         among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
         raise ConfigError(
             f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"

@@ -97,11 +97,11 @@ def prepare(
     limits = limits or Limits()
     if cluster is not None:
         require_cluster(cluster)  # fails before anything is written
-    wanted = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
+    included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     with _writer(out, preprocessing, compression) as writer:
         _follow_catalog(writer, catalog.acquisitions)
-        tasks = _missing(writer, wanted, locations or {})
-        outdated = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in wanted}
+        tasks = _missing(writer, included, locations or {})
+        outdated = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in included}
         outdated |= {task.acquisition.sop_instance_uid for task in tasks}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
@@ -426,11 +426,11 @@ class ProgressLines:
 class _Progress:
     """A progress bar on a terminal, lines of text elsewhere."""
 
-    def __init__(self, total: int, wanted: bool):
-        wanted = wanted and total > 0
+    def __init__(self, total: int, enabled: bool):
+        enabled = enabled and total > 0
         self._total, self._failed = total, 0
-        self._on_terminal = wanted and sys.stderr.isatty()
-        self._lines = ProgressLines(total, _to_stderr, "not prepared") if wanted and not self._on_terminal else None
+        self._on_terminal = enabled and sys.stderr.isatty()
+        self._lines = ProgressLines(total, _to_stderr, "not prepared") if enabled and not self._on_terminal else None
         self._bar: Any = None
 
     def __enter__(self) -> Self:

@@ -114,8 +114,8 @@ class Store:
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
         """Compare these rows, or all, with their checksums; returns row -> what is wrong, for damaged rows only."""
-        wanted = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
-        self._compared[wanted] = False
+        checked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
+        self._compared[checked] = False
 
         def one(row: int) -> str | None:
             try:
@@ -126,7 +126,7 @@ class Store:
 
         self._arrays = self._arrays or self._opened()  # before the threads start, or each would open its own
         with ThreadPoolExecutor(self.threads or os.cpu_count()) as pool:
-            found = zip(wanted.tolist(), pool.map(one, wanted.tolist()), strict=True)
+            found = zip(checked.tolist(), pool.map(one, checked.tolist()), strict=True)
             return {row: sentence for row, sentence in found if sentence is not None}
 
     def verify(self, sample: int | None = None, seed: int = 0) -> int:
@@ -266,9 +266,11 @@ class _Part(Store):
         return self._whole.read(self._kept[index], out)
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
-        wanted = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
-        found = self._whole.damaged(self._kept[wanted])
-        return {int(row): found[whole] for row, whole in zip(wanted, self._kept[wanted], strict=True) if whole in found}
+        checked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
+        found = self._whole.damaged(self._kept[checked])
+        return {
+            int(row): found[whole] for row, whole in zip(checked, self._kept[checked], strict=True) if whole in found
+        }
 
     @property
     def left_out(self) -> tuple[str, ...]:

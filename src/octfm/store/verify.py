@@ -47,7 +47,7 @@ def verify(
     rows are damaged, because then nothing says what the volumes should be.
     """
     store = Store.open(path)
-    metadata = _metadata(store, echo)
+    metadata = _repair_metadata(store, echo)
     damaged: dict[int, str] = {}
     for first in range(0, len(store), AT_ONCE):
         damaged |= store.damaged(range(first, min(first + AT_ONCE, len(store))))
@@ -92,22 +92,22 @@ def require_whole(verified: Verified, path: str | Location) -> None:
         )
 
 
-def _metadata(store: Store, echo: Echo) -> tuple[str, ...]:
+def _repair_metadata(store: Store, echo: Echo) -> tuple[str, ...]:
     """Rewrite damaged zarr.json files of a local store, which follow from header and rows; returns their paths."""
     wrong = []
     # Readers of a bucket generate these files locally, so there they cannot do harm.
     for name in ARRAYS if isinstance(store.path, Path) else ():
         file = store.path / name / "zarr.json"
-        wanted = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
+        expected = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
         try:
             found = json.loads(file.read_text())
             # Longer is fine: a writer killed before it added the row has already announced that volume.
-            intact = found["shape"][0] >= len(store) and found | {"shape": wanted["shape"]} == wanted
+            intact = found["shape"][0] >= len(store) and found | {"shape": expected["shape"]} == expected
         except (OSError, ValueError, LookupError, TypeError):
             intact = False
         if not intact:
             with exclusive(store.path):
-                write_whole(file, json.dumps(wanted).encode())
+                write_whole(file, json.dumps(expected).encode())
             echo(f"{file}: damaged and rewritten")
             wrong.append(str(file))
     return tuple(wrong)
