@@ -119,10 +119,10 @@ def embed_files(
     if baselines:
         kinds += [_of_encoder("random_init", load_encoder(run, random_init=True, runtime=runtime).pooling(pool))]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
-    # Vectors of one job never mix kinds: `_claim` compares the keys under the lock, before anything is written.
+    # `_claim` compares keys under the lock and before anything is written, so a job never mixes vectors of two encoders.
     with _exclusive(out):
         account = Account(out, source.root if isinstance(source, Catalog) else source)
-        _claim(out, encoder, kinds)
+        _claim(out, kinds)
         catalog, version_of = _catalog(source, out, workers, limits, follow_links, echo)
         included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root), echo)
         tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in included]
@@ -162,7 +162,7 @@ def _of_encoder(name: str, encoder: Encoder) -> _Kind:
     return _Kind(name, encoder.vector_width, encoder.embed_arrays, facts)
 
 
-def _claim(out: Location, encoder: Encoder, kinds: Sequence[_Kind]) -> None:
+def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
     """Begin or continue a job. Raises EvaluationError if its weights, Preprocessing or precision differ from before."""
     ours = {"format": FORMAT, "version": VERSION, "vectors": {kind.name: kind.facts["key"] for kind in kinds}}
     try:
