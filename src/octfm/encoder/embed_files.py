@@ -119,7 +119,7 @@ def embed_files(
     if baselines:
         kinds += [_of_encoder("random_init", load_encoder(run, random_init=True, runtime=runtime).pooling(pool))]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
-    # `_claim` compares keys under the lock and before anything is written, so a job never mixes vectors of two encoders.
+    # `_claim` compares keys under the lock and before anything is written: a job never mixes vectors of two encoders.
     with _exclusive(out):
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, kinds)
