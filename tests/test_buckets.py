@@ -402,7 +402,7 @@ def test_a_volume_is_fetched_once_and_a_damaged_copy_is_fetched_again(place, sca
         for cached in (bucket_cache.folder() / "objects").rglob("*"):
             if cached.is_file():
                 cached.write_bytes(cached.read_bytes()[:-9] + b"x" * 9)
-        with pytest.warns(UserWarning, match="copy of volume 0 in .* was damaged and is fetched again"):
+        with pytest.warns(UserWarning, match="copy of volume 0 in .* was damaged and is downloaded again"):
             assert np.array_equal(store.read([0, 1]).voxels, prepared.read([0, 1]).voxels)
     # What arrives and is not what was written is never handed out.
     uri = str(place / "store" / "voxels" / "c.0.0.0.0")
