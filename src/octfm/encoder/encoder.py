@@ -84,8 +84,8 @@ class Encoder:
         """Raises EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
         if store.fingerprint != self.fingerprint:
             raise EvaluationError(
-                f"{store.path}: prepared with other settings than {self.source} was trained on; prepare the volumes with "
-                "its own Preprocessing (octfm prepare --like RUN) (F15)"
+                f"{store.path}: prepared with other settings than {self.source} was trained on; prepare the volumes "
+                "with its own Preprocessing (octfm prepare --like RUN) (F15)"
             )
 
     def embed(self, volume: Volume) -> np.ndarray:
