@@ -1,4 +1,5 @@
-"""Writes the tables of reason codes and flags into docs/guide/data-codes.md, from the code that uses them: python docs/data_tables.py"""
+"""Writes the tables of reason codes and flags into docs/guide/data-codes.md, from the code that uses them: python
+docs/data_tables.py"""
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
 """Runs the commands of a page and puts what they print under them: `python docs/execute.py docs/guide/tour.md`.
 
-In a page, ```console blocks hold lines that begin with "$ " (commands) and what they printed; ```python blocks with title="NAME" are files
-that the commands use. Everything runs in one new folder, in order; a command that fails stops the page.
+In a page, ```console blocks hold lines that begin with "$ " (commands) and what they printed; ```python blocks with
+title="NAME" are files that the commands use. Everything runs in one new folder, in order; a command that fails stops
+the page.
 """
 
 import argparse
@@ -31,7 +32,8 @@ def execute(text: str, folder: Path) -> str:
 
 
 def printed(command: str, folder: Path) -> str:
-    """What a command prints, on both streams, without the folder's own name and progress. Raises RuntimeError where it fails."""
+    """What a command prints, on both streams, without the folder's own name and progress. Raises RuntimeError where it
+    fails."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     source = str(Path(__file__).parent.parent / "src")
     environment = os.environ | {"PATH": path, "PYTHONPATH": source, "COLUMNS": "120", "PYTHONWARNINGS": "ignore"}

@@ -1,7 +1,9 @@
-"""A 2-D network as an encoder of volumes, for `octfm trust RUN --store prepared/ --external docs/external_encoder.py:slices`.
+"""A 2-D network as an encoder of volumes, for `octfm trust RUN --store prepared/ --external
+docs/external_encoder.py:slices`.
 
-The weights here are random, because none can be shipped: what it scores is what the architecture alone gives. For a real comparison put
-your own folder into `from_pretrained` and repeat the resizing and normalisation that those weights were trained with.
+The weights here are random, because none can be shipped: what it scores is what the architecture alone gives. For a
+real comparison put your own folder into `from_pretrained` and repeat the resizing and normalisation that those weights
+were trained with.
 """
 
 import numpy as np

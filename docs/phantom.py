@@ -1,7 +1,7 @@
 """Makes the figure and the tables of docs/phantom.md.
 
-`python docs/phantom.py` writes docs/phantom.png and prints the tables. `python docs/phantom.py --real FOLDER OUT.png` writes, for your eyes
-only, phantom B-scans beside real ones: real pixels are never committed.
+`python docs/phantom.py` writes docs/phantom.png and prints the tables. `python docs/phantom.py --real FOLDER OUT.png`
+writes, for your eyes only, phantom B-scans beside real ones: real pixels are never committed.
 """
 
 import sys
@@ -30,7 +30,8 @@ SEEDS = {
 
 
 def b_scan(scanner: str, diagnosis: str, severity: float = 0.75) -> np.ndarray:
-    """The B-scan nearest the fovea, cut to SHOWN_MM around the retina; glaucoma 1.2 mm inferior of it, where the arcs run."""
+    """The B-scan nearest the fovea, cut to SHOWN_MM around the retina; glaucoma 1.2 mm inferior of it, where the arcs
+    run."""
     volume, truth = phantom_volume(
         SEEDS[diagnosis], diagnosis=diagnosis, severity=severity, scanner=scanner, size=(33, 384, 320), age=66
     )

@@ -1,4 +1,5 @@
-"""The tables of docs/scaling.md, from the config's own counts and the constants named there: `python docs/scaling_tables.py`."""
+"""The tables of docs/scaling.md, from the config's own counts and the constants named there: `python
+docs/scaling_tables.py`."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ STORED_MB = {"uncompressed": 9.44, "zstd": 7.7}
 READ_PER_CORE = {"uncompressed": 240, "zstd": 94}
 """Volumes per second and core of the loader: half of what two threads reached on the idle machine (docs/log)."""
 CHECKPOINT_HOLD_S = 0.16 / 381e6
-"""Seconds per byte for which a checkpoint holds the loop, measured on a CPU (docs/log); the rest is written in the background."""
+"""Seconds per byte for which a checkpoint holds the loop, measured on a CPU (docs/log); the rest is written in the
+background."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Epoch:
 
     @property
     def total(self) -> float:
-        """Reading goes on beside everything else; gradients are averaged after the last backward pass, so they are added."""
+        """Reading goes on beside everything else; gradients are averaged after the last backward pass, so they are
+        added."""
         return max(self.compute + self.communication + self.checkpoints, self.input)
 
 

@@ -1,4 +1,5 @@
-"""What `make docs` does besides: README and changelog become pages, and links between them and docs/ hold in both places."""
+"""What `make docs` does besides: README and changelog become pages, and links between them and docs/ hold in both
+places."""
 
 import re
 from pathlib import Path

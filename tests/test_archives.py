@@ -138,7 +138,8 @@ def test_an_archive_with_its_own_tables_is_joined_to_them(tmp_path, image):
     assert (row.participant, row.split) == ("77", "test") and "not_in_manifest" not in row.flags
 
 
-# ---- hostile archives ------------------------------------------------------------------------------------------------------------
+# ---- hostile archives
+# ------------------------------------------------------------------------------------------------------------
 
 HOSTILE = [
     "../escaped.dcm",

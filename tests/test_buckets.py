@@ -160,7 +160,8 @@ def test_one_of_several_creators_wins(place):
     assert (place / "lock").read_text() in {str(n) for n in won}
 
 
-# ---- the local cache ---------------------------------------------------------------------------------------------------------------
+# ---- the local cache
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @buckets
@@ -214,7 +215,8 @@ def test_a_file_that_is_being_read_is_not_evicted(tmp_path, monkeypatch):
         pass
 
 
-# ---- scanning ----------------------------------------------------------------------------------------------------------------------
+# ---- scanning
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -349,7 +351,8 @@ def test_the_command_scans_into_a_bucket_and_never_prints_a_credential(place, zi
     assert not any(SECRET.encode() in text for text in [*left, *there, done.stdout.encode(), done.stderr.encode()])
 
 
-# ---- stores ------------------------------------------------------------------------------------------------------------------------
+# ---- stores
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,8 @@ def halted(finished, tmp_path):
     return run
 
 
-# ---- room on the disk ------------------------------------------------------------------------------------------------------------
+# ---- room on the disk
+# ------------------------------------------------------------------------------------------------------------
 
 
 def disk_of(bytes_free, monkeypatch, others=()):
@@ -115,7 +116,8 @@ def test_a_run_whose_disk_is_full_goes_on_in_its_second_folder(store, halted, tm
     assert found.status == "WARN" and str(second) in found.advice
 
 
-# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------------------
+# ---- metrics.jsonl
+# ---------------------------------------------------------------------------------------------------------------
 
 ROWS = st.lists(st.integers(0, 30), min_size=1, max_size=30).map(
     lambda steps: [
@@ -177,7 +179,8 @@ def test_a_rollback_keeps_abandoned_rows_as_they_were(tmp_path):
     assert (tmp_path / "metrics.broken.txt").read_bytes() == b"\0\0\0\n"
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------------------
+# ---- names
+# -----------------------------------------------------------------------------------------------------------------------
 
 ODD_NAMES = (
     "step-best.pt", "step-00000050 (1).pt", "step-50.pt", "Step-00000050.pt", "step-00000050.pt.crdownload", "step-00000050.tmp",
@@ -257,7 +260,8 @@ def test_only_what_a_killed_writer_left_is_deleted(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"mine.partial", "movie.pt.partial"}
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------------------
+# ---- damage
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +304,8 @@ def test_a_cut_newest_checkpoint_falls_back_twice_over(store, finished, halted, 
     assert timeless(halted) == timeless(finished["a"])
 
 
-# ---- whose checkpoint it is --------------------------------------------------------------------------------------------------------
+# ---- whose checkpoint it is
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [8, 6, 3])
@@ -389,7 +394,8 @@ def test_fine_tuning_refuses_a_foreign_checkpoint_too(store, tmp_path):
                 path.unlink()
 
 
-# ---- kills and power cuts between two writes -----------------------------------------------------------------------------------------
+# ---- kills and power cuts between two writes
+# -----------------------------------------------------------------------------------------
 
 
 def test_what_is_written_whole_is_flushed_with_its_name(tmp_path, monkeypatch):

@@ -48,8 +48,8 @@ def test_page_says_what_the_catalog_says(catalog, page):
         f"{summary['accepted']} volumes of 13 participants ({summary['eyes']} eyes of known side) are accepted" in text
     )
     assert (
-        f"{summary['rejected']} files ({100 * catalog.reject_share:.1f} %) are rejected; {summary['skipped']} are skipped"
-        in text
+        f"{summary['rejected']} files ({100 * catalog.reject_share:.1f} %) are rejected; {summary['skipped']} are "
+        "skipped" in text
     )
     for code, count in (summary["rejects"] | summary["skips"]).items():
         assert re.search(

@@ -1,6 +1,7 @@
 """Fifty steps on CPU give the curve they have always given: a refactoring that changes the maths turns this red.
 
-`python tests/test_golden_curve.py` writes the fixture anew; do so only for a change that is meant, and say so in the commit.
+`python tests/test_golden_curve.py` writes the fixture anew; do so only for a change that is meant, and say so in the
+commit.
 """
 
 import json

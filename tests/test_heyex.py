@@ -48,7 +48,8 @@ def layers(shape=SHAPE) -> np.ndarray:
     return np.stack([ilm, ilm + 15]).astype(np.float32)
 
 
-# ---- one scan in several formats -------------------------------------------------------------------------------------------------
+# ---- one scan in several formats
+# -------------------------------------------------------------------------------------------------
 
 
 def test_real_vol_and_xml_of_one_scan_agree(real_data):
@@ -106,7 +107,8 @@ def test_display_is_the_fourth_root():
     np.testing.assert_array_equal(display(raw), [[0, 64, 128, 255, 0, 255]])
 
 
-# ---- what is no raster -----------------------------------------------------------------------------------------------------------
+# ---- what is no raster
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "layout"), [(LINE, "line"), (CIRCLE, "circle")])
@@ -148,7 +150,8 @@ def test_radial_and_repeated_scans_are_told_by_their_positions(tmp_path, write, 
     assert volume.layout == kind and np.array_equal(volume.voxels, telling_voxels())
 
 
-# ---- order and surfaces ----------------------------------------------------------------------------------------------------------
+# ---- order and surfaces
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", [write_vol, write_heyex_xml])
@@ -180,7 +183,8 @@ def test_a_file_without_layers_has_no_surfaces(tmp_path):
     assert read_surfaces(write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)) is None
 
 
-# ---- exports that are damaged ----------------------------------------------------------------------------------------------------
+# ---- exports that are damaged
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_an_xml_without_its_images_says_which_is_missing(tmp_path):

@@ -105,7 +105,8 @@ def test_slurm_starts_one_torchrun_per_node_and_requeues_on_75(machine, code, re
     assert done.returncode == code
     (srun,) = [call for call in machine.calls if call.startswith("srun")]
     assert srun == (
-        f"srun --ntasks-per-node 1 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d "
+        f"srun --ntasks-per-node 1 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend "
+        "c10d "
         "--rdzv-endpoint n1:29400 --rdzv-id 77 -- pretrain vit_s --out runs/a"
     )
     assert ("scontrol requeue 77" in machine.calls) == requeued

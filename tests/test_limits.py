@@ -130,7 +130,8 @@ def test_truth_for_a_segmentation_is_read_within_limits(planted, tmp_path):
         within(TIGHT, named_arrays, str(planted / "zeros.npz"))
 
 
-# ---- links ---------------------------------------------------------------------------------------------------------------------
+# ---- links
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_links_are_followed_unless_they_are_not(tmp_path):

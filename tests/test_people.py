@@ -37,7 +37,8 @@ def people(paths, patterns=(), known=None) -> list[tuple[str, str]]:
     return [(w.participant, "".join(sorted(w.eyes))) for w in found_in(paths, patterns, known).values()]
 
 
-# ---- any tree: right, or the scan stops ---------------------------------------------------------------------------------------------
+# ---- any tree: right, or the scan stops
+# ---------------------------------------------------------------------------------------------
 
 EYES = [
     ("OD", "OS"), ("R", "L"), ("right", "left"), ("rechts", "links"), ("droit", "gauche"), ("OD", "OG"), ("derecho", "izquierdo"),
@@ -277,7 +278,8 @@ def test_an_archive_is_a_folder_of_its_name():
     assert [(w.participant, *w.eyes) for w in found.values()] == [("p1", "R"), ("p2", "L")]
 
 
-# ---- through a scan -----------------------------------------------------------------------------------------------------------------
+# ---- through a scan
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def write_tree(root: Path, paths) -> Path:

@@ -1,5 +1,6 @@
-"""`octfm doctor --tpu` without its libraries: what is tried after a step that does not fit, and what is said of a program that crashes.
-The compiler's answers are invented here; those of libtpu itself are tested in tests/xla/test_tpu.py."""
+"""`octfm doctor --tpu` without its libraries: what is tried after a step that does not fit, and what is said of a
+program that crashes. The compiler's answers are invented here; those of libtpu itself are tested in
+tests/xla/test_tpu.py."""
 
 import sys
 import tempfile

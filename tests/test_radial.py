@@ -50,7 +50,8 @@ def shuffled(star: Volume, seed: int = 0) -> Volume:
     return replace(star, voxels=voxels, lines=Lines(np.where(turned, end, start), np.where(turned, start, end)))
 
 
-# ---- from the file to the store ----------------------------------------------------------------------------------------------------------
+# ---- from the file to the store
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_star_enters_when_asked_for_and_is_the_raster_of_the_same_eye(eye, tmp_path):
@@ -129,7 +130,8 @@ def test_a_catalog_of_before_there_were_layouts_is_still_read(eye, tmp_path):
     assert row.layout == "raster"
 
 
-# ---- geometry ----------------------------------------------------------------------------------------------------------------------------
+# ---- geometry
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -206,7 +208,8 @@ def test_sixteen_bits_stay_sixteen_bits(eye):
     np.testing.assert_allclose(raster.voxels / 257, to_raster(star).voxels, atol=1)
 
 
-# ---- asking ------------------------------------------------------------------------------------------------------------------------------
+# ---- asking
+# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_disc_side_of_a_star_is_that_of_the_raster(eye):

@@ -56,7 +56,8 @@ def test_a_command_keeps_no_name_and_no_place(words):
 def test_a_command_keeps_its_verb_options_and_numbers():
     command = "octfm pretrain vit_s data.store=/home/x/prepared steps=200 masks.mask_ratio=0.6 schedule.lr_shape=constant --out runs/a"
     assert shareable_command(command) == (
-        f"octfm pretrain {WITHHELD} data.store={WITHHELD} steps=200 masks.mask_ratio=0.6 schedule.lr_shape=constant --out {WITHHELD}"
+        f"octfm pretrain {WITHHELD} data.store={WITHHELD} steps=200 masks.mask_ratio=0.6 schedule.lr_shape=constant "
+        f"--out {WITHHELD}"
     )
 
 

@@ -1,6 +1,7 @@
 """The store gives back exactly what was put in, to any zarr reader, and says so when it cannot.
 
-tests/fixtures/store_v1 is a store of version 1, written once from random numbers and kept, so that stores of users stay readable:
+tests/fixtures/store_v1 is a store of version 1, written once from random numbers and kept, so that stores of users stay
+readable:
 
     from pathlib import Path
     from octfm.volume.preprocessing import Preprocessing

@@ -46,7 +46,8 @@ def oct_converter(monkeypatch):
     return readers
 
 
-# ---- the same as another reader --------------------------------------------------------------------------------------------------
+# ---- the same as another reader
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compressed", [True, False])
@@ -92,7 +93,8 @@ def test_bioptigen_agrees_with_oct_converter(tmp_path, oct_converter):
     np.testing.assert_array_equal(read_volume(uri).voxels, np.stack(theirs.volume).transpose(0, 2, 1))
 
 
-# ---- Heidelberg .e2e -------------------------------------------------------------------------------------------------------------
+# ---- Heidelberg .e2e
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_codes_of_e2e_are_pieces_of_the_floats_of_vol(real_data):
@@ -188,7 +190,8 @@ def test_star_repeats_and_circle_of_an_e2e_are_left_out(tmp_path, ends, pattern)
     assert code_of(uri, spacing_mm=SPACING_MM) == "not_raster"
 
 
-# ---- the others ------------------------------------------------------------------------------------------------------------------
+# ---- the others
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("scan_mode", "layout"), [(3, "radial"), (4, "radial")])

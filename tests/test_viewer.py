@@ -101,7 +101,8 @@ def settled(browser) -> dict:
 def pixel(browser, selector: str, x: float, y: float) -> list[int]:
     """RGB of a canvas at shares of its width and height."""
     return browser.js(
-        f"((c) => [...c.getContext('2d').getImageData(Math.floor({x} * c.width), Math.floor({y} * c.height), 1, 1).data].slice(0, 3))"
+        f"((c) => [...c.getContext('2d').getImageData(Math.floor({x} * c.width), Math.floor({y} * c.height), 1, "
+        "1).data].slice(0, 3))"
         f"(document.querySelector({json.dumps(selector)}))"
     )
 
@@ -222,8 +223,8 @@ def test_values_and_distances_are_told_in_words(page):
     text = page.js("document.querySelector('[data-part=\"readout\"]').textContent")
     along, across = 30 * SPACING[2], 4 * SPACING[0]
     assert (
-        f"from the anchor: {np.hypot(along, across):.3f} mm ({along:.3f} mm along, 0.000 mm deep, {across:.3f} mm across B-scans)"
-        in text
+        f"from the anchor: {np.hypot(along, across):.3f} mm ({along:.3f} mm along, 0.000 mm deep, {across:.3f} mm "
+        "across B-scans)" in text
     )
     assert (
         page.js('document.querySelector(\'[data-part="slider"]\').getAttribute("aria-valuetext")') == f"B-scan 5 of {D}"
@@ -258,7 +259,8 @@ def test_words_of_a_header_stay_words_and_every_control_has_a_name(page):
     assert page.js("document.querySelectorAll('b').length") == 0
     assert "</script><b>bold" in page.js("document.querySelector('select').textContent")
     unnamed = page.js(
-        "[...document.querySelectorAll('input, select, button')].filter((e) => !(e.labels?.length && e.labels[0].textContent.trim())"
+        "[...document.querySelectorAll('input, select, button')].filter((e) => !(e.labels?.length && "
+        "e.labels[0].textContent.trim())"
         " && !e.textContent.trim() && !e.ariaLabel).length"
     )
     assert unnamed == 0

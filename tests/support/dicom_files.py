@@ -49,8 +49,9 @@ def write_oct_dicom(
 ) -> Path:
     """`voxels` [D, H, W] uint8 or uint16. `superior_first` True or False also writes ImagePositionPatient per frame.
 
-    `encode` makes the codestream of a B-scan, by default with the library that `_encode_frame` names for the transfer syntax.
-    `spacing_in="positions"` leaves SliceThickness out, so only positions tell dz. `edit` changes the dataset before it is written.
+    `encode` makes the codestream of a B-scan, by default with the library that `_encode_frame` names for the transfer
+    syntax. `spacing_in="positions"` leaves SliceThickness out, so only positions tell dz. `edit` changes the dataset
+    before it is written.
 
     """
     dataset = Dataset()

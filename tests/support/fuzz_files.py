@@ -103,7 +103,8 @@ def _other_formats(folder: Path, whole: np.ndarray) -> list[Seed]:
     return found
 
 
-# ---- what happens to bytes -------------------------------------------------------------------------------------------------------
+# ---- what happens to bytes
+# -------------------------------------------------------------------------------------------------------
 
 ABSURD = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
 
@@ -165,7 +166,8 @@ DAMAGES: tuple[Callable[[bytearray, np.random.Generator], None], ...] = (
     append_garbage,
 )
 
-# ---- what happens to DICOM elements ----------------------------------------------------------------------------------------------
+# ---- what happens to DICOM elements
+# ----------------------------------------------------------------------------------------------
 
 _ABSURD_VALUES = {
     "US": (0, 1, 3, 65535),
@@ -255,7 +257,8 @@ def _anywhere(dataset: Dataset, rng: np.random.Generator):
     return places[int(rng.integers(len(places)))]
 
 
-# ---- a stream of damaged files ---------------------------------------------------------------------------------------------------
+# ---- a stream of damaged files
+# ---------------------------------------------------------------------------------------------------
 
 
 def damaged(seed: Seed, rng: np.random.Generator) -> tuple[dict[str, bytes], str]:

@@ -35,10 +35,10 @@ class Ranks:
     def __call__(self, world: int, store: Path, out: Path, settings: dict[str, Any], **plan: Any) -> list["Ended"]:
         """How each rank ended. `plan` names a fault: `at` a step, `on` a rank; see `misbehave`.
 
-        `to` is the address of a run in a bucket, `out` then names the notes that ranks leave on the disk; `environment` is that of all
-        ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a SIGKILL, whatever they are at.
-        `preflight` and `override` are as for pretrain. With `finetune` the settings are FinetuneConfig's, `term` is the only fault, and
-        with `apart` rank N has <out>-N, as on hosts that share no disk.
+        `to` is the address of a run in a bucket, `out` then names the notes that ranks leave on the disk; `environment`
+        is that of all ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a
+        SIGKILL, whatever they are at. `preflight` and `override` are as for pretrain. With `finetune` the settings are
+        FinetuneConfig's, `term` is the only fault, and with `apart` rank N has <out>-N, as on hosts that share no disk.
 
         """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")

@@ -15,7 +15,8 @@ WIDTH = 12
 
 
 class Cohort:
-    """`participants` people, 40 % of them in the test, both eyes on every scanner named; every third is ill, and ill eyes are thicker."""
+    """`participants` people, 40 % of them in the test, both eyes on every scanner named; every third is ill, and ill
+    eyes are thicker."""
 
     def __init__(self, participants=120, scanners=SCANNERS, seed=0, effect=True, test=0.4):
         rng = np.random.default_rng(seed)

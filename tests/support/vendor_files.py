@@ -192,7 +192,8 @@ def write_nifti(
     return path
 
 
-# ---- formats that nobody else writes, byte by byte; tests/test_vendor_files.py checks that OCT-Converter reads them the same ----------
+# ---- formats that nobody else writes, byte by byte; tests/test_vendor_files.py checks that OCT-Converter reads them
+# the same ----------
 
 
 def write_topcon(
@@ -250,7 +251,8 @@ def write_e2e(
     pattern: int = 3,
     multiple: bool = False,
 ) -> Path:
-    """`series`: (patient, study, series) -> codes [D, H, W] uint16 of the format's floats. `eyes`: a letter each. `ends` in degrees."""
+    """`series`: (patient, study, series) -> codes [D, H, W] uint16 of the format's floats. `eyes`: a letter each.
+    `ends` in degrees."""
     directory, entry, chunk = struct.Struct("<12sI20s4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
     parts: list[tuple[tuple, int, int, int, bytes]] = []
     for ((patient, study, number), codes), eye in zip(series.items(), eyes, strict=True):

@@ -1,4 +1,5 @@
-"""`octfm doctor --tpu`: a step compiled by libtpu for a TPU slice that is not there, and the memory of one of its devices."""
+"""`octfm doctor --tpu`: a step compiled by libtpu for a TPU slice that is not there, and the memory of one of its
+devices."""
 
 import re
 

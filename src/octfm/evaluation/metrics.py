@@ -30,12 +30,13 @@ class Weighted(Protocol):
 
 @dataclass(frozen=True)
 class ExtraMetric:
-    """A metric of your own, passed as an object: `octfm.probe(..., metrics=[ExtraMetric(...)])`. See docs/guide/plug-ins.md."""
+    """A metric of your own, passed as an object: `octfm.probe(..., metrics=[ExtraMetric(...)])`. See
+    docs/guide/plug-ins.md."""
 
     name: str
     measure: Callable[[Array, Array, Array], Array]
-    """(truth, predicted, weights [R, n]) -> [R], NaN where a resample leaves it undefined. Of classes, truth is int [n] and predicted
-    the probabilities [n, K] as if classes were equally common; of numbers, both are [n]."""
+    """(truth, predicted, weights [R, n]) -> [R], NaN where a resample leaves it undefined. Of classes, truth is int [n]
+    and predicted the probabilities [n, K] as if classes were equally common; of numbers, both are [n]."""
     chance: float
     """What guessing scores."""
     kinds: tuple[Literal["binary", "multiclass", "ordinal", "regression"], ...] = ("binary",)

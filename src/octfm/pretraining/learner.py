@@ -157,7 +157,8 @@ class Learner:
             except (RuntimeError, ValueError) as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 raise CheckpointError(
-                    f"{source}: its weights do not fit the networks of this config ({lines[min(1, len(lines) - 1)][:200]}); "
+                    f"{source}: its weights do not fit the networks of this config "
+                    f"({lines[min(1, len(lines) - 1)][:200]}); "
                     "settings that change shapes cannot be overridden: restore them, or choose another --out"
                 ) from None
             return content["step"], content.get("state", {})
@@ -185,8 +186,10 @@ class Learner:
             lost += share is None or float(state["step"]) < made or not (empty or bool(share.any()))
         if lost:
             raise CheckpointError(
-                f"{source}: the optimizer's state is lost for {lost} of {len(matrices)} weight matrices of the encoder, after {self.step} "
-                "updates: going on would damage what was learned; move this checkpoint away, so that the run continues from the one "
+                f"{source}: the optimizer's state is lost for {lost} of {len(matrices)} weight matrices of the "
+                f"encoder, after {self.step} "
+                "updates: going on would damage what was learned; move this checkpoint away, so that the run continues "
+                "from the one "
                 "before, or start another run with these weights (model.init)"
             )
 

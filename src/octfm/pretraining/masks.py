@@ -21,8 +21,10 @@ class TooFewTokens(StoreError):
 
     def __init__(self, found: str, place: int = 0, who: str = "a volume"):
         super().__init__(
-            f"{who}: expected two tokens that hold image or more, found {found}; leave it out (write its acquisition into a file, and "
-            "name that as data.exclude or --exclude), prepare with a finer target_spacing, or choose a smaller model.patch_size"
+            f"{who}: expected two tokens that hold image or more, found {found}; leave it out (write its acquisition "
+            "into a file, and "
+            "name that as data.exclude or --exclude), prepare with a finer target_spacing, or choose a smaller "
+            "model.patch_size"
         )
         self.found, self.place = found, place
         """What was found, and the volume's place in the batch."""
@@ -111,13 +113,15 @@ class MaskConfig(Config):
     def _disjoint(self) -> "MaskConfig":
         if self.mask_ratio + self.context_ratio > 1:
             raise ValueError(
-                f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target would overlap; "
+                f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target "
+                "would overlap; "
                 f"lower context_ratio to {1 - self.mask_ratio:.2f} or less"
             )
         for hidden, seen in self.stages:
             if not (0 < hidden < 1 and 0 < seen < 1 and hidden + seen <= 1):
                 raise ValueError(
-                    f"stages: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, {seen})"
+                    f"stages: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, "
+                    f"{seen})"
                 )
         if self.centres == "inner" and self.plane == "enface":
             raise ValueError("centres inner: blocks of plane enface go through all rows; set plane to bscan")

@@ -81,7 +81,8 @@ class PretrainConfig(Config):
     def _one_length(self) -> "PretrainConfig":
         if self.epochs is not None and self.steps != DEFAULT_STEPS:
             raise ValueError(
-                f"steps {self.steps} and epochs {self.epochs:g} both say how long the run is; give one of them (epochs=null)"
+                f"steps {self.steps} and epochs {self.epochs:g} both say how long the run is; give one of them "
+                "(epochs=null)"
             )
         return self
 

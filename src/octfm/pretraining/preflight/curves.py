@@ -83,7 +83,8 @@ def teacher(schedule: Schedule) -> Check:
         )
     quarter = ceil(schedule.steps / 4)
     left = float(np.prod(curve[:quarter]))
-    measured = f"{left:.1%} of the initial teacher is left after {quarter} steps (momentum from {schedule.ema_base:.5f} to {curve[-1]:.5f})"
+    momentum = f"momentum from {schedule.ema_base:.5f} to {curve[-1]:.5f}"
+    measured = f"{left:.1%} of the initial teacher is left after {quarter} steps ({momentum})"
     if left <= 0.05 + 1e-9:
         return passed("teacher momentum", measured)
     advice = "lower schedule.ema_base, or set it to null to derive it from the run length (F11)"

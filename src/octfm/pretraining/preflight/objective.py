@@ -151,7 +151,8 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
             f"the loss of a tiny copy is {own} after {steps} steps",
             "the objective is not differentiable as it stands",
         )
-    measured = f"{steps} steps on {len(rows)} volumes: loss {first:.3f} to {own:.3f}; targets of another volume raise it by {rise:.0%}"
+    losses = f"loss {first:.3f} to {own:.3f}; targets of another volume raise it by {rise:.0%}"
+    measured = f"{steps} steps on {len(rows)} volumes: {losses}"
     if rise < CONTENT_RISE:
         return fail(
             name, measured, "its answers do not depend on what it sees; check the teacher, masks and targets (F11)"

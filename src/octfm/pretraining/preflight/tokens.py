@@ -64,7 +64,8 @@ def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
     image = tissue + background
     share = f"tissue {tissue.mean():.0f}, background {background.mean():.0f}, padding {padding.mean():.0f}"
     each = config.data.per_device_batch_size
-    measured = f"{np.prod(grid)} tokens: {share}; {kept} kept, {num_context} context, {num_target} target; x {each} volumes per device"
+    split = f"{kept} kept, {num_context} context, {num_target} target"
+    measured = f"{np.prod(grid)} tokens: {share}; {split}; x {each} volumes per device"
     found = [passed("token budget", measured)]
     if (empty := float(padding.mean()) / np.prod(grid)) > 0.4:
         found.append(
@@ -121,7 +122,8 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
             fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)")
         )
     else:
-        told = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept, and disjoint, in each of {DRAWS} draws"
+        split = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept"
+        told = f"{split}, and disjoint, in each of {DRAWS} draws"
         found.append(passed("masks", told))
     dead = f"{coverage.dead:.0%} of targets are background"
     if coverage.dead > 0.3:
