@@ -64,7 +64,7 @@ def write_vol(
         30,
         -1.5,
     )
-    head += struct.pack("<4sQiI16s16sI24sdI24sd", laterality.encode(), 10**17, pattern, head_bytes, b"716.0", b"", 86, participant.encode(), 18904.0, 145, b"", 42736.0)  # fmt: skip  # noqa: E501
+    head += struct.pack("<4sQiI16s16sI24sdI24sd", laterality.encode(), 10**17, pattern, head_bytes, b"716.0", b"", 86, participant.encode(), 18904.0, 145, b"", 42736.0)  # fmt: skip
     content = [head.ljust(2048, b"\0"), slo.tobytes()]
     raw = (gray / 255.0) ** 4 if reflectivity is None else reflectivity
     for i in range(count):
