@@ -190,7 +190,7 @@ def test_a_file_without_layers_has_no_surfaces(tmp_path):
 def test_an_xml_without_its_images_says_which_is_missing(tmp_path):
     uri = write_heyex_xml(tmp_path / "a", telling_voxels())
     (tmp_path / "a" / "scan 7.tif").unlink()
-    with pytest.raises(ReadError, match=r"1 of 12 B-scans are not beside it, for example scan 7.tif") as caught:
+    with pytest.raises(ReadError, match=r"1 of 12 B-scans are not next to it, for example scan 7.tif") as caught:
         read_header(uri)
     assert caught.value.code == "incomplete_export"
 

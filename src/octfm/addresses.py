@@ -15,7 +15,7 @@ _KNOWN = (
     "s3|gs|s3a|s3n|gcs|file|https?|ftps?|sftp|ssh|scp|hdfs|webhdfs|az|azure|abfss?|wasbs?|adl|hf|r2|b2|oss|dbfs|"
     "webdav|smb|nfs"
 )
-"""Schemes of addresses even without slashes after the colon; never the beginning of a folder's name."""
+"""Schemes that mark an address even without slashes after the colon: no folder's name begins with them."""
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):[/\\]+")
 _WORD = re.compile(_ADDRESS.pattern + r"[^\s'\"<>]*")
@@ -52,7 +52,7 @@ def refuse_credentials(text: str) -> None:
 
 
 def expect_place(text: str) -> str:
-    """`text` if it is a path on a disk, s3://bucket/… or gs://bucket/…. Raises ConfigError, without repeating it."""
+    """`text` if it is a path on a disk, s3://bucket/… or gs://bucket/…. Raises ConfigError, which does not quote it."""
     refuse_credentials(text)
     scheme, _, rest = text.partition("://")
     if scheme not in SCHEMES:
@@ -63,7 +63,7 @@ def expect_place(text: str) -> str:
 
 
 def expect_local(text: str, expected: str = "expected a path on a disk, not an address") -> str:
-    """`text` if it is a path on a disk. Raises ConfigError, without repeating it."""
+    """`text` if it is a path on a disk. Raises ConfigError, which does not quote it."""
     refuse_credentials(text)
     outside = text.split("!/")[0]  # members of archives may have any name
     if _BEGINS_LIKE_ONE.match(outside) or _LOST_A_SLASH.search(outside) or "://" in outside:

@@ -41,9 +41,9 @@ PRESETS = {
 """Objective to packaged config and description. Within minutes mae is better (docs/log); V-JEPA 2 is meant for long
 runs."""
 DESIGN: "Design" = "k-fold"
-"""Design of the probe on the phantom cohort. Everybody whom pretraining has not seen is tested once, which gives the
-probe more than twice the labels of the split (docs/log). Your own scans keep their recommended split. Chance AUROC is
-then a little below .5, equally for all encoders: a class that is frequent in one fold is rarer in the others
+"""Design of the probe on the phantom cohort. Every participant that pretraining has not seen is tested once, which
+gives the probe more than twice the labels of the split (docs/log). Your own scans keep their recommended split. Chance
+AUROC is then a little below .5, equally for all encoders: a class that is frequent in one fold is rarer in the others
 (docs/phantom.md)."""
 LABELLED, DRAWS = (0.1, 0.3, 1.0), 3
 """Fractions of labelled training participants, and random draws of each: few labels gain most (docs/log)."""

@@ -105,7 +105,7 @@ class Acquisition:
 
     @property
     def owner(self) -> Owner:
-        """Whose pixels these are, to compare with copies."""
+        """The file and participant of these pixels, for finding copies."""
         return Owner(self.uri, self.participant, self.laterality)
 
 
@@ -128,13 +128,13 @@ class Reject:
 
     @staticmethod
     def lost(uri: str | Location, lost: Lost, task: str, size: int | None = None) -> "Reject":
-        """The reject of a file that ended the process that did this `task` with it."""
+        """The reject of a file whose process ended while it did this `task`."""
         sentence = f"{uri}: the process that {task} {lost.what}; {REASONS[lost.code].fix}"
         return Reject.of(uri, ReadError(lost.code, sentence), size)
 
     @property
     def fix(self) -> str:
-        """How to make it acceptable."""
+        """What to do so that a scan accepts the file."""
         return REASONS[self.code].fix
 
     @property

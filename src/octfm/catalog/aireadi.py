@@ -1,4 +1,4 @@
-"""Tables beside the images, with a row per file or per person: AI-READI's (v2 and v3), or a user's own."""
+"""Tables that come with the images, with a row per file or per person: AI-READI's (v2 and v3), or a user's own."""
 
 import os
 import re
@@ -152,7 +152,7 @@ def _add_file(
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
     beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
     places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
-    # Paths of another computer count only where none of this one fits.
+    # Paths of another computer are tried only if the path fits no file of this one.
     if listed and not present.places.intersection(places):
         places += present.fitting(listed)
     for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
@@ -205,7 +205,7 @@ def _read_manifest(path: Location, tables: Tables) -> None:
         # AI-READI lists "/retinal_oct/...": a path from the folder that contains retinal_oct.
         base = path.parent.parent if listed.lstrip("/").startswith(f"{path.parent.name}/") else path.parent
         entry = _manifest_row(row, Columns())
-        # By both: files may have been moved or renamed since the manifest was written.
+        # By UID and by path: files may have been moved or renamed since the manifest was written.
         if entry.sop_instance_uid:
             tables.by_uid[entry.sop_instance_uid] = entry
         if listed:

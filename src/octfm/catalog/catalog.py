@@ -256,7 +256,7 @@ def scan(
         lambda path, lost: [Reject.lost(path, lost, "examined it")],
         workers=workers,
         limits=limits,
-        # By size, although headers take milliseconds: a volume that may be blank is decoded.
+        # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
         deadline=lambda path: limits.deadline(file_size(path), str(path)),
         progress=progress,
     )
@@ -323,7 +323,7 @@ def assign_splits(
 
     `diagnosis` by participant; by default the column diagnosis, else study_group. `one_person`: pairs of participants
     that may be one person, because both ids have the same voxels. They get the same split; if tables recommend several,
-    train goes first: the test must not hold anybody whom the training has seen.
+    train goes first: nobody in the test split may have been seen in training.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}

@@ -1,4 +1,4 @@
-"""Examine one file in a scan: headers of its volumes, the part of a volume that it is, or a reject with a reason."""
+"""Examine one file of a scan: it yields headers of volumes, a part of a volume, or a reject with a reason."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def examine_file(
     path: Location, layouts: Collection[Layout], follow_links: bool = True, readers: "Sequence[Reader]" = ()
 ) -> "list[Header | Part | Reject]":
-    """The outcome of a file, or of each volume in it, and a reject for each image of a folder that is no B-scan."""
+    """The outcome of a file or of each volume in it; for a folder, also a reject for each image that is not a
+    B-scan."""
     recall(path)
     with links(follow=follow_links):
         found = _examine(path, layouts, readers)

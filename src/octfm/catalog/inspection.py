@@ -66,7 +66,7 @@ def inspect_pixels(
         owner = acquisition.owner
         if (first := copies.first_owner(outcome.fingerprint, owner)) is not None:
             code, sentence = describe_copy(owner, first)
-            of_two = code in FLAGS  # of two participants; a copy of one participant's has no flag
+            of_two = code in FLAGS  # copies of the same participant's scan have no flag
             original = uid_of[first.uri] if of_two else ""
             rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
             pairs += [(owner, first)] if of_two else []
@@ -90,7 +90,7 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
             raster_only=acquisition.layout == "raster",
             readers=readers,
         )
-        native = fingerprint(volume.voxels)  # before resampling or flipping: `prepare` compares the same
+        native = fingerprint(volume.voxels)  # before resampling or flipping, as `prepare` does
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
         voxels = eight_bit(volume.superior_to_inferior())
@@ -102,7 +102,7 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
 
 
 def verdict(acquisition: Acquisition) -> Verdict:
-    """What the optic disc of a row that `octfm scan --pixels` has checked says about its laterality."""
+    """The verdict on the laterality of a row whose optic disc `octfm scan --pixels` has checked."""
     for flag in acquisition.flags:
         if flag in CANNOT_TELL:
             return CANNOT_TELL[flag]

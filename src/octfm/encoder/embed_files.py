@@ -220,7 +220,7 @@ def _catalog(
         if isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
             raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
     listing = listing_of(root)
-    # The default adds nothing, so that its digest is the one of jobs from before there was this option.
+    # The default adds nothing, so that jobs from before this option existed keep their digest.
     scanned = [str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]
     digest = hash_text(json.dumps(scanned))
     kept = out / "catalog"

@@ -49,7 +49,7 @@ def export(
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
     participants = participants_of(run)
-    # Written beside the target and renamed at the end, so that a folder `out` is always complete.
+    # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

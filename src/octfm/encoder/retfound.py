@@ -23,7 +23,7 @@ from octfm.errors import CheckpointError
 from octfm.run.weights_file import read_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's channels."""
+"""Mean and standard deviation of ImageNet's channels."""
 HEAD_WIDTH = 64
 """Width of attention heads in every ViT of this family; it cannot be read from the weights."""
 IGNORED = re.compile(r"^(decoder|mask_token|head|fc_head)")

@@ -160,7 +160,8 @@ class TrainedHead:
         return head.pool.attention((tensor(tokens) - head.mean) / head.std, tensor(counts)).mean(1).cpu().numpy()
 
     def lost(self, before: np.ndarray, after: np.ndarray) -> float:
-        """How much less `after` [O] is than `before`: in log-odds of the class predicted before, or in the number."""
+        """Decrease from `before` [O] to `after`: in log-odds of the class that `before` predicts, or in the predicted
+        number."""
         if not self.model.answer.classes:
             return float(before[0] - after[0])
         predicted = int(before.argmax())

@@ -1,1 +1,1 @@
-"""What a frozen encoder is worth: embeddings, probes, statistics."""
+"""Evaluate frozen encoders: probes, metrics and statistics."""

@@ -35,10 +35,10 @@ class ExtraMetric:
 
     name: str
     measure: Callable[[Array, Array, Array], Array]
-    """(truth, predicted, weights [R, n]) -> [R], NaN where a resample leaves it undefined. Of classes, truth is int [n]
-    and predicted the probabilities [n, K] as if classes were equally common; of numbers, both are [n]."""
+    """(truth, predicted, weights [R, n]) -> [R], NaN where a resample leaves it undefined. For classes, truth is int
+    [n] and predicted the probabilities [n, K] as if classes were equally common; for numbers, both are [n]."""
     chance: float
-    """What guessing scores."""
+    """Score of guessing."""
     kinds: tuple[Literal["binary", "multiclass", "ordinal", "regression"], ...] = ("binary",)
     """Kinds of targets that it is computed for."""
     lower_is_better: bool = False

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 Metric = Callable[[np.ndarray], np.ndarray]
-"""From case weights [R, n] to the metric on each of R resamples [R]."""
+"""A function from case weights [R, n] to the metric on each of R resamples, [R]."""
 
 Verdict = Literal["better", "worse", "inconclusive"]
 Method = Literal["bca", "percentile"]

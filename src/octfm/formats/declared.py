@@ -1,4 +1,4 @@
-"""Sidecars: NAME.json beside NAME.npz, NAME.tif or the folder NAME states what the file's format cannot.
+"""Sidecars: NAME.json next to NAME.npz, NAME.tif or the folder NAME states what the file's format cannot.
 
 {"spacing_mm": [0.12, 0.0039, 0.0115], "laterality": "OD", "participant": "p1", "scanner": "topcon_maestro2",
 "axes": "DHW"}
@@ -86,7 +86,8 @@ def read_declared(uri: str) -> Declared:
 
 
 def declared_way_up(uri: str) -> bool | None:
-    """`Declared.upside_down` for a file whose header states all other facts; a JSON without that key is not parsed."""
+    """`Declared.upside_down` alone, for a file whose header states everything else; a JSON without this key is not
+    parsed."""
     path = listed(uri)
     if is_remote(uri):
         return None  # in a bucket this would cost one more request per file
@@ -251,5 +252,5 @@ def doubtful_way_up(
     raise ReadError(
         "upside_down",
         f"{volume.source}: looks upside down: the border to the dark vitreous is at the bottom of its B-scans; declare "
-        '"upside_down" in a sidecar beside it, true to have it flipped, false if it is not',
+        '"upside_down" in a sidecar next to it, true to have it flipped, false if it is not',
     )

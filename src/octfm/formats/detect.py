@@ -1,7 +1,7 @@
 """Choose the reader of a file by content: magic bytes, then structure; by name only for formats that have neither.
 
 Every reader except DICOM's has `open_bscans(uri) -> Bscans`; the steps from there on are the same for all of them.
-Readers that a caller passes as objects are asked first.
+Readers that a caller passes as objects are tried first.
 """
 
 import hashlib
@@ -45,12 +45,12 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 
 @dataclass(frozen=True)
 class _PlugIn:
-    """A caller's reader at one volume of one file."""
+    """A caller's reader for one volume of one file."""
 
     reader: Reader
     file: str
     name: str
-    """Of the volume; empty if the uri names the whole file."""
+    """Name of the volume; empty if the uri names the whole file."""
 
     def open_bscans(self, uri: str) -> Bscans:
         if not self.name and len(names := self.reader.volumes(self.file)) > 1:

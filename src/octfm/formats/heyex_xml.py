@@ -42,7 +42,7 @@ def fits(head: bytes) -> bool:
 
 
 def exports_in(places: Iterable[str]) -> list[str]:
-    """The files among these that are HEYEX XML. Raises OSError, ReadError."""
+    """Those of the given files that are HEYEX XML. Raises OSError, ReadError."""
     found = []
     for place in places:
         if PurePath(place).suffix.lower() == ".xml":
@@ -153,13 +153,13 @@ def _last_part(url: str) -> str:
 
 
 def _files(uri: str, names: list[str]) -> list[str]:
-    """The image files, which must lie beside the XML: the folders of its paths are ignored."""
+    """The image files, which must lie in the folder of the XML: folders in its paths are ignored."""
     present = {PurePath(place).name.lower(): place for place in list_folder(str(listed(uri).parent))}
     missing = [name or "(no name)" for name in names if name.lower() not in present]
     if missing:
         raise ReadError(
             "incomplete_export",
-            f"{uri}: {len(missing)} of {len(names)} B-scans are not beside it, for example {missing[0]}",
+            f"{uri}: {len(missing)} of {len(names)} B-scans are not next to it, for example {missing[0]}",
         )
     if len(set(names)) < len(names):
         raise ReadError("damaged_file", f"{uri}: names one image for two B-scans; export it again")

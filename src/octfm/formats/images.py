@@ -33,7 +33,8 @@ _TO_MM = {
 
 
 def open_bscans(uri: str) -> Bscans:
-    """A TIFF of several pages of one size. Raises ReadError for any other image: alone it is not a volume."""
+    """Open a TIFF of several pages of one size. Raises ReadError for any other file, as a single image is not a
+    volume."""
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
         if several_pages(file, MAX_PAGES):

@@ -1,4 +1,4 @@
-"""Optovue .OCT: float32 A-scans stored bottom-up without a header; NAME.txt beside it states their number and length.
+"""Optovue .OCT: float32 A-scans stored bottom-up without a header; NAME.txt next to it states their number and length.
 
 Structure: OCT-Converter and oct-to-tiff. The values have no declared scale: they are stretched to 16 bit, and flagged.
 Not verified on a real file.
@@ -32,7 +32,8 @@ def open_bscans(uri: str) -> Bscans:
             text = file.read(_MAX_TEXT).decode("latin-1")
     except (OSError, ReadError):
         raise ReadError(
-            "incomplete_export", f"{uri}: {PurePath(beside).name} is not beside it; copy the whole folder of the export"
+            "incomplete_export",
+            f"{uri}: {PurePath(beside).name} is not next to it; copy the whole folder of the export",
         ) from None
     heights, lengths, counts = (
         _numbers(pattern, text) for pattern in (r"Window Height", r"Scan Length", r"Scan Usage")

@@ -34,7 +34,7 @@ def local_path(where: "str | Path") -> Path:
 
 
 def listed(uri: str) -> "Path | BucketPath":
-    """The place that a listing, a catalog or a path that is checked already names."""
+    """The place that a listing or a catalog names, or a path that has been checked before."""
     return BucketPath.of(uri) if is_remote(uri) else Path(uri)
 
 
@@ -96,7 +96,7 @@ def lock(path: Path) -> TextIO:
 
 @dataclass(frozen=True, order=True)
 class BucketPath:
-    """An address of an object or a prefix, with the part of pathlib that makes sense for them.
+    """An address of an object or a prefix, with those methods of pathlib that make sense for it.
 
     Not os.PathLike: code that needs a disk fails at once, not halfway.
     """
@@ -105,7 +105,8 @@ class BucketPath:
     inside: PurePosixPath
     """bucket/key"""
     facts: Any = field(default=None, compare=False)
-    """octfm.io.bucket.Object if a listing has given it: of the object, or of the archive that it is a member of."""
+    """Size and version (octfm.io.bucket.Object) of the object, or of the archive that it is in; None if no listing gave
+    them."""
 
     @staticmethod
     def of(uri: str) -> "BucketPath":

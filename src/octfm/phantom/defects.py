@@ -23,7 +23,7 @@ UNDECODABLE = (
 
 @dataclass(frozen=True)
 class Defect:
-    """One kind of defective file, and what `octfm scan` must make of it."""
+    """One kind of defective file, and how `octfm scan` must treat it."""
 
     kind: str
     code: str

@@ -58,7 +58,7 @@ class Lesions:
     bundles: np.ndarray = field(default_factory=_none)
     """[N, 4]: hemifield (1 superior, -1 inferior), height and width of a nerve fibre bundle's arc, share of it lost."""
     diffuse_loss: float = 0.0
-    """Share of nerve fibres lost everywhere."""
+    """Share of nerve fibres lost at every position alike."""
 
 
 def sample_lesions(rng: np.random.Generator, diagnosis: str, severity: float, age: float) -> Lesions:

@@ -45,7 +45,7 @@ FWHM = 2.3548
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """What is true of a rendered volume. Row 0 is the centre of the first pixel row; surfaces may leave the frame."""
+    """Ground truth of a rendered volume. Row 0 is the centre of the first pixel row; surfaces may leave the frame."""
 
     participant: str
     laterality: str
@@ -396,7 +396,7 @@ def _paint_hole(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> None:
 
 
 def _expose(power: np.ndarray, scene: _Scene, rng: np.random.Generator) -> np.ndarray:
-    """What the instrument exports of this backscattered power: uint8 [D, H, W]. `power` is overwritten."""
+    """The image that the instrument makes of this backscattered power: uint8 [D, H, W]. `power` is overwritten."""
     scanner, acquisition, (_, dy, dx) = scene.scanner, scene.acquisition, scene.spacing_mm
     z_mm = (np.arange(power.shape[1]) + 0.5) * dy
     vignetting_db = acquisition.vignetting_db * acquisition.vignetting(scene.x_mm, scene.y_mm)

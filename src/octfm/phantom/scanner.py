@@ -41,7 +41,7 @@ class Scanner:
     black_db: float
     """Level that the display shows as 0."""
     range_db: float
-    """How far above `black_db` 255 lies."""
+    """Range of the display: `black_db` + `range_db` is shown as 255."""
     axial_motion_um: float
     """Standard deviation of the axial eye motion left in the volume."""
     saccades: float

@@ -39,7 +39,7 @@ class AugmentConfig(Config):
     """The same along the axial axis, where it changes what thickness looks like."""
     tilt_deg: float = Field(default=0.0, ge=0, lt=45)
     """Largest tilt of the retina in the B-scan plane, either way. A-scans are sheared against each other, as by a beam
-    that enters beside the middle of the pupil; each stays an A-scan."""
+    that enters off the centre of the pupil; each stays an A-scan."""
     mirror_unknown: bool = False
     """Mirror every second volume whose laterality is unknown. Known left eyes lie mirrored in the store already, so
     that nasal is on one side in all of them; known eyes are never mirrored here."""
@@ -51,7 +51,7 @@ class AugmentConfig(Config):
 
     @property
     def warps(self) -> bool:
-        """More than whole rows are moved, so that voxels are interpolated."""
+        """Whether voxels are moved by other than whole rows, and therefore interpolated."""
         return bool(
             self.lateral_shift_mm or self.lateral_scale or self.axial_scale or self.tilt_deg or self.mirror_unknown
         )
@@ -123,7 +123,7 @@ class Augmentation:
         return follow(both[0]), follow(both[1])
 
     def at_places_of(self, other: "Augmentation | None") -> "Augmentation":
-        """These grey values with the geometry of another draw, so that both show the same places."""
+        """This draw with the geometry of `other`, so that both show the same places; its grey values stay."""
         if other is None:
             return self
         geometry = ("shift", "lateral_mm", "lateral_scale", "axial_scale", "slope", "mirrored")
@@ -174,13 +174,14 @@ class Moves(NamedTuple):
 def draw(
     config: AugmentConfig, rngs: Sequence[np.random.Generator], laterality: Sequence[str | None] = ()
 ) -> Augmentation:
-    """One augmentation for each generator. `laterality` of the volumes (R, L or None); none given: all are known."""
+    """One augmentation for each generator. `laterality` is that of each volume, None if unknown; if it is empty, all
+    are known."""
     rows = []
     for place, rng in enumerate(rngs):
         shift = rng.integers(-config.axial_shift, config.axial_shift + 1)
         gain = rng.uniform(1 - config.contrast, 1 + config.contrast)
         gamma = (1 + config.gamma) ** rng.uniform(-1, 1)
-        # As many draws whatever is on, after those above: switching one on changes no other.
+        # Always the same number of draws, after those above: switching one augmentation on changes no other.
         signed, unsigned, key = rng.uniform(-1, 1, 4), rng.uniform(0, 1, 3), rng.integers(2**31)
         unknown = place < len(laterality) and laterality[place] is None
         rows.append(
@@ -278,8 +279,8 @@ def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float,
 
 
 def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
-    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place: nothing else
-    shares in it.
+    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place, and of nothing
+    else.
 
     The sum of a hash's four bytes (Irwin & Hall) is nearly Gaussian, and never beyond 3.5 standard deviations.
     """

@@ -111,8 +111,8 @@ def _pair_channels(rows: Tensor, config: ViTConfig) -> Tensor:
     width = config.width // config.heads
     pairs = width // 2
     third = pairs // 3
-    # There: depth, height and width take a third of the pairs each, what is left is not turned. Here the first axis has
-    # what is left.
+    # In V-JEPA 2 depth, height and width take a third of the pairs each, and pairs left over are not rotated. Here the
+    # first axis takes those as well.
     order = [*range(third), *range(3 * third, pairs), *range(third, 3 * third)]
     channels = torch.tensor([2 * pair for pair in order] + [2 * pair + 1 for pair in order])
     parts = rows.unflatten(0, (3, config.heads, width)).clone()

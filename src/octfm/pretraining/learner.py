@@ -97,7 +97,7 @@ class Learner:
 
     @torch.no_grad()
     def update(self, made: Tensor) -> None:
-        """One step of AdamW (arXiv:1711.05101) and of the average. With `made` (a bool on the device) false the same
+        """One step of AdamW (arXiv:1711.05101) and of the average. If `made` (a bool on the device) is false, the same
         kernels run and change nothing."""
         if self.model.gathers and not made:
             self.model.discard_step()

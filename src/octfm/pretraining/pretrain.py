@@ -139,7 +139,7 @@ class Pretraining:
     def __init__(
         self, run: RunFolder, data: Data, learner: Learner, loader: Loader, participants: dict[str, Any]
     ) -> None:
-        """`participants`: the key and the keyed hashes of those who are trained on."""
+        """`participants`: the key and the keyed hashes of the participants that are trained on."""
         config = learner.config
         self.run, self.data, self.learner, self.loader, self.participants = run, data, learner, loader, participants
         self.config, self.runtime, self.tracking = config, learner.runtime, config.tracking
@@ -299,7 +299,7 @@ class Pretraining:
             session.metrics.write("health", step, **verdict.row())
             if verdict.verdict == "bad":
                 session.echo(f"step {step}: {verdict.what}: {verdict.sentence}")
-        # Without a context loss nothing lowers it.
+        # The context loss is shown only if training lowers it.
         context = f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""
         session.echo(
             f"step {step + 1:>6}/{config.steps}  masked {row['masked_over_baseline']:.3f}{context} of baseline  "
@@ -321,7 +321,7 @@ def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
 
 
 def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
-    """For run.json: a folder of this run's own on the other disk."""
+    """The entry in run.json for a folder of this run's own on the other disk."""
     if config.ckpt_second_dir is None:
         return {}
     name = f"{run.path.resolve().name}-{run.key[:8]}"
@@ -329,7 +329,7 @@ def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]
 
 
 def _silent(_: str) -> None:
-    """For ranks other than the first."""
+    """Prints nothing: the `echo` of ranks other than the first."""
 
 
 def _one_store(config: PretrainConfig, store: Store | None) -> Store:

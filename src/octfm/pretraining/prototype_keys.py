@@ -48,7 +48,7 @@ RENAMED = {
     "seed": "seed",
     "wandb_project": "tracking.project",
 }
-"""Same meaning, same value, another name or section."""
+"""Settings with the same meaning and value under another name or in another section."""
 
 CHANGED = {
     "image_size": "octfm prepare CATALOG image_size={value}: the store holds volumes of one size, once (F15)",
@@ -103,7 +103,7 @@ CHANGED = {
     "tpu_cores": "the launcher's business: ranks come from torchrun (F10)",
     "device": "--device",
 }
-"""Another form; {value} stands for the old one."""
+"""Settings that have another form now; {value} stands for the old value."""
 
 
 def refuse(source: str | Path, cls: type[Config]) -> None:
@@ -114,15 +114,15 @@ def refuse(source: str | Path, cls: type[Config]) -> None:
     foreign = {key: value for key, value in flat.items() if key not in known}
     if not any(key.split(".")[-1] in RENAMED | CHANGED for key in foreign):
         return
-    told = [f"{key} -> {successor(key, value)}" for key, value in foreign.items()]
+    successors = [f"{key} -> {successor(key, value)}" for key, value in foreign.items()]
     raise ConfigError(
-        f"{path}: these are settings of the prototype. {'; '.join(told)}. "
+        f"{path}: these are settings of the prototype. {'; '.join(successors)}. "
         "Its runs are ready as smoke_test, pretrain_vjepa_single_domain and pretrain_vjepa_multi_domain"
     )
 
 
 def successor(key: str, value: Any) -> str:
-    """What a setting of the prototype is called now, with its value where that stays."""
+    """The present name of a setting of the prototype, with its value if that stays the same."""
     name = key.split(".")[-1]
     text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "null" if value is None else str(value)
     if name in RENAMED:

@@ -17,7 +17,7 @@ from octfm.store.store import Store
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """What is trained on, and what the validation loss is measured on."""
+    """A store with the rows to train on and those to measure the validation loss on."""
 
     store: Store
     train_rows: np.ndarray
@@ -26,13 +26,13 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Reactions:
-    """All ranks react alike."""
+    """Reactions of a run, the same on all ranks."""
 
     data: Data
     learner: Learner
     loader: Loader
     key: str
-    """Of the run's hashes."""
+    """Key of the run's hashes."""
 
     def exclude(self) -> None:
         """Have the loader leave out the volumes that the run's state excludes."""
@@ -45,7 +45,7 @@ class Reactions:
         return keyed_hash(self.data.store.rows[row].acquisition, self.key)
 
     def recall_memory(self, session: Session) -> None:
-        """Use the micro-batch that memory allows, if it ran out after the last checkpoint and that ended the job."""
+        """Use the noted micro-batch if the job ended because memory ran out after the last checkpoint."""
         learner = self.learner
         noted = learner.runtime.first(session.run.noted_memory)
         if noted is None or noted >= (before := learner.micro_batch):
@@ -104,7 +104,7 @@ class Reactions:
         return response.action == "roll back"
 
     def _volumes_of(self, steps: tuple[int, ...], offset: int) -> list[str]:
-        """Addresses of all volumes of these steps."""
+        """Uris of all volumes in the batches of these steps."""
         size = self.loader.global_batch_size
         positions = np.concatenate([(step + offset) * size + np.arange(size) for step in steps])
         return sorted({self.data.store.rows[row].uri for row in self.loader.indices(positions)})

@@ -16,7 +16,7 @@ class ScheduleConfig(Config):
     base_lr: LearningRate = 2.5e-4
     """Peak learning rate. On OCT 5e-4 diverged and 2.5e-4 was stable (ViT-B, batch 512)."""
     min_lr_ratio: float = Field(default=0.1, gt=0, le=1)
-    """Final over peak learning rate; never 0, so that no step is spent for nothing."""
+    """Ratio of final to peak learning rate; never 0, so that no step is wasted."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the run spent warming up."""
     lr_shape: Literal["cosine", "constant"] = "cosine"

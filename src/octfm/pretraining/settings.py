@@ -27,7 +27,7 @@ from octfm.store.loader import DataConfig
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT_STEPS = 100_000
 MAX_STEPS = 10_000_000
-"""The preflight evaluates the schedule at every step (F1)."""
+"""Most steps of a run: the preflight evaluates the schedule at every one of them (F1)."""
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
 Every = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 

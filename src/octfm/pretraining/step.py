@@ -115,7 +115,7 @@ class StepSummary:
     company: float | None
     ascent: float | None
     asked: str | None
-    """Name of a signal that some rank received."""
+    """Name of a signal that any rank has received."""
     fed: np.ndarray
     """[ranks, n]: facts about the data of each rank (feed.py)."""
 

@@ -1,4 +1,5 @@
-"""The report's two-minute overview for clinicians: what it is, on whom, how good, how sure, and what it is not for."""
+"""The report's two-minute overview for clinicians: what the encoder is, its data, how good, how certain, and its
+limits."""
 
 from typing import Any
 

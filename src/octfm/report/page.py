@@ -23,7 +23,7 @@ def html_file(out: str | Location, example: str) -> Location:
 
 
 def render(template: str, facts: dict[str, Any]) -> str:
-    """Fill a template of this folder. A fact that the template names but is not given is an error."""
+    """Fill a template of this folder. It is an error if a fact that the template uses is missing."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

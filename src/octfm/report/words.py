@@ -71,7 +71,7 @@ def comparison_rows(comparisons: Iterable[dict[str, Any]]) -> list[dict[str, Any
 
 
 def tested_before(results: Iterable[dict[str, Any]]) -> int:
-    """Test participants whom pretraining had seen."""
+    """Number of test participants that were used in pretraining."""
     return max((r["seen_test_participants"] for r in results), default=0)
 
 

@@ -1,1 +1,1 @@
-"""What any training needs, whatever it trains: devices, ranks, run folder, loop, checkpoints, metrics."""
+"""The parts that every training needs: devices, ranks, run folder, loop, checkpoints, metrics."""

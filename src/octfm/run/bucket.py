@@ -199,7 +199,7 @@ class BucketRun:
                 bucket.upload(file, str(self.where / key))
                 entries.append({"key": key, "bytes": file.stat().st_size, "sha256": hash_file(file)})
             with self._lock:
-                if self._waiting.get(name) == outbox:  # training did not go back behind it in the meantime
+                if self._waiting.get(name) == outbox:  # training has not gone back to before it meanwhile
                     self._sent[name] = entries
         with self._lock:
             gone = {path.name for path in self._surplus([Path(known) for known in sorted(self._sent)])}

@@ -23,7 +23,7 @@ class Retention:
 
     last: int
     intervals: tuple[float, ...] = ()
-    """In steps; of each interval after the first, the earliest checkpoint is kept for good."""
+    """Intervals in steps; of each interval after the first, the earliest checkpoint is kept for good."""
 
     def surplus(self, found: Sequence[Path], best: int | None) -> list[Path]:
         """Those of `found`, oldest first, that may be deleted."""
@@ -56,7 +56,7 @@ class Failure:
     step: int
     sentence: str
     lost: bool
-    """Not written to any other place either."""
+    """True if it was not written to any other place either."""
 
 
 class CheckpointWriter:

@@ -38,7 +38,7 @@ class Kind:
     name: str
     """The command's verb, as in run.json."""
     may_change: frozenset[str]
-    """Settings, or sections of them, that a resumed run may change and still be the same run."""
+    """Settings, or whole sections, that may change when a run resumes."""
     parse: Callable[[dict[str, Any], Any], Any]
     """Reads settings that a run has stored. The second argument, if not None, is a config that names the same
     plug-ins, whose code settings must not load by themselves. Raises ConfigError."""
@@ -53,11 +53,11 @@ class Identity:
     kind: Kind
     config: Any
     fingerprint: str
-    """Of the Preprocessing."""
+    """Fingerprint of the Preprocessing."""
     data: str
     """Hash of the volumes in use, their order and their voxels."""
     key: str | None = None
-    """Of participants' hashes; None draws a new one."""
+    """Key of the participants' hashes; None draws a new one."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,7 @@ class Resumable(Protocol):
         ...
 
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
-        """Take the state of a checkpoint, on all ranks; `content` is what rank 0 has read of it, and None on the
-        others."""
+        """Take the state of a checkpoint, on all ranks; rank 0 has read its `content`, which is None on the others."""
 
 
 def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
@@ -345,8 +344,7 @@ def _require_same(run: RunFolder, identity: Identity) -> None:
 
 
 def differences(a: Config, b: Config, may_change: frozenset[str]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values; without those in `may_change` or in a section that it
-    names."""
+    """Dotted keys whose values differ, with both values; except keys in `may_change`, or in a section named there."""
     left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
     # One side may lack a key: another objective has other settings.
     fixed = (key for key in sorted(left.keys() | right.keys()) if not {key, key.split(".")[0]} & may_change)
@@ -370,7 +368,7 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
 
 
 def has_only(folder: Path, beginnings: set[str]) -> bool:
-    """Whether a folder holds no more than a kill among a run's first writes leaves behind: that run has not begun
+    """Whether a folder holds no more than a run leaves if it is killed during its first writes: that run has not begun
     yet."""
     return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
 

@@ -19,7 +19,7 @@ from octfm.run.waiting import Waiting
 
 
 class Training(Resumable, Protocol):
-    """What is trained. Every rank holds one, and all of them come to the same decisions."""
+    """Something that is trained. Every rank holds one, and all of them come to the same decisions."""
 
     tracking: TrackingConfig
 
@@ -52,16 +52,17 @@ class Training(Resumable, Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """One rank's hold on a run: where it logs, saves and speaks. Only rank 0's writes and speaks for all."""
+    """One rank's run folder, metrics, checkpoints and messages during a training; rank 0 logs and prints for all
+    ranks."""
 
     training: Training
     run: RunFolder
     metrics: Metrics
     writer: CheckpointWriter
     echo: Echo
-    """Speaks on rank 0 only."""
+    """Prints on rank 0 only."""
     aloud: Echo = print
-    """Speaks on every rank, for what a rank says of itself."""
+    """Prints on every rank, for messages about that rank."""
     saved: int = field(init=False)
     """Updates in the last checkpoint."""
     lost: int = -1
@@ -88,7 +89,7 @@ class Session:
         if self.saved != self.training.step:
             self.save()
         self.writer.finish()
-        self.report_requests()  # those of uploads that were under way when the last checkpoint began
+        self.report_requests()  # also requests of uploads that were still running when the last checkpoint began
         self.training.runtime.first(self._require_written)
 
     def rewind(self, rollbacks: int) -> None:
@@ -99,7 +100,7 @@ class Session:
         # this.
         self.writer.forget_after(step)
         self.report_failures(step)
-        self.lost = -1  # it was in the abandoned course of training
+        self.lost = -1  # that checkpoint was of the abandoned steps
         self.metrics.rewind(step, rollbacks)
         self.save()
 
@@ -167,8 +168,8 @@ def open_session(
     listeners: Sequence[Listener] = (),
     rollbacks: int = 0,
 ) -> Session:
-    """Metrics, cut back to the step that training goes on from, and the checkpoint writer. `rollbacks` stay on
-    record."""
+    """Open the metrics and the checkpoint writer of a run. Metrics of later steps than the one that training goes on
+    from are removed, except those about its first `rollbacks` rollbacks."""
     runtime = training.runtime
     places = runtime.first(lambda: run.destinations)
     metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else Unheard()

@@ -100,7 +100,8 @@ class Runtime:
         return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
-        """The same tensors, of this process's volumes, for the host to read. Ends the program if steps are compiled."""
+        """The parts of tensors that belong to this process's volumes, for the host to read. If steps are compiled, this
+        ends the recorded program."""
         return list(tensors)
 
     def adamw(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float]) -> torch.optim.AdamW:

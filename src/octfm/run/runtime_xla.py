@@ -169,7 +169,7 @@ class XLARuntime(Runtime):
 
 
 def _memory() -> dict[str, int]:
-    """Memory of this host's first device; empty if it does not say."""
+    """Memory of this host's first device; empty if it reports none."""
     import torch_xla
     import torch_xla.runtime as xr
 

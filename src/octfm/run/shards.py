@@ -64,7 +64,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
         (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}))
         for name in (REST, INDEX, MANIFEST):
             flush(partial / name)
-        shutil.rmtree(path, ignore_errors=True)  # one that training went back behind
+        shutil.rmtree(path, ignore_errors=True)  # left from before a rollback
         partial.replace(path)
         flush(folder)
 

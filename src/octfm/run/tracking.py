@@ -49,7 +49,7 @@ class Metrics:
         self.listeners = list(listeners)
         self._lock = (
             threading.RLock()
-        )  # rows come from the loop, and from the thread that speaks up when it stands still
+        )  # rows come from the loop, and from the thread that reports when the loop stands still
         broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
         self._file = path.open("ab", buffering=0)
         self.broken = broken

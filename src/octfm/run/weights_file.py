@@ -13,10 +13,9 @@ from octfm.errors import CheckpointError
 
 
 def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[str, Tensor]:
-    """Tensors by name. While the file's content has one of `containers` (the first counts), its tensors are read
-    instead.
+    """Tensors by name, from the innermost mapping under keys in `containers`; of several keys, the first counts.
 
-    Raises CheckpointError naming the file; `expected` says in it what kind of file should be there.
+    Raises CheckpointError naming the file and `expected`, a description of the file that should be there.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected {expected}")

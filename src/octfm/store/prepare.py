@@ -65,7 +65,7 @@ def prepare(
 
     If it is stopped, even by kill -9, the same call continues. Acquisitions that cannot be prepared go to
     unprepared.jsonl with a code and a sentence, and the next call tries them again. Volumes that are in the store are
-    not read again, but their rows take what the catalog says now (split, labels, scanner).
+    not read again, but their rows are updated from the catalog (split, labels, scanner).
 
     workers: child processes, None for one per core; 0 works in this process, which a crashing decoder takes down.
     compression: of a new store; by default "none" on a local disk and "zstd" in a bucket.
@@ -114,7 +114,7 @@ def prepare(
             crc=writer.crc,
             keep_upside_down=keep_upside_down,
         )
-        # Start from the voxels already in the store, so that copies are found across calls, too.
+        # Start from the voxels already in the store, so that copies are found across calls as well.
         copies = PixelCopies()
         for row in writer.rows:
             copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))

@@ -165,8 +165,8 @@ class Store:
                 self._arrays.read_into(name, index, getattr(out, name))
             except (ValueError, OSError) as error:
                 raise self._unreadable(index, name, error) from error
-        # A shard with checksums of its own is hashed once, to see that it belongs to this row: after that, reading it
-        # verifies it. Shards of older stores are hashed at every read.
+        # A shard with checksums of its own is hashed once, to make sure that it belongs to this row; later reads verify
+        # those checksums. Shards of older stores are hashed at every read.
         places = [place for place, row in enumerate(index) if not (self.checks_shards and self._compared[row])]
 
         def hash_of(place: int) -> str:
@@ -227,7 +227,7 @@ class Store:
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
         """The error for an unreadable shard."""
-        # Which of the rows it was, only the message of tensorstore or zarr says.
+        # Only the message of tensorstore or zarr names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
         why = " ".join(str(error).split())[:200]

@@ -42,9 +42,9 @@ def verify(
 ) -> Verified:
     """Read a whole store and report what differs from its checksums.
 
-    Shards of damaged volumes are deleted, so that `octfm prepare` makes them again, if their source still exists: an
-    acquisition of the catalog whose file is at its uri, or at `locations[uri]`. Raises StoreError if the header or the
-    rows are damaged, because then nothing says what the volumes should be.
+    Shards of a damaged volume are deleted, so that `octfm prepare` makes them again, but only if its file still exists
+    at the uri in the catalog, or at `locations[uri]`. Raises StoreError if the header or the rows are damaged, because
+    it is then unknown what the volumes should be.
     """
     store = Store.open(path)
     metadata = _repair_metadata(store, echo)

@@ -1,1 +1,1 @@
-"""What an encoder is used for: fine-tuning, segmentation, maps."""
+"""Uses of an encoder: fine-tuning, segmentation, maps."""

@@ -18,14 +18,14 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
+class PredictionTable:
     """The content of a predictions.parquet."""
 
     path: str
     facts: dict[str, Any]
     """target, classes, recipe, seed, best_epoch, log_prior."""
     of_acquisition: dict[str, tuple[np.ndarray, float | None]]
-    """Value [K] and grade."""
+    """Acquisition -> value [K] and grade."""
 
     def for_cases(self, cases: Cases, data: Embeddings, tested: np.ndarray) -> Predictions:
         """Predictions for these tested positions. Raises EvaluationError if the run was made for other participants
@@ -86,7 +86,7 @@ def write_predictions(
         pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), file)
 
 
-def read_predictions(path: Path) -> Said:
+def read_predictions(path: Path) -> PredictionTable:
     """Read a predictions.parquet. Raises EvaluationError if it is none."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -99,4 +99,4 @@ def read_predictions(path: Path) -> Said:
             f"{path}: not the predictions of octfm finetune ({' '.join(str(error).split())[:120]})"
         ) from None
     rows = table.to_pylist()
-    return Said(str(path), facts, {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows})
+    return PredictionTable(str(path), facts, {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows})

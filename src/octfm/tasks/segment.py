@@ -158,14 +158,14 @@ class Segmenter:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Of the decoder, and of the encoder if it has learned."""
+        """Weights of the decoder, and of the encoder if it has learned."""
         found = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
         if self.learns:
             found |= {f"encoder.{name}": tensor for name, tensor in self.encoder.network.state_dict().items()}
         return found
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """The opposite of `weights`."""
+        """Load what `weights` returned."""
         for part, module in (("decoder", self.decoder), ("encoder", self.encoder.network)):
             own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
             if own:

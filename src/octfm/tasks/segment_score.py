@@ -40,7 +40,7 @@ from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
 
 Predictor = Callable[[int], Segmentation]
-"""From a row of the store to what is found there, in the native frame."""
+"""A function from a row of the store to what is found in its volume, in the native frame."""
 
 
 def segment(

@@ -1,1 +1,1 @@
-"""The questions of the trust report, one file each; `report.trust` asks them all."""
+"""The questions of the trust report, one file each; `report.trust` answers all of them."""

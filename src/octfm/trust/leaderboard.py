@@ -22,7 +22,7 @@ from octfm.io.location import local_path
 from octfm.store.exclusion import without_excluded
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
-from octfm.tasks.predictions import Said, read_predictions
+from octfm.tasks.predictions import PredictionTable, read_predictions
 
 METADATA = ("age", "clinical_site")
 """Participant columns of the metadata baseline, besides the scanner."""
@@ -35,7 +35,7 @@ class Tuned:
     """Fine-tuned runs of one recipe, one per seed."""
 
     name: str
-    runs: tuple[Said, ...]
+    runs: tuple[PredictionTable, ...]
     what: str
     """head (frozen encoder), low rank, fine-tuned or from scratch."""
 
@@ -268,7 +268,7 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
     """Group fine-tuned runs by recipe, each group under the name of its first run."""
-    groups: list[tuple[str, dict, list[Said], str]] = []
+    groups: list[tuple[str, dict, list[PredictionTable], str]] = []
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")

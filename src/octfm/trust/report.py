@@ -251,7 +251,8 @@ def _from_scratch(
     allow_seen: bool,
     echo: Echo,
 ) -> tuple[Study, str]:
-    """Train the run's architecture from random weights for each label; returns the study with it, and a note.
+    """Train the run's architecture from random weights for each label; returns the study with the predictions, and a
+    note.
 
     The learning rate is one that suits training from scratch, higher than that of fine-tuning.
     """

@@ -15,9 +15,9 @@ from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
 from octfm.trust.study import Study, Task, add_claims, difference, estimate
 
 OVERALL: agreement.Form = "ICC(1,1)"
-"""Over all scanners. Each eye was scanned by some of them, not all, which is the one-way design."""
+"""The form over all scanners. Each eye was scanned by some of them, not all, which is the one-way design."""
 PAIRWISE: agreement.Form = "ICC(2,1)"
-"""Between two scanners. An offset between them counts as disagreement."""
+"""The form between two scanners. An offset between them counts as disagreement."""
 
 QUANTITY = {"regression": "predicted value", "binary": "log-odds", "ordinal": "expected grade"}
 """The number of a prediction whose agreement is measured, by kind of target."""

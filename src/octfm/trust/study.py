@@ -129,7 +129,7 @@ def make_study(
     data = encoders[0]
     seen = np.zeros(len(data.acquisition), bool) if seen is None else seen
     design, _ = choose_design(data)
-    # Without a recommended split, everybody whom pretraining has not seen is tested in some fold.
+    # Without a recommended split, every participant that pretraining has not seen is tested in some fold.
     tasks, skipped = [], []
     for target in find_targets(targets, data, table, orders):
         if target.leakage:

@@ -71,7 +71,7 @@ class Field:
     def to_index(self, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fractional (B-scan, A-scan) of each position; NaN outside the outermost half pixels of the field.
 
-        Linear between B-scans: for uneven and laterally shifted ones, too.
+        Linear between B-scans, which may be uneven and laterally shifted.
         """
         offset = np.stack([x_mm, y_mm], axis=-1) - self.origin
         along, across = offset @ self.along, offset @ self.across
@@ -212,7 +212,7 @@ class EtdrsGrid:
     coverage: dict[str, float]
     """Zone → measured share, in [0, 1]."""
     volume_mm3: float | None
-    """Over the circle of 6 mm diameter; None if less than `LEAST_COVERED` of it was measured."""
+    """Volume over the circle of 6 mm diameter; None if less than `LEAST_COVERED` of it was measured."""
     centre: Centre
     centre_mm: tuple[float, float]
     """Where the grid lies, (x, y) in the field's coordinates."""

@@ -125,7 +125,7 @@ class Pattern:
         return Pattern(clean)
 
     def match(self, place: "Place") -> tuple[str, frozenset[Laterality]] | None:
-        """Participant and eyes at a place; None if the pattern does not fit, also where {eye} is not an eye."""
+        """Participant and eyes in the path of a scan; None if the pattern does not fit, or {eye} matches no eye."""
         for text in place.texts if "." in self.text.rpartition("/")[2] else place.stems:
             words = _eye_words(text) if "{eye}" in self.text else ()
             if match := _compiled(self.text, words).fullmatch(text):
@@ -167,9 +167,9 @@ class Place:
     """The path of a scan below the scanned folder. An archive counts as a folder with its name."""
 
     stems: tuple[str, ...]
-    """The path without ending; for a folder of images, also that of an image in it."""
+    """The path without its ending; for a folder of images, also the path of one image in it."""
     texts: tuple[str, ...]
-    """The same with ending."""
+    """The same paths with their endings."""
 
     @property
     def shown(self) -> str:
@@ -187,7 +187,7 @@ def place_of(uri: str, root: Location) -> Place:
     if mark and head.lower().endswith(".zip"):
         inner, mark, _ = tail.partition(MEMBER)
         head = f"{head[:-4]}/{inner}"
-    if not mark and is_folder(uri):  # after a second mark comes the name of one volume of several in a file
+    if not mark and is_folder(uri):  # a second mark precedes the name of one of several volumes in a file
         first = next(iter(list_folder(uri)), "x.png").rpartition("/")[2]
         return Place((head, f"{head}/{_ENDING.sub('', first)}"), (head, f"{head}/{first}"))
     return Place((_ENDING.sub("", head),), (head,))

@@ -73,7 +73,7 @@ def _rle(frame: bytes, form: FrameFormat) -> np.ndarray:
 
 class Decoder(NamedTuple):
     package: str
-    """As pip installs it."""
+    """Name of the package for pip."""
     module: str
     decode: Decode
 

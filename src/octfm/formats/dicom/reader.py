@@ -94,7 +94,7 @@ def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> H
 
 
 def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header | Part:
-    """The header of a file that is a volume by itself, otherwise the Part that it is; a scan joins the parts itself."""
+    """The header of a file that is a whole volume, else the file as a Part of one; a scan joins the parts itself."""
     uri = str(uri)
     with parsed(uri) as file:
         found = _inspect(file, layouts)
@@ -123,7 +123,7 @@ def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout] = RA
     with refusing_damage(parts[0].uri):
         header, geometry, all_blank = _inspect_parts(parts, layouts)
         _expect_resampling(geometry, header.uri)
-        if all_blank and np.ptp(_decode_parts(parts, header.shape)[0]) == 0:  # each blank, but in different values?
+        if all_blank and np.ptp(_decode_parts(parts, header.shape)[0]) == 0:  # each may hold another value
             raise blank(header.uri)
     return header
 
@@ -151,7 +151,7 @@ def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
 
 
 def _inspect(file: OpenFile, layouts: Collection[Layout]) -> Part | tuple[Header, Geometry, Pixels]:
-    """The facts of the volume in a file, or the part of a volume that it is. Raises ReadError."""
+    """The facts of the volume in a file, or the file as a Part if it holds only part of a volume. Raises ReadError."""
     _expect_oct(file)
     if (part := part_of(file)) is not None:
         return part
@@ -224,7 +224,7 @@ def _describe(
 
 def _inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[Header, Geometry, bool]:
     """Header, geometry, and whether every file is blank by itself. The volume has the uri and UID of its first part."""
-    # Before and after reading: some gaps show in the numbers, others only in the positions.
+    # Checked before and after reading: some gaps show in the numbers, others only in the positions.
     expect_all_parts(parts)
     datasets, pixels, all_blank = [], [], True
     for part in parts:

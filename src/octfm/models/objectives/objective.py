@@ -23,7 +23,7 @@ class ObjectiveConfig(Config):
     """
 
     name: str
-    """What config.yaml and checkpoints call the objective."""
+    """Name of the objective in config.yaml and checkpoints."""
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/log)."""
     frozen: Literal["target", "context"] = "target"
@@ -65,7 +65,7 @@ class View(NamedTuple):
     """One view of a micro-batch, normalised; only the kept tokens are cut out."""
 
     patches_BKP: Tensor
-    """What the encoder that learns may see some of."""
+    """The kept patches, of which the encoder that learns may see some."""
     target_patches_BKP: Tensor
     """The same voxels as a target encoder sees them, or as they are to be predicted: without recolouring and noise."""
     index: TokenIndex
@@ -80,7 +80,7 @@ class ObjectiveOutput(NamedTuple):
     """Loss of each volume, which the monitors compare with `Objective.baseline` of masked_goal_BTD."""
     context_loss_B: Tensor
     masked_goal_BTD: Tensor
-    """What the hidden tokens should have been; detached."""
+    """Goals of the hidden tokens; detached."""
     context_goal_BCD: Tensor
     features_BMD: Tensor
     """Features of the first view whose health is monitored: the target encoder's of all kept tokens, or the encoder's
@@ -166,8 +166,8 @@ class Objective(nn.Module):
 
 @torch.no_grad()
 def move_average(average: nn.Module, source: nn.Module, momentum: float | Tensor) -> None:
-    """average = momentum * average + (1 - momentum) * source, over all parameters; of sharded ones each rank moves its
-    share."""
+    """average = momentum * average + (1 - momentum) * source, over all parameters; if they are sharded, each rank moves
+    its share."""
     targets, sources = ([_own(p) for p in module.parameters()] for module in (average, source))
     if isinstance(momentum, Tensor):
         torch._foreach_lerp_(targets, sources, [(1 - momentum).to(targets[0].dtype)] * len(targets))

@@ -51,7 +51,7 @@ MASKS = (LESIONS["intraretinal_fluid"], LESIONS["subretinal_fluid"], LESIONS["dr
 """Values of the lesion mask that a segmenter learns: intraretinal fluid, subretinal fluid, drusen, detachment of the
 pigment epithelium."""
 Accident = Literal["none", "clipped", "blink", "upside_down", "wrapped"]
-"""What spoils an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the
+"""Faults of an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the
 frame."""
 _BASE = {name: SURFACE["rpe" if name == "rpe_inner" else name] for name in SURFACES if name != "rpe_peak"}
 
@@ -61,13 +61,13 @@ class Placement:
     """How the retina lies in the frame."""
 
     tilt_deg: tuple[float, float]
-    """Along A-scans and across B-scans."""
+    """Tilt along a B-scan and from B-scan to B-scan."""
     curvature_um_per_mm2: float
-    """On top of the eye's own; large in high myopia."""
+    """Added to the eye's own curvature; large in high myopia."""
     staphyloma: np.ndarray
     """[4]: x, y, radius in mm and depth in µm of an outpouching of the eye wall; depth 0 for none."""
     depth: float
-    """Place of the retina within what the frame leaves free, 0 top, 1 bottom."""
+    """Position of the retina in the frame: 0 as high as it fits, 1 as low."""
     outside: float
     """Share of the retina beyond the frame in a clipped or wrapped image: above it if negative, else below."""
     jitter_um: float
@@ -76,7 +76,8 @@ class Placement:
 
 
 def sample_placement(rng: np.random.Generator) -> Placement:
-    """Tilt has a standard deviation of 5°; one eye in ten is highly myopic; one image in eight is spoilt."""
+    """Draw a placement: tilts have standard deviations of 5° and 3°, one eye in ten is highly myopic, one image in
+    eight has an accident."""
     myopic = rng.random() < 0.1
     extra, bulge = rng.uniform(0, 25), np.array([*rng.normal(0, 1.5, 2), rng.uniform(1, 2.5), rng.uniform(50, 400)])
     drawn = rng.random()
@@ -264,7 +265,7 @@ def _retina(scene: Scene, rng: np.random.Generator, size: Shape3) -> np.ndarray:
     line(scene.peak, 6, decibels(look.peak_db) * shade * np.clip(scene.thickness("rpe") / 8, 0, 1))
     line(scene.edge("bm"), 5, decibels(look.bruch_db) * shade * np.clip(raised / 30, 0, 1))
     if look.ilm_db > ABSENT_DB:
-        # A mirror: only where it faces the beam, and patchy.
+        # The ILM reflects like a mirror: only where it faces the beam, and in patches.
         patches = np.clip(scene.eye.anatomy.texture["nfl"](0.7 * x, 0.7 * y) + 0.5, 0, 1)
         line(scene.edge("ilm") + 2 * rows_per_um, 5, decibels(look.ilm_db) * np.exp(-((degrees / 6) ** 2)) * patches)
     if scene.eye.anatomy.hyaloid_um > 0:
@@ -354,7 +355,8 @@ def _blend(
     level: float,
     share: float = 1,
 ) -> tuple:
-    """Mix a level into the A-scans (d, w) between fractional rows; the voxels that it fills by more than half."""
+    """Mix a level into the A-scans (d, w) between fractional rows; returns the voxels that it fills by more than
+    half."""
     d, w = where
     filled = []
     first = np.floor(top).astype(np.int64)
@@ -370,7 +372,7 @@ def _blend(
 
 
 def _paint_vessels(power: np.ndarray, scene: Scene) -> None:
-    """A forward-scattering body below a bright wall."""
+    """Paint each vessel as a forward-scattering body below a bright wall."""
     d, w = np.nonzero(scene.half_um > 4)
     half = scene.half_um[d, w]
     centre = scene.depth_um[SURFACE["gcl_ipl"], d, w] - 0.4 * half
@@ -380,7 +382,7 @@ def _paint_vessels(power: np.ndarray, scene: Scene) -> None:
 
 
 def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """Cysts, foci with their shadows and membranes into the power; the mask uint8 [D, H, W]."""
+    """Paint cysts, foci with their shadows and membranes into the power; returns the mask uint8 [D, H, W]."""
     mask, lesions, outer = np.zeros(power.shape, np.uint8), scene.eye.lesions, scene.outer
     x, y, rows_per_um = scene.x_mm, scene.y_mm, scene.rows_per_um
     fluid_db = float(rng.uniform(-28, -18))
@@ -426,14 +428,14 @@ def _fill(mask: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarr
 
 
 def _fold(power: np.ndarray, edges: np.ndarray) -> None:
-    """The retina that leaves the frame at the top comes back mirrored, as spectra do beyond zero delay."""
+    """Make a retina that leaves the frame at the top come back mirrored, as spectra do beyond zero delay."""
     out = int(np.ceil(-edges[SURFACE["ilm"]].min()))
     if out > 0:
         power[:, :out] += 0.6 * power[:, out : 2 * out][:, ::-1][:, : power.shape[1]]
 
 
 def _expose(power: np.ndarray, scene: Scene, acquisition: Acquisition, rng: np.random.Generator) -> np.ndarray:
-    """Roll-off, signal strength, point-spread function, speckle, noise and display: uint8 [D, H, W]."""
+    """Apply roll-off, signal strength, point-spread function, speckle, noise and display: uint8 [D, H, W]."""
     look, (_, dy, dx) = scene.look, scene.spacing_mm
     z_mm = (np.arange(power.shape[1]) + 0.5) * dy
     power *= decibels(-scene.scanner.roll_off_db_per_mm * z_mm).astype(np.float32)[None, :, None]

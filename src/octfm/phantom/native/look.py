@@ -30,7 +30,7 @@ class Look:
     it."""
     interdigitation_um: float
     band_um: float
-    """What the bright band of RPE and Bruch's membrane is thicker than the RPE alone."""
+    """Thickness of the bright band (RPE and Bruch's membrane) minus that of the RPE alone."""
     peak_at: float
     """Place of the brightest line within that band, 0 inner edge, 1 outer edge."""
     peak_db: float

@@ -1,4 +1,4 @@
-"""What detachments, subretinal material, reticular drusen and fluctuations of the RPE do to the outer retina.
+"""Effects of detachments, subretinal material, reticular drusen and fluctuations of the RPE on the outer retina.
 
 They come on top of the lesions of pathology.py and lie in the same layers: everything between RPE and Bruch's membrane
 in `drusen`, everything between photoreceptors and RPE in `subretinal_fluid`. The retina above follows: low bumps are

@@ -24,7 +24,7 @@ CONDITIONS = (
     "vein_occlusion",
     "mixed",
 )
-"""What an eye of the stream may have, each equally often."""
+"""Conditions of the eyes in the stream, each equally often."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def _one_half(lesions: Lesions, side: float) -> Lesions:
 
 
 def _both(one: Lesions, other: Lesions) -> Lesions:
-    """Two diseases in one eye: lesions add up, what there can be only one of is the second disease's where it has
-    it."""
+    """Two diseases in one eye: lists of lesions are joined; any other value is the second disease's if it has one, else
+    the first's."""
     values = {}
     for item in fields(Lesions):
         first, second = getattr(one, item.name), getattr(other, item.name)

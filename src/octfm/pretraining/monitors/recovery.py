@@ -75,7 +75,8 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
     """Restore the last healthy checkpoint, skip the batches since, and return a sentence that says so.
 
     Healthy means written while no update was suspect, preferably `margin` steps before the first sign of trouble.
-    Before the first checkpoint, training starts over. Raises TrainingError if `max_rollbacks` to there did not help.
+    Before the first checkpoint, training starts over. Raises TrainingError if training has already gone back there
+    `max_rollbacks` times.
     """
     state = learner.state
     first_sign = min((*state.skips, *state.doubts), default=step)

@@ -33,7 +33,8 @@ def checks(
 ) -> list[Check]:
     """All checks, in seconds. Wrong settings are found first, so that a later check never fails for an earlier reason.
 
-    A resumed run has its objective and forecast behind it, so those that take more than a moment are left out.
+    For a resumed run the slow checks are left out, since it passed them when it began: cohort, objective, memory,
+    forecast.
     """
     first = [data.patches_tile(config, store), data.arithmetic(config, store, runtime.replicas, len(train_rows))]
     if any(check.status == "FAIL" for check in first):
@@ -81,7 +82,8 @@ def examine(
     """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves
     and masks.
 
-    With `ranks` of more than one, what each of so many would meet on a device of its own that is like this one.
+    If `ranks` is more than one, they are the checks that one of so many ranks would make, each on a device like this
+    one.
     """
     if config.data.store is None:
         raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
@@ -105,8 +107,8 @@ def examine(
 
 
 def examine_tpu(config: PretrainConfig, name: str, echo: Echo) -> list[Check]:
-    """Whether the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`; of the store only
-    the size of its volumes matters, the default one where none is named."""
+    """Check that the step of a config compiles for and fits a TPU slice, for `octfm doctor --tpu v4-32`. Only the size
+    of the store's volumes matters; if no store is named, it is the default size."""
     preprocessing = Preprocessing() if config.data.store is None else Store.open(config.data.store).preprocessing  # pyright: ignore[reportCallIssue]
     return tpu.examine(config, preprocessing, name, echo)
 

@@ -32,16 +32,16 @@ class Cost:
     """Resources of one optimizer step with its micro-batches."""
 
     weights_bytes: int
-    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them: there whatever the
-    batch is."""
+    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them; needed for any batch
+    size."""
     peak_bytes: int
-    """At the highest moment of a step or of the start, weights_bytes included; on the rank that needs most."""
+    """Peak memory of a step or of the start, weights_bytes included, on the rank that needs most."""
     flops: float
-    """Of matrix products and attention, over all micro-batches."""
+    """Floating-point operations of matrix products and attention, over all micro-batches."""
     moved_bytes: float
-    """Written by all kernels, over all micro-batches."""
+    """Bytes written by all kernels, over all micro-batches."""
     kernels: int
-    """Launched, over all micro-batches."""
+    """Kernels launched, over all micro-batches."""
 
 
 def step_cost(
@@ -52,14 +52,14 @@ def step_cost(
     ranks: int = 1,
     sharded: bool = False,
 ) -> Cost:
-    """Forward, backward and the logged extras of one rank's micro-batch, on fake tensors: a second for ViT-S, no
-    memory, no arithmetic.
+    """The cost of forward, backward and logging for one rank's micro-batch, from fake tensors: it takes a second for
+    ViT-S, no memory and no arithmetic.
 
     `sharded`: every rank holds a share of weights, gradients and moments (fsdp). Live tensors are counted to a percent;
-    what the allocator keeps beyond them is ALLOCATOR, kernels' own workspaces are not seen. On CPU the estimate is
-    within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
+    the factor ALLOCATOR stands for what the allocator keeps beyond them; kernels' own workspaces are not seen. On CPU
+    the estimate is within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
     """
-    # Frozen, so hashable, which pyright does not see.
+    # The settings are frozen and so hashable, which pyright does not see.
     return _step_cost(config, preprocessing, micro_batch, micro_steps, ranks, sharded and ranks > 1)  # pyright: ignore[reportArgumentType]
 
 
@@ -82,8 +82,8 @@ def _step_cost(
         if sharded:
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(_give_away)
-        # Views of weights are no memory of their own. For one process they are counted all the same: its estimate
-        # agrees with its runs so, which says that something of that size is missing there (docs/log). torch counts the
+        # Views of weights take no memory of their own. For one process they are counted all the same: only then does
+        # the estimate agree with its runs, so something else of that size must be missing (docs/log). torch counts the
         # fused kernels of accelerators, not the CPU's.
         fused = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
@@ -110,8 +110,8 @@ def _step_cost(
     logged = goals + 4 * output.features_BMD.numel()
     kept_bytes = (micro_steps - 1) * logged
     weights = 4 * (3 * trained + count_parameters(model)) // shares
-    # With accumulation gradients are there, whole, from the second forward pass on. Without shards the ledger holds
-    # them, too, as soon as they exist.
+    # With accumulation, whole gradients exist from the second forward pass on. Without shards the ledger counts them as
+    # well, as soon as they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(

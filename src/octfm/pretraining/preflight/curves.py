@@ -8,11 +8,12 @@ from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.pretraining.schedule import Schedule
 
 LONG_RUN = 3000
-"""Steps from which on a teacher that hardly moves is a fault and no longer a question of taste."""
+"""In a run of this many steps or more, a teacher that hardly moves is a failure; in a shorter one, a warning."""
 
 
 def learning_rate(schedule: Schedule) -> list[Check]:
-    """One warm-up, one decay (or a declared constant), no restart, never 0 (F1, F2)."""
+    """The learning rate must have one warm-up, one decay (or a declared constant) and no restart, and never be 0 (F1,
+    F2)."""
     curve = np.array([schedule.lr(step) for step in range(schedule.steps)])
     peak = schedule.config.base_lr
     measured = f"{curve[0]:.2e} at step 0, peak {curve.max():.2e} at step {curve.argmax()}, {curve[-1]:.2e} at the end"
@@ -47,7 +48,7 @@ def learning_rate(schedule: Schedule) -> list[Check]:
 
 
 def weight_decay(schedule: Schedule) -> Check:
-    """Never negative, and it goes one way."""
+    """Weight decay must never be negative, and must only rise or only fall."""
     curve = np.array([schedule.weight_decay(step) for step in range(schedule.steps)])
     measured = f"{curve[0]:g} at step 0, {curve[-1]:g} at the end"
     if not np.isfinite(curve).all() or curve.min() < 0:
@@ -64,7 +65,7 @@ def weight_decay(schedule: Schedule) -> Check:
 
 
 def teacher(schedule: Schedule) -> Check:
-    """Momentum stays in 0 … 1 and never falls; at most 5 % of the initial teacher is left after a quarter of the run
+    """Momentum must stay in 0 … 1 and never fall; at most 5 % of the initial teacher is left after a quarter of the run
     (F11)."""
     curve = np.array([schedule.ema(step) for step in range(schedule.steps)])
     outside = (curve < 0) | (curve > 1)

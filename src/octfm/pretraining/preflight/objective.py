@@ -69,7 +69,7 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
 
 def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
     """Context and teacher must see the same places: grey values may differ, geometry never (F11 c)."""
-    # Noise may reorder grey values and moves none.
+    # Without noise, which may reorder grey values but does not move them.
     still = config.model_copy(update={"augment": config.augment.model_copy(update={"noise": 0.0, "speckle": 0.0})})
     inputs = make_inputs(still, store.preprocessing, HOST, _batch(store, train_rows[:1]))
     a, b = (x.flatten() for x in inputs.views[0][:2])
@@ -115,13 +115,13 @@ def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.n
 
 
 def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """Up to 200 steps on four volumes at a constant learning rate; then another volume's targets must fit worse than a
-    volume's own.
+    """Train a tiny copy for up to 200 steps on four volumes; each volume's own targets must then fit better than
+    another's.
 
-    A model whose answers do not depend on what it sees (a constant, a position's mean) fits both exactly alike, and so
-    does one whose teacher says the same of every volume. Nothing but content can raise the loss, so the first clear
-    rise ends the check. The teacher stands still meanwhile: on four volumes a moving one may collapse in a few steps,
-    which says nothing about the run.
+    A model whose answers do not depend on what it sees (a constant, the mean of each position) fits both equally well,
+    and so does one whose teacher gives the same targets for every volume. Only content can make a difference, so the
+    first clear one ends the check. The teacher is not updated meanwhile: on four volumes it may collapse in a few
+    steps, which would not mean that it does so in the run.
     """
     name = "objective learns"
     rows = train_rows[np.linspace(0, len(train_rows) - 1, min(VOLUMES, len(train_rows))).astype(int)]

@@ -25,7 +25,7 @@ STARVED = 0.02
 UNIONS = 5
 """Sampled unions of blocks per draw of masks."""
 SIGNIFICANT = 4.0
-"""A departure counts from so many standard errors on: 200 draws are no proof by themselves."""
+"""A departure counts only if it exceeds this many standard errors; with 200 draws, a smaller one may be chance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +34,11 @@ class Coverage:
 
     observed: dict[str, np.ndarray]
     expected: dict[str, np.ndarray]
-    """By the law of the sampler; NaN for a slice without kept tokens."""
+    """Frequency that the sampler should give; NaN for a slice without kept tokens."""
     standard_error: dict[str, np.ndarray]
     shapes: frozenset[tuple[int, int, int]]
-    """(kept, context, target) tokens that were drawn: more than one is a compile in every step."""
+    """Numbers of (kept, context, target) tokens that were drawn: if there is more than one triple, steps compile
+    again."""
     overlap: int
     """Tokens that were context and target at once."""
     padded: int
@@ -180,9 +181,8 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
         total = kept_count[axis].sum(0)
         observed[axis] = hits[axis].sum(0) / np.maximum(1, total)
         expected[axis] = np.where(total > 0, targets / total.sum(), np.nan)
-        # Ratio estimator: targets of one draw hang together, so draws are the units, not tokens. A slice with a handful
-        # of kept tokens in all draws may have all of them as targets: never fewer errors than independent tokens would
-        # make.
+        # Ratio estimator: targets of one draw depend on each other, so draws are the units, not tokens. In a slice with
+        # a handful of kept tokens all may be targets, by chance: the error is at least that of independent tokens.
         residual = hits[axis] - observed[axis] * kept_count[axis]
         alone = np.sqrt(expected[axis] * (1 - expected[axis]) / np.maximum(1, total))
         error[axis] = np.maximum(np.sqrt((residual**2).sum(0)) / np.maximum(1, total), alone)

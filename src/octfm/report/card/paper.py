@@ -101,7 +101,7 @@ def write_paper(run: str | Path, out: Path | None = None, **options: Any) -> Pat
 
 
 def methods(sources: Sources) -> str:
-    """Paragraphs in the past tense, without what the run's files do not say."""
+    """Paragraphs in the past tense, which leave out what the run's files do not state."""
     known = _answers(sources)
     topics = (
         ("data", "eligibility", "missing", "partitions", "disjoint"),

@@ -1,4 +1,4 @@
-"""trust.html: how good an encoder is, on whom, on which scanner and how surely, on one page without names or ids."""
+"""trust.html: how good an encoder is for which people and scanners, and how certain that is; without names or ids."""
 
 from dataclasses import asdict
 from pathlib import Path
