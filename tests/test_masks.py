@@ -123,7 +123,7 @@ def test_thin_tissue_and_small_blocks_still_find_enough_targets(plane):
 def test_a_volume_of_one_image_token_is_refused():
     maps = np.full((1, *GRID), PADDING, np.uint8)
     maps[0, 1, 1, 1] = TISSUE
-    with pytest.raises(StoreError, match="two tokens that hold image or more, found one"):
+    with pytest.raises(StoreError, match="two or more tokens that hold image, found one"):
         sample_masks(MaskConfig(budget=8), maps, rngs(1))
 
 
@@ -181,7 +181,7 @@ def test_a_scan_narrower_than_a_token_has_tokens_and_changes_no_other(bscans, co
 
 
 def test_a_volume_without_image_is_one_clear_error():
-    with pytest.raises(StoreError, match="two tokens that hold image or more, found none"):
+    with pytest.raises(StoreError, match="two or more tokens that hold image, found none"):
         sample_masks(MaskConfig(budget=40), np.zeros((1, 4, 4, 4), np.uint8), rngs(1))
 
 

@@ -246,7 +246,7 @@ def participants_of(run: str | Location) -> dict[str, Any]:
     participants = content_of(run)["participants"]
     if participants["key"] is None:
         raise EvaluationError(
-            f"{run}: exported without the key of its participants' hashes, so whom it was trained on is unknown; "
+            f"{run}: exported without the key of its participants' hashes, so its training participants are unknown; "
             f"put the key back as {exported.KEY} next to its {exported.CONFIG}, or evaluate with --allow-seen"
         )
     return participants

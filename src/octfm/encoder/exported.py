@@ -84,7 +84,7 @@ def read_seen(where: Location) -> dict[str, Any]:
     """Keyed hashes of the participants the model was trained on, and their key, None if it is kept elsewhere."""
     if not (where / SEEN).exists():
         raise CheckpointError(
-            f"{where / SEEN}: missing, so whom this model was trained on is unknown; fetch the whole export again"
+            f"{where / SEEN}: missing, so the model's training participants are unknown; fetch the whole export again"
         )
     seen = _read_json(where / SEEN)
     try:

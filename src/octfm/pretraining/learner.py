@@ -187,10 +187,9 @@ class Learner:
         if lost:
             raise CheckpointError(
                 f"{source}: the optimizer's state is lost for {lost} of {len(matrices)} weight matrices of the "
-                f"encoder, after {self.step} "
-                "updates: going on would damage what was learned; move this checkpoint away, so that the run continues "
-                "from the one "
-                "before, or start another run with these weights (model.init)"
+                f"encoder, after {self.step} updates: going on would damage what was learned; move this checkpoint "
+                "away, so that the run continues from the one before, or start another run with these weights "
+                "(model.init)"
             )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -21,10 +21,9 @@ class TooFewTokens(StoreError):
 
     def __init__(self, found: str, place: int = 0, who: str = "a volume"):
         super().__init__(
-            f"{who}: expected two tokens that hold image or more, found {found}; leave it out (write its acquisition "
-            "into a file, and "
-            "name that as data.exclude or --exclude), prepare with a finer target_spacing, or choose a smaller "
-            "model.patch_size"
+            f"{who}: expected two or more tokens that hold image, found {found}; leave it out (write its acquisition "
+            "into a file and name that file as data.exclude or --exclude), prepare with a finer target_spacing, or "
+            "choose a smaller model.patch_size"
         )
         self.found, self.place = found, place
         """What was found, and the volume's place in the batch."""
@@ -114,8 +113,7 @@ class MaskConfig(Config):
         if self.mask_ratio + self.context_ratio > 1:
             raise ValueError(
                 f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target "
-                "would overlap; "
-                f"lower context_ratio to {1 - self.mask_ratio:.2f} or less"
+                f"would overlap; lower context_ratio to {1 - self.mask_ratio:.2f} or less"
             )
         for hidden, seen in self.stages:
             if not (0 < hidden < 1 and 0 < seen < 1 and hidden + seen <= 1):

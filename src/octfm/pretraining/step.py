@@ -206,15 +206,14 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
         if not smaller:
             raise TrainingError(
                 f"step {learner.step}: memory ran out with one volume at a time ({reason}); lower masks.budget or "
-                "model.width, or use a "
-                "device with more memory"
+                "model.width, or use a device with more memory"
             )
         if not learner.runtime.repeats:
             raise OutOfMemory(
                 f"step {learner.step}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time "
-                f"({reason}); with {learner.config.runtime.parallel} a step cannot be computed again: run the same "
-                "command again (torchrun --max-restarts does), and it goes on from the last checkpoint with "
-                f"{smaller} at a time, the same global batch and images (F7)",
+                f"({reason}); {learner.config.runtime.parallel} cannot repeat a step, so run the same command again "
+                "(torchrun --max-restarts does so): the run goes on from the last checkpoint with "
+                f"{smaller} at a time and the same global batches (F7)",
                 smaller,
             )
         learner.state = replace(learner.state, micro_batch=smaller)

@@ -147,9 +147,8 @@ class RunFolder:
         if content["step"] != checkpoint.step_of(path):
             name = checkpoint.name_of(content["step"], path.suffix)
             raise CheckpointError(
-                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; rename it "
-                f"to {name}, or "
-                "move it out of this folder"
+                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; "
+                f"rename it to {name}, or move it out of this folder"
             )
         key = content["participants"].get("key")
         if self.kind.own_key and key:
@@ -159,10 +158,8 @@ class RunFolder:
         if not own:
             raise CheckpointError(
                 f"{path}: a checkpoint of another run (its key, settings or Preprocessing are not those of "
-                f"{self.path}); move it out of "
-                "this folder and run again: the run then continues from its own last checkpoint. To begin a new "
-                "pretraining run with "
-                "these weights, set model.init to the file"
+                f"{self.path}); move it out of this folder and run again: the run then continues from its own last "
+                "checkpoint. To begin a new pretraining run with these weights, set model.init to the file"
             )
 
     def _agrees_with(self, content: dict[str, Any]) -> bool:
@@ -336,10 +333,9 @@ def _require_same(run: RunFolder, identity: Identity) -> None:
         raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
     if record.get("data") != identity.data:
         raise CheckpointError(
-            f"{run.path}: the training volumes of the store are not those it began on (added, removed, prepared again, "
-            "split or "
-            "labelled anew), so it would not be the same run and its list of participants would be wrong; choose "
-            "another --out (F18)"
+            f"{run.path}: the training volumes of the store are not those it began on (some were added, removed, "
+            "prepared again, split or labelled anew), so it would not be the same run and its list of participants "
+            "would be wrong; choose another --out (F18)"
         )
 
 

@@ -23,8 +23,7 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     if "WORLD_SIZE" not in os.environ and tasks > 1:
         raise ConfigError(
             f"SLURM started {tasks} tasks and none of them knows its rank: each would train the whole run by itself "
-            "(F10); "
-            "start torchrun with one task per node, as launch/slurm.sbatch does"
+            "(F10); start torchrun with one task per node, as launch/slurm.sbatch does"
         )
     tpu = config.parallel == "tpu"
     if world == 1:

@@ -113,14 +113,12 @@ class Session:
         last, remote = self.run.last_checkpoint(), self.writer.remote
         if remote is not None and remote.waiting():
             raise CheckpointError(
-                f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, and the same "
-                "command on this "
-                "machine sends it"
+                f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, "
+                "and the same command on this machine sends it"
             )
         raise CheckpointError(
-            f"{self.run.path}: the checkpoint after step {step} could not be written; free some space (pretraining can "
-            "also use "
-            "ckpt_second_dir) and run again: "
+            f"{self.run.path}: the checkpoint after step {step} could not be written; free some space "
+            "(pretraining can also use ckpt_second_dir) and run again: "
             + (f"it continues from {last}" if last else "it starts from the beginning")
         )
 

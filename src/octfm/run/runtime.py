@@ -309,9 +309,8 @@ class Runtime:
             what = f"did not answer within {self.timeout_s:g} s (runtime.timeout_s)" if late else "has gone"
             raise TrainingError(
                 f"rank {self.rank} of {self.world}: another rank {what}{self._last_words()}; torchrun restarts the job "
-                "from its last "
-                "checkpoint if it may (--max-restarts), else run the same command again. The library said: "
-                + lines[:160]
+                "from its last checkpoint if it may (--max-restarts), else run the same command again. The library's "
+                "error: " + lines[:160]
             ) from error
 
     def say(self, what: str) -> None:

@@ -28,9 +28,8 @@ from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import Precision, Runtime
 
 NEEDED = (
-    "runtime.parallel xla_spmd needs torch_xla, which exists for torch 2.9 only: an environment of its own, for a CPU "
-    "made by "
-    "tests/xla/environment.sh, on a TPU by `pip install torch==2.9.0 'torch_xla[tpu]==2.9.0' octfm`"
+    "runtime.parallel xla_spmd needs torch_xla, which exists for torch 2.9 only; make an environment for it: on a CPU "
+    "with tests/xla/environment.sh, on a TPU with `pip install torch==2.9.0 'torch_xla[tpu]==2.9.0' octfm`"
 )
 NO_DEVICE = (
     "runtime.parallel xla_spmd: no TPU is found here; on a CPU, set the number of virtual devices: "
@@ -212,9 +211,9 @@ def _meet(runtime: XLARuntime, leader: str) -> None:
         dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.world, timeout=timeout)
     except (RuntimeError, dist.DistError) as error:
         raise TrainingError(
-            f"host {runtime.rank} of {runtime.world}: the hosts did not find each other at {host}:{port} within "
-            f"{runtime.timeout_s:g} s "
-            f"({' '.join(str(error).split())[:160]}); was the run started on all of them (launch/tpu_pod.sh)?"
+            f"host {runtime.rank} of {runtime.world}: the hosts did not find each other at {host}:{port} "
+            f"within {runtime.timeout_s:g} s ({' '.join(str(error).split())[:160]}); "
+            "was the run started on all of them (launch/tpu_pod.sh)?"
         ) from None
 
 
@@ -226,9 +225,8 @@ def load_torch_tpu() -> None:
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             "runtime.parallel tpu needs a TPU and the package torch-tpu, which could not be loaded "
-            f"({' '.join(str(error).split())[:160]}); it is untested on hardware: xla_spmd is the way that has been "
-            "tried "
-            "without one, ddp and fsdp are for CPU and CUDA"
+            f"({' '.join(str(error).split())[:160]}); it is untested on hardware: use runtime.parallel "
+            "xla_spmd on TPUs, which has been tested on virtual devices, and ddp or fsdp on CPU and CUDA"
         ) from None
     warnings.warn(
         "runtime.parallel tpu (torch-tpu) is untested on hardware: compare its first losses with a CPU's", stacklevel=3

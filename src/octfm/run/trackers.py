@@ -124,9 +124,8 @@ class WeightsAndBiases:
         except wandb.Error as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); see tracking.project and `wandb "
-                "login`, or set "
-                "tracking.wandb=offline"
+                f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); "
+                "see tracking.project and `wandb login`, or set tracking.wandb=offline"
             ) from None
 
     def row(self, kind: str, step: int, values: dict[str, Any]) -> None:

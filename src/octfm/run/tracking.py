@@ -168,9 +168,8 @@ def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
         return None
     places = ", ".join(str(number) for number, _ in broken[:5]) + (" …" if len(broken) > 5 else "")
     return (
-        f"{path}: {len(broken)} damaged {'line was' if len(broken) == 1 else 'lines were'} moved to {aside.name} (line "
-        f"{places}); "
-        "all other rows are kept"
+        f"{path}: {len(broken)} damaged {'line was' if len(broken) == 1 else 'lines were'} moved to {aside.name} "
+        f"(line {places}); all other rows are kept"
     )
 
 

@@ -74,8 +74,7 @@ def _belongs_to_others(cls: type[ObjectiveConfig], key: str, value: Any) -> bool
 def _unknown(name: Any) -> str:
     return (
         f"name {shown(name)} is none of the built-in objectives ({', '.join(BUILT_IN)}); pass an objective of your own "
-        "as an "
-        "object: octfm.pretrain(…, objective=…), load_config(…, objective=…) or load_encoder(…, objective=…)"
+        "as an object: octfm.pretrain(…, objective=…), load_config(…, objective=…) or load_encoder(…, objective=…)"
     )
 
 
