@@ -300,7 +300,7 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
 
 
 def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:
-    """Print verdicts per scanner, and what the check requires if some eyes could not be checked."""
+    """Print verdicts per scanner; if some eyes could not be checked, also what a scan must show for the check."""
     from octfm.volume.laterality import CANNOT_TELL, NEEDS
 
     for scanner, counts in of_scanner.items():

@@ -51,7 +51,7 @@ class Bscans:
     """Distance between B-scans, None if the file does not state it."""
     lines: Lines | None = None
     lines_in_mm: bool = True
-    """False where `lines` have another unit and an unknown vertical direction: they give layout and order only."""
+    """False if `lines` have another unit and an unknown vertical direction: they then show layout and order only."""
     layout: Layout | None = None
     """As the file states it; used where positions do not show it."""
     laterality: str = ""

@@ -1,5 +1,5 @@
-"""What a run does about findings of its monitors and about memory that ran out: exclude volumes, roll back, stop,
-say so."""
+"""Reactions of a run to findings of its monitors and to memory that ran out: exclude volumes, roll back, stop,
+report."""
 
 from dataclasses import dataclass, replace
 

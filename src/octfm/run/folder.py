@@ -48,7 +48,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes a run this run: the same values resume it, any others are refused."""
+    """The values that identify a run: only with the same ones can it be resumed."""
 
     kind: Kind
     config: Any

@@ -34,7 +34,7 @@ class Training(Resumable, Protocol):
         ...
 
     def update(self, session: "Session", interruption: "Interruption") -> str | None:
-        """Make one update and log it; the name of a signal that any rank was sent."""
+        """Make one update and log it; returns the name of a signal if any rank was sent one."""
         ...
 
     def recover(self, session: "Session") -> bool:

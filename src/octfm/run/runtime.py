@@ -270,8 +270,8 @@ class Runtime:
             torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts is not None else tensor[:0]
         )
 
-    def told_by_first(self, value: Any) -> Any:
-        """Rank 0's `value`, for the threads that write sharded checkpoints."""
+    def value_of_first(self, value: Any) -> Any:
+        """Send rank 0's `value` to every rank, for the threads that write sharded checkpoints."""
         dist.broadcast_object_list(sent := [value], 0, group=self.background)
         return sent[0]
 

@@ -27,7 +27,7 @@ from octfm.run.runtime import Runtime
 REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
 FORMAT, VERSION = "octfm-checkpoint", 2
-"""The same as in checkpoint.py, whose content shards hold."""
+"""The same as in checkpoint.py: shards hold the same content."""
 
 
 class DamagedShards(Exception):
@@ -207,6 +207,6 @@ def _first(work: Callable[[], None], runtime: Runtime) -> None:
             work()
         except OSError as error:
             reason = f"{error.strerror or error}"
-    reason = runtime.told_by_first(reason)
+    reason = runtime.value_of_first(reason)
     if reason is not None:
         raise OSError(None, reason)

@@ -65,8 +65,8 @@ class Segmentations:
         return step % max(1, self.config.steps // 5) == 0 or step == self.config.steps
 
     def content(self) -> dict[str, Any]:
-        """Everything that `load_segmenter` needs but the pretraining run itself, and, to resume, the baselines and
-        the optimizer."""
+        """Everything that `load_segmenter` needs except the pretraining run; for resuming, also the baselines and the
+        optimizer."""
         begun = -(-self.step // self.config.steps)
         current = None if self.step % self.config.steps == 0 else self.fits[self.names[begun - 1]].segmenter
         baselines = {name: self.fits[name].segmenter.weights() for name in self.names[1:begun]}

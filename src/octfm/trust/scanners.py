@@ -1,4 +1,5 @@
-"""Generalisation across scanners: of probes to a scanner left out of fitting, and of runs pretrained on others."""
+"""Generalisation across scanners: of probes to a scanner left out of fitting, and of runs pretrained on other
+scanners."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -193,7 +193,7 @@ def place_of(uri: str, root: Location) -> Place:
     return Place((_ENDING.sub("", head),), (head,))
 
 
-# ---- what a tree says -----------------------------------------------------------------------------------------------
+# ---- the result of a guess -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, 
     columns = sorted({column for labels in people.values() for column in labels})
     if people and (absent := sorted(set(keep_columns) - set(columns))):
         raise ConfigError(
-            f"--keep-columns {absent[0]}: no participant has such a column, or its name says that it identifies; "
+            f"--keep-columns {absent[0]}: no participant has such a column, or it is a direct identifier; "
             f"columns: {', '.join(columns) or 'none'}"
         )
     stated, dropped = Counter[str](), Counter[str]()

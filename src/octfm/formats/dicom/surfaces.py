@@ -27,7 +27,7 @@ class HeightMap:
     """The surfaces of a height map file, and the UIDs of the volume that they were drawn in."""
 
     surfaces: Surfaces
-    """In the order of the volume's stored frames; `surfaces_of_volume` reorders them as its Volume."""
+    """In the order of the volume's stored frames; `surfaces_of_volume` puts them in the order of its B-scans."""
     volume_uids: tuple[str, ...]
     """SOP Instance UIDs that it refers to: of the volume, or of the files that form it."""
 

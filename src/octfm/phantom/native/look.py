@@ -2,8 +2,8 @@
 choroid, and the display.
 
 `sample_look` draws it around published and observed values (`spread` 1) or far beyond what exists (`spread` 3), as in
-training on randomised synthetic images (SynthSeg, arXiv:2107.09559): a network that has seen every look depends on
-none.
+training on randomised synthetic images (SynthSeg, arXiv:2107.09559): a network trained on every look does not depend on
+any of them.
 """
 
 from dataclasses import dataclass

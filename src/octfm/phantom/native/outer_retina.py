@@ -119,8 +119,8 @@ def raise_outer_retina(
 
 
 def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, exponent: float | None = None) -> np.ndarray:
-    """[D, W] height of the highest dome at each place: height · (1 - r²)^exponent, the exponent in column 4 if not
-    given."""
+    """[D, W] height of the highest dome at each place: height · (1 - r²)^exponent; if none is given, the exponent is in
+    column 4."""
     height = np.zeros(x_mm.shape)
     for row in table:
         inside = np.clip(1 - ((x_mm - row[0]) ** 2 + (y_mm - row[1]) ** 2) / row[2] ** 2, 0, 1)
