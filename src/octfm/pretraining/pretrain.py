@@ -227,7 +227,7 @@ class Pretraining:
             self._report_health(session, row | {"step": step, "warmup_steps": self.schedule.warmup_steps})
         learner.step += 1
         self.finding = finding
-        return summary.asked
+        return summary.signal_name
 
     def recover(self, session: Session) -> bool:
         """Skip, exclude, roll back or stop, as the finding demands."""

@@ -114,7 +114,7 @@ class StepSummary:
     """The largest on any rank, as are the next two."""
     company: float | None
     ascent: float | None
-    asked: str | None
+    signal_name: str | None
     """Name of a signal that any rank has received."""
     fed: np.ndarray
     """[ranks, n]: facts about the data of each rank (feed.py)."""
@@ -124,7 +124,7 @@ def exchange_results(
     learner: Learner,
     micro_results: Sequence[MicroStep],
     outcome: Outcome,
-    asked: str | None = None,
+    signal_name: str | None = None,
     fed: Sequence[float] = (),
 ) -> StepSummary:
     """Exchange step results across ranks; the first host sync of a step.
@@ -141,7 +141,7 @@ def exchange_results(
         for name in ("leak", "company", "ascent")
     ]
     extremes = [max((float(x) for x in runtime.read(*seen)), default=-inf) for seen in measured]
-    number = float(signal.Signals[asked]) if asked else 0.0
+    number = float(signal.Signals[signal_name]) if signal_name else 0.0
     own = np.concatenate(
         [torch.cat(losses).double().cpu().numpy(), [*fed, *extremes, float(learner.micro_batch), number]]
     )

@@ -127,7 +127,7 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     rows = train_rows[np.linspace(0, len(train_rows) - 1, min(VOLUMES, len(train_rows))).astype(int)]
     if len(rows) < 2:
         return warn(
-            name, "one training volume: whether answers depend on content cannot be told", "train on more volumes"
+            name, "one training volume: it cannot be tested whether answers depend on content", "train on more volumes"
         )
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)

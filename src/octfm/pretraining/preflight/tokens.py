@@ -124,8 +124,8 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
         )
     else:
         split = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept"
-        told = f"{split}, and disjoint, in each of {DRAWS} draws"
-        found.append(passed("masks", told))
+        drawn = f"{split}, and disjoint, in each of {DRAWS} draws"
+        found.append(passed("masks", drawn))
     dead = f"{coverage.dead:.0%} of targets are background"
     if coverage.dead > 0.3:
         found.append(warn("dead targets", dead, "lower masks.budget so that tissue fills it"))
