@@ -115,7 +115,7 @@ def test_recommended_split_scores_only_test_participants(cohort, tmp_path):
 def test_F16_a_participant_on_both_sides_of_the_split_is_an_error(tmp_path):
     cohort = Cohort()
     cohort.rows[0]["split"] = "test"
-    with pytest.raises(EvaluationError, match="1000 is in the test split and in train"):
+    with pytest.raises(EvaluationError, match="1000 is both in the test split and in train"):
         probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
 
 
@@ -282,7 +282,7 @@ def test_contradicting_or_foreign_label_tables_are_refused(cohort, tmp_path):
         probe([path], foreign)
     swapped = tmp_path / "swapped.tsv"
     swapped.write_text(f"person_id\tsop_instance_uid\tdiagnosis\n7\t{cohort.rows[0]['acquisition']}\thealthy\n")
-    with pytest.raises(EvaluationError, match="belongs to participant 7 here"):
+    with pytest.raises(EvaluationError, match=r"is participant 7.s here"):
         probe([path], swapped)
     nothing = tmp_path / "nothing.csv"
     nothing.write_text("name,diagnosis\nx,healthy\n")
@@ -301,7 +301,7 @@ def test_a_damaged_or_foreign_embeddings_file_is_named(tmp_path):
     with pytest.raises(EvaluationError, match=r"cut\.parquet: damaged .* embed again"):
         read_embeddings(tmp_path / "cut.parquet")
     pq.write_table(pa.table({"acquisition": ["1"]}), tmp_path / "other.parquet")
-    with pytest.raises(EvaluationError, match="none called participant, eye_id"):
+    with pytest.raises(EvaluationError, match=r"participant, eye_id, .* missing"):
         read_embeddings(tmp_path / "other.parquet")
 
 

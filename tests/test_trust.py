@@ -270,7 +270,7 @@ def test_overconfident_probabilities_are_named_and_calibrated_ones_not():
         # Log-odds whose distribution given the label makes them true: N(±d²/2, d²) and the prevalence.
         odds = rng.normal(np.where(ill, 0.5, -0.5), 1.0) + np.log(ill.mean() / (1 - ill.mean()))
         value = np.stack([np.zeros(len(member)), sharpness * odds[member]], axis=1)
-        study._said[task.name, "run"] = Predictions(tested, value, np.zeros_like(value))
+        study._predictions[task.name, "run"] = Predictions(tested, value, np.zeros_like(value))
         found = calibration(study)["results"][0]
         verdicts.append(found["verdict"])
         assert found["line"]["slope"]["estimate"] == pytest.approx(1 / sharpness, rel=0.25)
