@@ -21,6 +21,7 @@ from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.probe import probe
 from octfm.formats.bscans import Bscans, uid_of
 from octfm.io.archive import open_file
+from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
 from octfm.models.vit3d import VisionTransformer3D, take_tokens
 from octfm.pretraining import step as forward
@@ -189,6 +190,12 @@ def test_the_name_of_a_built_in_objective_is_taken():
 
     with pytest.raises(ConfigError, match="name mae is that of a built-in objective; give Impostor another"):
         config().with_objective(Impostor())
+
+    class Heir(JEPAConfig):
+        """Its checkpoints would say vjepa2, and be read as that."""
+
+    with pytest.raises(ConfigError, match="name vjepa2 is that of a built-in objective; give Heir another"):
+        config().with_objective(Heir())
 
 
 def test_a_run_with_an_own_objective_is_embedded_and_reported_without_code(run, store, tmp_path):

@@ -1,11 +1,13 @@
 """Fine-tuning and segmentation go on bit for bit after signals and kills, on a disk and in a bucket."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from octfm.config import load
 from octfm.encoder.tuned import load_tuned
@@ -13,11 +15,14 @@ from octfm.errors import CheckpointError, EvaluationError
 from octfm.io import bucket
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.sources import gather
+from octfm.run import bucket as bucket_runs
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.tracking import read_metrics
+from octfm.tasks import finetune as finetuning
 from octfm.tasks.finetune import finetune
-from octfm.tasks.segment import load_segmenter
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.segment import Segmenter, load_segmenter
 from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
 from support import finetune_runs, support_process
@@ -64,7 +69,10 @@ class Clinic:
 
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory):
-    return Clinic(tmp_path_factory.mktemp("clinic"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes of `stopped` have: sums of several threads end in other bits
+    yield Clinic(tmp_path_factory.mktemp("clinic"))
+    torch.set_num_threads(threads)
 
 
 def assert_same(one: Path, other: Path, verb: str) -> None:
@@ -163,3 +171,123 @@ def test_a_segmentation_that_is_not_finished_finds_nothing_yet(clinic, tmp_path)
     assert stopped(clinic, "segment", tmp_path / "run", "SIGTERM", 4) == 75
     with pytest.raises(EvaluationError, match="has made 5 of 10 updates; run its command again"):
         load_segmenter(tmp_path / "run")
+
+
+@pytest.mark.parametrize("left", [{"kind": "pretrain", "participant_key": "a"}, {"participant_key": "a"}])
+def test_a_run_json_that_another_verb_left_before_it_began_is_not_of_the_run(clinic, tmp_path, left):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": "octfm-run", "version": 1} | left))
+    assert stopped(clinic, "finetune", tmp_path / "run", "SIGTERM", 2) == 75
+    clinic.do("finetune", tmp_path / "run")
+    assert_same(tmp_path / "run", clinic.whole["finetune"], "finetune")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_loss_without_a_gradient_leaves_the_last_checkpoint_as_it_was(clinic, tmp_path, monkeypatch, verb):
+    """The loss is finite, its slope is not: an update would put NaN into the only checkpoint, and no resume helps."""
+    owner = finetuning._Target if verb == "finetune" else Segmenter
+    whole, calls = owner.loss, []
+
+    def kinked(self, answers, *rest):
+        calls.append(1)
+        steep = (answers * 0).sum().sqrt() if answers.requires_grad and len(calls) > 8 else 0
+        return whole(self, answers, *rest) + steep
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "loss", kinked)
+        with pytest.raises(EvaluationError, match=r"gradient norm (is )?nan at step \d+; lower lr"):
+            clinic.do(verb, tmp_path / "run")
+    clinic.do(verb, tmp_path / "run")
+    assert_same(tmp_path / "run", clinic.whole[verb], verb)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, verb):
+    """Its place is the same; a checkpoint of the task does not hold it, and the head would go on with other tokens."""
+    encoder = tmp_path / "encoder"
+    pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
+    seen = []
+
+    def echo(line: str) -> None:
+        seen.append(line)
+        if sum(line.startswith(("epoch", "step")) for line in seen) == 2:
+            raise Stop
+
+    changes = {"encoder": str(encoder), "lr_encoder": 0.0}
+    with pytest.raises(Stop):
+        clinic.do(verb, tmp_path / "run", echo=echo, **changes)
+    kept = checkpoint.newest(tmp_path / "run").read_bytes()
+    shutil.copytree(encoder, tmp_path / "earlier")
+    longer = config(steps=2)
+    pretrain(longer, clinic.store, encoder, "cpu", override=True, echo=quiet)
+    with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
+        clinic.do(verb, tmp_path / "run", **changes)
+    assert checkpoint.newest(tmp_path / "run").read_bytes() == kept
+    shutil.rmtree(encoder)
+    (tmp_path / "earlier").rename(encoder)
+    clinic.do(verb, tmp_path / "run", **changes)
+
+
+def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_path):
+    encoder = tmp_path / "encoder"
+    shutil.copytree(clinic.run, encoder)
+    changes = {"encoder": str(encoder), "epochs": 1}
+    clinic.do("finetune", tmp_path / "run", **changes)
+    shutil.rmtree(encoder)
+    pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
+    with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
+        clinic.do("finetune", tmp_path / "run", **changes)
+
+
+def test_numbers_of_which_validation_has_one_value_are_learned_and_written(clinic, tmp_path):
+    """R² of a single value is not a number: the loss then decides, and finetune.json is written nevertheless."""
+    labels = tmp_path / "ages.tsv"
+    val = {row.participant for row in clinic.store.rows if row.split == "val"}
+    names = sorted({row.participant for row in clinic.store.rows})
+    ages = [50 if name in val or not val else 40 + 3 * i for i, name in enumerate(names)]
+    labels.write_text("participant_id\tage\n" + "".join(f"{n}\t{a}\n" for n, a in zip(names, ages, strict=True)))
+    out = tmp_path / "run"
+    settings = clinic.config("finetune").model_dump() | {"labels": str(labels), "target": "age", "order": ()}
+    finetune(load(FinetuneConfig, settings), out, "cpu", echo=quiet)
+    losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "validation"]
+    result = json.loads((out / "finetune.json").read_text())
+    assert result["validation_score"] is None and result["best_epoch"] == 1 + int(np.argmin(losses))
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_two_readers_that_fetch_one_run_at_once_share_its_copy(place, clinic, tmp_path, monkeypatch):
+    """Ranks on one machine read the same encoder from a bucket: the second must not delete what the first reads."""
+    pretrain(config(steps=1), clinic.store, place / "run", "cpu", echo=quiet)
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "reader"))
+    fetch, other = bucket_runs._fetch, []
+
+    def late(*args, **options):
+        if not other:
+            other.append(None)
+            monkeypatch.setattr(bucket_runs.os, "getpid", lambda: 1)
+            other[0] = local_run(place / "run").stat().st_ino
+            monkeypatch.setattr(bucket_runs.os, "getpid", lambda: 2)
+        return fetch(*args, **options)
+
+    monkeypatch.setattr(bucket_runs, "_fetch", late)
+    copy = local_run(place / "run")
+    assert copy.stat().st_ino == other[0]
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_a_segmentation_whose_truth_was_changed_since_is_refused(clinic, tmp_path):
+    """As fine-tuning with other labels is: its first half would have learned other surfaces than its second."""
+    copy = tmp_path / "run"
+    assert stopped(clinic, "segment", copy, "SIGTERM", 4) == 75
+    train = next(row for row in clinic.store.rows if row.split == "train")
+    file = clinic.truth / f"{train.acquisition}.npz"
+    before = file.read_bytes()
+    arrays = dict(np.load(file))
+    try:
+        np.savez(file, **arrays | {"surfaces": arrays["surfaces"] + 1})
+        with pytest.raises(CheckpointError, match="prepared again, split or labelled anew"):
+            clinic.do("segment", copy)
+    finally:
+        file.write_bytes(before)
+    clinic.do("segment", copy)
+    assert_same(copy, clinic.whole["segment"], "segment")

@@ -296,7 +296,7 @@ def local_run(run: str | Path | BucketPath) -> Path:
     if (copy / MARK).is_file():
         _fetch_files(where, copy)
     else:
-        _fetch(where, pointer, copy)
+        _fetch(where, pointer, copy, anew=False)
     return copy
 
 
@@ -317,9 +317,12 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
     return pointer
 
 
-def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
+def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bool = True) -> None:
     """Fetch the files and checkpoints that the pointer names, into another folder that then takes the place of
-    `folder`."""
+    `folder`.
+
+    Without `anew` a folder that another process has fetched in the meantime stays: that process may be reading it.
+    """
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "checkpoints").mkdir(parents=True)
@@ -335,6 +338,13 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path) -> None:
             "a copy"
         )
     _mark(partial, [pointer["token"]])
+    if not anew:
+        with suppress(OSError):  # a folder that is not empty is not replaced
+            partial.rename(folder)
+            return
+        if (folder / MARK).is_file():
+            shutil.rmtree(partial, ignore_errors=True)
+            return
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

@@ -58,6 +58,8 @@ class Identity:
     """Hash of the volumes in use, their order and their voxels."""
     key: str | None = None
     """Key of the participants' hashes; None draws a new one."""
+    encoder: str | None = None
+    """Of a frozen encoder, which no checkpoint of the run holds: `Encoder.key`."""
 
 
 @dataclass(frozen=True)
@@ -286,12 +288,15 @@ def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: 
 
 
 def _begin_record(run: RunFolder, identity: Identity) -> None:
+    # Whatever run.json a killed process, perhaps of another verb, has left in a folder that has not begun is gone.
+    (run.path / "run.json").unlink(missing_ok=True)
     run.write_record(
         command="octfm " + " ".join(sys.argv[1:]),
         started=_now(),
         fingerprint=identity.fingerprint,
         data=identity.data,
         participant_key=secrets.token_hex(16) if identity.key is None else identity.key,
+        **({} if identity.encoder is None else {"encoder": identity.encoder}),
         git=git_state(),
     )
 
@@ -310,7 +315,9 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
             f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, "
             f"{accept}or choose another --out"
         )
-    if not recorded:
+    if recorded:
+        _require_same_encoder(run, identity)
+    else:
         _begin_record(run, identity)
     if not changed:
         return
@@ -336,6 +343,18 @@ def _require_same(run: RunFolder, identity: Identity) -> None:
             f"{run.path}: the training volumes of the store are not those it began on (some were added, removed, "
             "prepared again, split or labelled anew), so it would not be the same run and its list of participants "
             "would be wrong; choose another --out (F18)"
+        )
+
+
+def _require_same_encoder(run: RunFolder, identity: Identity) -> None:
+    """Settings name the place of an encoder, where another run or a later checkpoint may be by now."""
+    record = run.record
+    other = identity.key is not None and record["participant_key"] != identity.key
+    # Runs that began before run.json named a frozen encoder are not asked for it.
+    if other or record.get("encoder", identity.encoder) != identity.encoder:
+        raise CheckpointError(
+            f"{run.path}: the encoder that the settings name is not the one that this run began with: its place holds "
+            "another run now, or a later checkpoint; put the earlier one back, or choose another --out"
         )
 
 

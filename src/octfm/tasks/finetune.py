@@ -24,7 +24,7 @@ from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, summary_lines, write_probe
-from octfm.evaluation.scoring import Predictions, score, to_units
+from octfm.evaluation.scoring import Predictions, finite, score, to_units
 from octfm.io.location import Location, location
 from octfm.pretraining.preflight.ranks import require_disjoint
 from octfm.run import checkpoint
@@ -110,7 +110,8 @@ def _finetune(
     # With other volumes, splits or labels it would be another run.
     used = np.r_[task.train, task.validation, task.test]
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"])
+    weights = encoder.key if config.frozen else None
+    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], weights)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
         runtime.first(lambda: run.write_record(environment=environment(runtime), octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
@@ -154,7 +155,7 @@ def _write_result(training: "FineTuning", predictions: Predictions, run: RunFold
         "results": rows,
         "comparisons": [],
         "best_epoch": best["epoch"],
-        "validation_score": best["score"],
+        "validation_score": finite(best["score"]),
         "validation_participants": len(np.unique(task.cases.participant[task.validation])),
         "settings": config.model_dump(mode="json"),
         "environment": environment(training.runtime),
@@ -268,6 +269,12 @@ class FineTuning:
         trained = [p for p in model.module.parameters() if p.grad is not None]
         self.runtime.average_gradients(trained)
         grad_norm = float(self.runtime.clip(trained, self.config.clip_grad_norm))
+        # Before the update: afterwards the weights would be lost, in the only checkpoint as well.
+        if not math.isfinite(grad_norm):
+            raise EvaluationError(
+                f"{session.run.path}: the gradient norm is {grad_norm} at step {step}; lower lr_head and lr_encoder, "
+                "or use precision fp32"
+            )
         model.optimizer.step()
         rates = {f"lr_{g['part']}": g["lr"] for g in model.optimizer.param_groups}
         session.metrics.write("train", step, loss=loss, grad_norm=grad_norm, **rates)
@@ -286,7 +293,7 @@ class FineTuning:
         session.metrics.write("validation", self.step - 1, score=value, loss=held_out)
         epoch = round(self.step / self.per_epoch)
         # With few participants many epochs reach the same score: the loss decides between them.
-        if self.best is None or (value, -held_out) > (self.best["score"], -self.best["loss"]):
+        if self.best is None or _rank(value, held_out) > _rank(self.best["score"], self.best["loss"]):
             state = checkpoint.snapshot(self.model.module.state_dict())
             self.best = {"score": value, "loss": held_out, "epoch": epoch, "model": state}
             self.stale = 0
@@ -319,6 +326,11 @@ class FineTuning:
         self.model.module.load_state_dict(found["model"])
         self.model.optimizer.load_state_dict(found["optimizer"])
         self.step, self.best, self.stale = found["step"], found["state"]["best"], found["state"]["stale"]
+
+
+def _rank(score: float, loss: float) -> tuple[float, float]:
+    """Higher is better. R² of labels that are all alike is not a number, and then the loss alone decides."""
+    return (score if math.isfinite(score) else -math.inf), -loss
 
 
 def _agree(runtime: Runtime, loss: float, signal_name: str | None) -> tuple[float, str | None]:

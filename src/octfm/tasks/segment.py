@@ -205,7 +205,7 @@ class Fit:
         return self._kept[i].float()
 
     def update(self, step: int) -> float:
-        """One update; its loss. Raises EvaluationError if that is not finite."""
+        """One update; its loss. Raises EvaluationError before the update if loss or gradient is not finite."""
         segmenter, config = self.segmenter, self.segmenter.config
         chosen = np.random.default_rng((config.seed, step)).permutation(len(self.truth))[: config.batch_size]
         logits = segmenter.decoder(torch.stack([self._tokens(int(i)) for i in chosen]))
@@ -217,9 +217,15 @@ class Fit:
             group["lr"] = peak * cosine * warmup
         segmenter.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        slopes = [p.grad for group in segmenter.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grad_norm = float(torch.nn.utils.get_total_norm(slopes))
+        # Before the update: afterwards the weights would be lost, in the only checkpoint as well.
+        if not (math.isfinite(value := float(loss.detach())) and math.isfinite(grad_norm)):
+            raise EvaluationError(
+                f"segmentation: the loss is {value} and the gradient norm {grad_norm} at step {step}; "
+                "lower lr and lr_encoder"
+            )
         segmenter.optimizer.step()
-        if not math.isfinite(value := float(loss.detach())):
-            raise EvaluationError(f"segmentation: the loss is {value} at step {step}; lower lr and lr_encoder")
         return value
 
 
@@ -248,13 +254,19 @@ def open_encoder(config: SegmentConfig, device: str | None = None, *, random_ini
     )
 
 
-def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
-    """Ground truth of one acquisition in its native frame: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
+def truth_file(config: SegmentConfig, row: StoreRow) -> Path:
+    """The file with the ground truth of one acquisition. Raises EvaluationError if there is none."""
     if config.truth is None:
         raise ConfigError("truth: name a folder with <acquisition>.npz, truth=clinic/ground_truth")
     path = Path(config.truth) / f"{row.acquisition}.npz"
     if not path.is_file():
         raise EvaluationError(f"{path}: no truth for this acquisition; every volume to train or test on needs one")
+    return path
+
+
+def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
+    """Ground truth of one acquisition in its native frame: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
+    path = truth_file(config, row)
     file = within(Limits(), named_arrays, str(path))
     names = file["surface_names"].tolist() if "surface_names" in file else []
     if absent := [name for name in config.surfaces if name not in names]:

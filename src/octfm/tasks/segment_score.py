@@ -15,6 +15,7 @@ from octfm.evaluation.metrics import mae
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
+from octfm.io.hashing import hash_file
 from octfm.io.location import Location
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Identity, open_run, resume, volumes_digest
@@ -32,6 +33,7 @@ from octfm.tasks.segment import (
     read_truth,
     to_prepared,
     transform_of,
+    truth_file,
 )
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.tasks.segment_training import SEGMENTATION, Segmentations
@@ -70,9 +72,11 @@ def segment(
             f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); or pass --allow-seen"
         )
     truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train_rows]
-    identity = Identity(
-        SEGMENTATION, config, store.fingerprint, volumes_digest(store, [*train_rows, *test_rows]), key=""
-    )
+    # With other volumes, splits or surfaces to learn from it would be another run.
+    taught = [hash_file(truth_file(config, store.rows[i])) for i in train_rows]
+    data = volumes_digest(store, [*train_rows, *test_rows], taught)
+    weights = None if config.lr_encoder else encoder.key
+    identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=weights)
     with (
         open_run(out, identity, encoder.runtime, echo=echo, check=_require_unfinished) as run,
         Interruption() as interruption,

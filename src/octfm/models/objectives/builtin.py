@@ -35,7 +35,7 @@ def read_objective(value: Any, info: ValidationInfo) -> Any:
     context = info.context or {}
     plug_in: type[ObjectiveConfig] | None = context.get("objective")
     if isinstance(value, ObjectiveConfig):
-        if value.name in BUILT_IN and not isinstance(value, BUILT_IN[value.name]):
+        if value.name in BUILT_IN and type(value) is not BUILT_IN[value.name]:
             raise ValueError(f"name {value.name} is that of a built-in objective; give {type(value).__name__} another")
         return value
     if not isinstance(value, dict):
