@@ -73,7 +73,7 @@ def run_and_old_store(tmp_path_factory):
 
 def test_an_empty_volume_of_an_old_store_is_named(run_and_old_store, tmp_path):
     run, store = run_and_old_store
-    named = r"acquisition 1\.2\.3\.3: expected two tokens.*leave it out .*data\.exclude or --exclude"
+    named = r"acquisition 1\.2\.3\.3: expected two or more tokens.*leave it out .*data\.exclude or --exclude"
     with pytest.raises(StoreError, match=named):
         embed_store(load_encoder(run), store, tmp_path, echo=quiet)
     with pytest.raises(StoreError, match=named):
