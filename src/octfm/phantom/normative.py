@@ -4,19 +4,10 @@ import numpy as np
 
 from octfm.phantom.anatomy import LAYER
 from octfm.phantom.eye import Eye, layers_um
+from octfm.volume.etdrs import ZONES
 
-SECTORS = (
-    "centre",
-    "inner superior",
-    "inner nasal",
-    "inner inferior",
-    "inner temporal",
-    "outer superior",
-    "outer nasal",
-    "outer inferior",
-    "outer temporal",
-)
-"""The centre reaches 0.5 mm from the fovea, the inner ring 1.5 mm, the outer ring 3 mm."""
+SECTORS = ZONES
+"""The zones of the ETDRS grid."""
 PUBLISHED_UM: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "retina": (
         (257.0, 339.4, 339.6, 335.1, 324.9, 300.4, 317.4, 287.2, 283.8),

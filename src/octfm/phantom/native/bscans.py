@@ -150,18 +150,21 @@ class Scene:
         return (1 - share) * self.edge("rpe") + share * self.edge("rpe_bottom")
 
 
-def render_native(
-    eye: Eye,
-    lesions: OuterLesions,
-    scanner: Scanner,
-    look: Look,
-    acquisition: Acquisition,
-    placement: Placement,
-    rng: np.random.Generator,
-    size: Shape3,
-) -> Labelled:
+@dataclass(frozen=True, eq=False)
+class Shot:
+    """All that one acquisition depends on but its noise."""
+
+    eye: Eye
+    lesions: OuterLesions
+    scanner: Scanner
+    look: Look
+    acquisition: Acquisition
+    placement: Placement
+
+
+def render_native(shot: Shot, rng: np.random.Generator, size: Shape3) -> Labelled:
     """B-scans of `size` [D, H, W] over the scanner's field."""
-    scene = _place(eye, lesions, scanner, look, acquisition, placement, rng, size)
+    scene, placement = _place(shot, rng, size), shot.placement
     power, peak = _retina(scene, rng, size), scene.peak
     _add_choroid(power, scene, rng)
     _paint_vessels(power, scene)
@@ -176,7 +179,7 @@ def render_native(
         dark = slice(0, max(1, size[0] // 3))
         power[dark] *= 1e-4
         surfaces[:, dark], mask[dark] = np.nan, 0
-    voxels = _expose(power, scene, acquisition, rng)
+    voxels = _expose(power, scene, shot.acquisition, rng)
     if placement.accident == "upside_down":
         voxels, mask, surfaces = voxels[:, ::-1], mask[:, ::-1], np.full_like(surfaces, np.nan)
     return Labelled(
@@ -184,20 +187,12 @@ def render_native(
     )
 
 
-def _place(
-    eye: Eye,
-    lesions: OuterLesions,
-    scanner: Scanner,
-    look: Look,
-    acquisition: Acquisition,
-    placement: Placement,
-    rng: np.random.Generator,
-    size: Shape3,
-) -> Scene:
+def _place(shot: Shot, rng: np.random.Generator, size: Shape3) -> Scene:
+    eye, scanner, look, acquisition, placement = shot.eye, shot.scanner, shot.look, shot.acquisition, shot.placement
     x, y = en_face_positions(eye, scanner, acquisition, size)
     spacing = scanner.spacing_mm(size)
     layers = layers_um(eye, x, y)
-    outer = raise_outer_retina(lesions, layers, x, y, spacing[2])
+    outer = raise_outer_retina(shot.lesions, layers, x, y, spacing[2])
     # No band where there is no RPE: in the disc, in atrophy.
     layers[LAYER["rpe"]] = np.maximum(layers[LAYER["rpe"]] + look.band_um * np.clip(layers[LAYER["rpe"]] / 15, 0, 1), 0)
     retina = layers[: LAYER["choroid"]]

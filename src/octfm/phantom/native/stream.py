@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from octfm.phantom.eye import Eye, sample_eye
-from octfm.phantom.native.bscans import Labelled, render_native, sample_placement, single_bscan
+from octfm.phantom.native.bscans import Labelled, Shot, render_native, sample_placement, single_bscan
 from octfm.phantom.native.look import WIDE, sample_look
 from octfm.phantom.native.outer_retina import sample_outer_lesions
 from octfm.phantom.pathology import DIAGNOSES, Lesions
@@ -67,7 +67,7 @@ class Stream:
             acquisition = replace(acquisition, fixation_mm=(-4.2 * side, acquisition.fixation_mm[1]))
         look = sample_look(rng, scanner, WIDE if wide else 1.0)
         size = self.size or self._size(rng, scanner)
-        return render_native(eye, lesions, scanner, look, acquisition, sample_placement(rng), rng, size)
+        return render_native(Shot(eye, lesions, scanner, look, acquisition, sample_placement(rng)), rng, size)
 
     def _size(self, rng: np.random.Generator, scanner: Scanner) -> Shape3:
         _, axial_mm, lateral_mm = scanner.field_mm
