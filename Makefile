@@ -18,7 +18,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(STAMP) lint
-	$(PYTEST) -m "not gpu"
+	OCTFM_EXPLORE=1 $(PYTEST) -m "not gpu"
 
 # In an environment of its own (4 GB), since torch_xla needs torch 2.9: virtual devices of a CPU, and libtpu's compiler without a TPU.
 test-xla: $(XLA)/.installed

@@ -196,6 +196,7 @@ def test_linear_layers_equal_torchs_whatever_the_strides(lead, rows, channels, a
         "transposed": lambda: draw(*lead, channels, rows).mT,
         "expanded": lambda: draw(*lead, 1, channels).expand(*lead, rows, channels),
     }[view]().requires_grad_(of_input)  # fmt: skip
+    torch.manual_seed(answers)
     layer = torch.nn.Linear(channels, answers, bias=bias)
     wanted = [*([x] if of_input else []), *layer.parameters()]
 
@@ -205,10 +206,10 @@ def test_linear_layers_equal_torchs_whatever_the_strides(lead, rows, channels, a
     mine = Times.apply(x, layer.weight, layer.bias)
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
-    # Sums of up to 640 products of some hundreds each: float32 leaves .0013 on one processor, and .001 was its bound on
-    # another.
+    # Sums of up to 640 products of some hundreds each: float32 leaves more than .003 in one of some thousand
+    # draws.
     for a, b in zip(gradients(mine), gradients(exact), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-3)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=6e-3)
 
 
 def test_who_counts_or_exports_sees_torchs_own_operators(monkeypatch):

@@ -139,7 +139,8 @@ def test_two_people_never_become_one_nor_one_person_two_or_it_stops(tree):
     pairs = {(found[path].participant, person) for path, (person, _) in tree.items()}
     assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}), (tree, pairs)
     for path, (_, eye) in tree.items():
-        assert found[path].eyes <= {eye}, path
+        # A person called OS leaves both sides, which is a conflict that is named, and never the wrong one alone.
+        assert not found[path].eyes or eye in found[path].eyes, path
 
 
 @pytest.mark.parametrize(

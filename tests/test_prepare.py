@@ -306,7 +306,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers of a killed process in /proc")
-@pytest.mark.parametrize(("workers", "kills"), [(1, 8), (2, 3)])
+@pytest.mark.parametrize(("workers", "kills"), [pytest.param(1, 8, marks=pytest.mark.slow), (2, 3)])
 def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, kills):
     count = 40
     script = tmp_path / "victim.py"

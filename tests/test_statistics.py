@@ -272,6 +272,7 @@ def test_bca_and_percentile_equal_scipys_on_a_skewed_mean():
         np.testing.assert_allclose(interval(boot, method=ours), reference, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_holm_equals_statsmodels():
     from statsmodels.stats.multitest import multipletests
 

@@ -98,7 +98,7 @@ def stopped(clinic: Clinic, verb: str, out: Path, signal_name: str, step: int) -
     return ended.returncode
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["finetune", pytest.param("segment", marks=pytest.mark.slow)])
 def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(clinic, tmp_path, verb):
     """SIGKILL in the first epoch or fifth after a checkpoint, then SIGTERM in the middle of a later one."""
     out = tmp_path / "run"
