@@ -2,18 +2,21 @@
 for."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from support.bucket_servers import endpoints, faulty, place  # noqa: F401
 from support.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 # The same examples in every run, so that a commit is red for what it changed. OCTFM_EXPLORE=1 draws new ones.
-settings.register_profile("repeatable", derandomize=True)
-if not os.environ.get("OCTFM_EXPLORE"):
+# The environments of XLA and of GPUs have no hypothesis, and no property tests.
+if find_spec("hypothesis") and not os.environ.get("OCTFM_EXPLORE"):
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True)
     settings.load_profile("repeatable")
 SAFE_PATH = os.environ.get("PYTHONSAFEPATH")
 
