@@ -164,3 +164,10 @@ def test_phantom_zones_are_those_of_the_eye_whatever_the_scanner(diagnosis):
         errors += [um - truth[zone] for zone, um in grid.mean_um.items() if um is not None]
     # Not 0: fixation, torsion and eye motion are the scan's, the zones are the eye's.
     assert np.abs(errors).mean() < (2.5 if diagnosis == "dme" else 1.5)
+
+
+def test_bscans_out_of_order_are_refused():
+    lines = raster(0.3, 12, 40, 6.0, False)
+    mixed = np.random.default_rng(0).permutation(12)
+    with pytest.raises(ValueError, match="order of their positions"):
+        field_of((12, 40), (0.5, 0.004, 0.15), True, Lines(lines.start[mixed], lines.end[mixed]))

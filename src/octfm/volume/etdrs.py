@@ -99,7 +99,7 @@ def field_of(
 
     `axial_length_mm` rescales lateral distances by the formula of Bennett, Rudnicka and Edgar (Graefes Arch
     1994;232:361-367), in which a length on the retina is proportional to the axial length less 1.82 mm; without it they
-    are the instrument's nominal ones.
+    are the instrument's nominal ones. Raises ValueError if the B-scans are not in the order of their positions.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
@@ -114,13 +114,14 @@ def field_of(
         origin = start[0]
         bscans, starts = (start - origin) @ across, (start - origin) @ along
         length = float(np.median(np.linalg.norm(end - start, axis=1)))
-        # The straight line through slightly uneven positions stays sorted; B-scans that lie on top of each other are
-        # one.
+        if (np.diff(bscans) < 0).any():
+            raise ValueError("B-scans must come in the order of their positions; sort the volume and its lines first")
         return Field(
             origin,
             along,
             across,
-            np.maximum.accumulate(bscans + 1e-9 * np.arange(count)),
+            # B-scans at the same place stay distinct for the interpolation.
+            bscans + 1e-9 * np.arange(count),
             starts,
             columns,
             length / max(columns - 1, 1),
@@ -143,8 +144,8 @@ def field_of(
 def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> np.ndarray | None:
     """[2] position of the foveal pit in mm, or None if the retina has no pit within `reach_mm` of the field's centre.
 
-    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). The pit is the point whose surroundings, in
-    every quadrant between .5 and 1.25 mm, are thicker by at least `PIT_UM`, and most so on average.
+    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). The pit is the point from which the
+    retina rises by at least `PIT_UM` in each of eight directions, .6, .9 or 1.2 mm away, and rises most on average.
     """
     half = reach_mm + 1.25
     axis = np.arange(-half, half + CELL_MM, CELL_MM)
@@ -154,9 +155,9 @@ def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> n
     if known.mean() < 0.5:
         return None
     sigma = 0.1 / CELL_MM
-    weight = np.maximum(gaussian_filter(known.astype(float), sigma), 1e-6)
-    smooth = gaussian_filter(np.where(known, measured, 0.0), sigma) / weight
-    smooth[gaussian_filter(known.astype(float), sigma) < 0.5] = np.nan
+    weight = gaussian_filter(known.astype(float), sigma)
+    smooth = gaussian_filter(np.where(known, measured, 0.0), sigma) / np.maximum(weight, 1e-6)
+    smooth[weight < 0.5] = np.nan
     inside = np.hypot(x - field.centre[0], y - field.centre[1]) <= reach_mm
     depth = np.full(x.shape, np.inf)
     total = np.zeros(x.shape)

@@ -47,9 +47,6 @@ SURFACES = (
 )
 """From the vitreous outwards. `rpe_inner` is the inner edge of the RPE's bright band, `rpe_peak` its brightest line,
 `bm` its outer edge."""
-MASKS = (LESIONS["intraretinal_fluid"], LESIONS["subretinal_fluid"], LESIONS["drusen"], DETACHMENT)
-"""Values of the lesion mask that a segmenter learns: intraretinal fluid, subretinal fluid, drusen, detachment of the
-pigment epithelium."""
 Accident = Literal["none", "clipped", "blink", "upside_down", "wrapped"]
 """Faults of an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the
 frame."""
@@ -164,27 +161,48 @@ class Shot:
 
 def render_native(shot: Shot, rng: np.random.Generator, size: Shape3) -> Labelled:
     """B-scans of `size` [D, H, W] over the scanner's field."""
-    scene, placement = _place(shot, rng, size), shot.placement
-    power, peak = _retina(scene, rng, size), scene.peak
+    placement, frame = shot.placement, size
+    if placement.accident == "wrapped":
+        # Rendered with as much again above the frame; what lies there is folded back below.
+        dz, axial, dx = shot.scanner.field_mm
+        shot = replace(shot, scanner=replace(shot.scanner, field_mm=(dz, 2 * axial, dx)))
+        frame = size[0], 2 * size[1], size[2]
+    scene = _place(shot, rng, frame)
+    power, peak = _retina(scene, rng, frame), scene.peak
     _add_choroid(power, scene, rng)
     _paint_vessels(power, scene)
     mask = _paint_lesions(power, scene, rng)
     edges = scene.edges
     surfaces = np.stack([peak if name == "rpe_peak" else edges[_BASE[name]] for name in SURFACES]) - 0.5
-    surfaces[(surfaces < -0.5) | (surfaces > size[1] - 0.5)] = np.nan
     if placement.accident == "wrapped":
-        _fold(power, edges)
-        surfaces[:, edges[SURFACE["ilm"]] < 0] = np.nan
+        power, surfaces = fold(power), surfaces - size[1]
+        # Where the ILM has left the frame, two images of the retina overlap: no surface is to be found.
+        gone = surfaces[0] < -0.5
+        surfaces[:, gone] = np.nan
+        mask = mask[:, size[1] :] * ~gone[:, None]
+        scene = replace(scene, scanner=replace(scene.scanner, field_mm=(dz, axial, dx)))
+    surfaces[(surfaces < -0.5) | (surfaces > size[1] - 0.5)] = np.nan
     if placement.accident == "blink":
-        dark = slice(0, max(1, size[0] // 3))
+        first = int(rng.integers(size[0]))
+        dark = slice(first, first + max(1, size[0] // 3))
         power[dark] *= 1e-4
         surfaces[:, dark], mask[dark] = np.nan, 0
     voxels = _expose(power, scene, shot.acquisition, rng)
     if placement.accident == "upside_down":
         voxels, mask, surfaces = voxels[:, ::-1], mask[:, ::-1], np.full_like(surfaces, np.nan)
     return Labelled(
-        np.ascontiguousarray(voxels), surfaces.astype(np.float32), mask, scene.spacing_mm, placement.accident
+        np.ascontiguousarray(voxels),
+        surfaces.astype(np.float32),
+        np.ascontiguousarray(mask),
+        scene.spacing_mm,
+        placement.accident,
     )
+
+
+def fold(power: np.ndarray) -> np.ndarray:
+    """[D, 2H, W] → [D, H, W]: the lower half with the upper half mirrored onto it, as spectra fold at zero delay."""
+    half = power.shape[1] // 2
+    return power[:, half:] + power[:, half - 1 :: -1]
 
 
 def _place(shot: Shot, rng: np.random.Generator, size: Shape3) -> Scene:
@@ -211,9 +229,11 @@ def _place(shot: Shot, rng: np.random.Generator, size: Shape3) -> Scene:
     frame = 1000 * scanner.field_mm[1]
     top, bottom = float(depth[SURFACE["ilm"]].min()), float(depth[SURFACE["bm"]].max())
     first, last = 40 - top, frame - 100 - bottom
-    if placement.accident in ("clipped", "wrapped"):
-        high = bottom - top
-        depth += placement.outside * high - top if placement.outside < 0 else frame + placement.outside * high - bottom
+    beyond = placement.outside * (bottom - top)
+    if placement.accident == "wrapped":
+        depth += frame / 2 + beyond - top
+    elif placement.accident == "clipped":
+        depth += beyond - top if placement.outside < 0 else frame + beyond - bottom
     else:
         depth += first + placement.depth * max(last - first, 0)
     half, shade = vessel_profile(eye.vessels, x, y)
@@ -273,6 +293,7 @@ def _retina(scene: Scene, rng: np.random.Generator, size: Shape3) -> np.ndarray:
     sigma = (axial / (1000 * scene.spacing_mm[1]), lateral / (1000 * scene.spacing_mm[2]))
     for bscan in power:
         grain = gaussian_filter(rng.standard_normal(bscan.shape, dtype=np.float32), sigma, truncate=2.5)
+        # ln(10) / 10 = 0.23026 turns dB into an exponent; the root restores the deviation that the filter took.
         grain *= np.float32(look.texture_db * 0.23026 * 2 * np.sqrt(np.pi * max(sigma[0], 0.3) * max(sigma[1], 0.3)))
         bscan *= np.exp(grain, out=grain)
     return power
@@ -420,13 +441,6 @@ def _fill(mask: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarr
     rows = np.arange(mask.shape[1])[:, None] + 0.5
     for d in np.nonzero(where.any(axis=1))[0]:
         mask[d][(rows >= top[d]) & (rows < bottom[d]) & where[d]] = value
-
-
-def _fold(power: np.ndarray, edges: np.ndarray) -> None:
-    """Make a retina that leaves the frame at the top come back mirrored, as spectra do beyond zero delay."""
-    out = int(np.ceil(-edges[SURFACE["ilm"]].min()))
-    if out > 0:
-        power[:, :out] += 0.6 * power[:, out : 2 * out][:, ::-1][:, : power.shape[1]]
 
 
 def _expose(power: np.ndarray, scene: Scene, acquisition: Acquisition, rng: np.random.Generator) -> np.ndarray:
