@@ -245,6 +245,11 @@ def test_what_is_no_secret_is_left_alone(text):
     assert isinstance(location(text), BucketPath) == ("://" in text and "!/" not in text)
 
 
+def test_a_long_word_without_an_address_is_judged_at_once():
+    """A search in the square of its length would take hours."""
+    assert not addresses.holds_credentials("x" * 1_000_000)
+
+
 def test_a_table_of_files_does_not_quote_a_key(tmp_path):
     from octfm.catalog.catalog import scan
 

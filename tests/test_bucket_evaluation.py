@@ -10,12 +10,11 @@ from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder.embeddings import read_embeddings
 from octfm.io import bucket
-from octfm.pretraining.pretrain import pretrain
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from support.small_store import GRADES, darkened, small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
@@ -28,7 +27,7 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned(place, tmp_path):
     assert len(Store.open(there)) == len(store)
     labels = tmp_path / "labels.tsv"
     labels.write_text("participant_id\tgrade\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\n" for i in range(12)))
-    run = pretrain(config(steps=2), store, tmp_path / "run", "cpu", echo=quiet)
+    run = quick_pretrain(config(steps=2), store, tmp_path / "run", "cpu", echo=quiet)
 
     told = {}
     for name, where in (("disk", str(store.path)), ("bucket", there)):
@@ -64,7 +63,7 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned(place, tmp_path):
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_the_page_of_a_run_in_a_bucket_shows_no_local_folder(place, tmp_path):
-    pretrain(config(steps=1), small_store(tmp_path / "prepared"), place / "run", "cpu", echo=quiet)
+    quick_pretrain(config(steps=1), small_store(tmp_path / "prepared"), place / "run", "cpu", echo=quiet)
     shown = CliRunner().invoke(app, ["report", str(place / "run")])
     assert shown.exit_code == 0, shown
     page = (place / "run" / "report.html").read_text()

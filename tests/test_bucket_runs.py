@@ -20,7 +20,7 @@ from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.probe_cohort import Cohort
 from support.small_store import small_store
-from support.tiny_runs import config
+from support.tiny_runs import config, quick_pretrain
 
 SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
@@ -35,7 +35,7 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="session")
 def on_disk(store, tmp_path_factory):
     """The same run on a local disk."""
-    return pretrain(config(), store, tmp_path_factory.mktemp("run") / "run", "cpu", echo=lambda _: None)
+    return quick_pretrain(config(), store, tmp_path_factory.mktemp("run") / "run", "cpu", echo=lambda _: None)
 
 
 def same_state(one, other) -> bool:
@@ -62,10 +62,10 @@ def stop_after(step: int):
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, tmp_path, monkeypatch):
     with pytest.raises(Stop):
-        pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
+        quick_pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
     told = []
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
-    pretrain(config(), store, str(place / "run"), "cpu", echo=told.append)
+    quick_pretrain(config(), store, str(place / "run"), "cpu", echo=told.append)
     assert any("after 3 updates" in line for line in told)
     assert same_state(local_run(place / "run"), on_disk)
     pointer = read_pointer(place / "run")
@@ -87,7 +87,7 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
 def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, store, tmp_path, monkeypatch):
     """What is added to the run later counts, too: nothing is looked up in an old copy."""
     run = str(place / "run")
-    pretrain(config(steps=2), store, run, "cpu", echo=lambda _: None)
+    quick_pretrain(config(steps=2), store, run, "cpu", echo=lambda _: None)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     cohort, seen = Cohort(), []
     for signal in (0.0, 6.0):
@@ -114,12 +114,12 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
 @pytest.mark.slow
 @buckets
 def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, store, on_disk, tmp_path, monkeypatch):
-    pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
     uri = str(place / "run" / "checkpoints" / "step-00000008.pt")
     bucket.write(uri, bucket.read(uri)[:-1000] + b"x" * 1000)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     told = []
-    pretrain(config(), store, place / "run", "cpu", echo=told.append)
+    quick_pretrain(config(), store, place / "run", "cpu", echo=told.append)
     assert any("after 6 updates" in line for line in told)
     assert same_state(local_run(place / "run"), on_disk)
 
@@ -132,7 +132,7 @@ def test_training_survives_a_tenth_of_requests_failing_and_reports_it(faulty, st
         if text.startswith("step      4/"):  # what is drawn may miss all requests of so short a run
             proxy.spoil_next("503")
 
-    pretrain(config(ckpt_every_steps=1), store, place / "run", "cpu", echo=echo)
+    quick_pretrain(config(ckpt_every_steps=1), store, place / "run", "cpu", echo=echo)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     copy = local_run(place / "run")
     assert same_state(copy, on_disk)
@@ -164,7 +164,7 @@ def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, sto
     with pytest.raises(
         CheckpointError, match=r"lacks the checkpoint after step 8; .* the same command on this machine sends it"
     ):
-        pretrain(config(), store, place / "run", "cpu", echo=echo)
+        quick_pretrain(config(), store, place / "run", "cpu", echo=echo)
     assert any("not yet in" in line and "training goes on" in line for line in told)
     folder = mirror_of(place / "run")
     assert same_state(folder, on_disk), "the local disk has it"
@@ -173,7 +173,7 @@ def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, sto
     proxy.fail_after(10**9)
     monkeypatch.setattr(bucket_run, "PATIENCE_S", 60.0)
     bucket.delete(str(place / "run" / "run.lease"))
-    pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     assert same_state(local_run(place / "run"), on_disk)
     proxy.close()
@@ -194,7 +194,7 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(
         monkeypatch.setenv(ENDPOINT[place.scheme], proxy.endpoint)
         proxy.fail_after(left)
         try:
-            pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
+            quick_pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
         except (BucketError, CheckpointError, ConfigError):
             stopped += 1
         monkeypatch.setenv(ENDPOINT[place.scheme], direct)
@@ -205,7 +205,7 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(
         bucket.delete(str(place / f"run {left}" / "run.lease"))
         monkeypatch.setattr(bucket_run, "PATIENCE_S", 60.0)
         monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"other machine {left}"))
-        pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
+        quick_pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
         assert same_state(local_run(place / f"run {left}"), on_disk)
     assert stopped >= 4, "a run that needs fewer requests than that ends well"
     proxy.close()
@@ -219,9 +219,9 @@ def test_two_processes_do_not_train_into_one_run(place, store):
         if text.startswith("step") and not inside:
             inside.append(True)
             with pytest.raises(BucketError, match="is training into this run; wait for it or stop it"):
-                pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+                quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
 
-    pretrain(config(), store, place / "run", "cpu", echo=echo)
+    quick_pretrain(config(), store, place / "run", "cpu", echo=echo)
     assert inside
 
 

@@ -79,8 +79,8 @@ def test_doctor_then_pretrain_then_resume(store, tmp_path):
     code, out, err = octfm_here("doctor", "vit_s", *words, cwd=tmp_path)
     assert code == 0 and "PASS  objective learns" in out, (out, err)
     assert list(tmp_path.iterdir()) == []
-    for _ in range(2):
-        code, out, err = octfm_command("pretrain", "vit_s", *words, "--out", "runs/a", "--device", "cpu", cwd=tmp_path)
+    for run in (octfm_command, octfm_here):
+        code, out, err = run("pretrain", "vit_s", *words, "--out", "runs/a", "--device", "cpu", cwd=tmp_path)
         assert code == 0 and "pretraining done: 8 updates" in out, (out, err)
     assert "resuming runs/a after 8 updates" in out
 

@@ -13,13 +13,12 @@ from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import EvaluationError
 from octfm.evaluation.compare import probe_together
 from octfm.evaluation.probe import probe, write_probe
-from octfm.pretraining.pretrain import pretrain
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
 from support.browser import assert_renders, needs_chromium
 from support.run_folder import probe_result, write_run
 from support.small_store import darkened, small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     labels.write_text(
         "participant_id\tbrightness\n" + "".join(f"P{i:03d}\t{(1.0, 0.7, 0.4)[i % 3] + i / 1000}\n" for i in range(20))
     )
-    run = pretrain(config(steps=2), store, tmp_path / "a", echo=quiet)
+    run = quick_pretrain(config(steps=2), store, tmp_path / "a", echo=quiet)
     embed_store(load_encoder(run), store, run / "embeddings", echo=quiet)
     twin = Path(shutil.copytree(run, tmp_path / "b"))
     result = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=200)
@@ -126,7 +125,7 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     assert result["settings"]["design"] == "recommended_split"
     # One of the runs has seen who is tested.
     lenient = small_store(tmp_path / "other", darkened, ("train",) * 16 + ("val",) * 2 + ("test",) * 2)
-    seen = pretrain(config(steps=1), lenient, tmp_path / "c", echo=quiet)
+    seen = quick_pretrain(config(steps=1), lenient, tmp_path / "c", echo=quiet)
     shutil.copytree(run / "embeddings", seen / "embeddings")
     with pytest.raises(EvaluationError, match="seen"):
         probe_together({"a": run, "c": seen}, labels, targets=["brightness"], resamples=200)

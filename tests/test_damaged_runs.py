@@ -23,7 +23,6 @@ from octfm.io import location
 from octfm.io.location import BucketPath, write_whole
 from octfm.pretraining.monitors.recovery import healthy_before
 from octfm.pretraining.preflight import resources
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.resume import PRETRAINING
 from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint, checkpoint_files
@@ -36,7 +35,7 @@ from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
 from support.small_store import small_store
 from support.tiny_runs import config as tiny
-from support.tiny_runs import quiet, timeless
+from support.tiny_runs import quick_pretrain, quiet, timeless
 
 GIB = 2**30
 STRIDE = 7
@@ -60,7 +59,8 @@ def finished(store, tmp_path_factory):
     """Runs of 8 steps with checkpoints after 3, 6 and 8: two of one config, and one of another seed."""
     folder = tmp_path_factory.mktemp("runs")
     return {
-        name: pretrain(config(seed=seed), store, folder / name, echo=quiet) for name, seed in (("a", 3), ("other", 4))
+        name: quick_pretrain(config(seed=seed), store, folder / name, echo=quiet)
+        for name, seed in (("a", 3), ("other", 4))
     }
 
 
@@ -86,7 +86,7 @@ def disk_of(bytes_free, monkeypatch, others=()):
 def test_a_finished_run_needs_no_room_on_the_disk(store, finished, monkeypatch):
     disk_of(0, monkeypatch)
     assert resources.disk(config(), store, finished["a"], 16).status == "PASS"
-    assert pretrain(config(), store, finished["a"], echo=quiet) == finished["a"]
+    assert quick_pretrain(config(), store, finished["a"], echo=quiet) == finished["a"]
 
 
 def test_a_preempted_run_needs_only_the_room_that_it_lacks(store, halted, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_preempted_run_needs_only_the_room_that_it_lacks(store, halted, tmp_pa
     assert resources.disk(config(), store, tmp_path / "new", 16).status == "FAIL"
     (halted / "checkpoints" / "step-00000007.partial").write_bytes(b"x" * one)
     assert resources.disk(config(), store, halted, 16).status == "PASS"
-    pretrain(config(), store, halted, echo=quiet)
+    quick_pretrain(config(), store, halted, echo=quiet)
     assert checkpoint.step_of(checkpoint.newest(halted)) == 8
     assert not list((halted / "checkpoints").glob("*.partial"))
 
@@ -159,7 +159,7 @@ def test_a_broken_line_in_the_middle_costs_no_row_of_a_resumed_run(store, finish
     lines.insert(len(lines) // 2, b'{"kind": "train", "st\xff\n')
     path.write_bytes(b"".join(lines))
     said = []
-    pretrain(config(), store, halted, echo=said.append)
+    quick_pretrain(config(), store, halted, echo=said.append)
     told = [row for row in timeless(halted) if row.get("what") != "metrics"]
     assert told == timeless(finished["a"])
     assert any("1 damaged line was moved to metrics.broken.txt" in line for line in said)
@@ -217,7 +217,7 @@ def test_files_that_look_like_checkpoints_are_named_and_left_alone(store, finish
     (folder / "step-00000098.dcp").touch()
     (folder / "step-00000097.pt").symlink_to("nowhere")
     said = []
-    pretrain(config(), store, halted, echo=said.append)
+    quick_pretrain(config(), store, halted, echo=said.append)
     assert timeless(halted) == timeless(finished["a"])
     assert all((folder / name).read_bytes() == b"not mine" for name in ODD_NAMES)
     assert (folder / "step-00000099.pt").is_dir()
@@ -299,7 +299,7 @@ def test_a_cut_newest_checkpoint_falls_back_twice_over(store, finished, halted, 
     newest.with_suffix(".damaged").mkdir()
     newest.write_bytes(newest.read_bytes()[:length])
     said = []
-    pretrain(config(), store, halted, echo=said.append)
+    quick_pretrain(config(), store, halted, echo=said.append)
     assert any("step-00000006.pt is damaged and was set aside as step-00000006.damaged2" in line for line in said)
     assert timeless(halted) == timeless(finished["a"])
 
@@ -321,7 +321,7 @@ def test_a_checkpoint_of_another_run_stops_and_is_named(store, finished, halted,
         )
     before = Path(foreign).read_bytes()
     with pytest.raises(CheckpointError, match=rf"{name}: a checkpoint of another run .*move it out .*model\.init"):
-        pretrain(config(), store, halted, echo=quiet)
+        quick_pretrain(config(), store, halted, echo=quiet)
     if step > 3:
         with pytest.raises(CheckpointError, match=rf"{name}: a checkpoint of another run"):
             load_encoder(halted, device="cpu")
@@ -336,7 +336,7 @@ def test_shards_of_another_run_stop_too(store, finished, halted):
     shards.mkdir()
     torch.save(checkpoint.load(checkpoint.newest(finished["other"])) | {"step": 9, "model": {}}, shards / "rest.pt")
     with pytest.raises(CheckpointError, match=r"step-00000009\.dcp: a checkpoint of another run"):
-        pretrain(config(), store, halted, echo=quiet)
+        quick_pretrain(config(), store, halted, echo=quiet)
     assert shards.is_dir()
 
 
@@ -346,7 +346,7 @@ def test_a_renamed_checkpoint_stops(store, halted):
     with pytest.raises(
         CheckpointError, match=r"its name says 7 updates and it holds 6; rename it to step-00000006\.pt"
     ):
-        pretrain(config(), store, halted, echo=quiet)
+        quick_pretrain(config(), store, halted, echo=quiet)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -362,11 +362,11 @@ def test_a_checkpoint_without_a_key_is_judged_by_its_settings(store, finished, h
         {k: v for k, v in source.items() if k not in ("format", "version", "checksum", "step")},
     )
     if own:
-        pretrain(config(), store, halted, echo=quiet)
+        quick_pretrain(config(), store, halted, echo=quiet)
         assert checkpoint.step_of(checkpoint.newest(halted)) == 8
     else:
         with pytest.raises(CheckpointError, match="another run"):
-            pretrain(config(), store, halted, echo=quiet)
+            quick_pretrain(config(), store, halted, echo=quiet)
 
 
 def test_fine_tuning_refuses_a_foreign_checkpoint_too(store, tmp_path):

@@ -25,14 +25,13 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, EvaluationError
 from octfm.evaluation.probe import probe
 from octfm.io.location import location
-from octfm.pretraining.pretrain import pretrain
 from octfm.store.prepare import prepare
 from octfm.tasks.embed_run import embed_all
 from support.bucket_servers import BUCKET, s3_server
 from support.codestreams import imagecodecs_encoder, picture
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_preprocessing, small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 from support.waiting import planted_delay
 
 COUNT = 11
@@ -41,7 +40,7 @@ COUNT = 11
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     store = small_store(tmp_path_factory.mktemp("store") / "prepared")
-    return pretrain(config(steps=2), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+    return quick_pretrain(config(steps=2), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def write_eye(path: Path, seed: int, participant: str) -> Path:

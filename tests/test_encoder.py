@@ -9,11 +9,10 @@ import torch
 from octfm.encoder.embed import WORDS, embed_store, embedding_files, write_vectors
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import CheckpointError, EvaluationError
-from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 from support.volumes import eye
 
 
@@ -24,7 +23,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
-    return pretrain(config(steps=4), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+    return quick_pretrain(config(steps=4), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def test_F15_preprocessing_travels_with_the_weights(run, store):
@@ -48,7 +47,7 @@ def test_F15_a_store_prepared_otherwise_is_refused(run, store, tmp_path):
 @pytest.mark.parametrize(("chosen", "taken"), [("target", "target_encoder"), ("context", "encoder")])
 def test_the_encoder_that_is_asked_for_is_frozen(chosen, taken, store, tmp_path):
     settings = config(steps=3, objective={"frozen": chosen, "target_norm": "whiten"})
-    run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     kept = checkpoint.load(checkpoint.newest(run))["model"]
     assert not all(
         torch.equal(kept[n], kept[n.replace("target_encoder.", "encoder.")])
@@ -113,7 +112,7 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
     from octfm.encoder.budget import COMPARED
     from octfm.encoder.embeddings import read_embeddings
 
-    run = pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet)
     said: list[str] = []
     encoder = load_encoder(run)
     budget = read_embeddings(embed_store(encoder, store, tmp_path, echo=said.append)).metadata["budget"]
@@ -128,7 +127,7 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
         and budget["full_grid"]["offset"] > 0
     )
     assert "24 of 128 tokens are kept" in said[0] and "of the tissue has no room" in said[0]
-    whole = pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
+    whole = quick_pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
     assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
 
 
@@ -136,7 +135,7 @@ def test_what_old_embeddings_say_of_their_budget_is_not_believed(store, tmp_path
     """They held against the budget what moves all vectors alike; the key of the vectors is the same as then."""
     from octfm.encoder.embeddings import read_embeddings
 
-    encoder = load_encoder(pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet))
+    encoder = load_encoder(quick_pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet))
     file = embed_store(encoder, store, tmp_path, echo=quiet)
     fresh = read_embeddings(file)
     old = fresh.metadata["budget"] | {

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from octfm.errors import CheckpointError, Preempted
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.resume import PRETRAINING
 from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint
@@ -24,7 +23,7 @@ from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from support import support_process
 from support.small_store import small_store
-from support.tiny_runs import assert_same_run, config, final, interrupted_after, quiet, rows, tiny
+from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows, tiny
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def test_a_second_signal_acts_at_once():
 
 def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, tmp_path):
     """One flipped bit, which torch reads without complaint."""
-    run, whole = (pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
+    run, whole = (quick_pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
     newest = checkpoint.newest(run)
     content = bytearray(newest.read_bytes())
     name = next(iter(checkpoint.load(newest)["model"]))
@@ -110,7 +109,7 @@ def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, tmp
     with pytest.raises(CheckpointError, match=r"step-00000008\.pt: damaged, its checksum is \w+ and should be"):
         checkpoint.load(newest)
     said: list[str] = []
-    pretrain(config(), store, run, echo=said.append)
+    quick_pretrain(config(), store, run, echo=said.append)
     assert any("step-00000008.pt is damaged and was set aside" in line and "going back to" in line for line in said)
     assert_same_run(run, whole)
 
@@ -153,12 +152,12 @@ def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
         with pytest.raises(
             CheckpointError, match=rf"another process \(pid {other.pid} since .*is training into this folder"
         ):
-            pretrain(config(steps=1), store, run, echo=quiet)
+            quick_pretrain(config(steps=1), store, run, echo=quiet)
         assert [p.name for p in run.iterdir()] == ["run.lock"], "nothing was written"
     finally:
         other.kill()
         other.wait()
-    pretrain(config(steps=1), store, run, echo=quiet)
+    quick_pretrain(config(steps=1), store, run, echo=quiet)
 
 
 def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
@@ -174,44 +173,44 @@ def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
 
     accumulate = loop.accumulate
     monkeypatch.setattr(loop, "accumulate", second)
-    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
     data = json.loads((run / "run.json").read_text())["data"]
     with claim(run, Identity(PRETRAINING, config(steps=1), store.fingerprint, data)):
         pass
 
 
 def test_override_accepts_other_settings_and_records_them(store, tmp_path):
-    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     longer = config(steps=5, clip_grad_norm=1.0)
     with pytest.raises(CheckpointError, match=r"other values of clip_grad_norm, steps; .*--override"):
-        pretrain(longer, store, run, echo=quiet)
+        quick_pretrain(longer, store, run, echo=quiet)
     said: list[str] = []
-    pretrain(longer, store, run, echo=said.append, override=True)
+    quick_pretrain(longer, store, run, echo=said.append, override=True)
     assert "override: steps is 5 from step 3 on; the run began with 3" in said
     record = json.loads((run / "run.json").read_text())["overrides"]
     assert record[0]["after_step"] == 3
     assert record[0]["settings"] == {"clip_grad_norm": {"before": 3.0, "now": 1.0}, "steps": {"before": 3, "now": 5}}
     assert final(run)["step"] == 5 and final(run)["config"]["steps"] == 5
-    pretrain(longer, store, run, echo=quiet)
+    quick_pretrain(longer, store, run, echo=quiet)
 
 
 def test_shapes_cannot_be_overridden(store, tmp_path):
-    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     wider = config(steps=3, model={"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2})
     with pytest.raises(CheckpointError, match=r"weights do not fit the networks of this config .*cannot be overridden"):
-        pretrain(wider, store, run, echo=quiet, override=True)
+        quick_pretrain(wider, store, run, echo=quiet, override=True)
 
 
 def test_a_version_1_run_goes_on(store, tmp_path):
     """Runs that began before checkpoints had a checksum and a state."""
-    run, whole = (pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
+    run, whole = (quick_pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
     for path in checkpoint.steps(run / "checkpoints"):
         old = checkpoint.load(path)
         old["version"] = 1
         del old["checksum"], old["state"]
         torch.save(old, path)
     checkpoint.newest(run).unlink()
-    pretrain(config(), store, run, echo=quiet)
+    quick_pretrain(config(), store, run, echo=quiet)
     a, b = final(run), final(whole)
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
 
@@ -256,7 +255,7 @@ def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
 
 def test_retention_over_a_whole_run(store, tmp_path):
     settings = config(steps=12, ckpt_every_steps=1, keep_checkpoints=1, keep_every_steps=5, keep_every_epochs=1.5)
-    run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     # 16 training volumes in batches of 4: an epoch is 4 steps, and the first checkpoint at or after 6 steps is kept,
     # and after 12.
     assert [checkpoint.step_of(p) for p in checkpoint.steps(run / "checkpoints")] == [5, 6, 10, 12]
@@ -312,7 +311,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_
             CheckpointError,
             match=r"after step 8 could not be written; free some space .* it continues from .*step-00000003\.pt",
         ):
-            pretrain(config(), store, tmp_path / "run", echo=said.append)
+            quick_pretrain(config(), store, tmp_path / "run", echo=said.append)
     message = next(line for line in said if "was not written" in line)
     assert os.strerror(errno.EFBIG) in message and "step-00000003.pt, is intact; training goes on" in message
     assert rows(tmp_path / "run", "checkpoint")[0]["sentence"] in message
@@ -320,8 +319,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003.pt"], (
         "no half file is left"
     )
-    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
-    assert_same_run(run, pretrain(config(), store, tmp_path / "whole", echo=quiet))
+    run = quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
+    assert_same_run(run, quick_pretrain(config(), store, tmp_path / "whole", echo=quiet))
 
 
 def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_path, monkeypatch):
@@ -329,7 +328,7 @@ def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_pa
     found: list[Session] = []
     save = Session.save
     monkeypatch.setattr(Session, "save", lambda self: (found.append(self), save(self))[1])
-    pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
+    quick_pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     session = found[-1]
     for lost, raises in (
         ([100, session.training.step], True),
@@ -360,12 +359,12 @@ def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path
     settings = config(ckpt_second_dir=str(tmp_path / "second"))
     said: list[str] = []
     disk_full_from(6, monkeypatch)
-    run = pretrain(settings, store, tmp_path / "run", echo=said.append)
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=said.append)
     assert any("trying" in line for line in said)
     newest = checkpoint.newest(run)
     assert newest.name == "step-00000008.pt" and (tmp_path / "second") in newest.parents
     said.clear()
-    pretrain(settings, store, run, echo=said.append)
+    quick_pretrain(settings, store, run, echo=said.append)
     assert any("after 8 updates" in line for line in said), "it is found again"
 
 
@@ -448,7 +447,7 @@ def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):
 def test_python_callers_get_preempted_too(store, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Preempted, match="SIGTERM: saved after 2 of 8 updates"):
         interrupted_after(2, patch)
-        pretrain(config(), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
-    assert_same_run(run, pretrain(config(), store, tmp_path / "whole", echo=quiet))
+    run = quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
+    assert_same_run(run, quick_pretrain(config(), store, tmp_path / "whole", echo=quiet))

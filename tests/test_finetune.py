@@ -17,7 +17,6 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.tokens import token_features
 from octfm.errors import CheckpointError, EvaluationError, OctfmError
 from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
-from octfm.pretraining.pretrain import pretrain
 from octfm.report.leaderboard import write_leaderboard
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
@@ -29,7 +28,7 @@ from octfm.tasks.predictions import read_predictions
 from octfm.trust.leaderboard import leaderboard, metadata, to_csv, to_markdown
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
-from support.tiny_runs import Killed, quiet
+from support.tiny_runs import Killed, quick_pretrain, quiet
 from support.tiny_runs import config as pretrain_config
 
 
@@ -45,7 +44,7 @@ def labels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
-    return pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+    return quick_pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def result_of(out, metric):

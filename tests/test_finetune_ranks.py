@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from octfm.errors import CheckpointError, ConfigError
-from octfm.pretraining.pretrain import pretrain
 from octfm.run.folder import locked
 from octfm.run.tracking import read_metrics
 from octfm.tasks.finetune import finetune
@@ -22,7 +21,7 @@ from support.finetune_runs import settings, write_labels
 from support.ranks import codes
 from support.small_store import darkened, small_store
 from support.tiny_runs import config as pretrain_config
-from support.tiny_runs import final, quiet
+from support.tiny_runs import final, quick_pretrain, quiet
 from support.waiting import wait_until
 
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 1}
@@ -41,7 +40,7 @@ def labels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
-    return pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+    return quick_pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def told(out, *names):

@@ -8,10 +8,9 @@ from octfm.models.objectives.jepa import JEPA
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig, rotary, take_patches
 from octfm.pretraining.initial_weights import begin_with
-from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
 from support.small_store import small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 from support.vjepa2_peer import EVERY, GRID, PATCH, SIZE, random_vjepa2
 
 MODEL = ViTConfig(patch_size=PATCH, width=48, depth=3, heads=4)
@@ -139,7 +138,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
 
 def test_a_run_begins_with_given_weights_and_resumes_without_the_file(tmp_path):
     store = small_store(tmp_path / "store")
-    plain = pretrain(config(steps=2, ckpt_every_steps=1), store, tmp_path / "plain", "cpu", echo=quiet)
+    plain = quick_pretrain(config(steps=2, ckpt_every_steps=1), store, tmp_path / "plain", "cpu", echo=quiet)
     own = checkpoint.load(checkpoint.newest(plain))["model"]
     size = config().model
     given = {
@@ -155,7 +154,7 @@ def test_a_run_begins_with_given_weights_and_resumes_without_the_file(tmp_path):
     torch.save(given, tmp_path / "given.pt")
     model = {"init": str(tmp_path / "given.pt"), **size.model_dump(exclude={"init"})}
     settings = config(steps=4, ckpt_every_steps=1, keep_checkpoints=9, model=model)
-    run = pretrain(settings, store, tmp_path / "run", "cpu", echo=quiet)
+    run = quick_pretrain(settings, store, tmp_path / "run", "cpu", echo=quiet)
     first, *_, last = sorted((run / "checkpoints").glob("*.pt"))
     started = checkpoint.load(first)["model"]
     gap = {
@@ -167,6 +166,6 @@ def test_a_run_begins_with_given_weights_and_resumes_without_the_file(tmp_path):
     finished = checkpoint.load(last)["model"]
     last.unlink()
     (tmp_path / "given.pt").unlink()
-    pretrain(settings, store, run, "cpu", echo=quiet)
+    quick_pretrain(settings, store, run, "cpu", echo=quiet)
     again = checkpoint.load(last)["model"]
     assert all(torch.equal(finished[name], again[name]) for name in finished)

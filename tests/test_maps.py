@@ -19,7 +19,6 @@ from octfm.formats import read_volume
 from octfm.models.heads import CrossAttentionPool
 from octfm.phantom import phantom_volume
 from octfm.pretraining.masks import TISSUE
-from octfm.pretraining.pretrain import pretrain
 from octfm.store.layout import Arrays
 from octfm.tasks import maps
 from octfm.tasks.embed_run import embed_all
@@ -30,7 +29,7 @@ from octfm.tasks.view import scene_of
 from octfm.volume.radial import to_raster
 from support.small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
 from support.stars import lines_of, scanned, write_star
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
-    return pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+    return quick_pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 @pytest.fixture(scope="module")

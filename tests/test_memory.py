@@ -8,10 +8,9 @@ import torch
 
 from octfm.errors import TrainingError
 from octfm.pretraining import step as forward
-from octfm.pretraining.pretrain import pretrain
 from support import support_process
 from support.small_store import small_store
-from support.tiny_runs import config, final, quiet, rows
+from support.tiny_runs import config, final, quick_pretrain, quiet, rows
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +75,12 @@ def test_F7_a_failed_pass_leaves_nothing_behind(store, tmp_path, monkeypatch, er
     )
     with monkeypatch.context() as patch:
         sizes = no_room_for_more_than(1, patch, error)
-        short = pretrain(settings, store, tmp_path / "short", echo=quiet)
+        short = quick_pretrain(settings, store, tmp_path / "short", echo=quiet)
         assert sizes[:6] == [2, 2, 1, 1, 1, 1] and final(short)["state"]["micro_batch"] == 1
     ones = config(
         steps=2, data={"global_batch_size": 4, "per_device_batch_size": 1}, objective={"target_norm": "whiten"}
     )
-    single = pretrain(ones, store, tmp_path / "single", echo=quiet)
+    single = quick_pretrain(ones, store, tmp_path / "single", echo=quiet)
     for name, tensor in final(short)["model"].items():
         assert torch.equal(tensor, final(single)["model"][name]), name
 
@@ -89,10 +88,10 @@ def test_F7_a_failed_pass_leaves_nothing_behind(store, tmp_path, monkeypatch, er
 def test_F7_other_errors_are_not_taken_for_memory(store, tmp_path, monkeypatch):
     no_room_for_more_than(1, monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes cannot"):
-        pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
 
 
 def test_F7_no_room_for_a_single_volume_stops_with_what_to_do(store, tmp_path, monkeypatch):
     no_room_for_more_than(0, monkeypatch)
     with pytest.raises(TrainingError, match=r"memory ran out with one volume at a time .*lower masks\.budget"):
-        pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)

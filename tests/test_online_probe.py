@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from octfm.errors import ConfigError
-from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors import online_probe as probe
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
-from octfm.pretraining.pretrain import pretrain
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.loader import select
 from support.small_store import prepared_eye, small_preprocessing, small_store
-from support.tiny_runs import config, final, quiet, rows
+from support.tiny_runs import config, final, quick_pretrain, quiet, rows
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +109,11 @@ def test_ridge_equals_the_textbook_form():
     assert min(np.abs(found - answer).max() for answer in answers) < 1e-9
 
 
-def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
+def test_vectors_are_those_of_octfm_embed(store, tmp_path):
     """One definition of a feature: the online probe and the reported one look at the same vectors."""
     from octfm.encoder.encoder import load_encoder
 
-    monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
-    run = pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     encoder = load_encoder(run)
     chosen = select(store, "val")
     found = probe.tissue_vectors(encoder.network, lambda grid: 64, (2, 8, 8), "mean", store, encoder.runtime, 3, chosen)
@@ -125,7 +122,6 @@ def test_vectors_are_those_of_octfm_embed(store, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
 def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
-    monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
     scores = iter([0.1, 0.6, 0.3])
     monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)
     monkeypatch.setattr(probe, "_neighbours", lambda cases, x, x_new: x_new)
@@ -141,13 +137,13 @@ def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store,
     settings = config(
         keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3}
     )
-    run = pretrain(settings, store, tmp_path / "probed", echo=quiet)
+    run = quick_pretrain(settings, store, tmp_path / "probed", echo=quiet)
     found = rows(run, "probe")
     assert [(row["step"], row["score"]) for row in found] == [(2, 0.1), (5, 0.6), (7, 0.3)]
     assert found[0]["metric"] == "r2" and found[0]["train_volumes"] == 16
     assert best_step(run / "checkpoints") == 6
     assert sorted(p.name for p in (run / "checkpoints").glob("*.pt")) == ["step-00000006.pt", "step-00000008.pt"]
-    plain = pretrain(config(keep_checkpoints=1), store, tmp_path / "plain", echo=quiet)
+    plain = quick_pretrain(config(keep_checkpoints=1), store, tmp_path / "plain", echo=quiet)
     assert all(
         torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True)
     )

@@ -34,7 +34,7 @@ from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
 from support.probe_cohort import Cohort
 from support.small_store import darkened, prepared_eye, small_preprocessing, small_store
-from support.tiny_runs import TINY, Killed, assert_same_run, config, final, quiet, rows
+from support.tiny_runs import TINY, Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
 
 HOST = Runtime(torch.device("cpu"))
 
@@ -122,7 +122,7 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
     out = tmp_path_factory.mktemp("plugins") / "run"
-    return pretrain(config(steps=40), store, out, echo=quiet, objective=DINOConfig())
+    return quick_pretrain(config(steps=40), store, out, echo=quiet, objective=DINOConfig())
 
 
 def test_an_objective_of_ones_own_is_examined_before_step_0(store, tmp_path):
@@ -149,16 +149,18 @@ def test_an_objective_of_ones_own_resumes_bit_for_bit(store, tmp_path, monkeypat
             raise Killed
         return made(*args, **kwargs)
 
-    whole = pretrain(config(), store, tmp_path / "whole", echo=quiet, objective=DINOConfig(prototypes=16))
+    whole = quick_pretrain(config(), store, tmp_path / "whole", echo=quiet, objective=DINOConfig(prototypes=16))
     monkeypatch.setattr(forward, "make_inputs", interrupted)
     for _ in range(2):
         try:
-            halves = pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig(prototypes=16))
+            halves = quick_pretrain(
+                config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig(prototypes=16)
+            )
         except Killed:
             monkeypatch.undo()
     assert_same_run(whole, halves)
     with pytest.raises(CheckpointError, match=r"other values of objective\.prototypes"):
-        pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig())
+        quick_pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig())
 
 
 def test_a_file_or_checkpoint_names_an_objective_and_never_imports_its_code(run, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
 from octfm.models.pooling import EXTREMES, extremes, mean, pooled, width_of
 from support.small_store import small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 
 @given(seed=st.integers(0, 2**31), volumes=st.integers(1, 4), tokens=st.integers(1, 40), width=st.integers(1, 6))
@@ -59,11 +59,10 @@ def test_a_lesion_on_few_tokens_moves_the_extremes_further_than_the_mean():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from octfm.pretraining.pretrain import pretrain
 
     folder = tmp_path_factory.mktemp("pooling")
     store = small_store(folder / "prepared")
-    return pretrain(config(steps=2), store, folder / "run", echo=quiet), store
+    return quick_pretrain(config(steps=2), store, folder / "run", echo=quiet), store
 
 
 def test_the_pool_is_a_run_setting_and_an_embed_option_with_its_own_key(run, tmp_path):

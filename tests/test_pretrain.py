@@ -13,7 +13,7 @@ from octfm.pretraining import step as forward
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
 from support.small_store import SIZE, edit_rows, small_store
-from support.tiny_runs import Killed, config, final, quiet, rows, timeless
+from support.tiny_runs import Killed, config, final, quick_pretrain, quiet, rows, timeless
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, ob
     settings = config(
         steps=80, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=10
     )
-    run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     curve = [row["masked_over_baseline"] for row in rows(run)]
     assert curve[-1] < 0.9 * curve[0]
     held_out = [row["masked_over_baseline"] for row in rows(run, "validation")]
@@ -34,10 +34,14 @@ def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, ob
     assert rows(run, "incident") == [], "no false alarm"
 
 
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    return pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
+
+
 @pytest.mark.parametrize("stop_at", [1, 4, 7])
-def test_resumed_run_equals_uninterrupted_run(store, tmp_path, monkeypatch, stop_at):
-    """Weights, optimizer, teacher and every metric, bit for bit."""
-    whole = pretrain(config(), store, tmp_path / "whole", echo=quiet)
+def test_resumed_run_equals_uninterrupted_run(store, whole, tmp_path, monkeypatch, stop_at):
+    """Weights, optimizer, teacher and every metric, bit for bit; the checks before step 0 leave no trace."""
     make_inputs, calls = forward.make_inputs, []
 
     def interrupted(*args, **kwargs):
@@ -61,25 +65,27 @@ def test_resumed_run_equals_uninterrupted_run(store, tmp_path, monkeypatch, stop
 
 
 def test_a_finished_run_is_left_as_it_is(store, tmp_path):
-    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     before = (run / "metrics.jsonl").read_bytes()
-    pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_F18_a_damaged_checkpoint_stops_with_the_reason(store, tmp_path):
     """The prototype swallowed the error and started again from epoch 1."""
-    run = pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     newest = checkpoint.newest(run)
     newest.write_bytes(newest.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"step-00000003\.pt: damaged.*delete it to continue"):
-        pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
 
 
 def test_F18_a_config_that_contradicts_the_run_is_refused(store, tmp_path):
-    pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     with pytest.raises(CheckpointError, match=r"other values of schedule\.base_lr, steps"):
-        pretrain(config(steps=5, schedule={"base_lr": 1e-3, "warmup_ratio": 0.1}), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(
+            config(steps=5, schedule={"base_lr": 1e-3, "warmup_ratio": 0.1}), store, tmp_path / "run", echo=quiet
+        )
 
 
 def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
@@ -89,11 +95,11 @@ def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
     from octfm.store.store import Store
 
     moved = shutil.copytree(store.path, tmp_path / "moved")
-    pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
+    quick_pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
     swap = {"train": "test", "test": "train"}
     edit_rows(moved, lambda row: {"split": swap.get(row.split, row.split)})
     with pytest.raises(CheckpointError, match="training volumes of the store are not those it began on"):
-        pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
+        quick_pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
 
 
 def test_validation_does_not_depend_on_the_micro_batch(store, tmp_path):
@@ -101,16 +107,18 @@ def test_validation_does_not_depend_on_the_micro_batch(store, tmp_path):
     for size in (1, 4):
         settings = config(steps=1, data={"global_batch_size": 4, "per_device_batch_size": size})
         found.append(
-            rows(pretrain(settings, store, tmp_path / str(size), echo=quiet), "validation")[0]["masked_over_baseline"]
+            rows(quick_pretrain(settings, store, tmp_path / str(size), echo=quiet), "validation")[0][
+                "masked_over_baseline"
+            ]
         )
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 def test_a_damaged_run_record_is_named(store, tmp_path):
-    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
     (run / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"run\.json: missing or damaged"):
-        pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
 
 
 @pytest.mark.parametrize("content", [b"", b"some text\n" * 50])
@@ -123,42 +131,39 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
 def test_a_folder_that_is_not_a_run_is_never_overwritten(store, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(CheckpointError, match="exists and is not a run folder"):
-        pretrain(config(), store, tmp_path, echo=quiet)
+        quick_pretrain(config(), store, tmp_path, echo=quiet)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_F2_learning_rate_is_set_from_the_function_at_every_update(store, tmp_path):
-    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
+def test_F2_learning_rate_is_set_from_the_function_at_every_update(whole):
     from octfm.pretraining.schedule import Schedule
 
     schedule = Schedule(config().schedule, 8)
-    assert [row["lr"] for row in rows(run)] == [schedule.lr(step) for step in range(8)]
-    assert final(run)["optimizer"]["param_groups"][0]["lr"] == schedule.lr(7) > 0
+    assert [row["lr"] for row in rows(whole)] == [schedule.lr(step) for step in range(8)]
+    assert final(whole)["optimizer"]["param_groups"][0]["lr"] == schedule.lr(7) > 0
 
 
 def test_F3_gradient_norm_is_measured_before_clipping_and_zero_grad(store, tmp_path):
-    loose = pretrain(config(steps=2, clip_grad_norm=1e9), store, tmp_path / "loose", echo=quiet)
-    tight = pretrain(config(steps=2, clip_grad_norm=1e-3), store, tmp_path / "tight", echo=quiet)
+    loose = quick_pretrain(config(steps=2, clip_grad_norm=1e9), store, tmp_path / "loose", echo=quiet)
+    tight = quick_pretrain(config(steps=2, clip_grad_norm=1e-3), store, tmp_path / "tight", echo=quiet)
     norms = [[row["grad_norm"] for row in rows(run)] for run in (loose, tight)]
     assert norms[0][0] == norms[1][0] > 0.01, "clipping must not change what is logged"
 
 
-def test_F11_teacher_moves_in_every_update_and_context_cannot_see(store, tmp_path):
-    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
-    assert all(row["teacher_step"] > 0 for row in rows(run))
+def test_F11_teacher_moves_in_every_update_and_context_cannot_see(whole):
+    assert all(row["teacher_step"] > 0 for row in rows(whole))
 
 
-def test_F12_validation_has_real_masks_and_the_same_ones_every_time(store, tmp_path):
+def test_F12_validation_has_real_masks_and_the_same_ones_every_time(whole):
     """The prototype's validation mask was all zeros, so its loss was 0 and the best checkpoint was always the first."""
-    run = pretrain(config(), store, tmp_path / "run", echo=quiet)
-    found = rows(run, "validation")
+    found = rows(whole, "validation")
     assert [row["step"] for row in found] == [3, 7]
     assert all(row["masked_loss"] > 0.01 and row["volumes"] == 4 for row in found)
     assert found[0]["masked_loss"] != found[1]["masked_loss"]
 
 
 def test_F16_no_participant_is_trained_and_validated_on(store, tmp_path):
-    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
     kept = final(run)["participants"]
     train = {r.participant for r in store.rows if r.split == "train"}
     other = {r.participant for r in store.rows if r.split != "train"}
@@ -169,8 +174,8 @@ def test_F16_no_participant_is_trained_and_validated_on(store, tmp_path):
 
 def test_F7_accumulation_does_not_change_the_maths(store, tmp_path):
     """Halving the micro-batch after an out-of-memory must give the same run."""
-    halves = pretrain(config(steps=3), store, tmp_path / "a", echo=quiet)
-    whole = pretrain(
+    halves = quick_pretrain(config(steps=3), store, tmp_path / "a", echo=quiet)
+    whole = quick_pretrain(
         config(steps=3, data={"global_batch_size": 4, "per_device_batch_size": 4}), store, tmp_path / "b", echo=quiet
     )
     for name, tensor in final(halves)["model"].items():
@@ -184,14 +189,14 @@ def test_F7_a_global_batch_that_does_not_divide_is_refused_before_step_0(store, 
 
 
 def test_F19_parameter_count_is_stored_with_the_run(store, tmp_path):
-    run = pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
     facts = json.loads((run / "run.json").read_text())["parameters"]
     assert facts["total"] == sum(tensor.numel() for tensor in final(run)["model"].values())
     assert facts["total"] == facts["encoder"] + facts["target_encoder"] + facts["predictor"]
 
 
 def test_metrics_tell_losses_apart_per_scanner(store, tmp_path):
-    run = pretrain(
+    run = quick_pretrain(
         config(steps=6, data={"global_batch_size": 8, "per_device_batch_size": 4}), store, tmp_path / "run", echo=quiet
     )
     row = rows(run)[-1]
@@ -212,7 +217,7 @@ def test_metrics_tell_losses_apart_per_scanner(store, tmp_path):
 
 def test_store_given_twice_is_refused(store, tmp_path):
     with pytest.raises(ConfigError, match="give one of them"):
-        pretrain(config(data={"store": str(store.path)}), store, tmp_path / "run", echo=quiet)
+        quick_pretrain(config(data={"store": str(store.path)}), store, tmp_path / "run", echo=quiet)
 
 
 def test_old_checkpoint_can_still_be_read():
@@ -236,7 +241,7 @@ def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
 
 
 def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
-    run = pretrain(config(keep_checkpoints=1), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(keep_checkpoints=1), store, tmp_path / "run", echo=quiet)
     assert [p.name for p in checkpoint.steps(run / "checkpoints")] == ["step-00000008.pt"]
 
 
@@ -245,15 +250,15 @@ def test_stages_of_masking_train_and_resume(store, tmp_path):
     from octfm.errors import Preempted
 
     settings = config(steps=8, masks={"budget": 64, "stages": [[0.4, 0.5], [0.6, 0.35]]})
-    whole = pretrain(settings, store, tmp_path / "whole", echo=quiet)
+    whole = quick_pretrain(settings, store, tmp_path / "whole", echo=quiet)
 
     def stop(line):
         if line.startswith("step ") and "5/8" in line:
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Preempted):
-        pretrain(settings, store, tmp_path / "halves", echo=stop)
-    resumed = pretrain(settings, store, tmp_path / "halves", echo=quiet)
+        quick_pretrain(settings, store, tmp_path / "halves", echo=stop)
+    resumed = quick_pretrain(settings, store, tmp_path / "halves", echo=quiet)
     assert timeless(whole) == timeless(resumed)
     for name, tensor in final(whole)["model"].items():
         assert torch.equal(tensor, final(resumed)["model"][name]), name

@@ -285,12 +285,12 @@ def test_a_hung_rank_ends_the_job_within_the_timeout_and_is_named(ranks, store, 
     import time
 
     begun = time.monotonic()
-    settings = SMALL | {"runtime": {"timeout_s": 6}, "tracking": {"step_deadline_s": 1.5}}
-    ended = ranks(2, store.path, tmp_path / "run", settings, fault="sleep", at=3, on=1, nap=12)
+    settings = SMALL | {"runtime": {"timeout_s": 4}, "tracking": {"step_deadline_s": 1}}
+    ended = ranks(2, store.path, tmp_path / "run", settings, fault="sleep", at=3, on=1, nap=8)
     assert ended[0].code == 1 and time.monotonic() - begun < 60
     told = ended[0].said
     assert (
-        "rank 0 of 2: another rank did not answer within 6 s (runtime.timeout_s) (rank 1 was waiting for the device"
+        "rank 0 of 2: another rank did not answer within 4 s (runtime.timeout_s) (rank 1 was waiting for the device"
         in told
     ), ended
     assert "waiting for the other ranks for" in told, "it spoke up before"

@@ -9,10 +9,9 @@ import pytest
 import octfm
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
-from octfm.pretraining.pretrain import pretrain
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 NOMINAL_MM = (0.12, 0.00387, 0.0115)
 """Declared for the macular hole, whose spacing is unknown; any result in mm depends on it."""
@@ -34,7 +33,7 @@ def clinic(real_data, tmp_path_factory):
 
 def test_real_volumes_go_from_scan_to_embedding(clinic, tmp_path):
     root, volumes = clinic
-    run = pretrain(config(steps=2), small_store(tmp_path / "synthetic"), tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=2), small_store(tmp_path / "synthetic"), tmp_path / "run", echo=quiet)
     encoder = load_encoder(run)
 
     catalog = octfm.scan(root)

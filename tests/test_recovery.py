@@ -13,14 +13,13 @@ from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.monitors import Finding
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.sabotage import NAMES, sabotage
 from octfm.pretraining.step import COMPANY_TOKENS
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader
 from support.small_store import small_store
-from support.tiny_runs import assert_same_run, config, final, interrupted_after, quiet, rows
+from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 
 SMALL = {
     "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
@@ -49,7 +48,7 @@ def run_with_fault(store, out, fault, objective, at, steps=None, **changes):
     error = None
     with sabotage(fault, at):
         try:
-            pretrain(settings, store, out, echo=said.append)
+            quick_pretrain(settings, store, out, echo=said.append)
         except TrainingError as stop:
             error = stop
     return said, error
@@ -112,7 +111,9 @@ def test_twenty_clean_runs_of_500_steps_raise_no_alarm(store, tmp_path):
             "objective": {"name": objective},
             "schedule": {"base_lr": base_lr, "warmup_ratio": 0.1},
         }
-        run = pretrain(config(**SMALL | changes | {"ckpt_every_steps": 100}), store, tmp_path / str(seed), echo=quiet)
+        run = quick_pretrain(
+            config(**SMALL | changes | {"ckpt_every_steps": 100}), store, tmp_path / str(seed), echo=quiet
+        )
         assert rows(run, "incident") == [], (seed, objective)
 
 
@@ -154,7 +155,7 @@ def test_a_skipped_update_changes_no_weight(store, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "accumulate", watched)
     settings = config(**SMALL | {"steps": 8, "objective": {"target_norm": "whiten"}})
     with sabotage("inf-gradient", 4, until=5):
-        pretrain(settings, store, tmp_path / "run", echo=quiet)
+        quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     same = [torch.equal(a, b) for a, b in pairwise(weights) if len(a) == len(b)]
     assert same == [False, False, False, True, False, False], "teacher, optimizer and whitening stay too"
 
@@ -170,7 +171,7 @@ def _tensors(value):
 def test_a_skipped_step_is_told_as_an_incident_and_not_as_training(store, tmp_path):
     settings = config(**SMALL | {"steps": 4, "log_every_steps": 1})
     with sabotage("inf-gradient", 0, until=2):
-        run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+        run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert [row["step"] for row in rows(run, "incident")] == [0, 1] and [row["step"] for row in rows(run)] == [2, 3]
 
 
@@ -185,7 +186,7 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     monkeypatch.setattr(loop, "accumulate", watched)
     settings = config(**SMALL | {"steps": 40, "health": {"lr_factor": 0.5, "margin": 5}})
     with sabotage("inf-gradient", 26, until=30):
-        run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+        run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     back = next(i for i, (a, b) in enumerate(pairwise(seen)) if b[0] <= a[0])
     assert seen[back][0] == 29 and seen[back + 1][0] == 20, (
         "four skips, then the checkpoint five steps before the first"
@@ -211,12 +212,12 @@ def test_a_run_that_rolled_back_resumes_exactly(store, tmp_path, stop_at, monkey
     """Wherever it is interrupted: before the bad batches, among them, right after going back, later."""
     settings = config(**SMALL | {"steps": 40, "health": {"margin": 5}})
     with sabotage("inf-gradient", 26, until=30):
-        whole = pretrain(settings, store, tmp_path / "whole", echo=quiet)
+        whole = quick_pretrain(settings, store, tmp_path / "whole", echo=quiet)
         with monkeypatch.context() as patch:
             interrupted_after(stop_at, patch)
             with pytest.raises(Preempted):
-                pretrain(settings, store, tmp_path / "run", echo=quiet)
-        run = pretrain(settings, store, tmp_path / "run", echo=quiet)
+                quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+        run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert len(final(run)["state"]["rollbacks"]) == 1
     assert_same_run(run, whole)
 
@@ -225,7 +226,7 @@ def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_
     settings = config(**SMALL | {"steps": 30, "ckpt_every_steps": 1000})
     said: list[str] = []
     with sabotage("inf-gradient", 10, until=14):
-        run = pretrain(settings, store, tmp_path / "run", echo=said.append)
+        run = quick_pretrain(settings, store, tmp_path / "run", echo=said.append)
     assert any("went back to the initial weights (0 updates)" in line for line in said)
     assert final(run)["step"] == 30
 

@@ -17,7 +17,6 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
-from octfm.pretraining.pretrain import pretrain
 from octfm.report.html import write_report
 from octfm.store.layout import Arrays
 from octfm.tasks import embed_run
@@ -30,7 +29,7 @@ from octfm.tasks.segment_score import dice, errors_of, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import config as pretrain_config
-from support.tiny_runs import quiet
+from support.tiny_runs import quick_pretrain, quiet
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
-    return pretrain(pretrain_config(steps=3), store[0], tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+    return quick_pretrain(pretrain_config(steps=3), store[0], tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def settings(run, made, **changes) -> SegmentConfig:

@@ -12,13 +12,12 @@ from octfm.pretraining import inputs
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors import feed, monitors
 from octfm.pretraining.preflight import data, objective
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
 from octfm.store.loader import Loader
 from octfm.store.loader import select as choose
 from support.small_store import small_store
-from support.tiny_runs import config, rows
+from support.tiny_runs import config, quick_pretrain, rows
 
 AT, STEPS = 5, 26
 QUIET = {"log_every_steps": 100, "validate_every_steps": 1000, "ckpt_every_steps": 1000, "steps": STEPS}
@@ -30,17 +29,11 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
-@pytest.fixture(autouse=True)
-def without_preflight(monkeypatch):
-    """What it says of the same illnesses is tested by itself."""
-    monkeypatch.setattr(loop.preflight, "checks", lambda *_, **__: [])
-
-
 def trained(store, out, **changes):
     """(step, name) of every incident, and the error that ended the run."""
     error = None
     try:
-        pretrain(config(**SMALL | changes), store, out, echo=lambda _: None)
+        quick_pretrain(config(**SMALL | changes), store, out, echo=lambda _: None)
     except TrainingError as stop:
         error = stop
     return [(row["step"], row["what"]) for row in rows(out, "incident")], error
@@ -261,7 +254,7 @@ def test_optimizer_state_that_is_lost_at_resume_is_named(store, tmp_path, monkey
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(loop, "accumulate", stops)
-        pretrain(short, store, run, echo=lambda _: None)
+        quick_pretrain(short, store, run, echo=lambda _: None)
     if lost == "after it was read":
         resume = loop.resume
 
@@ -284,7 +277,7 @@ def test_optimizer_state_that_is_lost_at_resume_is_named(store, tmp_path, monkey
     path.unlink()
     checkpoint.write(path.parent, step, content)
     with pytest.raises(CheckpointError, match="the optimizer's state is lost for 9 of 9 weight matrices"):
-        pretrain(short, store, run, echo=lambda _: None)
+        quick_pretrain(short, store, run, echo=lambda _: None)
 
 
 def test_held_out_loss_that_rises_while_training_loss_falls_is_named(store, tmp_path):

@@ -13,7 +13,6 @@ from octfm.config import load
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io import bucket
-from octfm.pretraining.pretrain import pretrain
 from octfm.report.sources import gather
 from octfm.run import bucket as bucket_runs
 from octfm.run import checkpoint
@@ -27,7 +26,7 @@ from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
 from support import finetune_runs, support_process
 from support.small_store import SIZE, darkened, small_store
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 SLOW = pytest.mark.slow
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 2}
@@ -52,7 +51,7 @@ class Clinic:
         self.store = small_store(folder / "prepared", edit)
         self.labels = finetune_runs.write_labels(folder / "labels.tsv")
         self.truth = folder / "truth"
-        self.run = pretrain(config(steps=2), self.store, folder / "run", "cpu", echo=quiet)
+        self.run = quick_pretrain(config(steps=2), self.store, folder / "run", "cpu", echo=quiet)
         self.whole = {verb: folder / verb for verb in VERBS}
         for verb in VERBS:
             self.do(verb, self.whole[verb])
@@ -205,7 +204,7 @@ def test_a_loss_without_a_gradient_leaves_the_last_checkpoint_as_it_was(clinic, 
 def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, verb):
     """Its place is the same; a checkpoint of the task does not hold it, and the head would go on with other tokens."""
     encoder = tmp_path / "encoder"
-    pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
+    quick_pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
     seen = []
 
     def echo(line: str) -> None:
@@ -219,7 +218,7 @@ def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, v
     kept = checkpoint.newest(tmp_path / "run").read_bytes()
     shutil.copytree(encoder, tmp_path / "earlier")
     longer = config(steps=2)
-    pretrain(longer, clinic.store, encoder, "cpu", override=True, echo=quiet)
+    quick_pretrain(longer, clinic.store, encoder, "cpu", override=True, echo=quiet)
     with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
         clinic.do(verb, tmp_path / "run", **changes)
     assert checkpoint.newest(tmp_path / "run").read_bytes() == kept
@@ -234,7 +233,7 @@ def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_p
     changes = {"encoder": str(encoder), "epochs": 1}
     clinic.do("finetune", tmp_path / "run", **changes)
     shutil.rmtree(encoder)
-    pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
+    quick_pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
     with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
         clinic.do("finetune", tmp_path / "run", **changes)
 
@@ -257,7 +256,7 @@ def test_numbers_of_which_validation_has_one_value_are_learned_and_written(clini
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_two_readers_that_fetch_one_run_at_once_share_its_copy(place, clinic, tmp_path, monkeypatch):
     """Ranks on one machine read the same encoder from a bucket: the second must not delete what the first reads."""
-    pretrain(config(steps=1), clinic.store, place / "run", "cpu", echo=quiet)
+    quick_pretrain(config(steps=1), clinic.store, place / "run", "cpu", echo=quiet)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "reader"))
     fetch, other = bucket_runs._fetch, []
 

@@ -11,12 +11,11 @@ import pytest
 from octfm.errors import ConfigError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.preflight.resources import tracker
-from octfm.pretraining.pretrain import pretrain
 from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
 from support.small_store import small_store
-from support.tiny_runs import Killed, config, quiet, rows
+from support.tiny_runs import Killed, config, quick_pretrain, quiet, rows
 from support.waiting import wait_until
 
 needs_wandb = pytest.mark.skipif(
@@ -33,12 +32,6 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
-@pytest.fixture(autouse=True)
-def bare_preflight(monkeypatch):
-    """These runs are sound; what the doctor says of them is tested elsewhere."""
-    monkeypatch.setattr(loop.preflight, "checks", lambda *words, **more: [])
-
-
 def killed_and_resumed(settings, store, out, monkeypatch, kill_at=5):
     """A run that dies in step `kill_at` (its checkpoints are after 3 and 6), then is run again to its end."""
     accumulate, calls = loop.accumulate, []
@@ -52,8 +45,8 @@ def killed_and_resumed(settings, store, out, monkeypatch, kill_at=5):
     with monkeypatch.context() as patch:
         patch.setattr(loop, "accumulate", deadly)
         with pytest.raises(Killed):
-            pretrain(settings, store, out, echo=quiet)
-    return pretrain(settings, store, out, echo=quiet)
+            quick_pretrain(settings, store, out, echo=quiet)
+    return quick_pretrain(settings, store, out, echo=quiet)
 
 
 @needs_tensorboard
@@ -146,15 +139,15 @@ class Failing:
 
 
 def test_a_tracker_that_fails_does_not_stop_training(store, tmp_path):
-    run = pretrain(config(), store, tmp_path / "run", echo=quiet, listeners=[Failing()])
+    run = quick_pretrain(config(), store, tmp_path / "run", echo=quiet, listeners=[Failing()])
     assert len(rows(run)) == 8
     (told,) = rows(run, "tracker")
     assert "Failing failed and gets no more rows: the server is gone" in told["sentence"]
 
 
 def test_settings_of_trackers_may_change_when_a_run_resumes(store, tmp_path):
-    pretrain(config(), store, tmp_path / "run", echo=quiet)
-    pretrain(config(tracking={"step_deadline_s": 5.0}), store, tmp_path / "run", echo=quiet)
+    quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
+    quick_pretrain(config(tracking={"step_deadline_s": 5.0}), store, tmp_path / "run", echo=quiet)
 
 
 # Waiting
@@ -176,7 +169,7 @@ def test_F8_a_data_path_that_stands_still_is_named(store, tmp_path, monkeypatch)
             spoken.set()
 
     monkeypatch.setattr(loop.Loader, "batches", stuck)
-    run = pretrain(config(steps=2, tracking={"step_deadline_s": 0.05}), store, tmp_path / "run", echo=echo)
+    run = quick_pretrain(config(steps=2, tracking={"step_deadline_s": 0.05}), store, tmp_path / "run", echo=echo)
     row = rows(run, "waiting")[0]
     assert (
         row["what"] == "data"
@@ -201,7 +194,7 @@ def test_F8_waiting_tells_the_first_step_from_later_ones_and_grows_patient():
 
 
 def test_F8_training_metrics_come_from_the_first_step(store, tmp_path):
-    run = pretrain(config(steps=12, log_every_steps=5), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(config(steps=12, log_every_steps=5), store, tmp_path / "run", echo=quiet)
     assert [row["step"] for row in rows(run)] == [0, 5, 10, 11]
 
 

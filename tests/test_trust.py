@@ -15,7 +15,6 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Round
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.tissue_map import tissue_map
-from octfm.pretraining.pretrain import pretrain
 from octfm.report.trust import words as words
 from octfm.report.trust.page import summary_lines, write_trust
 from octfm.trust import scanners as scanners_module
@@ -30,7 +29,7 @@ from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
 from support.browser import assert_renders, needs_chromium
 from support.tiny_runs import config as pretrain_config
-from support.tiny_runs import quiet
+from support.tiny_runs import quick_pretrain, quiet
 from support.trust_cohort import SCANNERS, Cohort
 
 TWO = SCANNERS[:2]
@@ -424,8 +423,8 @@ def judged(tmp_path_factory):
     """The whole command on 48 people, with another run, an encoder of one's own, and training from scratch."""
     folder = tmp_path_factory.mktemp("trust")
     store = Cohort(48, TWO, test=0.5).store(folder / "prepared", pixels=str)
-    run = pretrain(pretrain_config(steps=2), store, folder / "several", echo=quiet)
-    single = pretrain(pretrain_config(steps=2, data={"scanners": [TWO[1]], "global_batch_size": 4, "per_device_batch_size": 2}), store,
+    run = quick_pretrain(pretrain_config(steps=2), store, folder / "several", echo=quiet)
+    single = quick_pretrain(pretrain_config(steps=2, data={"scanners": [TWO[1]], "global_batch_size": 4, "per_device_batch_size": 2}), store,
                       folder / "single", echo=quiet)  # fmt: skip
     (folder / "own.py").write_text(GOOD)
     result = trust(
@@ -549,7 +548,7 @@ def test_a_null_phantom_clinic_gets_no_claim_about_disease(tmp_path):
     )  # fmt: skip
     settings = Preprocessing(image_size=(8, 64, 32), target_spacing=(0.7, 0.03, 0.18))
     store = prepare(scan(str(clinic), workers=1), tmp_path / "prepared", settings, workers=1, progress=False)
-    run = pretrain(pretrain_config(steps=3), store, tmp_path / "run", echo=quiet)
+    run = quick_pretrain(pretrain_config(steps=3), store, tmp_path / "run", echo=quiet)
     adapter = Path(__file__).parent.parent / "docs" / "external_encoder.py"
     result = trust(
         run, [store.path], tmp_path / "out", labels=clinic / "ground_truth" / "labels.tsv", targets=["disease"],

@@ -13,11 +13,10 @@ import signal
 import sys
 import time
 
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
 from octfm.store.store import Store
-from support.tiny_runs import TINY
+from support.tiny_runs import TINY, quick_pretrain
 from support.waiting import planted_delay
 
 
@@ -51,7 +50,8 @@ def attempt_in_child(store: str, out: str, fatal_operation: int | None) -> int:
     if fatal_operation is not None:
         die_while_saving(fatal_operation)
     try:
-        pretrain(PretrainConfig.model_validate(TINY | SETTINGS), Store.open(store), out, "cpu", echo=lambda _: None)
+        settings = PretrainConfig.model_validate(TINY | SETTINGS)
+        quick_pretrain(settings, Store.open(store), out, "cpu", echo=lambda _: None)
     except BaseException as error:
         print("error", type(error).__name__, error, flush=True)
         os._exit(1)

@@ -3,10 +3,14 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
 from octfm.config import load
+from octfm.pretraining import preflight
+from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
@@ -29,6 +33,12 @@ TINY = {
 
 def config(**changes) -> PretrainConfig:
     return load(PretrainConfig, {**TINY, **changes})
+
+
+def quick_pretrain(*args: Any, **kwargs: Any) -> Path:
+    """`pretrain` without the checks before step 0: they take three quarters of a tiny run, and have their own tests."""
+    with mock.patch.object(preflight, "checks", lambda *_, **__: []):
+        return pretrain(*args, **kwargs)
 
 
 def quiet(_: str) -> None:
