@@ -11,7 +11,7 @@ import torch
 
 from octfm.config import load
 from octfm.encoder.tuned import load_tuned
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, EvaluationError, Preempted
 from octfm.io import bucket
 from octfm.report.sources import gather
 from octfm.run import bucket as bucket_runs
@@ -26,6 +26,7 @@ from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
 from support import finetune_runs, support_process
 from support.small_store import SIZE, darkened, small_store
+from support.stopped_tasks import signal_in
 from support.tiny_runs import config, quick_pretrain, quiet
 
 SLOW = pytest.mark.slow
@@ -97,6 +98,12 @@ def stopped(clinic: Clinic, verb: str, out: Path, signal_name: str, step: int) -
     return ended.returncode
 
 
+def stop_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
+    """SIGTERM in that step, in this process."""
+    with signal_in(verb, "SIGTERM", step), pytest.raises(Preempted):
+        clinic.do(verb, out)
+
+
 @pytest.mark.parametrize("verb", ["finetune", pytest.param("segment", marks=pytest.mark.slow)])
 def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(clinic, tmp_path, verb):
     """SIGKILL in the first epoch or fifth after a checkpoint, then SIGTERM in the middle of a later one."""
@@ -114,8 +121,8 @@ def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(clinic, tmp_
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_task_with_other_settings_or_of_another_verb_is_refused(clinic, tmp_path, verb):
+    stop_at(2, clinic, verb, tmp_path / "run")
     with pytest.raises(CheckpointError, match="other values of seed; restore them to resume, or choose another --out"):
-        assert stopped(clinic, verb, tmp_path / "run", "SIGTERM", 2) == 75
         clinic.do(verb, tmp_path / "run", seed=1)
     other = next(name for name in VERBS if name != verb)
     with pytest.raises(CheckpointError, match=f"holds a run of octfm {verb}; choose another --out"):
@@ -167,7 +174,7 @@ def test_only_pretraining_has_a_report(clinic):
 
 
 def test_a_segmentation_that_is_not_finished_finds_nothing_yet(clinic, tmp_path):
-    assert stopped(clinic, "segment", tmp_path / "run", "SIGTERM", 4) == 75
+    stop_at(4, clinic, "segment", tmp_path / "run")
     with pytest.raises(EvaluationError, match="has made 5 of 10 updates; run its command again"):
         load_segmenter(tmp_path / "run")
 
@@ -176,7 +183,7 @@ def test_a_segmentation_that_is_not_finished_finds_nothing_yet(clinic, tmp_path)
 def test_a_run_json_that_another_verb_left_before_it_began_is_not_of_the_run(clinic, tmp_path, left):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": "octfm-run", "version": 1} | left))
-    assert stopped(clinic, "finetune", tmp_path / "run", "SIGTERM", 2) == 75
+    stop_at(2, clinic, "finetune", tmp_path / "run")
     clinic.do("finetune", tmp_path / "run")
     assert_same(tmp_path / "run", clinic.whole["finetune"], "finetune")
 
@@ -277,7 +284,7 @@ def test_two_readers_that_fetch_one_run_at_once_share_its_copy(place, clinic, tm
 def test_a_segmentation_whose_truth_was_changed_since_is_refused(clinic, tmp_path):
     """As fine-tuning with other labels is: its first half would have learned other surfaces than its second."""
     copy = tmp_path / "run"
-    assert stopped(clinic, "segment", copy, "SIGTERM", 4) == 75
+    stop_at(4, clinic, "segment", copy)
     train = next(row for row in clinic.store.rows if row.split == "train")
     file = clinic.truth / f"{train.acquisition}.npz"
     before = file.read_bytes()

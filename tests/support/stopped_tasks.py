@@ -8,7 +8,10 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from octfm.errors import Preempted
 from octfm.tasks import finetune as tuning
@@ -17,22 +20,29 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 
 
-def main() -> None:
-    verb, settings, out, name, step = sys.argv[1:]
+@contextmanager
+def signal_in(verb: str, name: str, step: int) -> Iterator[None]:
+    """This process sends itself that signal before that update of the verb."""
     training: Any = tuning.FineTuning if verb == "finetune" else segment_score.Segmentations
     update = training.update
 
     def signalled(self: Any, *rest: Any) -> str | None:
-        if self.step == int(step):
+        if self.step == step:
             os.kill(os.getpid(), signal.Signals[name])
         return update(self, *rest)
 
-    training.update = signalled
+    with mock.patch.object(training, "update", signalled):
+        yield
+
+
+def main() -> None:
+    verb, settings, out, name, step = sys.argv[1:]
     try:
-        if verb == "finetune":
-            tuning.finetune(FinetuneConfig(**json.loads(settings)), out, "cpu", echo=print)
-        else:
-            segment_score.segment(SegmentConfig(**json.loads(settings)), out, "cpu", echo=print)
+        with signal_in(verb, name, int(step)):
+            if verb == "finetune":
+                tuning.finetune(FinetuneConfig(**json.loads(settings)), out, "cpu", echo=print)
+            else:
+                segment_score.segment(SegmentConfig(**json.loads(settings)), out, "cpu", echo=print)
     except Preempted as error:
         print(error)
         sys.exit(75)
