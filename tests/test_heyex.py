@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from octfm.catalog.catalog import scan
-from octfm.formats import ReadError, read_header, read_surfaces, read_volume
+from octfm.formats import ReadError, read_device_grid, read_header, read_surfaces, read_volume
 from octfm.formats.heyex_vol import display
+from octfm.io.isolation import Limits
+from octfm.volume.etdrs import ZONES
 from octfm.volume.preprocessing import Preprocessing
 from support.dicom_files import write_oct_dicom
 from support.vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, write_vol
@@ -181,6 +183,55 @@ def test_a_file_without_layers_has_no_surfaces(tmp_path):
     assert read_surfaces(write_vol(tmp_path / "a.vol", telling_voxels())) is None
     assert read_surfaces(write_heyex_xml(tmp_path / "a", telling_voxels())) is None
     assert read_surfaces(write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)) is None
+
+
+# ---- the grid that the instrument measured
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def with_grid(uri: Path, diameters=(1, 3, 6)) -> Path:
+    zones = {"C0": 0.280, "N1": 0.345, "N2": 0.310, "S1": 0.340, "S2": 0.300, "T1": 0.325, "T2": 0.270, "I1": 0.335}
+    text = "".join(f"<Diameter{i}>{mm:.2f}</Diameter{i}>" for i, mm in enumerate(diameters, 1))
+    text += "<IsDefaultPos>false</IsDefaultPos><CenterPos><Coord><X>370</X><Y>386</Y></Coord></CenterPos>"
+    text += "<TotalVolume>8.729</TotalVolume>"
+    for zone, mm in (*zones.items(), ("I2", 0.0)):
+        text += f"<Zone><Name>{zone}</Name><AvgThickness>{mm:.3f}</AvgThickness>"
+        text += f"<ValidPixelPercentage>{98.5 if mm else 0:.3f}</ValidPixelPercentage></Zone>"
+    scale = "<OphthalmicAcquisitionContext><ScaleX>0.01</ScaleX><ScaleY>0.02</ScaleY></OphthalmicAcquisitionContext>"
+    content = uri.read_text().replace("<GeneralEquipment>", f"<ThicknessGrid>{text}</ThicknessGrid><GeneralEquipment>")
+    localizer = "<ImageType><Type>LOCALIZER</Type></ImageType>"
+    uri.write_text(content.replace(localizer, localizer + scale))
+    return uri
+
+
+@pytest.mark.parametrize("laterality", ["R", "L"])
+def test_the_instruments_etdrs_zones_are_read(tmp_path, laterality):
+    uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels(), laterality=laterality))
+    grid = read_device_grid(uri)
+    assert tuple(grid.mean_um) == ZONES and grid.laterality == laterality
+    assert grid.mean_um["centre"] == pytest.approx(280) and grid.mean_um["outer temporal"] == pytest.approx(270)
+    assert grid.mean_um["inner nasal"] == pytest.approx(345), "HEYEX names nasal and temporal, not left and right"
+    assert grid.mean_um["outer inferior"] is None and grid.coverage["outer inferior"] == 0
+    assert grid.coverage["outer superior"] == pytest.approx(0.985) and grid.volume_mm3 == 8.729
+    assert grid.centre_mm == pytest.approx((3.70, 7.72)) and grid.centre_moved
+    assert read_device_grid(uri.parent).mean_um == grid.mean_um
+    assert read_device_grid(uri, limits=Limits()).mean_um == grid.mean_um
+
+
+def test_the_grid_of_a_single_exported_series_is_read(tmp_path):
+    """Its XML starts with the series, without the examination around it, and its images have other names."""
+    uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels()))
+    text = uri.read_text()
+    uri.write_text("\ufeff" + text[text.index("<Series>") : text.index("</Series>")] + "</Series>")
+    assert read_device_grid(uri).mean_um["centre"] == pytest.approx(280)
+
+
+def test_a_file_without_a_grid_of_1_3_and_6_mm_has_none(tmp_path):
+    xml = write_heyex_xml(tmp_path / "a", telling_voxels())
+    assert read_device_grid(xml) is None and read_device_grid(xml.parent) is None
+    assert read_device_grid(with_grid(xml, diameters=(1, 2.22, 3.45))) is None
+    assert read_device_grid(write_vol(tmp_path / "a.vol", telling_voxels())) is None
+    assert read_device_grid(write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)) is None
 
 
 # ---- exports that are damaged

@@ -13,6 +13,7 @@ from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces
 if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
     from octfm.formats.dicom.parts import Part
+    from octfm.formats.heyex_xml import DeviceGrid
     from octfm.io.isolation import Limits
 
 LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
@@ -117,12 +118,23 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
     return detect.read_surfaces(str(uri)) if limits is None else within(limits, detect.read_surfaces, str(uri))
 
 
+def read_device_grid(uri: str | Path, limits: "Limits | None" = None) -> "DeviceGrid | None":
+    """The ETDRS zones that the instrument measured, from a HEYEX XML export or its folder; None if the file has none.
+
+    Raises ReadError. `limits`: see `read_volume`.
+    """
+    from octfm.formats import detect
+
+    return detect.read_device_grid(str(uri)) if limits is None else within(limits, detect.read_device_grid, str(uri))
+
+
 __all__ = [
     "REASONS",
     "Header",
     "ReadError",
     "Reason",
     "examine",
+    "read_device_grid",
     "read_header",
     "read_header_of_parts",
     "read_surfaces",

@@ -50,6 +50,7 @@ class Bscans:
     between_mm: float | None = None
     """Distance between B-scans, None if the file does not state it."""
     lines: Lines | None = None
+    """Positions of the B-scans, in the order of the file."""
     lines_in_mm: bool = True
     """False if `lines` have another unit and an unknown vertical direction: they then show layout and order only."""
     layout: Layout | None = None
@@ -144,7 +145,7 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
         layout=arrangement.layout,
-        lines=_lines_in_mm(bscans) if arrangement.layout == "radial" else None,
+        lines=_lines_of_volume(bscans, arrangement),
         source=bscans.uri,
     )
 
@@ -290,6 +291,16 @@ def _arrange(bscans: Bscans) -> Arrangement:
 
 def _lines_in_mm(bscans: Bscans) -> Lines | None:
     return bscans.lines if bscans.lines_in_mm else None
+
+
+def _lines_of_volume(bscans: Bscans, arrangement: Arrangement) -> Lines | None:
+    """Lines in the order of the volume's voxels; None unless they show a raster or a star."""
+    lines, stack = _lines_in_mm(bscans), arrangement.stack
+    if lines is None or arrangement.layout == "radial":
+        return lines
+    if arrangement.layout != "raster" or stack is None:  # without a stack they are placeholders
+        return None
+    return lines if stack.order is None else lines[stack.order]
 
 
 def _stack(bscans: Bscans) -> Stack | None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, TypeGuard
 from octfm.errors import ReadError
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
 from octfm.formats.bscans import Bscans, Reader
+from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.reasons import Header, cannot_open
-from octfm.io.archive import MEMBER, file_size, is_folder, open_file
+from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
 from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
@@ -115,6 +116,17 @@ def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
         return bscans.to_surfaces(reader.open_bscans(uri))
 
 
+def read_device_grid(uri: str) -> DeviceGrid | None:
+    uri = heidelberg_e2e.split_series(uri)[0]
+    with bscans.damage_has_a_code(uri):
+        folder = is_folder(uri)
+        places = [place for place in list_folder(uri) if place.lower().endswith(".xml")] if folder else [uri]
+        found = [place for place in places if heyex_xml.may_hold_grid(_head(place))]
+        if len(found) > 1:
+            raise ReadError("several_volumes", f"{uri}: which of its {len(found)} HEYEX exports? give one of them")
+        return heyex_xml.read_device_grid(found[0]) if found else None
+
+
 def _is_dicom(reader: "ModuleType | _PlugIn") -> TypeGuard[ModuleType]:
     return isinstance(reader, ModuleType) and reader.__name__ == f"octfm.formats.{DICOM}"
 
@@ -144,12 +156,16 @@ def _fitting(uri: str, readers: Sequence[Reader]) -> _PlugIn | None:
     return None
 
 
-def _by_content(uri: str) -> str:
+def _head(uri: str) -> bytes:
     try:
         with open_file(uri) as file:
-            head = file.read(_HEAD)
+            return file.read(_HEAD)
     except OSError as error:
         raise cannot_open(uri, error) from error
+
+
+def _by_content(uri: str) -> str:
+    head = _head(uri)
     if head[128:132] == b"DICM":
         return DICOM  # before the magic bytes: the 128-byte preamble may be the header of a TIFF (PS3.10 7.1)
     for offset, magic, name in _MAGIC:

@@ -6,6 +6,7 @@ Only the XML decides which image is which B-scan; names and order of the image f
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from html import unescape
 from pathlib import PurePath
@@ -15,11 +16,12 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
-from octfm.formats.dicom.reader import scanner_slug
+from octfm.formats.dicom.reader import lateralities, scanner_slug
 from octfm.formats.images import digest_of, image_size, significant_bits, stack_gray
 from octfm.io.archive import list_folder, open_file
 from octfm.io.location import listed
-from octfm.volume.volume import Layout, Lines, Surfaces
+from octfm.volume.etdrs import RINGS_MM, ZONES
+from octfm.volume.volume import Laterality, Layout, Lines, Surfaces
 
 HEAD_BYTES = 4096
 """The root element must begin within these bytes."""
@@ -35,10 +37,36 @@ _LAYOUTS: dict[str, Layout] = {
 }
 
 
+_GRID_ZONES: dict[str, str] = dict(zip(("C0", "S1", "N1", "I1", "T1", "S2", "N2", "I2", "T2"), ZONES, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceGrid:
+    """The ETDRS grid that the instrument measured and exported, ILM to BM."""
+
+    mean_um: dict[str, float | None]
+    """Zone, as in `octfm.volume.etdrs.ZONES`, → mean thickness; None if nothing was measured."""
+    coverage: dict[str, float]
+    """Zone → measured share, in [0, 1]; NaN if not stated."""
+    volume_mm3: float | None
+    """Sum over the zones of mean thickness times area, the whole area also where a part of it was not measured."""
+    centre_mm: tuple[float, float] | None
+    """(x, y) on the fundus, as `Lines`; None if not stated."""
+    centre_moved: bool
+    """False if the grid lies in the middle of the fundus image, where HEYEX puts it at first, not on the fovea."""
+    laterality: Laterality | None
+
+
 def fits(head: bytes) -> bool:
     """Whether a file starts as XML with the root HEDX, in any of the encodings that HEYEX writes."""
     text = head.replace(b"\0", b"")  # turns UTF-16 of ASCII characters into ASCII
     return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
+
+
+def may_hold_grid(head: bytes) -> bool:
+    """Whether a file starts as HEYEX XML, or as the XML of a single series without the examination around it."""
+    text = head.replace(b"\0", b"").lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t")
+    return fits(head) or re.match(rb"(<\?xml[^>]*>\s*)?<Series>", text) is not None
 
 
 def exports_in(places: Iterable[str]) -> list[str]:
@@ -91,6 +119,42 @@ def open_bscans(uri: str) -> Bscans:
         participant=_participant(root),
         surfaces=partial(_surfaces, images, shape, dy, uri),
         bits=significant_bits(files[0]),
+    )
+
+
+def read_device_grid(uri: str) -> DeviceGrid | None:
+    """The thickness grid of an export, or None without one of 1, 3 and 6 mm. Raises ReadError.
+
+    Its centre is in pixels of the fundus image, whose scale older exports round to a tenth of a micrometre: millimetres
+    are then right within .02.
+    """
+    root = _root(uri)
+    if root.find(".//ThicknessGrid") is None:
+        return None
+    series = _series(root, uri)
+    grid = series.find("ThicknessGrid")
+    if grid is None or _floats(grid, "Diameter1", "Diameter2", "Diameter3") != [2 * mm for mm in RINGS_MM]:
+        return None
+    mean_um: dict[str, float | None] = dict.fromkeys(ZONES)
+    coverage: dict[str, float] = dict.fromkeys(ZONES, 0.0)
+    for zone in grid.findall("Zone"):
+        name = _GRID_ZONES.get(_text(zone, "Name"))
+        thickness_mm, percentage = _floats(zone, "AvgThickness", "ValidPixelPercentage")
+        if name is not None and thickness_mm > 0:
+            mean_um[name] = 1000 * thickness_mm
+            coverage[name] = percentage / 100
+    volume_mm3 = _floats(grid, "TotalVolume")[0]
+    x, y = _floats(grid, "CenterPos/Coord/X", "CenterPos/Coord/Y")
+    fundus = next((i for i in series.findall("Image") if _text(i, "ImageType/Type") == "LOCALIZER"), series)
+    dx, dy = _floats(fundus, "OphthalmicAcquisitionContext/ScaleX", "OphthalmicAcquisitionContext/ScaleY")
+    centre = (x * dx, y * dy)
+    return DeviceGrid(
+        mean_um,
+        coverage,
+        volume_mm3 if volume_mm3 > 0 else None,
+        centre if np.isfinite(centre).all() else None,
+        _text(grid, "IsDefaultPos").lower() == "false",
+        lateralities([_text(series, "Laterality")])[0],
     )
 
 

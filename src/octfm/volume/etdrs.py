@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from scipy.ndimage import gaussian_filter, map_coordinates
 
-from octfm.volume.volume import Laterality, Lines
+from octfm.volume.volume import Laterality, Lines, Volume
 
 RINGS_MM = (0.5, 1.5, 3.0)
 """Radii of the centre, the inner and the outer ring."""
@@ -87,6 +87,17 @@ class Field:
         return bscan, ascan
 
 
+def field_of_volume(volume: Volume, axial_length_mm: float | None = None) -> Field:
+    """The field of a raster volume, whose B-scans and A-scans are those of a thickness map; see `field_of`.
+
+    Raises ValueError for other layouts, and as `field_of`.
+    """
+    if volume.layout != "raster":
+        raise ValueError(f"{volume.source}: a {volume.layout} scan; an ETDRS grid needs a raster (radial.to_raster)")
+    depth, _, width = volume.shape
+    return field_of((depth, width), volume.spacing_mm, volume.superior_first, volume.lines, axial_length_mm)
+
+
 def field_of(
     shape: tuple[int, int],
     spacing_mm: tuple[float, float, float],
@@ -99,34 +110,16 @@ def field_of(
 
     `axial_length_mm` rescales lateral distances by the formula of Bennett, Rudnicka and Edgar (Graefes Arch
     1994;232:361-367), in which a length on the retina is proportional to the axial length less 1.82 mm; without it they
-    are the instrument's nominal ones. Raises ValueError if the B-scans are not in the order of their positions.
+    are the instrument's nominal ones. Raises ValueError if the B-scans do not have one direction, are not in the order
+    of their positions, or are not as many as `lines`.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
     scale = 1.0 if axial_length_mm is None else (axial_length_mm - 1.82) / (REFERENCE_AXIAL_LENGTH_MM - 1.82)
+    if lines is not None and len(lines.start) != count:
+        raise ValueError(f"{count} B-scans and the positions of {len(lines.start)}; select both alike")
     if lines is not None and count > 1 and np.isfinite(lines.start).all() and np.isfinite(lines.end).all():
-        start, end = scale * lines.start, scale * lines.end
-        along = (end - start).mean(axis=0)
-        along /= np.linalg.norm(along)
-        across = np.array([-along[1], along[0]])
-        if (start[-1] - start[0]) @ across < 0:
-            across = -across
-        origin = start[0]
-        bscans, starts = (start - origin) @ across, (start - origin) @ along
-        length = float(np.median(np.linalg.norm(end - start, axis=1)))
-        if (np.diff(bscans) < 0).any():
-            raise ValueError("B-scans must come in the order of their positions; sort the volume and its lines first")
-        return Field(
-            origin,
-            along,
-            across,
-            # B-scans at the same place stay distinct for the interpolation.
-            bscans + 1e-9 * np.arange(count),
-            starts,
-            columns,
-            length / max(columns - 1, 1),
-            True,
-        )
+        return _field_of_lines(Lines(scale * lines.start, scale * lines.end), columns, scale * dx)
     downwards = -1.0 if superior_first is False else 1.0
     origin = np.array([-(columns - 1) / 2 * dx, -downwards * (count - 1) / 2 * dz]) * scale
     return Field(
@@ -139,6 +132,31 @@ def field_of(
         dx * scale,
         superior_first is not None,
     )
+
+
+def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
+    middle, direction = (lines.start + lines.end) / 2, lines.end - lines.start
+    length = float(np.median(np.linalg.norm(direction, axis=1)))
+    along = direction[0] / np.linalg.norm(direction[0])
+    if (direction @ along < 0.9 * np.linalg.norm(direction, axis=1)).any():
+        raise ValueError("B-scans must run in one direction; reverse the A-scans and the line of those that do not")
+    along = direction.mean(axis=0)
+    along /= np.linalg.norm(along)
+    across = np.array([-along[1], along[0]])
+    if (middle[-1] - middle[0]) @ across < 0:
+        across = -across
+    # Some formats state the outer edges of a B-scan instead of its first and last A-scan.
+    at_edges = abs(length - columns * dx) < dx / 4
+    step = length / (columns if at_edges else max(columns - 1, 1))
+    first = middle - along * step * (columns - 1) / 2
+    bscans, starts = (first - first[0]) @ across, (first - first[0]) @ along
+    steps = np.diff(bscans)
+    # Eye motion may exchange B-scans of nearly one place.
+    if (steps < -0.1 * np.median(np.abs(steps))).any():
+        raise ValueError("B-scans must come in the order of their positions; sort the volume and its lines first")
+    # B-scans at the same place stay distinct for the interpolation.
+    bscans = np.maximum.accumulate(bscans) + 1e-9 * np.arange(len(bscans))
+    return Field(first[0], along, across, bscans, starts, columns, step, True)
 
 
 def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> np.ndarray | None:

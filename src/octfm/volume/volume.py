@@ -3,6 +3,7 @@
 Surfaces: the layer boundaries delivered with a volume, on the same axes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -31,6 +32,11 @@ class Lines:
     start: np.ndarray
     end: np.ndarray
 
+    def __getitem__(self, bscans: slice | Sequence[int]) -> "Lines":
+        """Some of the B-scans, or all in another order."""
+        at = bscans if isinstance(bscans, slice) else list(bscans)
+        return Lines(self.start[at], self.end[at])
+
     def mirrored(self) -> "Lines":
         """Exchange left and right; A-scans are counted from the other end."""
         return Lines(self.end * (-1, 1), self.start * (-1, 1))
@@ -57,8 +63,8 @@ class Volume:
     layout: Layout = "raster"
     """Other layouts than a raster have no spacing between B-scans: dz then repeats dx and has no meaning."""
     lines: Lines | None = None
-    """Positions of the B-scans of a radial scan (star) if the file gives them; they have angles instead of a
-    spacing."""
+    """Positions of the B-scans of a raster or a radial scan (star), in the order of the voxels, if the file gives them
+    in millimetres. A star has angles instead of a spacing."""
     source: str = "memory"
     """Where the voxels came from; named in every error."""
     full_scale: int = 65535
@@ -89,9 +95,13 @@ class Volume:
         return f"{self.participant}_{self.laterality or 'unknown'}"
 
     def with_voxels(self, voxels: np.ndarray) -> "Volume":
-        """The same acquisition resampled to other voxels: the physical extent stays, spacing follows the new shape."""
+        """The same acquisition resampled to other voxels: the physical extent stays, spacing follows the new shape.
+
+        Positions of B-scans are dropped if their number changes.
+        """
         z, y, x = (mm / n for mm, n in zip(self.extent_mm, voxels.shape, strict=True))
-        return replace(self, voxels=voxels, spacing_mm=(z, y, x))
+        lines = self.lines if len(voxels) == len(self.voxels) else None
+        return replace(self, voxels=voxels, spacing_mm=(z, y, x), lines=lines)
 
     def mirrored(self) -> "Volume":
         """Exchange left and right in voxels, lines and laterality. Raises ValueError if laterality is unknown."""
@@ -106,7 +116,8 @@ class Volume:
         """Reverse the B-scans if B-scan 0 is known to be inferior; else unchanged."""
         if self.superior_first is not False:
             return self
-        return replace(self, voxels=self.voxels[::-1], superior_first=True)
+        lines = self.lines and self.lines[::-1]
+        return replace(self, voxels=self.voxels[::-1], lines=lines, superior_first=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ class Geometry:
     flags: tuple[str, ...]
     layout: Layout = "raster"
     lines: Lines | None = None
-    """Ends of the B-scans, for radial scans only."""
+    """Ends of the B-scans of a raster, in the order of their positions, or of a radial scan."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def read_geometry(
         if layout not in layouts:
             raise
         check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
-        lines = _lines(frames, shared, shape, dx) if layout == "radial" else None
+        lines = _lines(frames, shared, shape, dx, (shape[2] - 1) * dx) if layout == "radial" else None
         return Geometry((dx, dy, dx), measures.source, None, None, (), layout, lines)
     dz, source, dz_flags = _bscan_distance(dz_from_positions, measures, shape, scanner, uri)
     flags = [*dz_flags, *position_flags]
@@ -108,6 +108,7 @@ def read_geometry(
         superior_first=stack.superior_first if stack else None,
         frame_order=stack.order if stack else None,
         flags=tuple(flags),
+        lines=_raster_lines(frames, shared, shape, (dz, dx), stack) if stack is not None else None,
     )
 
 
@@ -154,20 +155,41 @@ def _layout(frames: Sequence[Elements], first_seen: Layout) -> Layout:
     return "circle" if 2 * sum(closed) > len(closed) else "radial"
 
 
-def _lines(frames: Sequence[Elements], shared: Elements | None, shape: Shape3, dx: float) -> Lines | None:
-    """Ends of a radial scan's B-scans: on the fundus image, whose pixels are square, else in patient space.
+def _raster_lines(
+    frames: Sequence[Elements], shared: Elements | None, shape: Shape3, spacing: tuple[float, float], stack: Stack
+) -> Lines | None:
+    """Ends of a raster's B-scans, in the order of their positions; `spacing`: (dz, dx).
 
-    None if neither is stated.
+    None if not all are known, or if their distance contradicts dz: the pixels of the fundus image are then not square.
+    """
+    dz, dx = spacing
+    # The whole width of the image, as in `_dz_from_positions`.
+    lines = _lines(frames, shared, shape, dx, shape[2] * dx)
+    if lines is None or not (np.isfinite(lines.start).all() and np.isfinite(lines.end).all()):
+        return None
+    if stack.order is not None:
+        lines = lines[stack.order]
+    middle, direction = (lines.start + lines.end) / 2, lines.end[0] - lines.start[0]
+    across = middle @ (-direction[1], direction[0])
+    step, length = float(np.median(np.abs(np.diff(across)))), float(np.linalg.norm(direction))
+    return lines if abs(step - dz * length) <= 0.1 * dz * length else None
+
+
+def _lines(
+    frames: Sequence[Elements], shared: Elements | None, shape: Shape3, dx: float, on_fundus_mm: float
+) -> Lines | None:
+    """Ends of the B-scans: on the fundus image, whose pixels are square, else in patient space.
+
+    `on_fundus_mm`: length of a line on the fundus image, which gives its scale. None if neither is stated.
     """
     if len(frames) != shape[0]:
         return None
-    length_mm = (shape[2] - 1) * dx
     locations = _fundus_locations(frames)
     ends = np.array([(*line[:2], *line[-2:]) if line else (np.nan,) * 4 for line in locations])  # (row, column) twice
     length = np.hypot(ends[:, 2] - ends[:, 0], ends[:, 3] - ends[:, 1])
     ends[~(length > 1e-6)] = np.nan  # circles around the radial lines
     if np.isfinite(ends).any():
-        ends *= length_mm / np.nanmedian(np.where(length > 1e-6, length, np.nan))
+        ends *= on_fundus_mm / np.nanmedian(np.where(length > 1e-6, length, np.nan))
         return Lines(ends[:, [1, 0]], ends[:, [3, 2]])
     start = _vectors([_first(frame, "PlanePositionSequence") for frame in frames], "ImagePositionPatient", 3)
     orientation = "PlaneOrientationSequence"
@@ -177,7 +199,7 @@ def _lines(frames: Sequence[Elements], shared: Elements | None, shape: Shape3, d
         return None
     if (np.abs(axes[:, 4]) < 0.7).any():  # columns do not run from front to back: left and up are then unknown
         return None
-    end = start + length_mm * axes[:, :3]
+    end = start + (shape[2] - 1) * dx * axes[:, :3]
     # x towards the left as on the fundus image, and z downwards
     return Lines(start[:, [0, 2]] * (1, -1), end[:, [0, 2]] * (1, -1))
 
