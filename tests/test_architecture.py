@@ -21,6 +21,7 @@ ORDER = (
         "store",
         "models",
         "run",
+        "layers",
     ),
     *("pretraining", "encoder", "evaluation", "tasks", "trust", "report", "demo", "cli", "__main__"),
 )

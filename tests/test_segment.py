@@ -23,10 +23,11 @@ from octfm.tasks import embed_run
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
-from octfm.tasks.segment import Labelled, Segmentation, Segmenter, load_segmenter, to_prepared
+from octfm.tasks.segment import Labelled, Segmenter, load_segmenter, to_prepared
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import dice, errors_of, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.segmentation import Segmentation
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet

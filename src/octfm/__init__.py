@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from octfm.errors import OctfmError
     from octfm.evaluation.probe import probe
     from octfm.formats import read_volume
+    from octfm.layers.segment import ScanSegmentation, segment
     from octfm.phantom import write_phantom
     from octfm.pretraining.pretrain import pretrain
     from octfm.pretraining.settings import PretrainConfig, load_config
@@ -38,6 +39,8 @@ _HOME = {
     "prepare": "octfm.store.prepare",
     "Preprocessing": "octfm.volume.preprocessing",
     "read_volume": "octfm.formats",
+    "segment": "octfm.layers.segment",
+    "ScanSegmentation": "octfm.layers.segment",
     "Store": "octfm.store.store",
     "Volume": "octfm.volume.volume",
     "OctfmError": "octfm.errors",

@@ -3,12 +3,17 @@
 import functools
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octfm.addresses import expect_place
 from octfm.cli import options as opt
+
+if TYPE_CHECKING:
+    from octfm.io.isolation import Limits
+
+DEFAULT_SEGMENT = Path("runs/segment")
 
 
 def probe(
@@ -235,10 +240,11 @@ def segment(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Settings, such as encoder=runs/a store=prepared/ truth=clinic/ground_truth; with --apply: files."
+            help="Files or folders to segment with the packaged network; or settings of a training, such as "
+            "encoder=runs/a store=prepared/ truth=clinic/ground_truth; with --apply: files."
         ),
     ] = None,
-    out: opt.OutPlace = Path("runs/segment"),
+    out: opt.OutPlace = DEFAULT_SEGMENT,
     apply: Annotated[
         str | None,
         opt.place_option(
@@ -256,7 +262,11 @@ def segment(
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
-    """Segment layers and fluid: train and score (the same command resumes), or apply to files (NIfTI, DICOM)."""
+    """Segment layers and fluid of scans with the packaged network; or train and score a segmenter of your own.
+
+    octfm segment scan.e2e prints thickness and fluid; --out table.csv writes a row per scan and resumes; --out FOLDER
+    writes NIfTI (and, with --dicom, DICOM SEG and height maps).
+    """
     from octfm.config import load
     from octfm.formats import read_volume, within
     from octfm.io.location import local_path
@@ -266,6 +276,9 @@ def segment(
     from octfm.tasks.segment_score import summary_lines
     from octfm.tasks.segment_settings import SegmentConfig
 
+    if apply is None and words and not any("=" in word for word in words):
+        _segment_scans(words, out, dicom, opt.limits_of(file_seconds, file_gb))
+        return
     if apply is None:
         config = load(SegmentConfig, {}, words or [])
         result = run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
@@ -282,3 +295,30 @@ def segment(
         written += within(limits, functools.partial(write_dicom, found, folder=folder), file) if dicom else []
         for path in written:
             typer.echo(path)
+
+
+def _segment_scans(words: "list[str]", out: Path, dicom: bool, limits: "Limits") -> None:
+    """Segment files, and every volume in folders, with the packaged network."""
+    from octfm.catalog.catalog import scan
+    from octfm.formats import read_volume, within
+    from octfm.layers.segment import segment as segment_scan
+    from octfm.layers.table import describe, write_table
+    from octfm.tasks.segment_export import write_dicom, write_nifti
+
+    sources: list[str] = []
+    for word in words:
+        place = expect_place(word)
+        inside = Path(place).is_dir()
+        sources += [row.uri for row in scan(place, limits=limits).acquisitions] if inside else [place]
+    if out.suffix == ".csv":
+        added = write_table(sources, out, limits=limits, echo=typer.echo)
+        typer.echo(f"{out}: {added} new of {len(sources)} scans")
+        return
+    for source in sources:
+        found = segment_scan(read_volume(source, raster_only=False, limits=limits))
+        typer.echo(describe(found))
+        if out != DEFAULT_SEGMENT:
+            written = write_nifti(found, out, Path(source).stem)
+            written += within(limits, functools.partial(write_dicom, found, folder=out), source) if dicom else []
+            for path in written:
+                typer.echo(path)

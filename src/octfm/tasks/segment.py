@@ -28,6 +28,7 @@ from octfm.store.exclusion import without_excluded
 from octfm.store.layout import Arrays, StoreRow
 from octfm.store.store import Store
 from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.segmentation import Segmentation
 from octfm.volume.surface import best_path
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
@@ -48,25 +49,6 @@ class Labelled:
     """float32 [S, D, W] in prepared rows; NaN where unknown or outside the scan."""
     mask: np.ndarray | None
     """bool [D, H, W]"""
-
-
-@dataclass(frozen=True, eq=False)
-class Segmentation:
-    """Surfaces and masks found in one volume, in its native frame."""
-
-    surfaces: dict[str, np.ndarray]
-    """float [D, W]: native row of each surface; NaN for A-scans outside the prepared field."""
-    masks: dict[str, np.ndarray]
-    """bool [D, H, W]"""
-    spacing_mm: tuple[float, float, float]
-
-    def heights_um(self, name: str) -> np.ndarray:
-        """float [D, W]: depth of a surface below the upper edge of the image, in µm per A-scan."""
-        return (self.surfaces[name] + 0.5) * self.spacing_mm[1] * 1000
-
-    def thickness_um(self, upper: str, lower: str) -> np.ndarray:
-        """float [D, W]"""
-        return (self.surfaces[lower] - self.surfaces[upper]) * self.spacing_mm[1] * 1000
 
 
 class Segmenter:

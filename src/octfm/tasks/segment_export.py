@@ -9,8 +9,8 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.io.location import local_path, replacing, write_whole
-from octfm.tasks.segment import Segmentation
 from octfm.version import __version__
+from octfm.volume.segmentation import Segmentation
 
 HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
 """Height Map Segmentation Storage: rows are B-scans, columns A-scans, one frame per surface, as in AI-READI."""

@@ -26,7 +26,6 @@ from octfm.store.store import Store
 from octfm.tasks.segment import (
     Fit,
     Labelled,
-    Segmentation,
     Segmenter,
     open_encoder,
     open_store,
@@ -38,6 +37,7 @@ from octfm.tasks.segment import (
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.tasks.segment_training import SEGMENTATION, Segmentations
 from octfm.version import __version__
+from octfm.volume.segmentation import Segmentation
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Volume
 

@@ -1,0 +1,115 @@
+"""Find surfaces and lesions in the B-scans of any volume, in its native frame and in fractions of a row."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octfm.models.layer_net import ASCAN_UM, ROW_UM, SURFACES, LayerNet, in_channels_last, standardise
+from octfm.volume.surface import best_path
+from octfm.volume.volume import Shape3, Volume
+
+TOLERATED = 1.06
+"""The network has seen rows and A-scans this much larger or smaller, so B-scans that close are not resampled along the
+A-scan."""
+STEEPEST = 2.0
+"""Steepest slope (rise over run) of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
+PATH_PENALTY = 0.2
+"""Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
+WINDOW_ROWS = 4
+"""A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
+CHUNK = 4
+"""B-scans in memory at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """What the network found in D B-scans, in native rows and A-scans."""
+
+    rows: np.ndarray
+    """float32 [S, D, W] of SURFACES, 0 at the centre of the first row; NaN where more likely not in the image."""
+    spread_um: np.ndarray
+    """float32 [S, D, W]: standard deviation of the row in the network's own distribution."""
+    present: np.ndarray
+    """float32 [D, W]: probability that the retina is in the image, the least of ILM and BM."""
+    lesions: np.ndarray
+    """uint8 [D, H, W]: 0, or 1 + index in MASKS."""
+
+
+class LayerFinder:
+    """A trained LayerNet and what identifies it."""
+
+    def __init__(self, network: LayerNet, name: str = "untrained", digest: str = ""):
+        self.network = in_channels_last(network.eval())
+        self.name, self.digest = name, digest
+
+    @torch.no_grad()
+    def find(self, volume: Volume) -> Layers:
+        """Surfaces and lesions of every B-scan of a volume, one by one; layout and laterality do not matter."""
+        depth, height, width = volume.shape
+        white = 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
+        size = network_size(volume.shape, volume.spacing_mm)
+        rows = np.empty((len(SURFACES), depth, width), np.float32)
+        spread, present = np.empty_like(rows), np.empty((depth, width), np.float32)
+        lesions = np.zeros(volume.shape, np.uint8)
+        for first in range(0, depth, CHUNK):
+            part = slice(first, first + CHUNK)
+            image = torch.from_numpy(np.ascontiguousarray(volume.voxels[part]).astype(np.float32) * (255 / white))
+            found = self.network(self._prepared(image[:, None], size))
+            rows[:, part], spread[:, part], present[part] = self._surfaces(found.rows, size, volume)
+            p = F.interpolate(found.masks[:, :, : size[0], : size[1]], (height, width), mode="bilinear")
+            best, which = p.max(dim=1)
+            lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
+        return Layers(rows, spread, present, lesions)
+
+    def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
+        if images.shape[-2:] != size:
+            images = F.interpolate(images, size, mode="bilinear", antialias=True)
+        multiple = self.network.config.multiple
+        padded = F.pad(images, (0, -size[1] % multiple, 0, -size[0] % multiple))
+        return standardise(padded).to(memory_format=torch.channels_last)
+
+    def _surfaces(
+        self, logits: Tensor, size: tuple[int, int], volume: Volume
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, spread and presence in native A-scans from logits [B, S, H + 1, W] in the network's."""
+        height, width = size
+        log_p = logits[..., :width].log_softmax(2)
+        absent = log_p[:, :, -1].exp()
+        log_p = log_p[:, :, :height]
+        count, surfaces = log_p.shape[:2]
+        ratio = (volume.shape[1] * volume.spacing_mm[1] / height) / (volume.shape[2] * volume.spacing_mm[2] / width)
+        score = log_p.flatten(0, 1).transpose(1, 2).numpy()
+        path = torch.from_numpy(best_path(score, max(1, math.ceil(STEEPEST / ratio)), PATH_PENALTY))
+        path = path.view(count, surfaces, 1, width)
+        p = (log_p - log_p.logsumexp(2, keepdim=True)).exp()
+        row = torch.arange(height, dtype=p.dtype).view(1, 1, -1, 1)
+        near = p * ((row - path).abs() <= WINDOW_ROWS)
+        found = (near * row).sum(2) / near.sum(2).clamp_min(1e-12)
+        found = found.cummax(dim=1).values
+        spread = (p * (row - found.unsqueeze(2)) ** 2).sum(2).sqrt()
+        scale = volume.shape[1] / height
+        found = (found + 0.5) * scale - 0.5
+        spread = spread * (scale * 1000 * volume.spacing_mm[1])
+        here = torch.stack([_columns(t, volume.shape[2]) for t in (found, spread, absent)]).transpose(1, 2).numpy()
+        rows, spread_um, gone = here
+        present = 1 - np.maximum(gone[0], gone[-1])
+        return np.where(gone > 0.5, np.nan, rows), spread_um, present
+
+
+def _columns(values: Tensor, width: int) -> Tensor:
+    """[B, S, w] to [B, S, width], linear between A-scans."""
+    return values if values.shape[-1] == width else F.interpolate(values, width, mode="linear")
+
+
+def network_size(shape: Shape3, spacing_mm: tuple[float, float, float]) -> tuple[int, int]:
+    """Rows and A-scans that B-scans of a volume have in the network."""
+    _, height, width = shape
+    rows = 1000 * spacing_mm[1] / ROW_UM
+    rows = height if 1 / TOLERATED < rows < TOLERATED else max(1, round(height * rows))
+    columns = 1000 * spacing_mm[2] / ASCAN_UM
+    columns = width if 1 / TOLERATED < columns < TOLERATED else max(1, round(width * columns))
+    return rows, columns

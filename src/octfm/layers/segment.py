@@ -1,0 +1,92 @@
+"""`octfm.segment`: layers, fluid and ETDRS thickness of one scan, by the packaged network, without a training run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.formats import read_volume
+from octfm.layers.finder import LayerFinder
+from octfm.layers.packaged import load_finder
+from octfm.layers.verdict import Verdict, judge
+from octfm.models.layer_net import MASKS, SURFACES
+from octfm.volume.etdrs import EtdrsGrid, field_of, measure_grid
+from octfm.volume.segmentation import Segmentation
+from octfm.volume.volume import Spacing3, Volume
+
+FLUID = ("intraretinal_fluid", "subretinal_fluid")
+
+
+@dataclass(frozen=True, eq=False)
+class ScanSegmentation(Segmentation):
+    """Surfaces and masks of one scan, with what they are worth."""
+
+    volume: Volume
+    """The scan, as the file has it."""
+    spread_um: dict[str, np.ndarray]
+    """float32 [D, W] for every surface: standard deviation in the network's own distribution over rows. It is not
+    calibrated."""
+    verdict: Verdict
+    model: str
+    """Name and hash of the network."""
+    axial_length_mm: float | None = field(default=None)
+    """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
+
+    def etdrs(self, upper: str = "ilm", lower: str = "bm") -> EtdrsGrid:
+        """Nine zones of the thickness between two surfaces, around the fovea that was found.
+
+        Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
+        scans, which do not cover zones.
+        """
+        volume = self.volume
+        if volume.layout != "raster" or volume.shape[0] < 2:
+            raise EvaluationError(
+                f"{volume.source}: a {volume.layout} scan of {volume.shape[0]} B-scans covers no ETDRS zone; "
+                "a raster is needed"
+            )
+        place = field_of(
+            (volume.shape[0], volume.shape[2]),
+            volume.spacing_mm,
+            volume.superior_first,
+            volume.lines,
+            self.axial_length_mm,
+        )
+        whole = self.thickness_um("ilm", "bm")
+        thickness = whole if (upper, lower) == ("ilm", "bm") else self.thickness_um(upper, lower)
+        return measure_grid(thickness, place, volume.laterality, pit_map_um=whole)
+
+    def volume_nl(self, mask: str) -> float | None:
+        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster)."""
+        if self.volume.layout != "raster" or self.volume.shape[0] < 2:
+            return None
+        # 1 mm³ is 1,000 nl.
+        return float(self.masks[mask].sum() * np.prod(self.spacing_mm) * 1000)
+
+
+def segment(
+    source: str | Path | Volume,
+    *,
+    spacing_mm: Spacing3 | None = None,
+    axial_length_mm: float | None = None,
+    finder: LayerFinder | None = None,
+) -> ScanSegmentation:
+    """Segment a scan of any layout and format, single B-scans too, with the packaged network.
+
+    spacing_mm: as for octfm.read_volume, for files that state none.
+    finder: another network; default: the packaged one.
+    Raises ReadError if the file cannot be read.
+    """
+    finder = finder or load_finder()
+    volume = source if isinstance(source, Volume) else read_volume(source, spacing_mm=spacing_mm, raster_only=False)
+    found = finder.find(volume)
+    return ScanSegmentation(
+        surfaces=dict(zip(SURFACES, found.rows, strict=True)),
+        masks={name: found.lesions == i for i, name in enumerate(MASKS, 1)},
+        spacing_mm=volume.spacing_mm,
+        volume=volume,
+        spread_um=dict(zip(SURFACES, found.spread_um, strict=True)),
+        verdict=judge(volume, found, finder),
+        model=f"{finder.name} {finder.digest[:12]}",
+        axial_length_mm=axial_length_mm,
+    )

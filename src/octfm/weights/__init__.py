@@ -1,0 +1,1 @@
+"""Weights of the packaged networks, and what each was trained on."""

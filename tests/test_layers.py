@@ -1,0 +1,174 @@
+"""Layers and fluid of any scan by the packaged network: accuracy on unseen phantoms, invariances, files, tables."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import octfm
+from octfm.cli.main import app
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.layers.finder import LayerFinder, network_size
+from octfm.layers.packaged import load_finder, packaged
+from octfm.layers.table import COLUMNS, read_table, write_table
+from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
+from octfm.phantom.native.bscans import SURFACES as DRAWN
+from octfm.phantom.native.stream import Stream
+from octfm.volume.volume import Volume
+
+UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
+"""Phantom B-scans of a seed that no choice has seen."""
+
+
+def drawn(count: int, stream: Stream = UNSEEN) -> list:
+    found = (stream(place) for place in range(1000))
+    return [image for image, _ in zip((i for i in found if i.accident == "none"), range(count), strict=False)]
+
+
+def as_volume(image, **facts) -> Volume:
+    return Volume(image.voxels, image.spacing_mm, source="phantom", **facts)
+
+
+def test_surfaces_of_unseen_phantoms_lie_within_rows_of_the_truth():
+    errors: dict[str, list[float]] = {name: [] for name in ("ilm", "ez", "rpe_peak", "bm")}
+    finder = load_finder()
+    for image in drawn(8):
+        found = finder.find(as_volume(image))
+        for name, values in errors.items():
+            off = found.rows[SURFACES.index(name)] - image.surfaces[DRAWN.index(name)]
+            values.append(float(np.nanmean(np.abs(off)) * 1000 * image.spacing_mm[1]))
+    medians = {name: np.median(values) for name, values in errors.items()}
+    assert all(median < 8 for median in medians.values()), medians
+
+
+def test_a_mirrored_scan_has_the_mirrored_answer():
+    image, finder = drawn(1)[0], load_finder()
+    one = finder.find(as_volume(image))
+    two = finder.find(replace(as_volume(image), voxels=image.voxels[:, :, ::-1]))
+    thickness = [float(np.nanmean(found.rows[-1] - found.rows[0])) for found in (one, two)]
+    assert thickness[0] == pytest.approx(thickness[1], abs=0.5)
+
+
+def test_bscans_are_resampled_only_where_the_network_has_not_seen_their_pixels():
+    assert network_size((1, 496, 512), (0.1, 0.00387, 0.016)) == (496, 512)
+    assert network_size((1, 1000, 512), (0.1, 0.00195, 0.008)) == (500, 256)
+
+
+def test_wider_pixels_and_sixteen_bits_change_little():
+    image, finder = drawn(1)[0], load_finder()
+    volume = as_volume(image)
+    deep = replace(volume, voxels=image.voxels.astype(np.uint16) * 16, full_scale=16 * 255)
+    assert np.allclose(finder.find(volume).rows, finder.find(deep).rows, atol=0.02, equal_nan=True)
+    fine = Volume(np.repeat(image.voxels, 2, axis=2), (*image.spacing_mm[:2], image.spacing_mm[2] / 2))
+    a, b = finder.find(volume).rows, finder.find(fine).rows[:, :, ::2]
+    assert np.nanmedian(np.abs(a - b)) < 0.5
+
+
+def test_nothing_is_found_where_there_is_no_retina_and_the_verdict_says_so():
+    noise = np.random.default_rng(0).integers(0, 30, (2, 496, 384), dtype=np.uint8)
+    found = octfm.segment(Volume(noise, (0.12, 0.0039, 0.016)))
+    assert not found.verdict.accepted and "no retina" in found.verdict.reasons[0]
+    assert not any(mask.any() for mask in found.masks.values())
+
+
+def test_an_upside_down_scan_is_refused_with_its_reason():
+    image = drawn(1)[0]
+    found = octfm.segment(replace(as_volume(image), voxels=image.voxels[:, ::-1]))
+    assert "upside down" in found.verdict.reasons[0]
+
+
+def test_a_line_scan_has_surfaces_but_no_zones():
+    found = octfm.segment(as_volume(drawn(1)[0], layout="line"))
+    assert set(found.surfaces) == set(SURFACES) and set(found.masks) == set(MASKS)
+    with pytest.raises(EvaluationError, match="covers no ETDRS zone"):
+        found.etdrs()
+    assert found.volume_nl("drusen") is None
+
+
+def test_the_loss_learns_surfaces_absence_and_masks():
+    """A tiny network overfits two small images: surfaces that leave the image, and a lesion in one of them."""
+    torch.manual_seed(0)
+    image = torch.zeros(2, 1, 32, 16)
+    image[0, :, 8:20], image[1, :, 12:24] = 1.0, 1.0
+    image[0, :, 14:17, 4:9] = -2.0
+    rows = torch.full((2, len(SURFACES), 16), 7.5)
+    rows[1], rows[:, -1] = 11.5, torch.nan
+    masks = torch.zeros(2, len(MASKS), 32, 16)
+    masks[0, 0, 14:17, 4:9] = 1
+    network = LayerNet(LayerNetConfig((8, 8, 16)))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    for _ in range(80):
+        loss = layer_loss(network(image), rows, masks)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = LayerFinder(network).network(image)
+    p = found.rows.softmax(2)
+    assert (p[:, -1, -1] > 0.5).all(), "the last surface is not in the image"
+    assert (p[:, 0, :-1].argmax(1) - rows[:, 0]).abs().max() <= 1.0
+    assert ((found.masks[:, 0] > 0) == (masks[:, 0] > 0)).float().mean() > 0.99
+
+
+def test_fluid_of_unseen_phantoms_is_found_and_healthy_eyes_have_none():
+    finder = load_finder()
+    sick, overlap, size = drawn(6, replace(UNSEEN, conditions=("dme", "central_serous"))), 0, 0
+    for image in sick:
+        found, truth = np.isin(finder.find(as_volume(image)).lesions, (1, 2)), np.isin(image.lesions, (1, 2))
+        overlap, size = overlap + 2 * (found & truth).sum(), size + found.sum() + truth.sum()
+    assert overlap / size > 0.5
+    for image in drawn(6, replace(UNSEEN, conditions=("healthy",))):
+        assert np.isin(finder.find(as_volume(image)).lesions, (1, 2)).mean() < 2e-4
+
+
+def test_a_damaged_or_unknown_network_is_refused(monkeypatch):
+    known = packaged()[0]
+    with pytest.raises(CheckpointError, match="no packaged network"):
+        load_finder("layers-99")
+    monkeypatch.setattr("octfm.layers.packaged.packaged", lambda: [replace(known, digest="0" * 64)])
+    load_finder.cache_clear()
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_finder(known.name)
+    load_finder.cache_clear()
+
+
+def test_the_card_says_what_the_network_is_not():
+    facts = packaged()[0].facts
+    assert facts["licence"] == "Apache-2.0"
+    assert "not a medical device" in facts["limits"] and "synthetic" in facts["trained_on"]
+    assert json.dumps(facts)
+
+
+@pytest.fixture
+def files(tmp_path):
+    for i, image in enumerate(drawn(2)):
+        np.savez(tmp_path / f"eye{i}.npz", volume=image.voxels, spacing_mm=image.spacing_mm)
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
+    return [str(tmp_path / name) for name in ("eye0.npz", "broken.npz", "eye1.npz")]
+
+
+def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path):
+    out = tmp_path / "table.csv"
+    assert write_table(files[:2], out, echo=lambda _: None) == 2
+    before = out.read_text()
+    assert write_table(files, out, echo=lambda _: None) == 1
+    assert out.read_text().startswith(before)
+    rows = read_table(out)
+    assert [bool(row["problem"]) for row in rows] == [False, True, False]
+    assert all(row["note"].startswith("research use only") for row in rows if not row["problem"])
+    with (tmp_path / "other.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("a", "b"), (1, 2)])
+    with pytest.raises(EvaluationError, match="not a table of octfm segment"):
+        write_table(files, tmp_path / "other.csv")
+    assert len(COLUMNS) == len(set(COLUMNS))
+
+
+def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
+    shown = CliRunner().invoke(app, ["segment", files[0]])
+    assert shown.exit_code == 0 and "verdict" in shown.output and "not a medical device" in shown.output
+    out = tmp_path / "table.csv"
+    assert CliRunner().invoke(app, ["segment", *files, "--out", str(out)]).exit_code == 0
+    assert len(read_table(out)) == 3
