@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: demo test test-all test-xla lint docs wheel clean
+.PHONY: weights demo test test-all test-xla lint docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
@@ -32,6 +32,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/pyright
+
+# Trains the network of octfm segment on streamed phantoms, resumable: some 2 hours on one core.
+weights: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.layers.training --out runs/weights
 
 # Fails on a broken link or anchor. The pages in site/ need no network.
 docs: $(STAMP)

@@ -15,6 +15,7 @@ from octfm.errors import CheckpointError, EvaluationError
 from octfm.layers.finder import LayerFinder, network_size
 from octfm.layers.packaged import load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
+from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
@@ -172,3 +173,46 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     out = tmp_path / "table.csv"
     assert CliRunner().invoke(app, ["segment", *files, "--out", str(out)]).exit_code == 0
     assert len(read_table(out)) == 3
+
+
+SMALL = LayerNetConfig((8, 8))
+
+
+def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):
+    whole = LayerTraining(4, 3, SMALL)
+    losses = [whole.update() for _ in range(4)]
+    first = LayerTraining(4, 3, SMALL)
+    assert [first.update() for _ in range(2)] == losses[:2]
+    first.save(tmp_path / "state.pt")
+    second = LayerTraining(4, 3, SMALL)
+    second.restore(tmp_path / "state.pt")
+    assert [second.update() for _ in range(2)] == losses[2:]
+    for one, other in ((whole.average, second.average), (whole.network, second.network)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    with pytest.raises(ValueError, match="begun with seed 3 for 4 steps"):
+        LayerTraining(5, 3, SMALL).restore(tmp_path / "state.pt")
+
+
+def test_crops_carry_their_truth_along():
+    images, rows, masks = batch(stream_of(5), 7)
+    assert images.shape == (4, 1, HEIGHT, WIDTH) and masks.shape == (4, len(MASKS), HEIGHT, WIDTH)
+    again = batch(stream_of(5), 7)
+    assert torch.equal(images, again[0]) and torch.equal(masks, again[2])
+    brighter = []
+    for image, ilm in zip(images[:, 0], rows[:, 0], strict=True):
+        columns = torch.nonzero(torch.isfinite(ilm) & (ilm > 12) & (ilm < HEIGHT - 12))[:, 0]
+        at = ilm[columns].round().long()
+        if len(columns) > 20:
+            brighter.append(float((image[at + 6, columns] - image[at - 6, columns]).mean()))
+    assert len(brighter) > 1 and np.mean(np.array(brighter) > 0) > 0.5
+
+
+def test_written_weights_are_those_that_load(tmp_path):
+    network = LayerNet(SMALL)
+    path = write_weights(network, tmp_path, "tiny", {"about": "a test"})
+    facts = json.loads((tmp_path / "tiny.json").read_text())
+    assert facts["channels"] == [8, 8] and facts["about"] == "a test"
+    from safetensors.torch import load
+
+    found = load(path.read_bytes())
+    assert all(torch.equal(found[key], tensor) for key, tensor in network.state_dict().items())

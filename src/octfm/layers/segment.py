@@ -11,7 +11,7 @@ from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import load_finder
 from octfm.layers.verdict import Verdict, judge
 from octfm.models.layer_net import MASKS, SURFACES
-from octfm.volume.etdrs import EtdrsGrid, field_of, measure_grid
+from octfm.volume.etdrs import EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
@@ -45,16 +45,10 @@ class ScanSegmentation(Segmentation):
                 f"{volume.source}: a {volume.layout} scan of {volume.shape[0]} B-scans covers no ETDRS zone; "
                 "a raster is needed"
             )
-        place = field_of(
-            (volume.shape[0], volume.shape[2]),
-            volume.spacing_mm,
-            volume.superior_first,
-            volume.lines,
-            self.axial_length_mm,
-        )
-        whole = self.thickness_um("ilm", "bm")
-        thickness = whole if (upper, lower) == ("ilm", "bm") else self.thickness_um(upper, lower)
-        return measure_grid(thickness, place, volume.laterality, pit_map_um=whole)
+        # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
+        inner = self.thickness_um("ilm", "ipl_inl")
+        place = field_of_volume(volume, self.axial_length_mm)
+        return measure_grid(self.thickness_um(upper, lower), place, volume.laterality, pit_map_um=inner)
 
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster)."""
