@@ -30,6 +30,9 @@ def drawn(count: int, stream: Stream = UNSEEN) -> list:
     return [image for image, _ in zip((i for i in found if i.accident == "none"), range(count), strict=False)]
 
 
+SMALL = LayerNetConfig((8, 8))
+
+
 def as_volume(image, **facts) -> Volume:
     return Volume(image.voxels, image.spacing_mm, source="phantom", **facts)
 
@@ -84,7 +87,7 @@ def test_an_upside_down_scan_is_refused_with_its_reason():
 
 def test_a_line_scan_has_surfaces_but_no_zones():
     found = octfm.segment(as_volume(drawn(1)[0], layout="line"))
-    assert set(found.surfaces) == set(SURFACES) and set(found.masks) == set(MASKS)
+    assert set(found.surfaces) == set(SURFACES) and set(found.masks) == set(load_finder().masks)
     with pytest.raises(EvaluationError, match="covers no ETDRS zone"):
         found.etdrs()
     assert found.volume_nl("drusen") is None
@@ -114,15 +117,15 @@ def test_the_loss_learns_surfaces_absence_and_masks():
     assert ((found.masks[:, 0] > 0) == (masks[:, 0] > 0)).float().mean() > 0.99
 
 
-def test_fluid_of_unseen_phantoms_is_found_and_healthy_eyes_have_none():
-    finder = load_finder()
-    sick, overlap, size = drawn(6, replace(UNSEEN, conditions=("dme", "central_serous"))), 0, 0
-    for image in sick:
-        found, truth = np.isin(finder.find(as_volume(image)).lesions, (1, 2)), np.isin(image.lesions, (1, 2))
-        overlap, size = overlap + 2 * (found & truth).sum(), size + found.sum() + truth.sum()
-    assert overlap / size > 0.5
-    for image in drawn(6, replace(UNSEEN, conditions=("healthy",))):
-        assert np.isin(finder.find(as_volume(image)).lesions, (1, 2)).mean() < 2e-4
+def test_a_mask_that_a_network_has_not_learned_is_not_reported():
+    network = LayerNet(SMALL)
+    torch.nn.init.constant_(network.masks.get_parameter("bias"), 9.0)
+    image = as_volume(drawn(1)[0])
+    assert (LayerFinder(network).find(image).lesions > 0).all()
+    assert (LayerFinder(network, masks=("drusen",)).find(image).lesions == 1 + MASKS.index("drusen")).all()
+    assert not LayerFinder(network, masks=()).find(image).lesions.any()
+    found = octfm.segment(image, finder=LayerFinder(network, masks=("drusen",)))
+    assert set(found.masks) == {"drusen"} and found.volume_nl("intraretinal_fluid") is None
 
 
 def test_a_damaged_or_unknown_network_is_refused(monkeypatch):
@@ -175,9 +178,6 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     assert len(read_table(out)) == 3
 
 
-SMALL = LayerNetConfig((8, 8))
-
-
 def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):
     whole = LayerTraining(4, 3, SMALL)
     losses = [whole.update() for _ in range(4)]
@@ -216,3 +216,17 @@ def test_written_weights_are_those_that_load(tmp_path):
 
     found = load(path.read_bytes())
     assert all(torch.equal(found[key], tensor) for key, tensor in network.state_dict().items())
+
+
+def test_lines_of_a_real_eye_with_drusen_lie_near_the_experts(real_data):
+    """Least acceptable: 7 µm at the RPE, 6 µm at Bruch's membrane. One development eye, for regressions only."""
+    file = np.load(real_data / "medvisbonn_amd_spectralis_145.npz")
+    voxels, labels = file["volume"][75::3], file["labels"][75::3]
+    found = load_finder().find(Volume(voxels, (0.09, 0.003872, 0.011182)))
+    rows = np.arange(labels.shape[1])[None, :, None]
+    for name, drawn_as, most in (("rpe_peak", 255, 7.0), ("bm", 127, 6.0)):
+        hit = (labels == drawn_as) | (labels == 170)
+        count = hit.sum(axis=1)
+        expert = np.where(count > 0, (hit * rows).sum(axis=1) / np.maximum(count, 1), np.nan)
+        off = 3.872 * np.abs(found.rows[SURFACES.index(name)] - expert)
+        assert np.nanmean(off) < most, name

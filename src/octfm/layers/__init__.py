@@ -1,1 +1,1 @@
-"""Layers and fluid of any scan, found by a network that was trained on phantoms alone."""
+"""Layers of any scan, found by a network that was trained on phantoms alone."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octfm.models.layer_net import ASCAN_UM, ROW_UM, SURFACES, LayerNet, in_channels_last, standardise
+from octfm.models.layer_net import ASCAN_UM, MASKS, ROW_UM, SURFACES, LayerNet, in_channels_last, standardise
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Volume
 
@@ -42,9 +42,10 @@ class Layers:
 class LayerFinder:
     """A trained LayerNet and what identifies it."""
 
-    def __init__(self, network: LayerNet, name: str = "untrained", digest: str = ""):
+    def __init__(self, network: LayerNet, name: str = "untrained", digest: str = "", masks: tuple[str, ...] = MASKS):
+        """`masks` are those that the network has learned; others are not reported."""
         self.network = in_channels_last(network.eval())
-        self.name, self.digest = name, digest
+        self.name, self.digest, self.masks = name, digest, masks
 
     @torch.no_grad()
     def find(self, volume: Volume) -> Layers:
@@ -60,9 +61,11 @@ class LayerFinder:
             image = torch.from_numpy(np.ascontiguousarray(volume.voxels[part]).astype(np.float32) * (255 / white))
             found = self.network(self._prepared(image[:, None], size))
             rows[:, part], spread[:, part], present[part] = self._surfaces(found.rows, size, volume)
-            p = F.interpolate(found.masks[:, :, : size[0], : size[1]], (height, width), mode="bilinear")
-            best, which = p.max(dim=1)
-            lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
+            if self.masks:
+                logits = found.masks[:, :, : size[0], : size[1]].clone()
+                logits[:, [i for i, name in enumerate(MASKS) if name not in self.masks]] = -1e4
+                best, which = F.interpolate(logits, (height, width), mode="bilinear").max(dim=1)
+                lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
         return Layers(rows, spread, present, lesions)
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:

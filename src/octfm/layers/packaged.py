@@ -57,4 +57,4 @@ def load_finder(name: str = CURRENT) -> LayerFinder:
         )
     network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
     network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
-    return LayerFinder(network, name, digest)
+    return LayerFinder(network, name, digest, tuple(about.facts["masks"]))

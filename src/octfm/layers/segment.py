@@ -15,8 +15,6 @@ from octfm.volume.etdrs import EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
-FLUID = ("intraretinal_fluid", "subretinal_fluid")
-
 
 @dataclass(frozen=True, eq=False)
 class ScanSegmentation(Segmentation):
@@ -51,8 +49,9 @@ class ScanSegmentation(Segmentation):
         return measure_grid(self.thickness_um(upper, lower), place, volume.laterality, pit_map_um=inner)
 
     def volume_nl(self, mask: str) -> float | None:
-        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster)."""
-        if self.volume.layout != "raster" or self.volume.shape[0] < 2:
+        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), or if the
+        network does not report this mask."""
+        if mask not in self.masks or self.volume.layout != "raster" or self.volume.shape[0] < 2:
             return None
         # 1 mm³ is 1,000 nl.
         return float(self.masks[mask].sum() * np.prod(self.spacing_mm) * 1000)
@@ -76,7 +75,7 @@ def segment(
     found = finder.find(volume)
     return ScanSegmentation(
         surfaces=dict(zip(SURFACES, found.rows, strict=True)),
-        masks={name: found.lesions == i for i, name in enumerate(MASKS, 1)},
+        masks={name: found.lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
         spacing_mm=volume.spacing_mm,
         volume=volume,
         spread_um=dict(zip(SURFACES, found.spread_um, strict=True)),

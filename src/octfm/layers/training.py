@@ -166,7 +166,7 @@ def main() -> None:
         if training.step % 50 == 0 or training.step == training.steps:
             training.save(state)
             print(f"step {training.step}/{training.steps}  loss {np.mean(losses[-50:]):.3f}", flush=True)
-    facts = {"steps": training.steps, "seed": arguments.seed, "trained_on": "synthetic B-scans only"}
+    facts = {"steps": training.steps, "seed": arguments.seed, "masks": list(MASKS)}
     print(write_weights(training.average, arguments.out, "layers", facts))
 
 
