@@ -13,7 +13,7 @@ import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.layers.finder import LayerFinder, network_size
-from octfm.layers.packaged import load_finder, packaged
+from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
@@ -144,6 +144,20 @@ def test_the_card_says_what_the_network_is_not():
     assert facts["licence"] == "Apache-2.0"
     assert "not a medical device" in facts["limits"] and "synthetic" in facts["trained_on"]
     assert json.dumps(facts)
+
+
+def test_octfm_models_lists_the_networks_and_prints_a_card():
+    shown = CliRunner().invoke(app, ["models"])
+    assert shown.exit_code == 0
+    for network in packaged():
+        assert f"{network.name}: " in shown.output and network.digest[:12] in shown.output
+        card = CliRunner().invoke(app, ["models", network.name]).output
+        for needed in ("Research use only", "not a medical device", "no CE mark", "diagnosis", "synthetic", "children"):
+            assert needed in " ".join(card.split()), needed
+        for source in ("MedVisBonn", "Chiu et al. 2015", "macular hole", network.digest, "Apache-2.0"):
+            assert source in card, source
+    assert f"{CURRENT}: " in shown.output and NOTE in shown.output
+    assert isinstance(CliRunner().invoke(app, ["models", "layers-99"]).exception, CheckpointError)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from octfm.models.layer_net import LayerNet, LayerNetConfig
 
 CURRENT = "layers-1"
 """The network that `octfm segment` uses."""
+NOTE = "research use only; not a medical device; trained on synthetic images only"
+"""Goes into every result of a packaged network."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,36 @@ class Packaged:
     def about(self) -> str:
         return str(self.facts["about"])
 
+    @property
+    def licence(self) -> str:
+        return str(self.facts["licence"])
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """Masks that the network has learned and reports."""
+        return tuple(self.facts["masks"])
+
+    @property
+    def size_bytes(self) -> int:
+        return len(_weights(self.name))
+
 
 def packaged() -> list[Packaged]:
     """All packaged networks, in the order of their names."""
     found = sorted(path.name for path in files("octfm.weights").iterdir() if path.name.endswith(".json"))
     return [_described(name.removesuffix(".json")) for name in found]
+
+
+def find_packaged(name: str) -> Packaged:
+    """The packaged network of this name. Raises CheckpointError if there is none."""
+    known = {each.name: each for each in packaged()}
+    if name not in known:
+        raise CheckpointError(f"{name}: no packaged network has this name; there are {', '.join(known)}")
+    return known[name]
+
+
+def _weights(name: str) -> bytes:
+    return (files("octfm.weights") / f"{name}.safetensors").read_bytes()
 
 
 def _described(name: str) -> Packaged:
@@ -44,11 +71,8 @@ def load_finder(name: str = CURRENT) -> LayerFinder:
     """The packaged network of this name. Raises CheckpointError if its file is damaged or missing."""
     from safetensors.torch import load
 
-    known = {each.name: each for each in packaged()}
-    if name not in known:
-        raise CheckpointError(f"{name}: no packaged network has this name; there are {', '.join(known)}")
-    about = known[name]
-    content = (files("octfm.weights") / f"{name}.safetensors").read_bytes()
+    about = find_packaged(name)
+    content = _weights(name)
     digest = hashlib.sha256(content).hexdigest()
     if digest != about.digest:
         raise CheckpointError(
@@ -57,4 +81,4 @@ def load_finder(name: str = CURRENT) -> LayerFinder:
         )
     network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
     network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
-    return LayerFinder(network, name, digest, tuple(about.facts["masks"]))
+    return LayerFinder(network, name, digest, about.masks)

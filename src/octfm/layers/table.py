@@ -10,7 +10,7 @@ from octfm.formats import read_volume
 from octfm.io.isolation import Limits
 from octfm.io.location import write_whole
 from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import load_finder
+from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS
 from octfm.volume.etdrs import ZONES
@@ -23,7 +23,6 @@ COLUMNS = (
     *(f"{name}_nl" for name in MASKS),
     *("verdict", "doubt", "model", "note", "problem"),
 )
-NOTE = "research use only; not a medical device; trained on synthetic images only"
 
 
 def row_of(found: ScanSegmentation) -> dict[str, str]:
