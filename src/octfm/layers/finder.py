@@ -33,6 +33,10 @@ class Layers:
     """float32 [S, D, W] of SURFACES, 0 at the centre of the first row; NaN where more likely not in the image."""
     spread_um: np.ndarray
     """float32 [S, D, W]: standard deviation of the row in the network's own distribution."""
+    near: np.ndarray
+    """float32 [S, D, W]: share of the distribution over rows within WINDOW_ROWS of the row, 0 to 1."""
+    disorder_um: np.ndarray
+    """float32 [D, W]: the most by which a surface had to be moved down because one above it lay deeper."""
     present: np.ndarray
     """float32 [D, W]: probability that the retina is in the image, the least of ILM and BM."""
     lesions: np.ndarray
@@ -54,19 +58,21 @@ class LayerFinder:
         white = 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
         size = network_size(volume.shape, volume.spacing_mm)
         rows = np.empty((len(SURFACES), depth, width), np.float32)
-        spread, present = np.empty_like(rows), np.empty((depth, width), np.float32)
+        spread, near = np.empty_like(rows), np.empty_like(rows)
+        disorder, present = np.empty((depth, width), np.float32), np.empty((depth, width), np.float32)
         lesions = np.zeros(volume.shape, np.uint8)
         for first in range(0, depth, CHUNK):
             part = slice(first, first + CHUNK)
             image = torch.from_numpy(np.ascontiguousarray(volume.voxels[part]).astype(np.float32) * (255 / white))
             found = self.network(self._prepared(image[:, None], size))
-            rows[:, part], spread[:, part], present[part] = self._surfaces(found.rows, size, volume)
+            surfaces = self._surfaces(found.rows, size, volume)
+            rows[:, part], spread[:, part], near[:, part], disorder[part], present[part] = surfaces
             if self.masks:
                 logits = found.masks[:, :, : size[0], : size[1]].clone()
                 logits[:, [i for i, name in enumerate(MASKS) if name not in self.masks]] = -1e4
                 best, which = F.interpolate(logits, (height, width), mode="bilinear").max(dim=1)
                 lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
-        return Layers(rows, spread, present, lesions)
+        return Layers(rows, spread, near, disorder, present, lesions)
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         if images.shape[-2:] != size:
@@ -75,10 +81,8 @@ class LayerFinder:
         padded = F.pad(images, (0, -size[1] % multiple, 0, -size[0] % multiple))
         return standardise(padded).to(memory_format=torch.channels_last)
 
-    def _surfaces(
-        self, logits: Tensor, size: tuple[int, int], volume: Volume
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, spread and presence in native A-scans from logits [B, S, H + 1, W] in the network's."""
+    def _surfaces(self, logits: Tensor, size: tuple[int, int], volume: Volume) -> tuple[np.ndarray, ...]:
+        """Rows, spread, near, disorder and presence in native A-scans from logits [B, S, H + 1, W] in the network's."""
         height, width = size
         log_p = logits[..., :width].log_softmax(2)
         absent = log_p[:, :, -1].exp()
@@ -91,16 +95,18 @@ class LayerFinder:
         p = (log_p - log_p.logsumexp(2, keepdim=True)).exp()
         row = torch.arange(height, dtype=p.dtype).view(1, 1, -1, 1)
         near = p * ((row - path).abs() <= WINDOW_ROWS)
-        found = (near * row).sum(2) / near.sum(2).clamp_min(1e-12)
-        found = found.cummax(dim=1).values
+        held = near.sum(2)
+        own = (near * row).sum(2) / held.clamp_min(1e-12)
+        found = own.cummax(dim=1).values
         spread = (p * (row - found.unsqueeze(2)) ** 2).sum(2).sqrt()
         scale = volume.shape[1] / height
-        found = (found + 0.5) * scale - 0.5
-        spread = spread * (scale * 1000 * volume.spacing_mm[1])
-        here = torch.stack([_columns(t, volume.shape[2]) for t in (found, spread, absent)]).transpose(1, 2).numpy()
-        rows, spread_um, gone = here
+        moved = (found - own).amax(1, keepdim=True).expand_as(found)
+        native = [_columns(values, volume.shape[2]) for values in (found, spread, held, moved, absent)]
+        rows, spread, held, moved, gone = torch.stack(native).transpose(1, 2).numpy()
+        rows = (rows + 0.5) * scale - 0.5
+        um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
-        return np.where(gone > 0.5, np.nan, rows), spread_um, present
+        return np.where(gone > 0.5, np.nan, rows), spread * um, held, moved[0] * um, present
 
 
 def _columns(values: Tensor, width: int) -> Tensor:

@@ -9,7 +9,7 @@ from octfm.errors import EvaluationError
 from octfm.formats import read_volume
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import load_finder
-from octfm.layers.verdict import Verdict, judge
+from octfm.layers.verdict import Verdict, doubtful, judge
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.segmentation import Segmentation
@@ -25,6 +25,9 @@ class ScanSegmentation(Segmentation):
     spread_um: dict[str, np.ndarray]
     """float32 [D, W] for every surface: standard deviation in the network's own distribution over rows. It is not
     calibrated."""
+    doubtful: np.ndarray
+    """bool [D, W]: A-scans in which the network is unsure of the ILM or of Bruch's membrane or did not find them; see
+    octfm.layers.verdict.doubtful."""
     verdict: Verdict
     model: str
     """Name and hash of the network."""
@@ -79,6 +82,7 @@ def segment(
         spacing_mm=volume.spacing_mm,
         volume=volume,
         spread_um=dict(zip(SURFACES, found.spread_um, strict=True)),
+        doubtful=doubtful(found),
         verdict=judge(volume, found, finder),
         model=f"{finder.name} {finder.digest[:12]}",
         axial_length_mm=axial_length_mm,

@@ -21,7 +21,7 @@ UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
 COLUMNS = (
     *("source", "laterality", "scanner", "bscans", "grid_centre", *UNIT.values(), "volume_mm3"),
     *(f"{name}_nl" for name in MASKS),
-    *("verdict", "doubt", "model", "note", "problem"),
+    *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
 )
 
 
@@ -35,6 +35,7 @@ def row_of(found: ScanSegmentation) -> dict[str, str]:
         "bscans": str(volume.shape[0]),
         "verdict": "; ".join(found.verdict.reasons) or "nothing speaks against it",
         "doubt": f"{found.verdict.doubt:.3f}",
+        "doubtful_ascans": f"{found.doubtful.mean():.3f}",
         "model": found.model,
         "note": NOTE,
     }
@@ -100,4 +101,5 @@ def describe(found: ScanSegmentation) -> str:
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     if amounts:
         lines.append("  " + ", ".join(amounts))
-    return "\n".join([*lines, f"  verdict: {row['verdict']}", f"  {found.model}; {NOTE}"])
+    share = f"{found.doubtful.mean():.0%} of A-scans are doubtful"
+    return "\n".join([*lines, f"  verdict: {row['verdict']}; {share}", f"  {found.model}; {NOTE}"])

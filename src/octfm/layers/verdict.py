@@ -1,6 +1,10 @@
-"""Whether a segmentation should be believed, and why not."""
+"""Whether a segmentation should be believed, and why not.
 
-from dataclasses import dataclass, replace
+Thresholds stand below, each with its reason. benchmarks/segment_verdict.py measures on phantoms what they catch and
+what they refuse in vain, and prints the distribution of every measure: run it again after new weights.
+"""
+
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -9,7 +13,83 @@ from octfm.models.layer_net import SURFACES
 from octfm.volume.volume import Volume
 
 SEEN = 0.5
-"""Least share of A-scans in which the retina must have been found."""
+"""Least share of A-scans in which the retina must have been found, in a B-scan and in the whole scan."""
+SOME = 0.1
+"""Least share of A-scans that must show a retina for its thickness to be judged."""
+TRIED = 8
+"""B-scans that are tried upside down where hardly any retina was found."""
+DARK = 0.4
+"""A B-scan is dark if its grey levels vary less than this share of the scan's median B-scan: a blink."""
+LOST = 0.05
+"""Largest share of B-scans that may be dark or without a retina: between its neighbours one of 49 does no harm."""
+LEVELS = 8.0
+"""Least difference between the 99th and the 1st percentile of brightness, of 255: below it the layers are a few grey
+levels apart."""
+CONTRAST = 0.75
+"""Least difference of mean brightness between retina and vitreous, in standard deviations of the vitreous."""
+EDGE_ROWS = 2.0
+"""ILM or BM this close to the first or the last row may continue outside."""
+CLIPPED = 0.06
+"""Largest share of A-scans, in B-scans that show the retina, where ILM or BM leaves the frame."""
+FIELD_MM = (1.0, 20.0)
+"""Width of a B-scan: the shortest in use is about 2 mm, the longest 16 mm."""
+WIDE_MM = 10.5
+"""Width beyond which nothing was trained or tested: 30° are 9 mm, wide fields begin at 12 mm."""
+FRAME_MM = (0.5, 8.0)
+"""Height of a B-scan: usually 2 to 3 mm, in wide-field instruments up to 6 mm."""
+LONGEST = 1.6
+"""Largest ratio of a raster's extent across its B-scans to their width: no instrument scans many short lines."""
+THICKNESS_UM = (150.0, 480.0)
+"""Plausible medians of retinal thickness over a scan: it is 220 to 380 µm in most eyes. Wrong axial millimetres move it
+by their factor; so does extreme swelling, which no phantom has over a whole scan."""
+DOUBTFUL_NEAR = 0.5
+"""Least share of the network's distribution over rows that must lie within WINDOW_ROWS of the ILM and of the BM."""
+DOUBTFUL_DISORDER_UM = 20.0
+"""Most by which a surface may lie above one that belongs below it."""
+DOUBTFUL = 0.2
+"""Largest share of doubtful A-scans."""
+REASONS = {
+    "dark": "too dark or too little contrast to tell the layers apart",
+    "upside_down": "upside down: the vitreous must be at the top",
+    "no_retina": "no retina was found in most A-scans",
+    "blinked": "{lost} of {bscans} B-scans are dark or show no retina",
+    "clipped": "the retina leaves the frame, or touches its first or last rows, in {clipped:.0%} of A-scans",
+    "field": "a field {field_mm:.1f} mm wide is implausible: check the lateral millimetres",
+    "frame": "a frame {frame_mm:.1f} mm high is implausible: check the axial millimetres",
+    "aspect": "a raster {aspect:.1f} times as long across its B-scans as along them is implausible: check the "
+    "millimetres",
+    "thickness": "a median thickness of {thickness_um:.0f} µm is implausible: check the axial millimetres",
+    "wide_field": f"a field {{field_mm:.1f}} mm wide: the network was not trained or tested beyond {WIDE_MM} mm",
+    "unfamiliar": "unlike the images that the network was trained on: it is unsure of {doubtful:.0%} of A-scans",
+}
+"""Code → sentence, the most serious first."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a verdict depends on."""
+
+    seen: float
+    """Share of A-scans in which the retina was found."""
+    bscans: int
+    lost: int
+    """B-scans that are dark or show no retina."""
+    clipped: float
+    """Share of A-scans where ILM or BM is not in the image or touches its edge; of the B-scans that are not lost."""
+    levels: float
+    contrast: float
+    field_mm: float
+    frame_mm: float
+    aspect: float
+    """Extent across B-scans over their width; 0 if it has no meaning."""
+    thickness_um: float
+    """Median; NaN if nothing was found."""
+    doubtful: float
+    """Share of doubtful A-scans; of the B-scans that are not lost."""
+    spread_um: float
+    """Median of ILM and BM; infinite if nothing was found."""
+    turned: float = 0.0
+    """Share of A-scans in which the retina was found after turning the scan upside down; 0 if that was not tried."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +100,9 @@ class Verdict:
     """Short sentences, the most serious first."""
     doubt: float = 0.0
     """For sorting scans, the most doubtful first; at least 1 if there is a reason."""
+    codes: tuple[str, ...] = ()
+    """Keys of REASONS."""
+    measures: Measures | None = field(default=None, repr=False)
 
     @property
     def accepted(self) -> bool:
@@ -27,14 +110,91 @@ class Verdict:
 
 
 def judge(volume: Volume, found: Layers, finder: LayerFinder) -> Verdict:
-    """Judge what was found in a volume. Where hardly any retina was found, the volume is also tried upside down."""
-    seen = float((found.present > 0.5).mean())
-    spread = np.nanmedian([found.spread_um[SURFACES.index(name)] for name in ("ilm", "bm")])
-    doubt = 1 - seen + float(spread) / 100
-    if seen >= SEEN:
-        return Verdict((), min(doubt, 0.99))
-    turned = finder.find(replace(volume, voxels=volume.voxels[:, ::-1]))
-    reason = "no retina was found in most A-scans"
-    if float((turned.present > 0.5).mean()) >= SEEN:
-        reason = "upside down: the vitreous must be at the top"
-    return Verdict((reason,), 1 + doubt)
+    """Judge what was found in a volume. Where hardly any retina was found, some B-scans are also tried upside down."""
+    measures = measure(volume, found)
+    if measures.seen < SEEN:
+        depth = len(volume.voxels)
+        some = np.unique(np.linspace(0, depth - 1, min(TRIED, depth)).round().astype(int))
+        turned = finder.find(replace(volume, voxels=volume.voxels[some, ::-1], lines=None))
+        measures = replace(measures, turned=float((turned.present > 0.5).mean()))
+    return decide(measures)
+
+
+def decide(measures: Measures) -> Verdict:
+    """Compare measures with the thresholds."""
+    m = measures
+    wrong = {
+        "dark": m.levels < LEVELS or (m.seen >= SEEN and m.contrast < CONTRAST),
+        "upside_down": m.seen < SEEN and m.turned >= SEEN,
+        "no_retina": m.seen < SEEN and m.turned < SEEN,
+        "blinked": m.seen >= SEEN and m.lost > LOST * m.bscans,
+        "clipped": m.seen >= SEEN and m.clipped > CLIPPED,
+        "field": not FIELD_MM[0] <= m.field_mm <= FIELD_MM[1],
+        "frame": not FRAME_MM[0] <= m.frame_mm <= FRAME_MM[1],
+        "aspect": m.aspect > LONGEST,
+        "thickness": m.seen >= SOME and not THICKNESS_UM[0] <= m.thickness_um <= THICKNESS_UM[1],
+        "wide_field": WIDE_MM < m.field_mm <= FIELD_MM[1],
+        "unfamiliar": m.seen >= SEEN and m.doubtful > DOUBTFUL,
+    }
+    codes = tuple(code for code in REASONS if wrong[code])
+    doubt = 1 - m.seen + m.doubtful + min(m.spread_um, 1000) / 100
+    reasons = tuple(REASONS[code].format(**vars(m)) for code in codes)
+    return Verdict(reasons, 1 + doubt if codes else min(doubt, 0.99), codes, m)
+
+
+def doubtful(found: Layers) -> np.ndarray:
+    """bool [D, W]: A-scans whose ILM or BM should not be believed.
+
+    An A-scan is doubtful if ILM or BM is not in the image, if less than DOUBTFUL_NEAR of the network's distribution
+    lies near either, or if surfaces were out of order by more than DOUBTFUL_DISORDER_UM.
+    """
+    ends = [SURFACES.index(name) for name in ("ilm", "bm")]
+    unsure = (found.near[ends] < DOUBTFUL_NEAR).any(axis=0) | (found.disorder_um > DOUBTFUL_DISORDER_UM)
+    return unsure | np.isnan(found.rows[ends]).any(axis=0)
+
+
+def measure(volume: Volume, found: Layers) -> Measures:
+    """Measure a volume and what was found in it, all but `turned`."""
+    depth, height, _ = volume.shape
+    white = 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
+    ilm, bm = (found.rows[SURFACES.index(name)] for name in ("ilm", "bm"))
+    here = found.present > 0.5
+    low, high = np.percentile(volume.voxels[:, ::3, ::3], (1, 99))
+    varied = volume.voxels[:, ::3, ::3].std(axis=(1, 2), dtype=np.float64)
+    lost = (here.mean(axis=1) < SEEN) | (varied < DARK * np.median(varied))
+    kept = ~lost if not lost.all() else np.ones(depth, bool)
+    both = np.isfinite(ilm) & np.isfinite(bm)
+    outside = ~both | (ilm < EDGE_ROWS) | (bm > height - 1 - EDGE_ROWS)
+    thickness = (bm - ilm)[both & kept[:, None]] * 1000 * volume.spacing_mm[1]
+    spread = np.maximum(found.spread_um[SURFACES.index("ilm")], found.spread_um[SURFACES.index("bm")])[both]
+    raster = volume.layout == "raster" and depth > 2
+    z, y, x = volume.extent_mm
+    return Measures(
+        seen=float(here.mean()),
+        bscans=depth,
+        lost=int(lost.sum()),
+        clipped=float(outside[kept].mean()),
+        levels=float(high - low) * 255 / white,
+        contrast=_contrast(volume.voxels, ilm, bm),
+        field_mm=x,
+        frame_mm=y,
+        aspect=z / x if raster else 0.0,
+        thickness_um=float(np.median(thickness)) if len(thickness) else float("nan"),
+        doubtful=float(doubtful(found)[kept].mean()),
+        spread_um=float(np.median(spread)) if len(spread) else float("inf"),
+    )
+
+
+def _contrast(voxels: np.ndarray, ilm: np.ndarray, bm: np.ndarray) -> float:
+    """Mean of the retina less that of the vitreous within a quarter of the frame above it, in standard deviations of
+    the vitreous; infinite if nothing was found. Inverted images are negative, so the sign is dropped."""
+    reach = voxels.shape[1] // 4
+    row = np.arange(voxels.shape[1])[:, None]
+    inner, outer = [], []
+    for bscan, top, bottom in zip(voxels[:, :, ::4], ilm[:, ::4], bm[:, ::4], strict=True):
+        inner.append(bscan[(row > top) & (row < bottom)])
+        outer.append(bscan[(row < top - 3) & (row > top - reach)])
+    retina, vitreous = np.concatenate(inner).astype(np.float32), np.concatenate(outer).astype(np.float32)
+    if not len(retina) or not len(vitreous):
+        return float("inf")
+    return float(abs(retina.mean() - vitreous.mean()) / max(vitreous.std(), 1.0))

@@ -1,0 +1,170 @@
+"""What the verdict of `octfm segment` catches on phantoms, and what it refuses in vain.
+
+python benchmarks/segment_verdict.py                              # seeds 0 to 99, on which thresholds were chosen
+python benchmarks/segment_verdict.py --first 200 --count 60       # seeds for reports
+python benchmarks/segment_verdict.py --invariances --data FOLDER  # the same eyes shown differently
+
+Every seed is a phantom volume, as it is and in one of the accidents or alterations. A value of an ETDRS zone is wrong
+if it differs from the truth by more than 20 µm or stands where the image shows too little retina. After new weights:
+run on seeds 0 to 99 with --save FILE, read the quantiles of the measures, change the constants of
+src/octfm/layers/verdict.py, and run with --again FILE, which applies them to the measures of that run in a second.
+"""
+
+import argparse
+import pickle
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+from octfm.layers.finder import LayerFinder
+from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.segment import ScanSegmentation, segment
+from octfm.layers.verdict import Measures, decide
+from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
+from octfm.phantom.native.stream import Stream
+from octfm.volume.etdrs import field_of, measure_grid
+from octfm.volume.volume import Volume
+
+WRONG_UM = 20.0
+LEAST_TRUE = 0.5
+"""Share of a zone in which the truth must be known to compare with."""
+ACCIDENTS = ("clipped", "wrapped", "blink", "upside_down")
+ALTERATIONS = ("axial x2", "axial /2", "lateral x2", "lateral /2", "gamma 0.5", "gamma 2", "dark", "very dark")
+
+
+class Case(NamedTuple):
+    seed: int
+    kind: str
+    measures: Measures
+    zones: dict[str, tuple[float, float]]
+    """Zone → thickness found and true thickness; NaN where the image does not show enough of it."""
+
+
+def drawn(seed: int, accident: str, bscans: int) -> Labelled:
+    """The volume of a seed, with this accident whatever was drawn for it."""
+
+    def placement(rng: np.random.Generator):
+        own = sample_placement(rng)
+        outside = -abs(own.outside) if accident == "wrapped" else own.outside * (-1) ** seed
+        return replace(own, accident=accident, outside=outside)
+
+    with patch("octfm.phantom.native.stream.sample_placement", placement):
+        return Stream(seed, bscans=bscans, randomised=0.1, ascan_um=(13.0, 19.0))(0)
+
+
+def altered(image: Labelled, kind: str) -> Volume:
+    """The image as drawn, darkened, with another gamma, or with wrong millimetres."""
+    name, _, factor = kind.partition(" ")
+    dz, dy, dx = image.spacing_mm
+    times = {"x2": 2.0, "/2": 0.5}.get(factor, 1.0)
+    spacing = (dz, dy * times if name == "axial" else dy, dx * times if name == "lateral" else dx)
+    voxels = image.voxels
+    if name == "gamma":
+        voxels = np.rint(255 * (voxels / 255) ** float(factor)).astype(np.uint8)
+    elif "dark" in name or "dark" in factor:
+        voxels = (voxels * (0.02 if name == "very" else 0.1)).astype(np.uint8)
+    return Volume(voxels, spacing, laterality="R", superior_first=True, source=kind)
+
+
+def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, tuple[float, float]]:
+    """Zones that were given a value, with the true mean of the place on the retina where the grid was centred."""
+    grid = found.etdrs()
+    top, bottom = (image.surfaces[SURFACES.index(name)] for name in ("ilm", "bm"))
+    truth = (bottom - top) * 1000 * image.spacing_mm[1]
+    depth, width = truth.shape
+    place = field_of((depth, width), image.spacing_mm, True)
+    scale = image.spacing_mm[2] / found.spacing_mm[2]
+    centre = grid.centre_mm[0] * scale, grid.centre_mm[1]
+    flat = np.zeros(truth.shape)
+    total, share = (
+        measure_grid(values, place, "R", centre, pit_map_um=flat).mean_um
+        for values in (np.nan_to_num(truth), np.isfinite(truth).astype(float))
+    )
+    zones = {}
+    for name, mean in grid.mean_um.items():
+        if mean is not None:
+            known = share[name] or 0.0
+            zones[name] = (mean, (total[name] or 0.0) / known if known >= LEAST_TRUE else np.nan)
+    return zones
+
+
+def case(seed: int, kind: str, image: Labelled, finder: LayerFinder) -> Case:
+    found = segment(altered(image, kind), finder=finder)
+    assert found.verdict.measures is not None
+    return Case(seed, kind, found.verdict.measures, zones_of(found, image))
+
+
+def cases_of(seed: int, bscans: int, finder: LayerFinder) -> list[Case]:
+    """The volume as it is, with one of the ALTERATIONS, and, for every other seed, with one of the ACCIDENTS."""
+    image = drawn(seed, "none", bscans)
+    found = [case(seed, kind, image, finder) for kind in ("as drawn", ALTERATIONS[seed % len(ALTERATIONS)])]
+    if seed % 2 == 0:
+        accident = ACCIDENTS[seed // 2 % len(ACCIDENTS)]
+        found.append(case(seed, accident, drawn(seed, accident, bscans), finder))
+    return found
+
+
+def wrong(found: float, truth: float) -> bool:
+    return not abs(found - truth) <= WRONG_UM
+
+
+def report(cases: list[Case]) -> None:
+    """Zone values wrong and right, and the share of each that the verdict refuses, by kind of volume."""
+    print(f"{'volumes':<16} {'n':>4} {'refused':>8} {'wrong':>6} {'refused':>8} {'right':>6} {'refused':>8}  reasons")
+    undisturbed = [c for c in cases if c.kind == "as drawn"]
+    for kind in ("as drawn", *ACCIDENTS, *ALTERATIONS):
+        row(kind, [c for c in cases if c.kind == kind])
+    row("all", cases)
+    print()
+    good = [c for c in undisturbed if not any(wrong(*zone) for zone in c.zones.values())]
+    bad = [c for c in cases if any(wrong(*zone) for zone in c.zones.values())]
+    print(f"{'measure':<14} {f'{len(good)} undisturbed volumes, every zone right':<52} {len(bad)} with a wrong zone")
+    print(
+        f"{'':<14} {'least':>9} {'5 %':>9} {'median':>9} {'95 %':>9} {'most':>9} {'5 %':>12} {'median':>9} {'95 %':>9}"
+    )
+    for item in fields(Measures):
+        values = [[float(getattr(c.measures, item.name)) for c in part] for part in (good, bad)]
+        if values[0] and values[1]:
+            cells = [*np.quantile(values[0], (0, 0.05, 0.5, 0.95, 1)), *np.quantile(values[1], (0.05, 0.5, 0.95))]
+            print(f"{item.name:<14} " + " ".join(f"{v:{12 if i == 5 else 9}.3g}" for i, v in enumerate(cells)))
+
+
+def row(name: str, cases: list[Case]) -> None:
+    zones = [(wrong(*zone), not decide(c.measures).accepted) for c in cases for zone in c.zones.values()]
+    refused = sum(not decide(c.measures).accepted for c in cases)
+    cells = []
+    for kind in (True, False):
+        here = [hit for off, hit in zones if off is kind]
+        cells += [f"{len(here):>6}", f"{100 * sum(here) / len(here):>6.0f} %" if here else f"{'':>8}"]
+    reasons = Counter(code for c in cases for code in decide(c.measures).codes)
+    share = f"{100 * refused / len(cases):>6.0f} %" if cases else f"{'':>8}"
+    print(f"{name:<16} {len(cases):>4} {share} {' '.join(cells)}  {', '.join(f'{k} {n}' for k, n in reasons.items())}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--bscans", type=int, default=7)
+    parser.add_argument("--model", default=CURRENT)
+    parser.add_argument("--save", type=Path, help="keep the measures in this file, after every seed")
+    parser.add_argument("--again", type=Path, nargs="+", help="files of --save: the table under today's thresholds")
+    arguments = parser.parse_args()
+    cases: list[Case] = []
+    if arguments.again:
+        cases = [c for path in arguments.again for c in pickle.loads(path.read_bytes())]
+    else:
+        finder = load_finder(arguments.model)
+        for seed in range(arguments.first, arguments.first + arguments.count):
+            cases += cases_of(seed, arguments.bscans, finder)
+            if arguments.save:
+                arguments.save.write_bytes(pickle.dumps(cases))
+    report(cases)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""When a segmentation is refused, and in which words: every reason on a volume that has it, none on a good phantom."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import octfm
+from octfm.layers.finder import LayerFinder, Layers
+from octfm.layers.table import COLUMNS, describe, row_of
+from octfm.layers.verdict import REASONS, decide, doubtful, judge, measure
+from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
+from octfm.phantom.native.stream import Stream
+from octfm.volume.volume import Volume
+
+D, H, W = 10, 496, 64
+UNTRAINED = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
+
+
+@pytest.fixture
+def scan() -> tuple[Volume, Layers]:
+    """A bright retina 300 µm thick in ten B-scans of 6 mm, and surfaces that fit it."""
+    voxels = np.random.default_rng(0).integers(10, 40, (D, H, W), dtype=np.uint8)
+    voxels[:, 200:277] += 90
+    rows = np.linspace(200, 277, len(SURFACES), dtype=np.float32)[:, None, None] * np.ones((1, D, W), np.float32)
+    flat = np.zeros((D, W), np.float32)
+    found = Layers(rows, np.full_like(rows, 6), np.full_like(rows, 0.95), flat, flat + 0.99, np.zeros_like(voxels))
+    return Volume(voxels, (0.6, 0.0039, 6 / W), laterality="R"), found
+
+
+def codes(volume: Volume, found: Layers) -> tuple[str, ...]:
+    verdict = judge(volume, found, UNTRAINED)
+    assert verdict.accepted == (not verdict.reasons) and (verdict.doubt >= 1) == bool(verdict.reasons)
+    return verdict.codes
+
+
+def test_nothing_speaks_against_a_good_scan(scan):
+    assert codes(*scan) == ()
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "reasons"),
+    [
+        ((0.6, 0.0039, 0.01), ("field", "aspect")),
+        ((0.6, 0.0039, 12 / W), ("wide_field",)),
+        ((0.6, 0.0039, 30 / W), ("field",)),
+        ((2.0, 0.0039, 6 / W), ("aspect",)),
+        ((0.6, 0.0078, 6 / W), ("thickness",)),
+        ((0.6, 0.00156, 6 / W), ("thickness",)),
+        ((0.6, 0.0005, 6 / W), ("frame", "thickness")),
+        ((0.6, 0.0200, 6 / W), ("frame", "thickness")),
+    ],
+)
+def test_implausible_millimetres_are_refused(scan, spacing_mm, reasons):
+    volume, found = scan
+    assert codes(replace(volume, spacing_mm=spacing_mm), found) == reasons
+
+
+def test_line_scans_have_no_extent_across(scan):
+    volume, found = scan
+    assert codes(replace(volume, spacing_mm=(2.0, 0.0039, 6 / W), layout="line"), found) == ()
+
+
+@pytest.mark.parametrize("rows", [-200, 218])
+def test_a_retina_that_touches_the_first_or_last_rows_is_clipped(scan, rows):
+    volume, found = scan
+    moved = replace(volume, voxels=np.roll(volume.voxels, rows, axis=1))
+    assert codes(moved, replace(found, rows=found.rows + np.float32(rows))) == ("clipped",)
+
+
+def test_a_retina_that_leaves_the_frame_is_clipped_with_its_share(scan):
+    volume, found = scan
+    found.rows[:, :, : W // 4] = np.nan
+    verdict = judge(volume, found, UNTRAINED)
+    assert verdict.codes[0] == "clipped" and "25%" in verdict.reasons[0]
+
+
+def test_dark_or_lost_bscans_are_counted(scan):
+    volume, found = scan
+    voxels = volume.voxels.copy()
+    voxels[3:5] //= 16
+    verdict = judge(replace(volume, voxels=voxels), found, UNTRAINED)
+    assert verdict.codes == ("blinked",) and verdict.reasons[0].startswith("2 of 10 B-scans")
+    found.present[7], found.rows[:, 7] = 0, np.nan
+    assert judge(replace(volume, voxels=voxels), found, UNTRAINED).reasons[0].startswith("3 of 10 B-scans")
+
+
+def test_dark_images_and_images_without_contrast_are_refused(scan):
+    volume, found = scan
+    assert "dark" in codes(replace(volume, voxels=volume.voxels // 16), found)
+    noise = np.random.default_rng(1).integers(0, 120, volume.shape, dtype=np.uint8)
+    assert "dark" in codes(replace(volume, voxels=noise), found)
+    deep = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=16 * 255)
+    assert codes(deep, found) == ()
+
+
+def test_an_unsure_network_is_refused(scan):
+    volume, found = scan
+    found.near[0, :, : W // 2] = 0.2
+    assert codes(volume, found) == ("unfamiliar",)
+
+
+def test_a_scan_is_doubtful_where_the_network_is_unsure_or_its_order_broken(scan):
+    _, found = scan
+    assert not doubtful(found).any()
+    found.near[-1, 0, 0], found.disorder_um[1, 1], found.rows[0, 2, 2] = 0.1, 90, np.nan
+    found.near[3, 5, 5] = 0.1  # an inner layer, which thickness does not depend on
+    assert np.argwhere(doubtful(found)).tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_every_reason_is_a_sentence_of_what_was_measured(scan):
+    measures = measure(*scan)
+    for sentence in REASONS.values():
+        assert "{" not in sentence.format(**vars(measures))
+    assert decide(measures) == decide(replace(measures))
+
+
+@pytest.fixture(scope="module")
+def phantom() -> Volume:
+    image = Stream(3, bscans=3, randomised=0.0, conditions=("healthy",), ascan_um=(16.0, 16.0))(0)
+    assert image.accident == "none"
+    return Volume(image.voxels, image.spacing_mm, laterality="R", source="phantom")
+
+
+def test_a_good_phantom_passes_and_its_doubtful_share_is_shown(phantom):
+    found = octfm.segment(phantom)
+    assert found.verdict.accepted, found.verdict.reasons
+    assert found.doubtful.shape == found.surfaces["bm"].shape and found.doubtful.mean() < 0.05
+    row = row_of(found)
+    assert set(row) == set(COLUMNS) and float(row["doubtful_ascans"]) == pytest.approx(found.doubtful.mean(), abs=1e-3)
+    assert "of A-scans are doubtful" in describe(found)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda v: replace(v, voxels=v.voxels[:, ::-1]), "upside down"),
+        (lambda v: replace(v, voxels=v.voxels // 60), "too dark"),
+        (lambda v: replace(v, spacing_mm=(v.spacing_mm[0], 2 * v.spacing_mm[1], v.spacing_mm[2])), "axial millimetres"),
+        (lambda v: replace(v, spacing_mm=(v.spacing_mm[0], v.spacing_mm[1] / 2, v.spacing_mm[2])), "axial millimetres"),
+        (lambda v: replace(v, voxels=np.where(np.arange(3)[:, None, None] == 1, v.voxels // 60, v.voxels)), "1 of 3"),
+    ],
+)
+def test_a_spoilt_phantom_is_refused_in_words_and_has_no_zones(phantom, spoil, reason):
+    found = octfm.segment(spoil(phantom))
+    assert any(reason in sentence for sentence in found.verdict.reasons), found.verdict
+    row = row_of(found)
+    assert row["verdict"] == "; ".join(found.verdict.reasons) and not row["centre_um"]
