@@ -31,8 +31,8 @@ from octfm.config import load
 from octfm.encoder.encoder import Encoder
 from octfm.evaluation.readouts import fit_predict
 from octfm.models.pooling import VectorPool
-from octfm.pretraining import sabotage
 from octfm.pretraining.learner import Learner, build_objective
+from octfm.pretraining.monitors import sabotage
 from octfm.pretraining.monitors.health import effective_rank
 from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.pretrain import pretrain

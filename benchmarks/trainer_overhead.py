@@ -18,8 +18,9 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.monitors.measure import train_row, update
+from octfm.pretraining.monitors.summary import exchange_results
 from octfm.pretraining.settings import load_config
-from octfm.pretraining.step import accumulate, exchange_results, judge
+from octfm.pretraining.step import accumulate, judge
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.runtime import start
 from octfm.store.loader import Batch

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octfm.demo import SABOTAGE, SABOTAGED_AT, run_sabotage
-from octfm.pretraining.sabotage import NAMES
+from octfm.pretraining.monitors.sabotage import NAMES
 from octfm.run.tracking import read_metrics
 
 CURVES = {

@@ -25,8 +25,9 @@ from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
 from octfm.models.vit3d import VisionTransformer3D, take_tokens
 from octfm.pretraining import step as forward
+from octfm.pretraining.data import training_rows
 from octfm.pretraining.inputs import make_inputs
-from octfm.pretraining.preflight import checks, training_rows
+from octfm.pretraining.preflight import checks
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config, stored_config
 from octfm.report.html import write_report

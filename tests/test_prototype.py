@@ -12,6 +12,7 @@ from octfm.encoder.prototype import load_prototype_encoder
 from octfm.errors import CheckpointError, ConfigError
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining import preflight
+from octfm.pretraining.data import training_rows
 from octfm.pretraining.learner import build_objective
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import in_steps, load_config, smoke
@@ -167,7 +168,7 @@ def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     )
     c = c.model_copy(update={"model": small, "objective": c.objective if c.objective.name == "data2vec" else plain})
     assert c.steps <= 10 and c.data.max_samples <= 8 and c.objective.name == load_config(name).objective.name
-    rows = preflight.training_rows(c, store)
+    rows = training_rows(c, store)
     found = preflight.checks(c, store, start("fp32", "cpu"), *rows, store.path.parent / "run")
     assert not [check for check in found if check.status == "FAIL"]
 

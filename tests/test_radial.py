@@ -17,6 +17,7 @@ from octfm.errors import ConfigError
 from octfm.formats import read_volume
 from octfm.phantom import phantom_volume
 from octfm.pretraining import preflight
+from octfm.pretraining.data import training_rows
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.loader import select
 from octfm.store.prepare import prepare
@@ -245,10 +246,10 @@ def mixed(tmp_path) -> Store:
 
 def test_training_takes_rasters_and_stars_only_when_asked(mixed):
     config = {"data": {"store": str(mixed.path), "global_batch_size": 4}}
-    for split, rows in zip(("train", "val"), preflight.training_rows(load(PretrainConfig, config), mixed), strict=True):
+    for split, rows in zip(("train", "val"), training_rows(load(PretrainConfig, config), mixed), strict=True):
         assert [mixed.rows[row].layout for row in rows] == ["raster"] * len(rows) and len(rows), split
     asked = load(PretrainConfig, {"data": {**config["data"], "layouts": list(BOTH)}})
-    assert len(preflight.training_rows(asked, mixed)[0]) == len(select(mixed, "train", layouts=BOTH)) == 16
+    assert len(training_rows(asked, mixed)[0]) == len(select(mixed, "train", layouts=BOTH)) == 16
     told = preflight.data.arithmetic(load(PretrainConfig, config), mixed, 1, 10)
     only = load(PretrainConfig, {"data": {**config["data"], "scanners": [mixed.rows[1].scanner]}})
     assert "6 radial" not in preflight.data.arithmetic(only, mixed, 1, 10).measured, (

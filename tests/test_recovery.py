@@ -12,10 +12,10 @@ from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.leaks import COMPANY_TOKENS
 from octfm.pretraining.monitors.monitors import Finding
+from octfm.pretraining.monitors.sabotage import NAMES, sabotage
 from octfm.pretraining.run_state import RunState
-from octfm.pretraining.sabotage import NAMES, sabotage
-from octfm.pretraining.step import COMPANY_TOKENS
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader
 from support.small_store import small_store

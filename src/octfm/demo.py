@@ -156,8 +156,8 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     """
     from octfm.catalog.catalog import scan
     from octfm.errors import TrainingError
+    from octfm.pretraining.monitors.sabotage import NAMES, sabotage
     from octfm.pretraining.pretrain import pretrain
-    from octfm.pretraining.sabotage import NAMES, sabotage
     from octfm.pretraining.settings import load_config
     from octfm.report.html import write_report
     from octfm.run.tracking import read_metrics

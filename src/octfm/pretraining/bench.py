@@ -10,9 +10,9 @@ import torch
 
 from octfm.config import load
 from octfm.errors import ConfigError, Echo, TrainingError
+from octfm.pretraining.data import training_rows
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import token_grid
-from octfm.pretraining.preflight import training_rows
 from octfm.pretraining.preflight.cost import GB, measure_speed, step_cost
 from octfm.pretraining.preflight.resources import duration
 from octfm.pretraining.settings import PretrainConfig, in_steps

@@ -7,21 +7,12 @@ import numpy as np
 
 from octfm.errors import TrainingError
 from octfm.io.hashing import keyed_hash
+from octfm.pretraining.data import Data
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.monitors.recovery import respond, roll_back
 from octfm.run.loop import Session
 from octfm.store.loader import Loader
-from octfm.store.store import Store
-
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    """A store with the rows to train on and those to measure the validation loss on."""
-
-    store: Store
-    train_rows: np.ndarray
-    validation_rows: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)

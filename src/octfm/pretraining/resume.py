@@ -1,4 +1,4 @@
-"""Run folders of pretraining: which settings may change, and which of their checkpoints to load or to return to."""
+"""Run folders of pretraining: which settings may change, which checkpoints are kept, loaded and returned to."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import MAY_CHANGE, PretrainConfig, stored_config
 from octfm.run import checkpoint
+from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Kind, RunFolder
 
 
@@ -41,3 +42,17 @@ def healthy_before(run: RunFolder, step: int) -> tuple[Path, dict[str, Any]] | N
         if RunState.from_dict(content.get("state", {})).healthy:
             return path, content
     return None
+
+
+def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
+    """The config's keep_* settings in steps."""
+    intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
+    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval))
+
+
+def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
+    """The entry in run.json for a folder of this run's own on the other disk."""
+    if config.ckpt_second_dir is None:
+        return {}
+    name = f"{run.path.resolve().name}-{run.key[:8]}"
+    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / name)}

@@ -10,9 +10,9 @@ import torch
 
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.limits import LASTING, NEAR, limits
+from octfm.pretraining.monitors.summary import StepSummary
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
-from octfm.pretraining.step import StepSummary
 
 RANKS = 4
 """Measurements of effective rank needed before a drop can be judged."""

@@ -7,18 +7,17 @@ import numpy as np
 
 from octfm.errors import ConfigError, Echo, StoreError, one_line
 from octfm.io.location import Location
+from octfm.pretraining.data import given_store, training_rows
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight import cohort, curves, data, objective, resources, tokens, tpu
 from octfm.pretraining.preflight.check import Check, fail_with
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.run.runtime import Runtime, start
-from octfm.store.exclusion import without_excluded
-from octfm.store.loader import select
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
-__all__ = ["Check", "checks", "examine", "examine_tpu", "require", "training_rows"]
+__all__ = ["Check", "checks", "examine", "examine_tpu", "require"]
 
 
 def checks(
@@ -85,9 +84,7 @@ def examine(
     If `ranks` is more than one, they are the checks that one of so many ranks would make, each on a device like this
     one.
     """
-    if config.data.store is None:
-        raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
-    store = without_excluded(Store.open(config.data.store), config.data.exclude)
+    store = given_store(config)
     try:
         train_rows, validation_rows = training_rows(config, store)
     except StoreError as error:
@@ -111,20 +108,6 @@ def examine_tpu(config: PretrainConfig, name: str, echo: Echo) -> list[Check]:
     of the store's volumes matters; if no store is named, it is the default size."""
     preprocessing = Preprocessing() if config.data.store is None else Store.open(config.data.store).preprocessing  # pyright: ignore[reportCallIssue]
     return tpu.examine(config, preprocessing, name, echo)
-
-
-def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
-    """Store rows for training and for validation; the latter may be empty."""
-    data = config.data
-    train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts)
-    seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
-    held_out = any(row.split == "val" and row.scanner in seen and row.layout in data.layouts for row in store.rows)
-    validation = np.array([], np.int64)
-    if held_out:
-        validation = select(
-            store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners, data.layouts
-        )
-    return train, validation
 
 
 def require(found: list[Check], echo: Echo) -> None:

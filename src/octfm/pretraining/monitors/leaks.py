@@ -1,0 +1,59 @@
+"""Leaks of a step: of hidden voxels into the loss, and of one volume of a batch into the loss of another."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octfm.models.objectives.objective import View
+from octfm.models.vit3d import TokenIndex, take_tokens
+from octfm.pretraining.learner import Learner
+
+COMPANY_TOKENS = 64
+"""Tokens of a volume, at even distances, whose loss is compared with and without a second volume in the batch."""
+
+
+def leak(learner: Learner, views: Sequence[View]) -> Tensor | None:
+    """Largest gradient of the loss w.r.t. a voxel hidden from the encoder; None if the objective hides nothing.
+
+    Call it after the backward pass of patches that require gradients.
+    """
+    found = []
+    for view in views:
+        hidden, gradient = learner.model.hidden_from_encoder(view.index), view.patches_BKP.grad
+        if hidden is not None:
+            # No gradient at all: the loss does not depend on the patches.
+            found.append(take_tokens(gradient, hidden).abs().max() if gradient is not None else torch.zeros(()))
+    return torch.stack(found).max() if found else None
+
+
+@torch.no_grad()
+def company(learner: Learner, views: Sequence[View], context_weight: Tensor) -> Tensor:
+    """Relative change of a volume's loss when a second volume, or if there is none its own negative, joins the batch.
+
+    In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent.
+    """
+    pairs = [_pair(view) for view in views]
+    together = learner.model(pairs, context_weight).masked_loss_B[0]
+    alone = learner.model([_first(pair) for pair in pairs], context_weight).masked_loss_B[0]
+    return (alone - together).abs() / together.abs().clamp_min(1e-12)
+
+
+def _pair(view: View) -> View:
+    """Two volumes with the masks of the first, thinned out to about COMPANY_TOKENS tokens."""
+    # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
+    patches, targets = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in view[:2])
+    kept, context, target, tissue = (x[:1] for x in vars(view.index).values())
+    # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
+    every = -(-kept.shape[1] // COMPANY_TOKENS)
+    few_context, few_target = ((x[x % every == 0] // every).unsqueeze(0) for x in (context, target))
+    if few_context.numel() and few_target.numel():
+        context, target = few_context, few_target
+        kept, tissue, patches, targets = (x[:, ::every] for x in (kept, tissue, patches, targets))
+    return View(patches, targets, TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue))))
+
+
+def _first(pair: View) -> View:
+    return View(
+        pair.patches_BKP[:1], pair.target_patches_BKP[:1], TokenIndex(*(x[:1] for x in vars(pair.index).values()))
+    )

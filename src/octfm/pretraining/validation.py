@@ -1,0 +1,79 @@
+"""Between two updates: validation loss and online probe, when they are due."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from octfm.pretraining.monitors import monitors
+from octfm.pretraining.monitors.measure import validate
+from octfm.pretraining.monitors.online_probe import find_cases, online_probe, tissue_vectors
+from octfm.pretraining.monitors.sample_picture import sample_picture
+from octfm.pretraining.reactions import Reactions
+from octfm.run.checkpoint_writer import keep_best
+from octfm.run.folder import RunFolder
+from octfm.run.loop import Session
+from octfm.run.tracking import read_metrics
+
+
+class Validation:
+    """Measures a run's networks on participants that they are not trained on."""
+
+    def __init__(self, run: RunFolder, reactions: Reactions):
+        self.run, self.reactions = run, reactions
+        self.data, self.learner = reactions.data, reactions.learner
+        self.config, self.runtime = self.learner.config, self.learner.runtime
+        data = self.data
+        self.cases = find_cases(self.config.probe, data.store, data.train_rows, data.validation_rows)
+
+    def loss(self, session: Session, step: int) -> bool:
+        """Validation loss after update `step`, if it is due; False if it is not."""
+        store, rows, metrics = self.data.store, self.data.validation_rows, session.metrics
+        if not (len(rows) and self.due(self.config.validate_every_steps)):
+            return False
+        metrics.write("validation", step, **validate(self.learner, store, rows))
+        if advice := self.runtime.first(lambda: monitors.held_out(read_metrics(self.run.metrics))):
+            self.reactions.act(session, step, advice)
+        if metrics.listeners:
+            metrics.picture("masks", step, sample_picture(self.config, store, rows[:4], step))
+        return True
+
+    def probe(self, session: Session, step: int) -> bool | None:
+        """Probe the encoder as it is after update `step`, if it is due; None if it is not.
+
+        True, on all ranks, if it is the best state so far: its checkpoint is written and kept.
+        """
+        config, learner, cases = self.config, self.learner, self.cases
+        if cases is None or not self.due(config.probe.every_steps or config.ckpt_every_steps):
+            return None
+        pool = config.objective.pool
+        vectors_of = partial(
+            tissue_vectors,
+            learner.whole().frozen_encoder(config.objective.frozen),
+            lambda grid: config.masks.counts(grid)[0],
+            config.model.patch_size,
+            pool,
+            self.data.store,
+            self.runtime,
+            learner.micro_batch,
+        )
+        row = online_probe(cases, vectors_of, self.runtime)
+
+        def is_best() -> bool:
+            # Scores of vectors that were pooled in another way are not comparable; older rows do not name the pool.
+            alike: dict[str, Any] = {"kind": "probe", "target": cases.target, "pool": pool}
+            rows = ({"pool": "mean"} | r for r in read_metrics(self.run.metrics))
+            before = [float(r["score"]) for r in rows if alike.items() <= r.items()]
+            session.metrics.write("probe", step, pool=pool, **row)
+            score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"
+            session.echo(f"step {step + 1}: {cases.target} from frozen features: {score}")
+            best = float(row["score"]) >= max(before, default=-np.inf)
+            if best:
+                keep_best(self.run.checkpoints, step + 1)
+            return best
+
+        return self.runtime.first(is_best)
+
+    def due(self, every: int) -> bool:
+        """Every so many updates, and after the last."""
+        return self.learner.step % every == 0 or self.learner.step >= self.config.steps
