@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.models.token_map import token_map
 from octfm.pretraining import augment
 from octfm.pretraining.augment import AugmentConfig
 from octfm.pretraining.inputs import make_inputs
-from octfm.pretraining.masks import token_map
 from octfm.pretraining.preflight.objective import HOST, views
 from octfm.store.loader import Loader, microbatches
 from support.small_store import small_store

@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from octfm.models.token_map import BACKGROUND, PADDING, TISSUE
 from octfm.pretraining import masks
-from octfm.pretraining.masks import BACKGROUND, PADDING, TISSUE, MaskConfig, sample_masks
+from octfm.pretraining.masks import MaskConfig, sample_masks
 from octfm.pretraining.preflight import tokens
 from octfm.pretraining.preflight.block_law import block_sizes, covered_by_one, expected_targets
 from octfm.pretraining.preflight.data import Sample

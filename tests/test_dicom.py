@@ -14,7 +14,7 @@ from pydicom.encaps import encapsulate, generate_frames
 
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom import file as dicom_file
-from octfm.formats.dicom.reader import scanner_slug
+from octfm.formats.names import scanner_slug
 from octfm.formats.reasons import REASONS
 from support.dicom_files import BIRTH_DATE, LOSSLESS, LOSSY, NATIVE, PATIENT_NAME, item, write_oct_dicom
 from support.fuzz_files import deflated_bomb

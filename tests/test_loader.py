@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from octfm.config import load
 from octfm.errors import ConfigError, StoreError
-from octfm.store.loader import DataConfig, Loader, accumulation, microbatches, select
+from octfm.store.batch_sizes import accumulation
+from octfm.store.loader import DataConfig, Loader, microbatches
+from octfm.store.selection import select
 from octfm.store.store import Store
 from support.store_samples import SCANNERS, write_store
 from support.waiting import planted_delay, wait_until

@@ -17,8 +17,8 @@ from octfm.encoder.tuned import load_head, load_with_head
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
 from octfm.models.heads import CrossAttentionPool
+from octfm.models.token_map import TISSUE
 from octfm.phantom import phantom_volume
-from octfm.pretraining.masks import TISSUE
 from octfm.store.layout import Arrays
 from octfm.tasks import maps
 from octfm.tasks.embed_run import embed_all

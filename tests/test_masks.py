@@ -6,18 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import StoreError
-from octfm.pretraining.masks import (
-    BACKGROUND,
-    PADDING,
-    TISSUE,
-    MaskConfig,
-    dropped_by,
-    sample_masks,
-    select_tokens,
-    tissue_dropped,
-    token_grid,
-    token_map,
-)
+from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped, token_grid, token_map
+from octfm.pretraining.masks import MaskConfig, sample_masks, select_tokens
 
 GRID = (8, 12, 10)
 

@@ -9,7 +9,7 @@ from octfm.errors import ConfigError
 from octfm.pretraining.monitors import online_probe as probe
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
 from octfm.run.checkpoint_writer import best_step
-from octfm.store.loader import select
+from octfm.store.selection import select
 from support.small_store import prepared_eye, small_preprocessing, small_store
 from support.tiny_runs import config, final, quick_pretrain, quiet, rows
 

@@ -18,7 +18,8 @@ from octfm.pretraining import preflight
 from octfm.pretraining.preflight import data, objective, resources, tokens
 from octfm.run import memory
 from octfm.run.runtime import start
-from octfm.store.loader import Loader, select
+from octfm.store.loader import Loader
+from octfm.store.selection import select
 from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
 from support.tiny_runs import config
 from support.waiting import wait_until

@@ -14,7 +14,7 @@ from octfm.pretraining.preflight import data, examine, resources
 from octfm.pretraining.preflight.cost import Speed, _step_cost, step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Runtime, start
-from octfm.store.loader import select
+from octfm.store.selection import select
 from octfm.volume.preprocessing import Preprocessing
 from support.ranks import Ranks
 from support.small_store import small_store

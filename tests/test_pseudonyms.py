@@ -15,7 +15,7 @@ from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise, read_key, withheld
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.errors import ConfigError, ReadError, StoreError
-from octfm.formats.dicom.reader import slugify
+from octfm.formats.names import slugify
 from octfm.phantom import write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store

@@ -19,8 +19,8 @@ from octfm.phantom import phantom_volume
 from octfm.pretraining import preflight
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.settings import PretrainConfig
-from octfm.store.loader import select
 from octfm.store.prepare import prepare
+from octfm.store.selection import select
 from octfm.store.store import Store
 from octfm.volume.laterality import disc_side
 from octfm.volume.preprocessing import Preprocessing

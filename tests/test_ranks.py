@@ -9,7 +9,7 @@ import torch
 
 from octfm.encoder.encoder import load_encoder
 from octfm.run import checkpoint
-from octfm.store.loader import select
+from octfm.store.selection import select
 from support.ranks import codes
 from support.small_store import small_store
 from support.tiny_runs import TINY, assert_same_weights, final, rows, timeless

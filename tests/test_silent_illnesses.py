@@ -15,7 +15,7 @@ from octfm.pretraining.preflight import data, objective
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
 from octfm.store.loader import Loader
-from octfm.store.loader import select as choose
+from octfm.store.selection import select as choose
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, rows
 

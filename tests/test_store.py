@@ -64,7 +64,7 @@ def test_reading_returns_what_was_written_in_the_order_asked(store, indices):
 def test_zarr_reads_the_same_where_tensorstore_is_absent(store, without_tensorstore):
     fresh = Store.open(store.path, threads=2)
     assert_equals_samples(fresh.read([5, 0, 5]), [5, 0, 5])
-    assert type(fresh._arrays).__name__ == "_ZarrArrays"
+    assert type(fresh._arrays).__name__ == "ZarrArrays"
 
 
 def test_any_zarr_reader_sees_one_array_of_volumes(store):

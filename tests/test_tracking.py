@@ -215,7 +215,7 @@ def test_rows_from_two_threads_stay_whole(tmp_path):
 
 def test_mask_picture_shows_what_is_seen_and_what_is_predicted(store):
     from octfm.pretraining.monitors.sample_picture import sample_picture
-    from octfm.store.loader import select
+    from octfm.store.selection import select
 
     picture = sample_picture(config(), store, select(store, "val")[:3], 0)
     assert picture.shape == (64, 3 * 32, 3) and picture.dtype == np.uint8

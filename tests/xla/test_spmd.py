@@ -17,7 +17,7 @@ from octfm.pretraining import pretrain as loop
 from octfm.pretraining import step as passes
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint
-from octfm.store.loader import select
+from octfm.store.selection import select
 from support.small_store import small_store
 
 met = pytest.importorskip("torch_xla.debug.metrics", reason="torch_xla needs an environment of its own: make test-xla")

@@ -9,7 +9,7 @@ from octfm.catalog.participants.people import Whose
 from octfm.errors import ReadError
 from octfm.formats.bscans import missing_spacing
 from octfm.formats.dicom.geometry import check_bounds
-from octfm.formats.dicom.reader import lateralities, scanner_slug, slugify
+from octfm.formats.names import lateralities, scanner_slug, slugify
 from octfm.formats.reasons import Header
 from octfm.volume.volume import Spacing3
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.formats.dicom.file import guarded
-from octfm.formats.dicom.reader import OPHTHALMIC_TOMOGRAPHY
+from octfm.formats.dicom.header import OPHTHALMIC_TOMOGRAPHY
 from octfm.io.location import Location
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from octfm.encoder.encoder import Encoder
-from octfm.pretraining.masks import TISSUE, dropped_by, tissue_dropped, token_map
+from octfm.models.token_map import TISSUE, dropped_by, tissue_dropped, token_map
 from octfm.store.store import Store
 
 COMPARED = 12

@@ -15,10 +15,11 @@ from octfm.io.location import Location, location
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, pooled, width_of
+from octfm.models.token_map import TISSUE, token_map
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.pretraining.augment import normalise
 from octfm.pretraining.learner import build_objective, config_of, grid_of
-from octfm.pretraining.masks import TISSUE, select_tokens, token_map
+from octfm.pretraining.masks import select_tokens
 from octfm.pretraining.resume import load_newest
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint

@@ -21,8 +21,8 @@ from torch import Tensor
 from octfm.config import load
 from octfm.encoder.encoder import Encoder, empty_network
 from octfm.errors import CheckpointError
+from octfm.models.token_map import token_grid
 from octfm.models.vit3d import VisionTransformer3D, ViTConfig
-from octfm.pretraining.masks import token_grid
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import start
 from octfm.run.weights_file import read_weights

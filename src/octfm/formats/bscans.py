@@ -20,7 +20,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
-from octfm.formats.dicom.reader import lateralities, slugify
+from octfm.formats.names import lateralities, slugify
 from octfm.formats.reasons import Header, blank, cannot_open
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star

@@ -16,8 +16,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
-from octfm.formats.dicom.reader import lateralities, scanner_slug
 from octfm.formats.images import digest_of, image_size, significant_bits, stack_gray
+from octfm.formats.names import lateralities, scanner_slug
 from octfm.io.archive import list_folder, open_file
 from octfm.io.location import listed
 from octfm.volume.etdrs import RINGS_MM, ZONES

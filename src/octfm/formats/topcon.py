@@ -11,8 +11,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
-from octfm.formats.dicom.reader import scanner_slug
 from octfm.formats.images import decode_gray
+from octfm.formats.names import scanner_slug
 from octfm.io.archive import open_file
 from octfm.volume.volume import Layout, Shape3, Spacing3
 

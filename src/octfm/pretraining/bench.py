@@ -10,15 +10,16 @@ import torch
 
 from octfm.config import load
 from octfm.errors import ConfigError, Echo, TrainingError
+from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.masks import token_grid
 from octfm.pretraining.preflight.cost import GB, measure_speed, step_cost
 from octfm.pretraining.preflight.resources import duration
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start
-from octfm.store.loader import Batch, Loader, accumulation
+from octfm.store.batch_sizes import accumulation
+from octfm.store.loader import Batch, Loader
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 

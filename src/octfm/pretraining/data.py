@@ -7,7 +7,7 @@ import numpy as np
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.exclusion import without_excluded
-from octfm.store.loader import select
+from octfm.store.selection import select
 from octfm.store.store import Store
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from octfm.models.objectives.objective import View
+from octfm.models.token_map import TooFewTokens, token_map
 from octfm.models.vit3d import TokenIndex, take_patches
 from octfm.pretraining import augment
 from octfm.pretraining.augment import Augmentation
-from octfm.pretraining.masks import TokenMasks, TooFewTokens, sample_masks, token_map
+from octfm.pretraining.masks import TokenMasks, sample_masks
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Batch
@@ -42,6 +43,7 @@ def make_inputs(
     config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True
 ) -> Inputs:
     """Draw augmentation and masks for every view of every volume and cut out the kept patches on the device."""
+    # uint8 to the device, a quarter of the bytes of float32; normalised there, and only in the patches that are kept.
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     views: list[View] = []
     first: tuple[Augmentation | None, TokenMasks] | None = None
@@ -64,6 +66,7 @@ def _masks(
     config: PretrainConfig, preprocessing: Preprocessing, batch: Batch, drawn: Augmentation | None, view: int
 ) -> TokenMasks:
     """Masks on the tissue where the augmentation has moved it."""
+    # Surfaces are moved, not voxels: masks are drawn on the host, while the device moves the voxels in the same way.
     band, valid = batch.band, batch.valid.astype(np.float32)
     if drawn is not None:
         band, valid = drawn.surfaces(band, valid, batch.voxels.shape[2], preprocessing.target_spacing)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from octfm.errors import CheckpointError
 from octfm.models.objectives.objective import Objective, ObjectiveConfig
+from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenGrid
 from octfm.pretraining.initial_weights import begin_with
-from octfm.pretraining.masks import token_grid
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint, shards

@@ -3,79 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from octfm.config import Config
-from octfm.errors import StoreError
+from octfm.models.token_map import PADDING, TISSUE, TooFewTokens
 from octfm.volume.volume import Shape3
-
-PADDING, BACKGROUND, TISSUE = 0, 1, 2
-"""Values of a token map."""
-
-
-class TooFewTokens(StoreError):
-    """A volume with fewer than two tokens of image: masking needs one to see and one to predict."""
-
-    def __init__(self, found: str, place: int = 0, who: str = "a volume"):
-        super().__init__(
-            f"{who}: expected two or more tokens that hold image, found {found}; leave it out (write its acquisition "
-            "into a file and name that file as data.exclude or --exclude), prepare with a finer target_spacing, or "
-            "choose a smaller model.patch_size"
-        )
-        self.found, self.place = found, place
-        """What was found, and the volume's place in the batch."""
-
-    def naming(self, acquisitions: Sequence[str]) -> "TooFewTokens":
-        """The same error with the name of its volume."""
-        if self.place >= len(acquisitions):
-            return self
-        return TooFewTokens(self.found, self.place, f"acquisition {acquisitions[self.place]}")
-
-
-def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
-    """Tokens per axis (d, h, w); a volume that patches do not tile is refused."""
-    if any(n % p for n, p in zip(image_size, patch_size, strict=True)):
-        raise ValueError(
-            f"image_size {tuple(image_size)} is not divisible by patch_size {tuple(patch_size)}; change one of them"
-        )
-    d, h, w = (n // p for n, p in zip(image_size, patch_size, strict=True))
-    return d, h, w
-
-
-def token_map(
-    band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3, tissue_share: float = 0.25
-) -> np.ndarray:
-    """Padding, background or tissue for every token: uint8 [..., d, h, w].
-
-    band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
-    image and one past the last. A token is tissue when at least `tissue_share` of its voxels lie in the band, and
-    padding when fewer than half of them hold image. Of a scan so narrow that this leaves fewer than two, such as five
-    lines 0.05 mm apart, the tokens that hold most of it count, so that no such volume stops a run. Derive it after
-    every crop or shift of the voxels, from shifted surfaces.
-    """
-    d, h, w = token_grid(image_size, patch_size)
-    pd, ph, pw = patch_size
-    first, last = valid[..., 0, :, :].astype(np.float32), valid[..., 1, :, :].astype(np.float32)
-    upper, lower = np.maximum(band[..., 0, :, :], first), np.minimum(band[..., 1, :, :], last)
-    rows = np.arange(h, dtype=np.float32) * ph
-
-    def share(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Share of each token's voxels between two surfaces."""
-        inside = np.clip(np.minimum(stop[..., None], rows + ph) - np.maximum(start[..., None], rows), 0, ph)
-        per_token = inside.reshape(*inside.shape[:-3], d, pd, w, pw, h).sum((-4, -2))
-        return np.moveaxis(per_token, -1, -2) / (pd * ph * pw)
-
-    tissue, held, grid = share(upper, lower), share(first, last), (-3, -2, -1)
-    image, least = held >= 0.5, np.float32(tissue_share)
-    if (few := image.sum(grid, keepdims=True) < 2).any():
-        image |= few & (held > 0) & (held >= held.max(grid, keepdims=True) / 2)
-        least = np.where(few, held * least, least)
-    tokens = np.where(tissue >= least, np.uint8(TISSUE), np.uint8(BACKGROUND))
-    tokens[~image] = PADDING
-    return tokens
 
 
 class MaskConfig(Config):
@@ -169,30 +104,6 @@ class TokenMasks:
         return np.stack([np.searchsorted(k, i) for k, i in zip(self.kept, index, strict=True)])
 
 
-def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
-    """float [n]: share of the tissue tokens of each token map [n, d, h, w] that does not fit into the budget."""
-    tissue = (tokens == TISSUE).reshape(len(tokens), -1).sum(1)
-    return 1 - np.minimum(tissue, budget) / np.maximum(1, tissue)
-
-
-class Dropped(NamedTuple):
-    """Tissue without room in the budget, over a group of volumes."""
-
-    volumes: int
-    mean: float
-    most: float
-
-
-def dropped_by(group: Sequence[str | None], dropped: np.ndarray) -> dict[str, Dropped]:
-    """`tissue_dropped` [n] of each group of volumes, by name; volumes without one are left out."""
-    names = np.array([name or "" for name in group])
-    found = {}
-    for name in sorted(set(names.tolist()) - {""}):
-        own = dropped[names == name]
-        found[name] = Dropped(len(own), float(own.mean()), float(own.max()))
-    return found
-
-
 def select_tokens(
     tokens: np.ndarray, count: int, rng: np.random.Generator, acquisition: Sequence[str] = ()
 ) -> np.ndarray:
@@ -203,6 +114,7 @@ def select_tokens(
     all.
     """
     flat = tokens.ravel()
+    # Shuffled first, then sorted stably by kind: random within tissue and within background.
     order = rng.permutation(flat.size)
     order = order[flat[order] != PADDING]
     if order.size == 0:
@@ -232,9 +144,11 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
         unique = np.unique(chosen)
         split = wanted_targets(config, unique.size, num_target)
         covered = _cover(config, volume, unique, split, rng)
+        # `unique`, because a repeated token could otherwise be context and target at once.
         # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
         order = rng.permutation(unique.size)
         order = unique[order[np.argsort(~covered[order], kind="stable")]]
+        # From the far end: uncovered tokens first, so that context lies outside the blocks as far as there are enough.
         visible = order[split:][::-1][: max(1, min(num_context, order.size - split))]
         kept.append(chosen)
         target.append(np.sort(np.resize(order[:split], num_target)))
@@ -261,6 +175,7 @@ def _cover(
     covered = np.zeros(volume.shape, bool)
     aimed = volume == TISSUE
     if config.centres == "inner":
+        # Counted from above in each column: the upper half of its tissue, one token at least.
         aimed &= 2 * np.cumsum(aimed, axis=1) <= aimed.sum(1, keepdims=True) + 1
     tissue = kept[aimed.ravel()[kept]]
     centres = tissue if tissue.size else kept

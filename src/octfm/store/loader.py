@@ -1,6 +1,5 @@
 """Batches by step: the global batch is a pure function of (seed, step), and each rank prefetches its share of it."""
 
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pydantic import Field
 from octfm.config import Config, LocalPlace, Place
 from octfm.errors import ConfigError, StoreError
 from octfm.store.batch_memory import BatchMemory
+from octfm.store.batch_sizes import accumulation
 from octfm.store.order import Order
 from octfm.store.store import Store
 from octfm.volume.volume import RASTER_ONLY, Admissible
@@ -124,12 +124,14 @@ class Loader:
             if self._excluded.issuperset(group.tolist()):
                 of = f" of {self.store.rows[group[0]].scanner}" if len(self._order.groups) > 1 else ""
                 raise ConfigError(f"{self.store.path}: every volume{of} is excluded, none is left to train on")
+        # Batches that were read ahead may hold an excluded volume.
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
 
     def positions(self, step: int) -> np.ndarray:
         """int64 [global_batch_size / world]: this rank's positions in the run's sequence of volumes."""
+        # Contiguous shares: with another number of ranks the global batch stays the same, in the same order.
         share = self.global_batch_size // self.world
         return step * self.global_batch_size + self.rank * share + np.arange(share, dtype=np.int64)
 
@@ -197,100 +199,3 @@ def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
     for start in range(0, len(batch), size):
         columns = {f.name: getattr(batch, f.name)[start : start + size] for f in fields(batch) if f.name != "wait_s"}
         yield Batch(**columns, wait_s=0.0 if start else batch.wait_s)
-
-
-def accumulation(global_batch_size: int, per_device_batch_size: int, world: int) -> int:
-    """Forward passes per optimizer step: global / (per device × world).
-
-    Raises ConfigError, suggesting the nearest valid values, if it is not a whole number.
-    """
-    for name, value in (
-        ("data.global_batch_size", global_batch_size),
-        ("data.per_device_batch_size", per_device_batch_size),
-        ("world", world),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name}: expected at least 1, got {value}")
-    per_pass = per_device_batch_size * world
-    passes, rest = divmod(global_batch_size, per_pass)
-    if not rest:
-        return passes
-    choices = " or ".join(str(k * per_pass) for k in (passes, passes + 1) if k)
-    remedy = f"data.global_batch_size={choices}"
-    if global_batch_size % world == 0:
-        share = global_batch_size // world
-        divisors = [k for k in range(1, share + 1) if share % k == 0]
-        below = [k for k in divisors if k < per_device_batch_size][-1:]
-        above = [k for k in divisors if k > per_device_batch_size][:1]
-        remedy += f", or data.per_device_batch_size={' or '.join(map(str, below + above))}"
-    raise ConfigError(
-        f"data.global_batch_size {global_batch_size} is not a multiple of per_device_batch_size "
-        f"{per_device_batch_size} × {world} {'ranks' if world > 1 else 'rank'} = {per_pass}; "
-        f"nearest that work: {remedy}"
-    )
-
-
-def select(
-    store: Store,
-    split: str | None,
-    scanners: Sequence[str] = (),
-    max_samples: int | Sequence[int | None] | None = None,
-    leave_out: Sequence[str] = (),
-    layouts: Sequence[Admissible] = RASTER_ONLY,
-) -> np.ndarray:
-    """int64 [n], ascending: the rows that match a split, scanners and layouts, at most `max_samples` of them.
-
-    `split` None and empty `scanners` match everything; `leave_out` scanners are removed. `max_samples` as a list limits
-    each of `scanners` separately. Samples are the first rows by a hash of the acquisition: they mix scanners and
-    participants, and a larger sample contains every smaller one.
-    Raises StoreError if a participant is in two splits (F16), ConfigError if nothing matches.
-    """
-    assert_disjoint_splits(store)
-    present = sorted({row.scanner for row in store.rows})
-    for key, names in (("data.scanners", scanners), ("data.leave_out_scanners", leave_out)):
-        if unknown := [name for name in names if name not in present]:
-            raise ConfigError(
-                f"{key}: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}"
-            )
-    if both := sorted(set(scanners) & set(leave_out)):
-        raise ConfigError(
-            f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out"
-        )
-    if isinstance(max_samples, int | None):
-        limits = {None: max_samples}  # one limit for all scanners together
-    elif len(max_samples) == len(scanners):
-        limits = dict(zip(scanners, max_samples, strict=True))
-    else:
-        raise ConfigError(
-            f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, "
-            f"got {len(max_samples)}; null stands for all"
-        )
-    splits = sorted({str(row.split) for row in store.rows})
-    if wrong := [limit for limit in limits.values() if limit is not None and limit < 1]:
-        raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
-    allowed = set(scanners or present) - set(leave_out)
-    rows = [
-        row for row in store.rows if split in (None, row.split) and row.scanner in allowed and row.layout in layouts
-    ]
-    if not rows:
-        among = f" of {', '.join(sorted(allowed))}" if scanners or leave_out else ""
-        among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
-        raise ConfigError(
-            f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
-        )
-    # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
-    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
-    chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
-    return np.array(sorted(row.index for row in chosen), dtype=np.int64)
-
-
-def assert_disjoint_splits(store: Store) -> None:
-    """Raises StoreError if a participant is in two splits."""
-    split_of: dict[str, str | None] = {}
-    for row in store.rows:
-        if split_of.setdefault(row.participant, row.split) != row.split:
-            raise StoreError(
-                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in "
-                f"{row.split}, which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, "
-                "which updates the splits and keeps the voxels"
-            )

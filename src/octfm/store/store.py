@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 
 from octfm.errors import ConfigError, StoreError
 from octfm.io.location import Location, location
+from octfm.store.arrays import open_arrays
 from octfm.store.layout import (
     ARRAYS,
     SHARD_CHECKSUM,
@@ -26,6 +26,7 @@ from octfm.store.layout import (
     read_unprepared,
     shard_key,
 )
+from octfm.store.summary import summary
 
 if TYPE_CHECKING:
     from octfm.volume.preprocessing import Preprocessing
@@ -159,6 +160,7 @@ class Store:
 
     def _fill(self, index: np.ndarray, out: Arrays) -> None:
         """Read into `out` and compare with rows.jsonl. Raises _Damaged."""
+        # Opened at the first read, in the process that reads: handles do not survive a fork.
         self._arrays = self._arrays or self._opened()
         for name in ARRAYS:
             try:
@@ -177,6 +179,7 @@ class Store:
             hashes = self._hashers.map(hash_of, places)
         else:
             hashes = map(hash_of, places)
+        # hashlib releases the GIL, so threads hash in parallel.
         for place, found in zip(places, hashes, strict=True):
             row = int(index[place])
             if found != self.rows[row].checksum:
@@ -193,27 +196,11 @@ class Store:
 
     def summary(self) -> dict[str, Any]:
         """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, unprepared per code."""
-        by_scanner: dict[str, dict[str, int]] = {}
-        by_diagnosis: dict[str, dict[str, int]] = {}
-        for row in self.rows:
-            for table, key in ((by_scanner, row.scanner), (by_diagnosis, row.diagnosis)):
-                if key is not None:
-                    counts = table.setdefault(key, {"volumes": 0, "low_confidence": 0})
-                    counts["volumes"] += 1
-                    counts["low_confidence"] += not row.confident
-        return {
-            "volumes": len(self),
-            "participants": len({row.participant for row in self.rows}),
-            "low_confidence": sum(not row.confident for row in self.rows),
-            "by_scanner": dict(sorted(by_scanner.items())),
-            "by_diagnosis": dict(sorted(by_diagnosis.items())),
-            "found": dict(Counter(flag for row in self.rows for flag in row.found).most_common()),
-            "unprepared": dict(Counter(u.code for u in self.unprepared()).most_common()),
-        }
+        return summary(self.rows, self.unprepared())
 
     def _opened(self) -> Any:
         if isinstance(self.path, Path):
-            return _open_arrays(self.path, self.threads)
+            return open_arrays(self.path, self.threads)
         from octfm.store.bucket import BucketArrays
         from octfm.store.writer import array_metadata
 
@@ -222,7 +209,7 @@ class Store:
             for name in ARRAYS
         }
         return BucketArrays(
-            self.path, self.rows, self.image_size, metadata, lambda folder: _open_arrays(folder, self.threads)
+            self.path, self.rows, self.image_size, metadata, lambda folder: open_arrays(folder, self.threads)
         )
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
@@ -276,74 +263,3 @@ class _Part(Store):
     def left_out(self) -> tuple[str, ...]:
         kept = {row.acquisition for row in self.rows}
         return tuple(sorted(row.acquisition for row in self._whole.rows if row.acquisition not in kept))
-
-
-class _TensorStoreArrays:
-    """The arrays of a local folder, read by tensorstore."""
-
-    def __init__(self, path: Path, threads: int | None):
-        import tensorstore
-
-        limit = threads or "shared"
-        # Shards are renamed into place and never truncated, so it is safe to map them into memory, which saves a copy.
-        context = tensorstore.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "data_copy_concurrency": {"limit": limit},
-                "file_io_concurrency": {"limit": limit},
-                "file_io_mode": {"mode": "memmap"},
-            }
-        )
-        self._tensorstore = tensorstore
-        # An absent shard is damage, but by default zarr readers return zeros for it.
-        self._arrays = {
-            name: tensorstore.open(
-                {
-                    "driver": "zarr3",
-                    "kvstore": {"driver": "file", "path": f"{path / name}/"},
-                    "fill_missing_data_reads": False,
-                },
-                context=context,
-                read=True,
-            ).result()
-            for name in ARRAYS
-        }
-
-    def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
-        target = self._tensorstore.array(out, copy=False, write=True)
-        target.write(self._arrays[name][index]).result()
-
-
-class _ZarrArrays:
-    """The same by zarr-python, on platforms without tensorstore."""
-
-    def __init__(self, path: Path, threads: int | None):
-        import zarr
-
-        self._path = path
-        self._arrays = {name: zarr.open_array(path / name, mode="r") for name in ARRAYS}
-        self._pool = ThreadPoolExecutor(threads or os.cpu_count())
-
-    def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
-        def one(position: int) -> None:
-            shard = self._path / name / shard_key(index[position])
-            if not shard.is_file():
-                raise FileNotFoundError(f"{shard} is absent")
-            try:
-                out[position] = self._arrays[name][int(index[position])]
-            except (ValueError, RuntimeError) as error:
-                raise OSError(f"{shard}: {error}") from error
-
-        list(self._pool.map(one, range(len(index))))
-
-
-def _open_arrays(path: Path, threads: int | None) -> _TensorStoreArrays | _ZarrArrays:
-    try:
-        try:
-            return _TensorStoreArrays(path, threads)
-        except ImportError:
-            return _ZarrArrays(path, threads)
-    except (ValueError, OSError) as error:
-        raise StoreError(
-            f"{path}: the arrays cannot be opened ({error}); run `octfm prepare` again to repair them"
-        ) from error

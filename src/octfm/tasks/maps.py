@@ -9,7 +9,8 @@ import numpy as np
 from octfm.encoder.budget import ROUNDING
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.tuned import TrainedHead
-from octfm.pretraining.masks import PADDING, TISSUE, sample_masks, token_map
+from octfm.models.token_map import PADDING, TISSUE, token_map
+from octfm.pretraining.masks import sample_masks
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, save_scenes

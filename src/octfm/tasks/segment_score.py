@@ -21,7 +21,7 @@ from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Identity, open_run, resume, volumes_digest
 from octfm.run.loop import Interruption, open_session, train
 from octfm.run.runtime import environment
-from octfm.store.loader import assert_disjoint_splits
+from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.tasks.segment import (
     Fit,

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt, field_validator
 from octfm.config import Config, load
 from octfm.errors import ReadError
 from octfm.io.hashing import hash_text
+from octfm.volume.coverage import Coverage, coverage
 from octfm.volume.laterality import Side, disc_side
 from octfm.volume.planes import Planes, eight_bit
 from octfm.volume.radial import to_raster
@@ -24,9 +25,6 @@ from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import ADMISSIBLE, Shape3, Spacing3, Volume
 from octfm.volume.window import IN_CROP, window
-
-RETINA_MM = 0.3
-"""A typical ILM-to-BM thickness, for `Coverage`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,28 +47,6 @@ class Prepared:
     transform: Transform
     disc: Side = "unclear"
     """Side of the optic disc in the canonical frame: right in every eye whose stated laterality is correct."""
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How a target grid and a scan of given size overlap; known before any voxel is read."""
-
-    valid_share: float
-    """Share of the prepared voxels that hold image; the rest is padding."""
-    kept_share: float
-    """Share of the scanned field that is kept; the rest is cropped away."""
-    valid_rows: int
-    """Rows that hold image."""
-    rows: int
-    """Rows of the grid."""
-    retina_rows: float
-    """Rows spanned by a retina of 0.3 mm."""
-
-    def sentence(self) -> str:
-        return (
-            f"{self.valid_rows} of {self.rows} rows hold image, a 0.3 mm retina spans {self.retina_rows:.0f} rows; "
-            f"{1 - self.valid_share:.0%} of the grid is padding, {1 - self.kept_share:.0%} of the scan is cropped away"
-        )
 
 
 MAX_SIDE, MAX_VOXELS = 32_767, 4 * 10**9
@@ -142,9 +118,11 @@ class Preprocessing(Config):
         if mirrored:
             canonical = canonical.mirrored()
         voxels = self._to_uint8(canonical)
+        # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
         tissue = find_tissue(voxels, canonical.spacing_mm)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))
+        # Version 2 is kept to the bit, so that its stores and checkpoints can be continued.
         if self.algorithm == 2:
             tissue = replace(tissue, confident=tissue.located)
         transform, in_crop = self._place(
@@ -153,6 +131,7 @@ class Preprocessing(Config):
         if self.algorithm > 2:
             confident = tissue.confident and in_crop >= IN_CROP
             tissue = replace(tissue, confident=confident, confidence={**tissue.confidence, "in_crop": in_crop})
+        # Rows that a scanner filled with one value hold no image; they must not be averaged into voxels that do.
         seen = seen_rows(voxels)
         out, valid = resample(voxels, seen, transform)
         if not (valid[1] > valid[0]).any():
@@ -168,16 +147,7 @@ class Preprocessing(Config):
 
     def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:
         """How much of the grid a scan of this size fills and how much of the scan is kept."""
-        native = np.multiply(native_shape, native_spacing_mm)
-        target = np.multiply(self.image_size, self.target_spacing)
-        shared = np.minimum(native, target)
-        return Coverage(
-            valid_share=float(np.prod(shared / target)),
-            kept_share=float(np.prod(shared / native)),
-            valid_rows=round(float(shared[1]) / self.target_spacing[1]),
-            rows=self.image_size[1],
-            retina_rows=RETINA_MM / self.target_spacing[1],
-        )
+        return coverage(native_shape, native_spacing_mm, self.image_size, self.target_spacing)
 
     def _to_uint8(self, volume: Volume) -> np.ndarray | Planes:
         if volume.voxels.dtype not in (np.uint8, np.uint16):
@@ -219,6 +189,7 @@ class Preprocessing(Config):
         placed = window(tissue, height)
         if self.algorithm > 2:
             placed = placed.around(rows, margin, (bscans, columns), follow=self.register_bscans)
+        # Rows of the registered frame that hold image in at least one B-scan.
         low, high = -float(placed.displacement.max()), height - 1 - float(placed.displacement.min())
         first = _first_index(placed.middle, self.image_size[1], scale[1], low, high)
         start = first - scale[1] / 2

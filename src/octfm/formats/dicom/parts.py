@@ -6,17 +6,23 @@ Standard: DICOM PS3.3 C.7.6.16.2.2.4 (concatenations), 10.3 (instance numbers). 
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octfm.errors import ReadError
-from octfm.formats.dicom.file import ELEMENTS, OpenFile, integer, parsed, text
+from octfm.formats.dicom.file import ELEMENTS, OpenFile, integer, locate_pixels, parsed, text
 from octfm.formats.dicom.geometry import Geometry
 from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.header import describe
+from octfm.formats.dicom.pixels import MAX_BYTES, Pixels, decode, is_blank
+from octfm.formats.reasons import Header
 from octfm.io.archive import list_folder, split_uri
+from octfm.volume.volume import Layout, Shape3
 
 _FRAME_GROUPS = (
     "PixelMeasuresSequence",
@@ -159,6 +165,53 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
             f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; "
             "put all files of the volume there",
         )
+
+
+def inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[Header, Geometry, bool]:
+    """Header, geometry, and whether every file is blank by itself. The volume has the uri and UID of its first part."""
+    # Checked before and after reading: some gaps show in the numbers, others only in the positions.
+    expect_all_parts(parts)
+    datasets, pixels, all_blank = [], [], True
+    for part in parts:
+        with parsed(part.uri) as file:
+            datasets.append(file.dataset)
+            pixels.append(locate_pixels(file))
+            all_blank = all_blank and is_blank(file.stream, pixels[-1], part.uri)
+    shape = _joint_shape(parts, pixels)
+    frames = [p.shape[0] for p in pixels]
+    header, geometry = describe(merged(datasets, frames), pixels[0], shape, parts[0].uri, layouts)
+    expect_all_parts(parts, geometry)
+    return replace(header, flags=(*header.flags, "several_files")), geometry, all_blank
+
+
+def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
+    forms = {(p.shape[1:], p.bits_allocated) for p in pixels}
+    if len(forms) > 1:
+        raise ReadError(
+            "inconsistent_parts",
+            f"{parts[0].uri}: its {len(parts)} files have B-scans of different size or depth; export it again",
+        )
+    frames = sum(p.shape[0] for p in pixels)
+    if sum(p.bytes_expected for p in pixels) > MAX_BYTES:
+        raise ReadError(
+            "absurd_size",
+            f"{parts[0].uri}: {len(parts)} files of {frames} frames together; expected at most {MAX_BYTES:,} bytes",
+        )
+    return (frames, *pixels[0].shape[1:])
+
+
+def decode_parts(parts: Sequence[Part], shape: Shape3) -> tuple[np.ndarray, Pixels]:
+    """All B-scans, and the pixel format of the last file."""
+    voxels, pixels, at = None, None, 0
+    for part in parts:
+        with parsed(part.uri, whole=True) as file:
+            pixels = locate_pixels(file)
+            planes = decode(file.stream, pixels, part.uri)
+        voxels = np.empty(shape, planes.dtype) if voxels is None else voxels
+        voxels[at : at + len(planes)] = planes
+        at += len(planes)
+    assert voxels is not None and pixels is not None  # there is at least one part
+    return voxels, pixels
 
 
 def _twice(values: Sequence[Any]) -> list[Any]:

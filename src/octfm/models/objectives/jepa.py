@@ -96,15 +96,19 @@ class JEPA(Objective):
         encoder, grid = self.encoder, self.encoder.grid
         table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         learns, blocks = torch.is_grad_enabled(), (encoder.config.patch_size, self.goal_average)
+        # The goal: the teacher sees every kept token, hidden ones as well, and gets no gradient.
         with torch.no_grad():
             stream = self.target_encoder.hidden(despeckled(target_patches_BKP, *blocks), index.kept, table)
             features = self.target_encoder.norm(stream[-1])
+            # Normalised, or the student could lower the loss by making features small. In float32: variances.
             levels = [F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels]
             goal = self.whitening(levels, gather=learns) if self.whitening is not None else torch.cat(levels, dim=-1)
+        # Tokens are taken away before the encoder, not masked in its attention: what it never gets cannot leak.
         context_patches = take_tokens(patches_BKP, index.context)
         context_index = torch.gather(index.kept, 1, index.context)
         seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
 
+        # Context first: the predictor appends one mask token for each target.
         places = torch.cat((index.context, index.target), dim=1)
         answers = self.predictor(
             seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octfm.models.token_map import token_grid
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.masks import token_grid
 
 ROWS = 16
 """Rows followed in each matrix; a copy of all weights would cost memory and time."""

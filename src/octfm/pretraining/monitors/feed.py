@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from octfm.models.token_map import PADDING, token_map
 from octfm.pretraining.inputs import draw_masks
-from octfm.pretraining.masks import PADDING, token_map
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.settings import PretrainConfig
 from octfm.pretraining.step import MicroStep

@@ -16,9 +16,10 @@ from octfm.catalog.labels import as_number, read_labels
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.models.pooling import VectorPool, pooled, width_of
+from octfm.models.token_map import TISSUE, token_map
 from octfm.models.vit3d import VisionTransformer3D, take_patches
 from octfm.pretraining.augment import normalise
-from octfm.pretraining.masks import TISSUE, select_tokens, token_map
+from octfm.pretraining.masks import select_tokens
 from octfm.run.runtime import Runtime
 from octfm.store.store import Store
 

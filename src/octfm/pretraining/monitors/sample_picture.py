@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from octfm.models.token_map import token_map
 from octfm.pretraining.inputs import MASKS, generators
-from octfm.pretraining.masks import sample_masks, token_map
+from octfm.pretraining.masks import sample_masks
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.store import Store
 

@@ -11,7 +11,8 @@ from math import sqrt
 
 import numpy as np
 
-from octfm.pretraining.masks import TISSUE, MaskConfig, select_tokens, wanted_targets
+from octfm.models.token_map import TISSUE
+from octfm.pretraining.masks import MaskConfig, select_tokens, wanted_targets
 
 
 @dataclass(frozen=True)

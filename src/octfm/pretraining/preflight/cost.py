@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octfm.models.objectives.objective import View
+from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenIndex, count_parameters, take_patches
 from octfm.pretraining import augment
 from octfm.pretraining.learner import blueprint
-from octfm.pretraining.masks import token_grid
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
 from octfm.volume.preprocessing import Preprocessing

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from octfm.errors import ConfigError, OctfmError, StoreError
-from octfm.pretraining.masks import PADDING, TooFewTokens, token_grid, token_map
+from octfm.models.token_map import PADDING, TooFewTokens, token_grid, token_map
 from octfm.pretraining.monitors.online_probe import find_cases
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
-from octfm.store.loader import Loader, accumulation
+from octfm.store.batch_sizes import accumulation
+from octfm.store.loader import Loader
 from octfm.store.store import Store
 from octfm.volume.volume import Shape3
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from octfm.models.objectives.objective import Objective, View
+from octfm.models.token_map import token_map
 from octfm.models.vit3d import TokenIndex, take_patches
 from octfm.pretraining import augment
 from octfm.pretraining.inputs import generators, make_inputs
 from octfm.pretraining.learner import build_objective, optimizer_groups
-from octfm.pretraining.masks import sample_masks, token_map
+from octfm.pretraining.masks import sample_masks
 from octfm.pretraining.monitors.feed import masks_repeat
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.pretraining.preflight.tokens import PREFLIGHT_STREAM

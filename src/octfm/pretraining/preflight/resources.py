@@ -16,7 +16,7 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
 from octfm.run.runtime import Runtime
-from octfm.store.loader import accumulation
+from octfm.store.batch_sizes import accumulation
 from octfm.store.store import Store
 
 ACCURACY = 0.2

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped
 from octfm.pretraining import masks as sampler
 from octfm.pretraining.inputs import generators
-from octfm.pretraining.masks import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped
 from octfm.pretraining.preflight.block_law import expected_targets
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.pretraining.preflight.data import Sample

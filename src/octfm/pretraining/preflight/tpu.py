@@ -22,11 +22,11 @@ from typing import Any
 from octfm.config import load
 from octfm.errors import ConfigError, Echo
 from octfm.io.isolation import import_path
-from octfm.pretraining.masks import token_grid
+from octfm.models.token_map import token_grid
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
-from octfm.store.loader import accumulation
+from octfm.store.batch_sizes import accumulation
 from octfm.volume.preprocessing import Preprocessing
 
 GIB = 2**30

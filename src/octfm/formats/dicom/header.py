@@ -1,0 +1,92 @@
+"""From the elements of a DICOM header to the facts of a volume, or to the reason why it is none."""
+
+from collections.abc import Collection
+
+from octfm.errors import ReadError
+from octfm.formats.dicom.file import OpenFile, referenced_uids, text
+from octfm.formats.dicom.geometry import Geometry, read_geometry
+from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.pixels import Pixels
+from octfm.formats.names import lateralities, scanner_slug, slugify
+from octfm.formats.reasons import REASONS, Header
+from octfm.volume.volume import Layout, Shape3
+
+OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+_LEFT_OUT = {
+    "1.2.840.10008.5.1.4.1.1.77.1.5.8": "angiography",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.7": "en_face",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.1": "photograph",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.2": "photograph",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.5": "photograph",
+    "1.2.840.10008.5.1.4.1.1.77.1.5.6": "photograph",
+    "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
+}
+"""SOP classes exported along with OCT (PS3.4 B.5) -> reason code; all others get not_oct."""
+
+
+def expect_oct(file: OpenFile) -> None:
+    """Raise ReadError unless the file is structural OCT with a SOP Instance UID."""
+    from pydicom.uid import UID
+
+    dataset, uri = file.dataset, file.uri
+    # Some writers state the class in the meta group only.
+    sop_class = text(dataset, "SOPClassUID") or text(dataset.file_meta, "MediaStorageSOPClassUID")
+    if not sop_class:
+        raise ReadError(
+            "not_dicom", f"{uri}: no SOP Class UID, so this is not a DICOM object; remove it or export it again"
+        )
+    # A file may end inside the SOP Class UID itself: a prefix counts as well.
+    if file.pixel_offset >= file.size and OPHTHALMIC_TOMOGRAPHY.startswith(sop_class):
+        raise ReadError(
+            "missing_pixel_data",
+            f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
+        )
+    if sop_class != OPHTHALMIC_TOMOGRAPHY:
+        code = _LEFT_OUT.get(sop_class, "not_oct")
+        about = next(iter(referenced_uids(dataset)), "") if code == "layer_heights" else ""
+        raise ReadError(
+            code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}){about and f' of {about}'}; left out", about
+        )
+    if not text(dataset, "SOPInstanceUID"):
+        raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
+
+
+def describe(
+    dataset: Elements, pixels: Pixels, shape: Shape3, uri: str, layouts: Collection[Layout]
+) -> tuple[Header, Geometry]:
+    """The facts of a volume of `shape`. `dataset` may be merged from several files, `pixels` those of one of them."""
+    scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
+    geometry = read_geometry(dataset, shape, scanner, uri, layouts)
+    laterality, conflict = lateralities(_stated_lateralities(dataset))
+    flags = (
+        *geometry.flags,
+        *(("laterality_conflict",) if conflict else ()),
+        *(() if laterality or conflict else ("laterality_unknown",)),
+        # Converters write BitsStored 16 whatever the number of bits in use. Signed pixels state their white.
+        *(("bits_from_values",) if pixels.bits_stored == 16 and pixels.gray is None else ()),
+    )
+    header = Header(
+        uri=uri,
+        shape=shape,
+        spacing_mm=geometry.spacing_mm,
+        spacing_source=geometry.spacing_source,
+        laterality=laterality,
+        scanner=scanner,
+        protocol=slugify(text(dataset, "ProtocolName")) or "unknown",
+        participant=text(dataset, "PatientID") or None,
+        sop_instance_uid=text(dataset, "SOPInstanceUID"),
+        superior_first=geometry.superior_first,
+        flags=flags,
+        layout=geometry.layout,
+    )
+    return header, geometry
+
+
+def _stated_lateralities(dataset: Elements) -> list[str]:
+    """From FrameAnatomySequence, shared and of the first frame, then ImageLaterality and the series' Laterality."""
+    shared = dataset.get("SharedFunctionalGroupsSequence") or []
+    frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    anatomy = [item for group in (*shared[:1], *frames[:1]) for item in group.get("FrameAnatomySequence") or []]
+    # The first frame speaks for all: one acquisition shows one eye.
+    values = [text(item, "FrameLaterality") for item in anatomy]
+    return [*values, text(dataset, "ImageLaterality"), text(dataset, "Laterality")]

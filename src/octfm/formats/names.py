@@ -1,0 +1,34 @@
+"""Names that all formats share: scanners and protocols as slugs, eyes as R or L."""
+
+import re
+
+from octfm.volume.volume import Laterality
+
+_SCANNERS = (
+    ("heidelberg_spectralis", "heidelberg", r"spectralis"),
+    ("topcon_maestro2", "topcon", r"maestro ?-?2"),
+    ("topcon_triton", "topcon", r"triton"),
+    ("zeiss_cirrus", "zeiss", r"cirrus"),
+)
+
+
+def scanner_slug(manufacturer: str, model: str) -> str:
+    """heidelberg_spectralis, topcon_maestro2, topcon_triton or zeiss_cirrus; else slugify("manufacturer model")."""
+    text = f"{manufacturer} {model}".lower()
+    for slug, maker, pattern in _SCANNERS:
+        if maker in text and re.search(pattern, text):
+            return slug
+    return slugify(f"{manufacturer} {model}") or "unknown"
+
+
+def slugify(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+_EYES: dict[str, Laterality] = {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}
+
+
+def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
+    """The eye if all stated values agree, and whether they contradict each other. B and U state no eye."""
+    stated: set[Laterality] = {eye for value in values if (eye := _EYES.get(value.upper()))}
+    return stated.pop() if len(stated) == 1 else None, len(stated) > 1

@@ -1,0 +1,76 @@
+"""Which rows of a store are used: by split, scanner and layout, at most so many, and no participant in two splits."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from octfm.errors import ConfigError, StoreError
+from octfm.store.store import Store
+from octfm.volume.volume import RASTER_ONLY, Admissible
+
+
+def select(
+    store: Store,
+    split: str | None,
+    scanners: Sequence[str] = (),
+    max_samples: int | Sequence[int | None] | None = None,
+    leave_out: Sequence[str] = (),
+    layouts: Sequence[Admissible] = RASTER_ONLY,
+) -> np.ndarray:
+    """int64 [n], ascending: the rows that match a split, scanners and layouts, at most `max_samples` of them.
+
+    `split` None and empty `scanners` match everything; `leave_out` scanners are removed. `max_samples` as a list limits
+    each of `scanners` separately. Samples are the first rows by a hash of the acquisition: they mix scanners and
+    participants, and a larger sample contains every smaller one.
+    Raises StoreError if a participant is in two splits (F16), ConfigError if nothing matches.
+    """
+    assert_disjoint_splits(store)
+    present = sorted({row.scanner for row in store.rows})
+    for key, names in (("data.scanners", scanners), ("data.leave_out_scanners", leave_out)):
+        if unknown := [name for name in names if name not in present]:
+            raise ConfigError(
+                f"{key}: {store.path} has no scanner {unknown[0]!r}; it has {', '.join(present) or 'no volumes'}"
+            )
+    if both := sorted(set(scanners) & set(leave_out)):
+        raise ConfigError(
+            f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out"
+        )
+    if isinstance(max_samples, int | None):
+        limits = {None: max_samples}  # one limit for all scanners together
+    elif len(max_samples) == len(scanners):
+        limits = dict(zip(scanners, max_samples, strict=True))
+    else:
+        raise ConfigError(
+            f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, "
+            f"got {len(max_samples)}; null stands for all"
+        )
+    splits = sorted({str(row.split) for row in store.rows})
+    if wrong := [limit for limit in limits.values() if limit is not None and limit < 1]:
+        raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
+    allowed = set(scanners or present) - set(leave_out)
+    rows = [
+        row for row in store.rows if split in (None, row.split) and row.scanner in allowed and row.layout in layouts
+    ]
+    if not rows:
+        among = f" of {', '.join(sorted(allowed))}" if scanners or leave_out else ""
+        among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
+        raise ConfigError(
+            f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
+        )
+    # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
+    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
+    chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
+    return np.array(sorted(row.index for row in chosen), dtype=np.int64)
+
+
+def assert_disjoint_splits(store: Store) -> None:
+    """Raises StoreError if a participant is in two splits."""
+    split_of: dict[str, str | None] = {}
+    for row in store.rows:
+        if split_of.setdefault(row.participant, row.split) != row.split:
+            raise StoreError(
+                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in "
+                f"{row.split}, which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, "
+                "which updates the splits and keeps the voxels"
+            )
