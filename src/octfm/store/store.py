@@ -160,7 +160,7 @@ class Store:
 
     def _fill(self, index: np.ndarray, out: Arrays) -> None:
         """Read into `out` and compare with rows.jsonl. Raises _Damaged."""
-        # Opened at the first read, in the process that reads: handles do not survive a fork.
+        # Opened at the first read and not by `open`: many callers need the rows only.
         self._arrays = self._arrays or self._opened()
         for name in ARRAYS:
             try:

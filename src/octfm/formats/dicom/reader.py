@@ -43,7 +43,7 @@ def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Vo
     # Files may store B-scans in the order of acquisition; a Volume has them in the order of position.
     if geometry.frame_order is not None:
         _reorder(voxels, geometry.frame_order)
-    # Converters state 16 bits for 12-bit pixels: white is then taken from the values, or every volume would be dark.
+    # Converters state 16 bits whatever number is used: white then comes from the values, or volumes would be dark.
     white = 65535
     if "bits_from_values" in header.flags:
         # `decode` inverts MONOCHROME1 against 65,535: the brightest stored value is then the smallest voxel.
