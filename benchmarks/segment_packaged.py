@@ -11,10 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from scipy.ndimage import gaussian_filter
 
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.training import from_state
 from octfm.models.layer_net import SURFACES
+from octfm.volume.surface import at_rows
+from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
 
 ROW_UM = 3.872
@@ -25,10 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default=CURRENT)
+    parser.add_argument("--state", type=Path, help="of `python -m octfm.layers.training`, instead of --model")
     parser.add_argument("--every", type=int, default=1, help="of the AMD volume's B-scans")
     parser.add_argument("--picture")
     arguments = parser.parse_args()
-    finder = load_finder(arguments.model)
+    finder = from_state(arguments.state) if arguments.state else load_finder(arguments.model)
     print(f"{finder.name} {finder.digest[:12]}, {torch.get_num_threads()} threads")
     pictures = amd(finder, arguments.data, arguments.every) + fluid(finder, arguments.data)
     speed(finder)
@@ -42,18 +47,47 @@ def amd(finder: LayerFinder, data: Path, every: int) -> list[np.ndarray]:
     """B-scans 75 to 145 of a Spectralis volume with drusen: RPE and BM against an expert's lines."""
     file = np.load(data / "medvisbonn_amd_spectralis_145.npz")
     voxels, labels = file["volume"][75::every], file["labels"][75::every]
-    found = finder.find(Volume(voxels, (0.030 * every, ROW_UM / 1000, 0.011182)))
-    rows = np.arange(labels.shape[1])[None, :, None]
-    for name, drawn in (("rpe_inner", 255), ("rpe_peak", 255), ("bm", 127)):
-        hit = (labels == drawn) | (labels == 170)
-        count = hit.sum(axis=1)
-        truth = np.where(count > 0, (hit * rows).sum(axis=1) / np.maximum(count, 1), np.nan)
-        off = (found.rows[SURFACES.index(name)] - truth) * ROW_UM
-        print(
-            f"AMD volume {name:10} {np.nanmean(np.abs(off)):5.2f} µm, bias {np.nanmean(off):+5.2f}, "
-            f"{100 * np.nanmean(np.abs(off) > 20):.1f} % beyond 20 µm, {100 * np.isnan(off).mean():.1f} % missing"
-        )
+    volume = Volume(voxels, (0.030 * every, ROW_UM / 1000, 0.011182))
+    found = finder.find(volume)
+    drawn = {"rpe": line(labels, 255), "bm": line(labels, 127)}
+    for name, truth in (("rpe_inner", "rpe"), ("rpe_peak", "rpe"), ("bm", "bm")):
+        show(name, found.rows[SURFACES.index(name)] - drawn[truth])
+    peak, fall = snapped(volume)
+    show("tissue band, snapped to the peak", peak - drawn["rpe"])
+    show("tissue band, snapped to the fall", fall - drawn["bm"])
+    height = (drawn["bm"] - drawn["rpe"]) * ROW_UM
+    for low, high in ((0, 20), (20, 40), (40, np.inf)):
+        there = (height >= low) & (height < high)
+        show(f"rpe_peak where RPE and BM lie {low} to {high} µm apart", found.rows[7][there] - drawn["rpe"][there])
     return [overlay(voxels[d], found, d) for d in (0, len(voxels) // 2)]
+
+
+def line(labels: np.ndarray, value: int) -> np.ndarray:
+    """[D, W] row of an expert's line; 170 marks where both coincide."""
+    hit, rows = (labels == value) | (labels == 170), np.arange(labels.shape[1])[None, :, None]
+    count = hit.sum(axis=1)
+    return np.where(count > 0, (hit * rows).sum(axis=1) / np.maximum(count, 1), np.nan)
+
+
+def snapped(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
+    """The cheapest rival, rows [D, W]: the brightest row within 40 µm of the tissue band's RPE, and the steepest fall
+    in the 40 µm below it."""
+    smooth = gaussian_filter(volume.voxels.astype(np.float32), (0, 0.7, 2))
+    centre = find_tissue(volume.voxels, volume.spacing_mm).bm - 15 / ROW_UM
+    reach = np.arange(-10, 11)
+    near = np.stack([at_rows(smooth.transpose(0, 2, 1), centre + r) for r in reach])
+    peak = centre + reach[near.argmax(axis=0)]
+    below = np.arange(12)
+    falls = -np.diff(np.stack([at_rows(smooth.transpose(0, 2, 1), peak + r) for r in below]), axis=0)
+    return peak, peak + 0.5 + below[falls.argmax(axis=0)]
+
+
+def show(name: str, off: np.ndarray) -> None:
+    off = off * ROW_UM
+    print(
+        f"AMD volume {name:45} {np.nanmean(np.abs(off)):5.2f} µm, bias {np.nanmean(off):+5.2f}, "
+        f"{100 * np.nanmean(np.abs(off) > 20):.1f} % beyond 20 µm, {100 * np.isnan(off).mean():.1f} % missing"
+    )
 
 
 def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
@@ -63,6 +97,12 @@ def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
     graders = [np.unpackbits(file[f"fluid_grader{i}"])[: np.prod(shape)].reshape(shape).astype(bool) for i in (1, 2)]
     found = finder.find(Volume(voxels, (0.12, 0.00387, 0.0115)))
     ours = np.isin(found.lesions, (1, 2))
+    shown = [[truth[d].any() for d in range(len(voxels))] for truth in graders]
+    seen = [ours[d].sum() >= 20 for d in range(len(voxels))]
+    print(
+        f"DME presence per B-scan agrees with graders in {np.mean(np.equal(seen, shown[0])):.2f} and "
+        f"{np.mean(np.equal(seen, shown[1])):.2f}, they with each other in {np.mean(np.equal(*shown)):.2f}"
+    )
     for eye in range(5):
         part = slice(11 * eye, 11 * eye + 11)
         between = dice(graders[0][part], graders[1][part])

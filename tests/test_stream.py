@@ -61,8 +61,9 @@ def test_truth_lies_where_the_picture_has_its_edges(surface, brighter_below):
     steps = np.array(steps)[np.isfinite(steps)]
     assert len(steps) > 12
     right = steps > 0 if brighter_below else steps < 0
-    # Bright-on-dark exports show the opposite; a thick bright choriocapillaris can hide the last edge.
-    assert right.mean() > (0.8 if surface == "bm" else 0.9)
+    # Dark-on-bright exports show the opposite; a bright choriocapillaris or dim material below an uneven RPE can hide
+    # the last edge.
+    assert right.mean() > (0.7 if surface == "bm" else 0.9)
 
 
 def test_every_condition_and_accident_occurs():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octfm.io.location import write_whole
+from octfm.layers.finder import LayerFinder
 from octfm.models.layer_net import (
     ASCAN_UM,
     MASKS,
@@ -41,11 +42,17 @@ LR, DECAY, EMA = 2e-3, 0.35, 0.995
 """Peak learning rate, share of the steps over which it falls to 0, and the average's memory of earlier weights."""
 VALUES = (*(LESIONS[name] for name in MASKS[:3]), DETACHMENT)
 FLUID = ("dme", "detachment", "neovascular_amd", "central_serous", "vein_occlusion", "mixed")
-"""Conditions drawn three times as often as the others: lesions are rare in pixels."""
+"""Conditions drawn three times as often as the others, and those of CYSTIC seven times: lesions are rare in pixels."""
+CYSTIC = ("dme", "vein_occlusion")
 
 
 def stream_of(seed: int) -> Stream:
-    return Stream(seed, ascan_um=(0.8 * ASCAN_UM, 1.2 * ASCAN_UM), row_um=ROW_UM, conditions=(*CONDITIONS, *FLUID * 2))
+    return Stream(
+        seed,
+        ascan_um=(0.8 * ASCAN_UM, 1.2 * ASCAN_UM),
+        row_um=ROW_UM,
+        conditions=(*CONDITIONS, *FLUID * 2, *CYSTIC * 4),
+    )
 
 
 def crop(image: Labelled, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -55,7 +62,10 @@ def crop(image: Labelled, rng: np.random.Generator) -> tuple[np.ndarray, np.ndar
     if rng.random() < 0.5:
         voxels, rows, lesions = voxels[:, ::-1], rows[:, ::-1], lesions[:, ::-1]
     height, width = voxels.shape
-    left = int(rng.integers(max(width - WIDTH, 0) + 1))
+    left, shown = int(rng.integers(max(width - WIDTH, 0) + 1)), [value for value in VALUES if (lesions == value).any()]
+    if shown and rng.random() < 0.75:  # through one of the lesions, each kind as often
+        through = np.nonzero((lesions == rng.choice(shown)).any(axis=0))[0]
+        left = int(np.clip(rng.choice(through) - rng.integers(WIDTH), 0, max(width - WIDTH, 0)))
     columns = slice(left, left + WIDTH)
     shift = int(rng.integers(min(0, HEIGHT - height), max(0, HEIGHT - height) + 1))
     first, skipped = max(0, shift), max(0, -shift)
@@ -137,6 +147,14 @@ class LayerTraining:
         self.step = content["step"]
 
 
+def from_state(path: Path) -> LayerFinder:
+    """The averaged weights of a training, with all masks."""
+    content = torch.load(path, weights_only=True)
+    network = LayerNet()
+    network.load_state_dict(content["average"])
+    return LayerFinder(network, f"step {content['step']}")
+
+
 def write_weights(network: LayerNet, folder: Path, name: str, facts: dict) -> Path:
     """NAME.safetensors and NAME.json, which holds `facts`, the channels and the SHA-256 of the weights."""
     from safetensors.torch import save
@@ -151,7 +169,7 @@ def write_weights(network: LayerNet, folder: Path, name: str, facts: dict) -> Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the state and the weights")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--seed", type=int, default=11)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the same sums in the same order wherever it runs

@@ -93,7 +93,7 @@ def standardise(images: Tensor) -> Tensor:
 
 
 def layer_loss(found: Found, rows_BSW: Tensor, masks_BMHW: Tensor) -> Tensor:
-    """Cross-entropy of rows and masks, .1 of the distance in rows, and 1 − soft Dice of every lesion in the batch.
+    """Cross-entropy of rows, .1 of the distance in rows, and mask_loss.
 
     `rows_BSW` is NaN where a surface is not in the image; there the network must say so.
     """
@@ -107,9 +107,19 @@ def layer_loss(found: Found, rows_BSW: Tensor, masks_BMHW: Tensor) -> Tensor:
     entropy = torch.where(inside, -(target * log_p[:, :, :-1]).sum(2), -log_p[:, :, -1]).mean()
     expected = (found.rows[:, :, :-1].softmax(2) * row).sum(2)
     distance = F.smooth_l1_loss(expected[inside], rows_BSW[inside]) if inside.any() else expected.sum() * 0
+    return entropy + 0.1 * distance + mask_loss(found.masks, masks_BMHW)
+
+
+def mask_loss(logits: Tensor, masks_BMHW: Tensor) -> Tensor:
+    """Cross-entropy and 1 − soft Dice, summed over masks; over the lesion and over the rest of the images apart, since
+    lesions fill too few pixels to be learned beside surfaces otherwise."""
+    area = masks_BMHW.sum((0, 2, 3))
+    entropy = F.binary_cross_entropy_with_logits(logits, masks_BMHW, reduction="none")
+    inside = (entropy * masks_BMHW).sum((0, 2, 3)) / area.clamp_min(100)
+    outside = (entropy * (1 - masks_BMHW)).mean((0, 2, 3))
     # Dice only of lesions that the batch shows: for absent ones its slope, summed over all pixels, drives the network
     # to never report any.
-    p, shown = found.masks.sigmoid(), masks_BMHW.sum((0, 2, 3)) > 0
+    p = logits.sigmoid()
     dice = 2 * (p * masks_BMHW).sum((0, 2, 3)) / ((p + masks_BMHW).sum((0, 2, 3)) + 1e-6)
-    missed = torch.where(shown, 1 - dice, 0.0).sum()
-    return entropy + 0.1 * distance + 30 * F.binary_cross_entropy_with_logits(found.masks, masks_BMHW) + missed
+    missed = torch.where(area > 0, 1 - dice, 0.0)
+    return (inside + 30 * outside + missed).sum()

@@ -212,7 +212,9 @@ def _place(shot: Shot, rng: np.random.Generator, size: Shape3) -> Scene:
     layers = layers_um(eye, x, y)
     outer = raise_outer_retina(shot.lesions, layers, x, y, spacing[2])
     # No band where there is no RPE: in the disc, in atrophy.
-    layers[LAYER["rpe"]] = np.maximum(layers[LAYER["rpe"]] + look.band_um * np.clip(layers[LAYER["rpe"]] / 15, 0, 1), 0)
+    # Where the RPE is raised, what made the flat band thicker than the RPE stays below: the material takes its place.
+    extra = look.band_um * np.clip(layers[LAYER["rpe"]] / 15, 0, 1) * np.exp(-outer.raised_um / 12)
+    layers[LAYER["rpe"]] = np.maximum(layers[LAYER["rpe"]] + extra, 0)
     retina = layers[: LAYER["choroid"]]
     bm = bruch_um(eye.anatomy, x, y) - placement.curvature_um_per_mm2 * (x**2 + y**2)
     px, py, radius, deep = placement.staphyloma
@@ -268,6 +270,13 @@ def _retina(scene: Scene, rng: np.random.Generator, size: Shape3) -> np.ndarray:
             level = level * shade
         steps.add(edges[LAYER[name]], level - above)
         above = level
+        if name == "drusen":
+            # Solid material fades towards Bruch's membrane, here in three steps.
+            solid_fall = look.fill_fall_db * (1 - outer.serous)
+            for part in (1 / 3, 2 / 3):
+                lower = level * decibels(-1.5 * part * solid_fall)
+                steps.add((1 - part) * edges[LAYER[name]] + part * edges[LAYER[name] + 1], lower - above)
+                above = lower
     steps.add(scene.edge("bm"), -above)
 
     def line(at: np.ndarray, um: float, level: np.ndarray) -> None:
@@ -401,7 +410,7 @@ def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) ->
     """Paint cysts, foci with their shadows and membranes into the power; returns the mask uint8 [D, H, W]."""
     mask, lesions, outer = np.zeros(power.shape, np.uint8), scene.eye.lesions, scene.outer
     x, y, rows_per_um = scene.x_mm, scene.y_mm, scene.rows_per_um
-    fluid_db = float(rng.uniform(-28, -18))
+    fluid_db = float(rng.uniform(-28, -12))
     for d, w, top, bottom in cyst_spans(lesions, scene.depth_um, x, y):
         mask[_blend(power, (d, w), top * rows_per_um, bottom * rows_per_um, float(decibels(fluid_db)))] = LESIONS[
             "intraretinal_fluid"
@@ -460,7 +469,8 @@ def _expose(power: np.ndarray, scene: Scene, acquisition: Acquisition, rng: np.r
     power += detector_noise(rng, power.shape, looks) * np.float32(decibels(look.noise_db))
     if look.linear:
         white = np.float32(decibels(look.black_db + look.range_db)) ** 0.25
-        voxels = np.clip(255 * power**0.25 / white, 0, 255).astype(np.uint8)
+        # Sums of single-precision steps can be a hair below 0.
+        voxels = np.clip(255 * np.maximum(power, 0) ** 0.25 / white, 0, 255).astype(np.uint8)
     else:
         voxels = log_display(power, look.black_db, look.range_db, look.gamma)
     if any(look.smoothing_px):

@@ -30,7 +30,7 @@ class Look:
     it."""
     interdigitation_um: float
     band_um: float
-    """Thickness of the bright band (RPE and Bruch's membrane) minus that of the RPE alone."""
+    """Thickness of the bright band (RPE and Bruch's membrane) minus that of the RPE alone, where the two touch."""
     peak_at: float
     """Place of the brightest line within that band, 0 inner edge, 1 outer edge."""
     peak_db: float
@@ -53,6 +53,8 @@ class Look:
     """Loss of the nerve fibre layer per degree of obliquity; fibres reflect like a mirror."""
     fill_db: float
     """Material below a raised RPE: drusen and solid detachments."""
+    fill_fall_db: float
+    """How much darker that material is at Bruch's membrane than below the RPE."""
     fill_sd_db: float
     ellipsoid_loss_um: float
     """Elevation of the RPE over which the ellipsoid zone above it fades to 1/e."""
@@ -102,10 +104,10 @@ def sample_look(rng: np.random.Generator, scanner: Scanner, spread: float = 1.0)
         elm_db=around(-9, 2),
         interdigitation_db=sometimes(0.75, between(-7, 0)),
         interdigitation_um=between(4, 12),
-        band_um=between(-3, 19),
+        band_um=between(-3, 12),
         # On a Spectralis it is brightest 4 to 5 rows of 3.9 µm above its outer edge (30 B-scans of one AMD eye).
         peak_at=between(0.1, 0.55),
-        peak_db=between(-6, 1),
+        peak_db=between(-4, 3),
         bruch_db=between(-9, -4),
         choriocapillaris_db=between(-9, -3.5),
         choriocapillaris_um=between(8, 30),
@@ -117,7 +119,8 @@ def sample_look(rng: np.random.Generator, scanner: Scanner, spread: float = 1.0)
         texture_db=between(0.3, 1.3) * min(spread, 2.0),
         texture_um=(between(3, 10), between(15, 90)),
         oblique_db=between(0, 0.25),
-        fill_db=between(-9, 0.5),
+        fill_db=between(-9, 1),
+        fill_fall_db=between(0, 5),
         fill_sd_db=between(0.5, 3),
         ellipsoid_loss_um=float(np.exp(between(np.log(12), np.log(110)))),
         vessel_shadow=between(0.6, 1.3),

@@ -38,7 +38,7 @@ class OuterLesions:
 def sample_outer_lesions(
     rng: np.random.Generator, *, detached: bool, neovascular: bool, reticular: bool
 ) -> OuterLesions:
-    """Detachments are 60 to 800 µm high, log-uniform; material goes with neovascular AMD; a third of all eyes has an
+    """Detachments are 60 to 800 µm high, log-uniform; material goes with neovascular AMD; six eyes in ten have an
     uneven RPE."""
     detachments, material, deposits = np.zeros((0, 6)), np.zeros((0, 4)), np.zeros((0, 4))
     if detached or neovascular:
@@ -57,8 +57,8 @@ def sample_outer_lesions(
         # Densest around the arcades, rare in the fovea.
         x, y = _around_the_fovea(rng, rng.uniform(0.8, 4, count))
         deposits = np.stack([x, y, rng.uniform(0.03, 0.11, count), rng.uniform(10, 70, count)], axis=1)
-    uneven = rng.random() < 0.45
-    wave, height, level = waves(rng, (0.12, 0.7), 10), rng.uniform(4, 45), rng.uniform(-0.3, 0.6)
+    uneven = rng.random() < 0.6
+    wave, height, level = waves(rng, (0.12, 0.7), 10), rng.uniform(4, 60), rng.uniform(-0.8, 0.6)
     return OuterLesions(detachments, material, deposits, wave, float(height) if uneven else 0.0, float(level))
 
 

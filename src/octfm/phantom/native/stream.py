@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from octfm.phantom.anatomy import LAYER
 from octfm.phantom.eye import Eye, sample_eye
 from octfm.phantom.native.bscans import Labelled, Shot, render_native, sample_placement, single_bscan
 from octfm.phantom.native.look import WIDE, sample_look
-from octfm.phantom.native.outer_retina import sample_outer_lesions
+from octfm.phantom.native.outer_retina import OuterLesions, sample_outer_lesions
 from octfm.phantom.pathology import DIAGNOSES, Lesions
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner, acquire
 from octfm.volume.volume import Laterality, Shape3
@@ -35,6 +36,8 @@ class Stream:
     bscans: int = 1
     randomised: float = 0.35
     """Share of images whose look lies far beyond what exists."""
+    through_lesions: float = 0.6
+    """Share of single B-scans that pass through a lesion, of those of eyes that have any."""
     scanners: tuple[str, ...] = DEFAULT_SCANNERS
     conditions: tuple[str, ...] = CONDITIONS
     row_um: float | None = 3.9
@@ -62,6 +65,11 @@ class Stream:
         acquisition = acquire(rng, scanner, count)
         if count == 1:
             scanner, acquisition = single_bscan(scanner, acquisition, float(rng.uniform(-2.8, 2.8)))
+            places = _lesion_heights(eye.lesions, lesions)
+            # Lesions are small: a B-scan anywhere would miss most of them.
+            if len(places) and rng.random() < self.through_lesions:
+                fixation = acquisition.fixation_mm[0], -float(rng.choice(places))
+                acquisition = replace(acquisition, fixation_mm=fixation)
         if rng.random() < 0.05:  # centred on the disc
             side = 1.0 if eye.laterality == "R" else -1.0
             acquisition = replace(acquisition, fixation_mm=(-4.2 * side, acquisition.fixation_mm[1]))
@@ -99,11 +107,33 @@ def eye_of_stream(rng: np.random.Generator, seed: tuple[int, ...], condition: st
             eye,
             lesions=replace(eye.lesions, subretinal=np.array([[x, y, rng.uniform(0.6, 2.2), rng.uniform(60, 350)]])),
         )
-    if condition == "vein_occlusion":
-        eye = replace(eye, lesions=_one_half(eye.lesions, 1.0 if rng.random() < 0.5 else -1.0))
     if condition == "mixed":
         eye = replace(eye, lesions=_both(eye.lesions, sample(second).lesions))
+    if condition in ("dme", "vein_occlusion") and rng.random() < 0.75:
+        eye = replace(eye, lesions=_both(eye.lesions, _cystoid_oedema(rng, eye.lesions)))
+    if condition == "vein_occlusion":
+        eye = replace(eye, lesions=_one_half(eye.lesions, 1.0 if rng.random() < 0.5 else -1.0))
     return eye
+
+
+def _cystoid_oedema(rng: np.random.Generator, lesions: Lesions) -> Lesions:
+    """Cysts of 60 to 900 µm width close together, and the swelling that makes room for them: oedema beyond that of
+    pathology.py, whose cysts remain below 380 µm."""
+    x, y = lesions.swelling[int(rng.integers(len(lesions.swelling))), :2] if len(lesions.swelling) else (0.0, 0.0)
+    count, spread = 3 + int(rng.poisson(rng.uniform(0, 30))), rng.uniform(0.25, 0.9)
+    radius = np.exp(rng.uniform(np.log(0.03), np.log(rng.uniform(0.08, 0.45)), count))
+    half_height = np.clip(1000 * radius * rng.uniform(0.5, 1.3, count), 15, 260)
+    px, py = x + rng.normal(0, spread, count), y + rng.normal(0, spread, count)
+    layer = rng.choice([LAYER["inl"], LAYER["opl"], LAYER["onl"]], count, p=[0.4, 0.15, 0.45])
+    swollen = np.array([[x, y, max(spread, 0.4), rng.uniform(0.4, 1.3) * 2 * np.quantile(half_height, 0.8)]])
+    cysts = np.stack([px, py, radius, half_height], axis=1)
+    return Lesions(swelling=swollen, cysts=cysts, cyst_layer=layer.astype(np.int64))
+
+
+def _lesion_heights(lesions: Lesions, outer: OuterLesions) -> np.ndarray:
+    """y in mm of up to eight lesions of each kind, the widest first."""
+    tables = (lesions.cysts, lesions.subretinal, lesions.drusen, outer.detachments, outer.material)
+    return np.concatenate([table[np.argsort(-table[:, 2])[:8], 1] for table in tables])
 
 
 def _one_half(lesions: Lesions, side: float) -> Lesions:
