@@ -302,7 +302,8 @@ def _segment_scans(words: "list[str]", out: Path, dicom: bool, limits: "Limits")
     from octfm.catalog.catalog import scan
     from octfm.formats import read_volume, within
     from octfm.layers.segment import segment as segment_scan
-    from octfm.layers.table import describe, write_table
+    from octfm.layers.table import describe, read_table, write_table
+    from octfm.report.segmented.contact_sheet import ContactSheet
     from octfm.tasks.segment_export import write_dicom, write_nifti
 
     sources: list[str] = []
@@ -311,8 +312,10 @@ def _segment_scans(words: "list[str]", out: Path, dicom: bool, limits: "Limits")
         inside = Path(place).is_dir()
         sources += [row.uri for row in scan(place, limits=limits).acquisitions] if inside else [place]
     if out.suffix == ".csv":
-        added = write_table(sources, out, limits=limits, echo=typer.echo)
+        sheet = ContactSheet(out)
+        added = write_table(sources, out, limits=limits, also=sheet.add, echo=typer.echo)
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
+        typer.echo(sheet.write(read_table(out)))
         return
     for source in sources:
         found = segment_scan(read_volume(source, raster_only=False, limits=limits))

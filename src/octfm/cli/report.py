@@ -94,6 +94,10 @@ def view(
         ),
     ] = None,
     segment: Annotated[Path | None, opt.local_option(help="Run of octfm segment: adds its layers and areas.")] = None,
+    layers: Annotated[
+        bool,
+        typer.Option(help="Add surfaces, fluid and the map of thickness that the packaged network of segment finds."),
+    ] = False,
     spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm, for a file without spacing.")] = None,
     device: opt.Device = None,
     file_seconds: opt.FileSeconds = 10,
@@ -132,13 +136,22 @@ def view(
         from octfm.tasks.segment import load_segmenter
 
         segmenter = load_segmenter(segment, device)
-    scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter)
+    if layers and segment is not None:
+        raise ConfigError("view: give --layers or --segment, not both")
+    found, pictures, said = None, [], []
+    if layers:
+        from octfm.layers.segment import segment as segment_scan
+        from octfm.report.segmented.pictures import facts_of, thickness_pictures
+
+        found = segment_scan(volume)
+        pictures, said = thickness_pictures(found), facts_of(found)
+    scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found)
     detail = (
         "As it lies in its file."
         if scene.is_raster == (volume.layout == "raster")
         else "A raster made of the star in its file."
     )
-    typer.echo(write_view(scene, page, view_facts(volume, scene), detail))
+    typer.echo(write_view(scene, page, [*said, *view_facts(volume, scene)], detail, pictures))
 
 
 def card(

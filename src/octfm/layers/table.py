@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from octfm.errors import EvaluationError, ReadError
@@ -51,11 +51,18 @@ def row_of(found: ScanSegmentation) -> dict[str, str]:
 
 
 def write_table(
-    sources: Iterable[str], out: Path, *, limits: Limits | None = None, finder: LayerFinder | None = None, echo=print
+    sources: Iterable[str],
+    out: Path,
+    *,
+    limits: Limits | None = None,
+    finder: LayerFinder | None = None,
+    also: Callable[[str, ScanSegmentation], None] | None = None,
+    echo=print,
 ) -> int:
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
-    A file that cannot be read gets a row with its problem. Returns the number of new rows. Raises EvaluationError if
+    A file that cannot be read gets a row with its problem. `also` is called with each source and what was found in it,
+    before its row is written. Returns the number of new rows. Raises EvaluationError if
     `out` is something else than such a table.
     """
     finder = finder or load_finder()
@@ -66,7 +73,10 @@ def write_table(
             continue
         try:
             volume = read_volume(source, raster_only=False, limits=limits)
-            row = row_of(segment(volume, finder=finder)) | {"source": source}
+            found = segment(volume, finder=finder)
+            row = row_of(found) | {"source": source}
+            if also:
+                also(source, found)
         except ReadError as error:
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
         rows.append(row)

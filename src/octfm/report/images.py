@@ -178,7 +178,7 @@ def _bscan(
         for surface in np.where(band[1] > band[0], band, np.nan):
             axes.plot(across, surface * spacing[1], color=BAND, linewidth=1.2)
     _scale_bar(axes, height, width)
-    return Picture(_png(figure), alt, caption, wide=True)
+    return Picture(to_png(figure), alt, caption, wide=True)
 
 
 def _enface(
@@ -204,7 +204,7 @@ def _enface(
     style = {"transform": axes.transAxes, "color": "white", "fontsize": 12, "ha": "center", "va": "center"}
     for word, x, y in sides:
         axes.text(x, y, word, **style, path_effects=RIM)
-    return Picture(_png(figure), alt, caption, wide=False)
+    return Picture(to_png(figure), alt, caption, wide=False)
 
 
 def _canvas(height_mm: float, width_mm: float, width_px: int = WIDTH_PX) -> tuple[Figure, Axes]:
@@ -254,12 +254,15 @@ def _eye(scene: Scene) -> str:
     return {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
 
 
-def _png(figure: Figure) -> str:
+def to_png(figure: Figure, colours: int = 128) -> str:
+    """A data: URI of a PNG with a palette of at most 256 colours."""
     from PIL import Image
 
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     # 128 colours are enough for an OCT with an overlay, and take a third of the bytes.
     small = io.BytesIO()
-    Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="PNG", optimize=True)
+    Image.open(buffer).convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(
+        small, format="PNG", optimize=True
+    )
     return "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()

@@ -20,7 +20,7 @@
 
     function choose(index) {
       const before = volume && [state.kept / Math.max(1, volume.kept.length - 1), state.row / volume.shape[1], state.column / volume.shape[2]];
-      const names = new Set([...state.on].map((i) => overlays()[i].key));
+      const names = new Set(volume ? [...state.on].map((i) => overlays()[i].key) : data.on);
       state.volume = index;
       volume = volumes[index];
       images = volume.pictures ||= {};

@@ -13,7 +13,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
-from octfm.report.images import front, shown_spacing
+from octfm.report.images import Picture, front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import Overlay, Scene
 from octfm.volume.volume import Volume
@@ -39,14 +39,18 @@ class Viewer:
     policy: str
 
 
-def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alone: bool = False) -> Viewer:
+def viewer(
+    scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alone: bool = False, on: Sequence[str] = ()
+) -> Viewer:
     """One viewer for all scenes in at most `budget` bytes; `alone` on its page, it takes the keyboard focus.
+
+    on: keys of the overlays that are shown from the beginning.
 
     Raises EvaluationError if not even few, coarse B-scans fit.
     """
     folder = resources.files("octfm.report")
     script = "\n" + "".join((folder / name).read_text(encoding="utf-8") for name in ("viewer_paint.js", "viewer.js"))
-    facts = {"colourMaps": _colour_maps(), "volumes": []}
+    facts = {"colourMaps": _colour_maps(), "volumes": [], "on": list(on)}
     room = (budget - len(script) - 20_000) // max(1, len(scenes))
     for scene in scenes:
         facts["volumes"].append(_volume(scene.as_seen(), room))
@@ -61,10 +65,17 @@ def viewer(scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alon
     return Viewer(body, (folder / "viewer.css").read_text(encoding="utf-8"), f"sha256-{digest}")
 
 
-def write_view(scene: Scene, out: Location, facts: Sequence[tuple[str, str]] = (), detail: str = "") -> Location:
-    """Write a page for one volume, under 25 MB."""
-    shown = viewer([scene], alone=True)
-    page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts}
+def write_view(
+    scene: Scene,
+    out: Location,
+    facts: Sequence[tuple[str, str]] = (),
+    detail: str = "",
+    pictures: Sequence[Picture] = (),
+) -> Location:
+    """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, and a segmentation is shown from
+    the beginning."""
+    shown = viewer([scene], alone=True, on=("segmentation", "lesions"))
+    page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts, "pictures": pictures}
     return write_page(render("view.html.jinja", page), out)
 
 

@@ -8,6 +8,7 @@ from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
 from octfm.tasks.scene import Overlay, Scene, found_overlays, lines
 from octfm.volume.radial import to_raster
+from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Surfaces, Volume
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ def scene_of(
     encoder: "Encoder | None" = None,
     head: "TrainedHead | None" = None,
     segmenter: "Segmenter | None" = None,
+    found: Segmentation | None = None,
 ) -> Scene:
     """The scene of octfm view: superior B-scan first if positions show it, left eyes not mirrored, spacing of the file.
 
+    found: what the packaged network found in the volume as it is in its file, of any layout.
     With an encoder or segmenter, a radial scan is shown as the raster that it is resampled to. Raises EvaluationError
     for line and circle scans in this case, and ReadError for a radial scan of too few lines.
     """
@@ -64,8 +67,8 @@ def scene_of(
         overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
         placement, features = Placement.native(prepared.transform), maps.reduced(tokens[0], basis)
         about = maps.about_features(basis, tokens, kinds)
-    if segmenter is not None:
-        found = segmenter.segment(volume)
+    found = segmenter.segment(volume) if segmenter is not None else found
+    if found is not None:
         order = slice(None, None, -1 if reverse else 1)
         surfaces_found = {name: rows[order] for name, rows in found.surfaces.items()}
         overlays += found_overlays(surfaces_found, {name: mask[order] for name, mask in found.masks.items()})

@@ -1,0 +1,60 @@
+"""A contact sheet of the scans in a table of octfm segment, the most doubtful first."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octfm.io.location import write_whole
+from octfm.report.page import MAX_BYTES, render, write_page
+from octfm.report.segmented.pictures import bscan_picture
+
+if TYPE_CHECKING:
+    from octfm.layers.segment import ScanSegmentation
+
+
+class ContactSheet:
+    """TABLE.html beside a table of octfm segment: a picture of every scan, the most doubtful first.
+
+    Pictures wait in the folder TABLE.pictures, so that a table which is continued shows all of them.
+    """
+
+    def __init__(self, table: Path):
+        self.page = table.with_suffix(".html")
+        self.folder = table.with_suffix(".pictures")
+
+    def add(self, source: str, found: "ScanSegmentation") -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(source), bscan_picture(found))
+
+    def _path(self, source: str) -> Path:
+        return self.folder / f"{hashlib.sha256(source.encode()).hexdigest()[:24]}.png"
+
+    def write(self, rows: Sequence[dict[str, str]], room: int = MAX_BYTES - 1_000_000) -> Path:
+        """Write the page from the rows of the table. Where not all pictures fit, the least doubtful scans go without.
+
+        room: bytes for pictures.
+        """
+        from octfm.layers.packaged import NOTE
+
+        cards, size = [], 0
+        for row in sorted(rows, key=lambda row: (not row["problem"], -float(row["doubt"] or 0))):
+            path, src = self._path(row["source"]), ""
+            if path.exists():
+                coded = base64.b64encode(path.read_bytes()).decode()
+                size += len(coded)
+                src = f"data:image/png;base64,{coded}" if size <= room else ""
+            amounts = {name[:-3]: nl for name, nl in row.items() if name.endswith("_nl") and float(nl or 0) > 0}
+            # Verdict sorts by doubt of at least 1 what has a reason against it.
+            refused = float(row["doubt"] or 0) >= 1
+            cards.append({**row, "src": src, "refused": refused, "had": path.exists(), "amounts": amounts})
+        facts = {
+            "cards": cards,
+            "refused": sum(card["refused"] for card in cards),
+            "unread": sum(bool(card["problem"]) for card in cards),
+            "shown": sum(bool(card["src"]) for card in cards),
+            "pictures": sum(card["had"] for card in cards),
+            "note": NOTE,
+        }
+        return write_page(render("contact_sheet.html.jinja", facts), self.page)

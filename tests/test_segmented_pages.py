@@ -1,0 +1,100 @@
+"""Pages of octfm segment and octfm view --layers: thickness map, contact sheet."""
+
+import io
+import re
+
+import numpy as np
+from PIL import Image
+from typer.testing import CliRunner
+
+from octfm.cli.main import app
+from octfm.layers.segment import ScanSegmentation
+from octfm.layers.table import COLUMNS, row_of
+from octfm.layers.verdict import Verdict
+from octfm.models.layer_net import SURFACES
+from octfm.phantom.native.stream import Stream
+from octfm.report.segmented.contact_sheet import ContactSheet
+from octfm.report.segmented.pictures import AREAS, THUMBNAIL, bscan_picture, thickness_pictures
+from octfm.volume.volume import Volume
+
+
+def found_in(depth: int = 25, *, laterality="R", reasons=(), fluid_in: int | None = None) -> ScanSegmentation:
+    """A retina 300 µm thick with a pit, 6 mm wide, as if a network had found it."""
+    height, width = 200, 120
+    volume = Volume(
+        np.full((depth, height, width), 40, np.uint8), (6 / depth, 0.004, 0.05), laterality=laterality,
+        superior_first=True, source="scan",
+    )  # fmt: skip
+    y, x = np.meshgrid(np.linspace(-3, 3, depth), np.linspace(-3, 3, width), indexing="ij")
+    thickness = 300 - 90 * np.exp(-(x**2 + y**2) / 0.4)
+    bm = np.full((depth, width), 150.0)
+    share = np.linspace(0, 1, len(SURFACES))[:, None, None]
+    rows = bm - thickness / 4 * (1 - share)
+    masks = {name: np.zeros(volume.shape, bool) for name in AREAS}
+    if fluid_in is not None:
+        masks["intraretinal_fluid"][fluid_in, 90:110, 40:60] = True
+    return ScanSegmentation(
+        surfaces={name: row.astype(np.float32) for name, row in zip(SURFACES, rows, strict=True)},
+        masks=masks,
+        spacing_mm=volume.spacing_mm,
+        volume=volume,
+        spread_um={name: np.ones((depth, width), np.float32) for name in SURFACES},
+        doubtful=np.zeros((depth, width), bool),
+        verdict=Verdict(reasons, 1.5 if reasons else 0.1),
+        model="test 000000000000",
+    )
+
+
+def row(found: ScanSegmentation, source: str) -> dict[str, str]:
+    return row_of(found) | {"source": source}
+
+
+def test_the_thickness_map_names_its_zones_and_sides():
+    (picture,) = thickness_pictures(found_in())
+    assert picture.src.startswith("data:image/png;base64,")
+    zones = dict(re.findall(r"([a-z ]+?) (\d+)(?:,|$)", picture.alt.split("µm: ")[1]))
+    assert int(zones["centre"]) < 270 and abs(int(zones[" outer nasal"]) - 300) <= 1
+    assert "foveal pit" in picture.caption
+    assert thickness_pictures(found_in(reasons=("upside down",))) == []
+    assert thickness_pictures(found_in(1)) == [], "one B-scan has no map"
+    (unknown,) = thickness_pictures(found_in(laterality=None))
+    assert "outer right" in unknown.alt and "nasal" not in unknown.alt
+
+
+def test_a_picture_shows_the_bscan_with_the_most_fluid():
+    picture = np.asarray(Image.open(io.BytesIO(bscan_picture(found_in(fluid_in=3)))).convert("RGB")).astype(int)
+    assert picture.shape == (THUMBNAIL[1], THUMBNAIL[0], 3)
+    blue = (picture[..., 2] > picture[..., 0] + 50) & (picture[..., 2] > picture[..., 1] + 50)
+    assert blue.mean() > 0.005
+    plain = np.asarray(Image.open(io.BytesIO(bscan_picture(found_in()))).convert("RGB")).astype(int)
+    assert not ((plain[..., 2] > plain[..., 0] + 50) & (plain[..., 2] > plain[..., 1] + 50)).any()
+
+
+def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_earlier_calls(tmp_path):
+    table = tmp_path / "eyes.csv"
+    ContactSheet(table).add("good.dcm", found_in())
+    sheet = ContactSheet(table)  # a later call, which segments only what is new
+    sheet.add("bad.dcm", found_in(reasons=("upside down",)))
+    unread = dict.fromkeys(COLUMNS, "") | {"source": "broken.dcm", "problem": "no_pixels: nothing <in> it"}
+    rows = [row(found_in(), "good.dcm"), row(found_in(reasons=("upside down",)), "bad.dcm"), unread]
+    page = sheet.write(rows).read_text()
+    assert page.index("broken.dcm") < page.index("bad.dcm") < page.index("good.dcm")
+    assert page.count("<img") == 2 and "nothing &lt;in&gt; it" in page
+    assert "3 in the table, 1 with a reason not to believe them, 1 that could not be read" in page
+    small = sheet.write(rows, room=(sheet.folder / next(iter(sheet.folder.iterdir())).name).stat().st_size * 3 // 2)
+    assert small.read_text().count("<img") == 1 and "it shows 1 of 2 pictures" in small.read_text()
+
+
+def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
+    image = next(i for i in map(Stream(203, bscans=3, randomised=0.0), range(9)) if i.accident == "none")
+    file = tmp_path / "eye.npz"
+    np.savez(file, volume=image.voxels[:, :, ::2], spacing_mm=image.spacing_mm * np.array([1, 1, 2]))
+    page = tmp_path / "eye.html"
+    done = CliRunner().invoke(app, ["view", str(file), "--layers", "--out", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "Segmentation: layers" in text and "not a medical device" in text and "Verdict" in text
+    table = tmp_path / "eyes.csv"
+    done = CliRunner().invoke(app, ["segment", str(file), "--out", str(table)])
+    assert done.exit_code == 0 and "eyes.html" in done.output
+    assert (tmp_path / "eyes.html").read_text().count("<img") == 1
