@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, EvaluationError
-from octfm.layers.finder import LayerFinder, network_size
+from octfm.layers.finder import LayerFinder, network_size, without_white_padding
 from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
@@ -70,6 +70,19 @@ def test_wider_pixels_and_sixteen_bits_change_little():
     fine = Volume(np.repeat(image.voxels, 2, axis=2), (*image.spacing_mm[:2], image.spacing_mm[2] / 2))
     a, b = finder.find(volume).rows, finder.find(fine).rows[:, :, ::2]
     assert np.nanmedian(np.abs(a - b)) < 0.5
+
+
+def test_white_padding_of_exports_is_black_to_the_network():
+    image, finder = drawn(1)[0], load_finder()
+    white, black = image.voxels.copy(), image.voxels.copy()
+    for left in range(0, image.voxels.shape[2], 8):  # a wedge, as where frames of a tilted retina were averaged
+        rows = image.voxels.shape[1] - left // 16
+        white[:, rows:, left : left + 8], black[:, rows:, left : left + 8] = 255, 0
+    found = [finder.find(replace(as_volume(image), voxels=voxels)).rows for voxels in (white, black)]
+    assert np.array_equal(*found, equal_nan=True)
+    inverted = np.full((1, 40, 30), 255, np.uint8)
+    inverted[:, 20:] = 90
+    assert np.array_equal(without_white_padding(inverted, 255), inverted), "a saturated vitreous is no padding"
 
 
 def test_nothing_is_found_where_there_is_no_retina_and_the_verdict_says_so():

@@ -21,6 +21,8 @@ PATH_PENALTY = 0.2
 """Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
 WINDOW_ROWS = 4
 """A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
+MOST_PADDING = 0.2
+"""Largest share of a B-scan that is taken for white padding."""
 CHUNK = 4
 """B-scans in memory at a time."""
 
@@ -63,7 +65,8 @@ class LayerFinder:
         lesions = np.zeros(volume.shape, np.uint8)
         for first in range(0, depth, CHUNK):
             part = slice(first, first + CHUNK)
-            image = torch.from_numpy(np.ascontiguousarray(volume.voxels[part]).astype(np.float32) * (255 / white))
+            grey = without_white_padding(volume.voxels[part], white).astype(np.float32) * (255 / white)
+            image = torch.from_numpy(grey)
             found = self.network(self._prepared(image[:, None], size))
             surfaces = self._surfaces(found.rows, size, volume)
             rows[:, part], spread[:, part], near[:, part], disorder[part], present[part] = surfaces
@@ -107,6 +110,18 @@ class LayerFinder:
         um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
         return np.where(gone > 0.5, np.nan, rows), spread * um, held, moved[0] * um, present
+
+
+def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
+    """A copy of B-scans [B, H, W] in which white rows at the top or bottom of A-scans are black, as in training.
+
+    Where Spectralis has shifted A-scans to average frames, exported images are white. B-scans of which more than a
+    fifth would change stay as they are: those are dark-on-bright exports with a saturated vitreous.
+    """
+    full = bscans >= white
+    padding = np.logical_and.accumulate(full, axis=1) | np.logical_and.accumulate(full[:, ::-1], axis=1)[:, ::-1]
+    padding &= padding.mean(axis=(1, 2), keepdims=True) <= MOST_PADDING
+    return np.where(padding, 0, bscans)
 
 
 def _columns(values: Tensor, width: int) -> Tensor:
