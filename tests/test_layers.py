@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 import octfm
 from octfm.cli.main import app
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.layers.finder import LayerFinder, network_size, without_white_padding
 from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
@@ -203,6 +204,36 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     out = tmp_path / "table.csv"
     assert CliRunner().invoke(app, ["segment", *files, "--out", str(out)]).exit_code == 0
     assert len(read_table(out)) == 3
+
+
+@pytest.fixture
+def small_finder(monkeypatch):
+    """An untrained network in place of the packaged one, where only the plumbing is tested."""
+    for module in ("octfm.layers.segment", "octfm.layers.table"):
+        monkeypatch.setattr(f"{module}.load_finder", lambda: LayerFinder(LayerNet(SMALL)))
+
+
+def test_a_new_user_gets_a_result_without_a_scan():
+    """The whole path with the packaged network; its central thickness is known to be up to 20 µm too large."""
+    shown = CliRunner().invoke(app, ["segment", "--sample", "healthy"])
+    assert shown.exit_code == 0, shown.output
+    truth = float(re.search(r"true central thickness of ([\d.]+) µm", shown.output)[1])
+    centre = float(re.search(r"centre +([\d.]+) µm", shown.output)[1])
+    assert centre == pytest.approx(truth, abs=30)
+    assert "verdict: nothing speaks against it" in shown.output
+
+
+def test_samples_can_be_tabulated_and_viewed(small_finder, tmp_path, monkeypatch):
+    monkeypatch.setattr("octfm.layers.sample.SIZE", (3, 256, 192))
+    out = tmp_path / "table.csv"
+    assert CliRunner().invoke(app, ["segment", "--sample", "--out", str(out)]).exit_code == 0
+    assert [row["source"] for row in read_table(out)] == ["sample-healthy", "sample-drusen", "sample-dme"]
+    page = tmp_path / "sample.html"
+    shown = CliRunner().invoke(app, ["view", "--sample", "drusen", "--out", str(page)])
+    assert shown.exit_code == 0 and "Segmentation: layers" in page.read_text()
+    assert isinstance(CliRunner().invoke(app, ["segment", "--sample", "cataract"]).exception, ConfigError)
+    assert isinstance(CliRunner().invoke(app, ["segment", "--sample", "--dicom"]).exception, ConfigError)
+    assert isinstance(CliRunner().invoke(app, ["view"]).exception, ConfigError)
 
 
 def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):

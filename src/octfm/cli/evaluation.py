@@ -11,7 +11,10 @@ from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octfm.io.isolation import Limits
+    from octfm.volume.volume import Volume
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -254,6 +257,12 @@ def segment(
     dicom: Annotated[
         bool, typer.Option("--dicom", help="With --apply: also write DICOM SEG and height maps; input must be DICOM.")
     ] = False,
+    sample: Annotated[
+        bool,
+        typer.Option(
+            "--sample", help="Segment synthetic scans (healthy, drusen, dme; default: all), to try it without data."
+        ),
+    ] = False,
     baselines: Annotated[
         bool, typer.Option(help="Also score baselines: random initialisation, raw voxels, mean height.")
     ] = True,
@@ -268,6 +277,7 @@ def segment(
     writes NIfTI (and, with --dicom, DICOM SEG and height maps).
     """
     from octfm.config import load
+    from octfm.errors import ConfigError
     from octfm.formats import read_volume, within
     from octfm.io.location import local_path
     from octfm.tasks.segment import load_segmenter
@@ -276,8 +286,14 @@ def segment(
     from octfm.tasks.segment_score import summary_lines
     from octfm.tasks.segment_settings import SegmentConfig
 
+    if sample:
+        if apply is not None or dicom:
+            raise ConfigError("--sample: goes without --apply and --dicom; the scans are synthetic, not files")
+        _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb))
+        return
     if apply is None and words and not any("=" in word for word in words):
-        _segment_scans(words, out, dicom, opt.limits_of(file_seconds, file_gb))
+        limits = opt.limits_of(file_seconds, file_gb)
+        _segment_scans(_volumes_in(words, limits), out, dicom, limits)
         return
     if apply is None:
         config = load(SegmentConfig, {}, words or [])
@@ -297,20 +313,36 @@ def segment(
             typer.echo(path)
 
 
-def _segment_scans(words: "list[str]", out: Path, dicom: bool, limits: "Limits") -> None:
-    """Segment files, and every volume in folders, with the packaged network."""
+def _volumes_in(words: list[str], limits: "Limits") -> list[str]:
+    """The files named, and every volume in the folders named."""
     from octfm.catalog.catalog import scan
-    from octfm.formats import read_volume, within
-    from octfm.layers.segment import segment as segment_scan
-    from octfm.layers.table import describe, read_table, write_table
-    from octfm.report.segmented.contact_sheet import ContactSheet
-    from octfm.tasks.segment_export import write_dicom, write_nifti
 
     sources: list[str] = []
     for word in words:
         place = expect_place(word)
         inside = Path(place).is_dir()
         sources += [row.uri for row in scan(place, limits=limits).acquisitions] if inside else [place]
+    return sources
+
+
+def _samples(names: list[str]) -> "list[Volume]":
+    from octfm.layers.sample import samples
+
+    made = samples(names)
+    for each in made:
+        typer.echo(f"{each.volume.source}: synthetic, with a true central thickness of {each.centre_um:.1f} µm")
+    return [each.volume for each in made]
+
+
+def _segment_scans(sources: "Sequence[str | Volume]", out: Path, dicom: bool, limits: "Limits") -> None:
+    """Segment files or volumes with the packaged network."""
+    from octfm.formats import read_volume, within
+    from octfm.layers.segment import segment as segment_scan
+    from octfm.layers.table import describe, read_table, write_table
+    from octfm.report.segmented.contact_sheet import ContactSheet
+    from octfm.tasks.segment_export import write_dicom, write_nifti
+    from octfm.volume.volume import Volume
+
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
         added = write_table(sources, out, limits=limits, also=sheet.add, echo=typer.echo)
@@ -318,10 +350,12 @@ def _segment_scans(words: "list[str]", out: Path, dicom: bool, limits: "Limits")
         typer.echo(sheet.write(read_table(out)))
         return
     for source in sources:
-        found = segment_scan(read_volume(source, raster_only=False, limits=limits))
+        volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
+        found = segment_scan(volume)
         typer.echo(describe(found))
         if out != DEFAULT_SEGMENT:
-            written = write_nifti(found, out, Path(source).stem)
-            written += within(limits, functools.partial(write_dicom, found, folder=out), source) if dicom else []
+            name = source.source if isinstance(source, Volume) else source
+            written = write_nifti(found, out, Path(name).stem)
+            written += within(limits, functools.partial(write_dicom, found, folder=out), name) if dicom else []
             for path in written:
                 typer.echo(path)

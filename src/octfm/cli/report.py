@@ -1,11 +1,15 @@
 """The verbs that show results: report, compare, view, card."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octfm.cli import options as opt
+
+if TYPE_CHECKING:
+    from octfm.io.isolation import Limits
+    from octfm.volume.volume import Spacing3, Surfaces, Volume
 
 CatalogOption = Annotated[
     opt.Place, typer.Option("--catalog", parser=opt.place, metavar="PLACE", help="Folder written by `octfm scan`.")
@@ -78,11 +82,13 @@ def compare(
 
 def view(
     file: Annotated[
-        str,
+        str | None,
         opt.place_argument(
-            metavar="FILE", help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket."
+            metavar="FILE",
+            help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket; with --sample: "
+            "healthy, drusen or dme.",
         ),
-    ],
+    ] = None,
     out: Annotated[
         Path | None,
         opt.local_option("--out", help="HTML file; default: the file's name with .html, in the current folder."),
@@ -98,35 +104,33 @@ def view(
         bool,
         typer.Option(help="Add surfaces, fluid and the map of thickness that the packaged network of segment finds."),
     ] = False,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Show a synthetic scan with its layers, to try octfm without data.")
+    ] = False,
     spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm, for a file without spacing.")] = None,
     device: opt.Device = None,
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
     """Show an OCT file as one offline HTML page (under 25 MB); it contains the scan, so protect it like the file."""
-    from octfm.errors import ConfigError, ReadError
-    from octfm.formats import read_surfaces, read_volume
+    from octfm.errors import ConfigError
     from octfm.report.viewer import view_facts, write_view
     from octfm.tasks.view import scene_of
 
-    page = out or Path(f"{Path(file.rstrip('/')).stem or 'view'}.html")
+    if file is None and not sample:
+        raise ConfigError("view: expected a file; octfm view --sample shows a synthetic scan")
+    name = f"sample-{file or 'dme'}" if sample else str(file)
+    page = out or Path(f"{Path(name.rstrip('/')).stem or 'view'}.html")
     if page.is_dir():
         raise ConfigError(
             f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}"
         )
-    spacing_mm = opt.parse_spacing(spacing, "--spacing")
-    limits = opt.limits_of(file_seconds, file_gb)
-    try:
-        volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, limits=limits)
-    except ReadError as error:
-        if error.code != "missing_spacing":
-            raise
-        raise ReadError(error.code, f"{error}; add --spacing dz,dy,dx") from None
-    try:
-        surfaces = read_surfaces(file, limits)
-    except ReadError as error:
-        surfaces = None
-        typer.echo(f"shown without its layers: {error}", err=True)
+    if sample:
+        from octfm.layers.sample import samples
+
+        volume, surfaces = samples([file or "dme"])[0].volume, None
+    else:
+        volume, surfaces = _read(name, opt.parse_spacing(spacing, "--spacing"), opt.limits_of(file_seconds, file_gb))
     encoder = head = segmenter = None
     if run is not None:
         from octfm.encoder.tuned import load_with_head
@@ -136,6 +140,7 @@ def view(
         from octfm.tasks.segment import load_segmenter
 
         segmenter = load_segmenter(segment, device)
+    layers = layers or sample
     if layers and segment is not None:
         raise ConfigError("view: give --layers or --segment, not both")
     found, pictures, said = None, [], []
@@ -152,6 +157,24 @@ def view(
         else "A raster made of the star in its file."
     )
     typer.echo(write_view(scene, page, [*said, *view_facts(volume, scene)], detail, pictures))
+
+
+def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":
+    """A volume and the layers of its file."""
+    from octfm.errors import ReadError
+    from octfm.formats import read_surfaces, read_volume
+
+    try:
+        volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, limits=limits)
+    except ReadError as error:
+        if error.code != "missing_spacing":
+            raise
+        raise ReadError(error.code, f"{error}; add --spacing dz,dy,dx") from None
+    try:
+        return volume, read_surfaces(file, limits)
+    except ReadError as error:
+        typer.echo(f"shown without its layers: {error}", err=True)
+        return volume, None
 
 
 def card(

@@ -14,6 +14,7 @@ from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS
 from octfm.volume.etdrs import ZONES
+from octfm.volume.volume import Volume
 
 SIDES = ("inner left", "inner right", "outer left", "outer right")
 """Zones of an eye whose laterality is unknown."""
@@ -51,7 +52,7 @@ def row_of(found: ScanSegmentation) -> dict[str, str]:
 
 
 def write_table(
-    sources: Iterable[str],
+    sources: Iterable[str | Volume],
     out: Path,
     *,
     limits: Limits | None = None,
@@ -68,11 +69,12 @@ def write_table(
     finder = finder or load_finder()
     rows = read_table(out) if out.exists() else []
     known, added = {row["source"] for row in rows}, 0
-    for source in sources:
+    for given in sources:
+        source = given.source if isinstance(given, Volume) else given
         if source in known:
             continue
         try:
-            volume = read_volume(source, raster_only=False, limits=limits)
+            volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
             found = segment(volume, finder=finder)
             row = row_of(found) | {"source": source}
             if also:
