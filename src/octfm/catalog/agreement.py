@@ -94,6 +94,7 @@ def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> t
     spacing_mm = row.spacing_mm or nominal_mm
     if spacing_mm is None:
         raise missing_spacing(header.uri)
+    # Readers have checked what a file states; tables and --nominal-spacing only pass here.
     check_bounds(spacing_mm, header.shape, header.uri)
     return spacing_mm, "table" if row.spacing_mm else "nominal"
 

@@ -193,6 +193,7 @@ class Listed:
             shorter = min(len(own), len(folded))
             common = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)
             if common == len(folded) or (foreign and common == len(own)):
+                # Of files that differ in case only, the one written exactly so is preferred.
                 same_case = place.endswith("/".join(parts[-common:]))
                 fits[common, same_case].append(place)
         best = fits[max(fits)] if fits else []

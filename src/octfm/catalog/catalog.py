@@ -77,6 +77,7 @@ class Catalog:
 
         folder = location(folder)
         facts = {"format": FORMAT, "version": VERSION, "root": self.root, "companions": self.companions}
+        # Both files carry the key, which is how `load` recognises a pair.
         facts |= {"key": self._key(), "requests": dict(self.requests), "pixels": self.pixels}
         staged = []
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
@@ -334,6 +335,7 @@ def assign_splits(
         scanners.setdefault(person, set()).add(a.scanner)
         eyes.setdefault(person, set()).add(a.eye_id)
         if split := parse_split(a.participant_labels.get("recommended_split", "")):
+            # SPLITS is in this order: train before val before test.
             earlier = recommended.get(person, split)
             recommended[person] = split if SPLITS.index(split) < SPLITS.index(earlier) else earlier
     if diagnosis is None:

@@ -79,6 +79,7 @@ def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool
     if one.shape != other.shape:
         return False
     try:
+        # The uri of such a volume is that of its first file only.
         whole = "several_files" not in one.flags and "several_files" not in other.flags
         return (whole and _same_bytes(one.uri, other.uri)) or np.array_equal(
             _voxels(one, readers), _voxels(other, readers)

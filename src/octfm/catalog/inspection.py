@@ -93,6 +93,7 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
         native = fingerprint(volume.voxels)  # before resampling or flipping, as `prepare` does
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
+        # Not mirrored, unlike in preprocessing: the disc is looked for where it lies in the file.
         voxels = eight_bit(volume.superior_to_inferior())
         tissue = find_tissue(voxels, volume.spacing_mm)
         way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down, acquisition.flags)

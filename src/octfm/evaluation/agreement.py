@@ -65,6 +65,7 @@ def icc_one_way(subject: np.ndarray, values: np.ndarray, weights: np.ndarray | N
     centred = values - values.mean()
     mean = np.bincount(member, weights=centred) / size
     inside = np.bincount(member, weights=(centred - mean[member]) ** 2)
+    # One weight per subject: that of its first row.
     W = _weights(values, weights)[:, first]
     subjects, total = W.sum(1), W @ size
     grand = ratio(W @ (size * mean), total)
@@ -94,6 +95,7 @@ def f_interval(values: np.ndarray, form: Form, level: float = 0.95) -> FInterval
             return FInterval(1 - 1 / low, 1 - 1 / high)
         return FInterval((low - 1) / (low + k - 1), (high - 1) / (high + k - 1))
     r = float(icc(values, "ICC(2,1)")[0])
+    # Satterthwaite's degrees of freedom, because the error mixes two mean squares.
     a, b = k * r / (n * (1 - r)), 1 + k * r * (n - 1) / (n * (1 - r))
     df = (a * columns + b * residual) ** 2 / ((a * columns) ** 2 / (k - 1) + (b * residual) ** 2 / ((n - 1) * (k - 1)))
     low_f, high_f = F.ppf(tail, n - 1, df), F.ppf(tail, df, n - 1)

@@ -225,6 +225,7 @@ def make_rounds(
             )
     # Every round needs participants of a class to train on; rarer classes are excluded and listed in the result.
     if cases.classes is not None:
+        # In k-fold a class needs a participant in every fold; in a single fit, two to learn from.
         needed, counted = (2, train) if design == "recommended_split" else (folds, tested)
         enough = [
             k
@@ -266,6 +267,7 @@ def participant_folds(
     if stratify:
         # A participant with rows of two classes counts as the rarer class, which is harder to balance.
         rarity = np.bincount(label)[label]
+        # Rarest first: np.unique then finds the rarest class of each participant.
         order = np.lexsort((label, rarity))
         first = np.unique(member[order], return_index=True)[1]
         stratum = label[order][first]

@@ -46,5 +46,6 @@ def _design(runs: Mapping[str, Path]) -> dict[str, Any]:
         for run in runs.values()
         if (run / "probe.json").is_file()
     ]
+    # Folds only where they are used: other designs store None or a default.
     known = {(s["design"], s["folds"] if s["design"] == "k-fold" else None) for s in settings}
     return dict(zip(("design", "folds"), known.pop(), strict=True)) if len(known) == 1 else {}

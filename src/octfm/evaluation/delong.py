@@ -47,6 +47,7 @@ def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | Non
     # The structural components: the share of negatives that each positive beats, and of positives that beat each
     # negative.
     wins = np.empty_like(scores_nM)
+    # The rank among all less that within the own class counts the other class below it; ties count half.
     wins[positive] = (ranks[positive] - rankdata(scores_nM[positive], axis=0)) / n
     wins[~positive] = 1 - (ranks[~positive] - rankdata(scores_nM[~positive], axis=0)) / m
     area = wins[positive].mean(0)

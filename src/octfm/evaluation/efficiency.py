@@ -87,6 +87,7 @@ def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
     else:
         stratum = label[first]
     kept = np.zeros(len(names), bool)
+    # One order for all fractions: a larger subset takes more from the front of each class.
     order = np.random.default_rng((seed, 2)).permutation(len(names))
     for value in np.unique(stratum):
         own = order[stratum[order] == value]

@@ -120,6 +120,7 @@ def weighted_kappa(grade: Array, predicted: Array, W: Array) -> Array:
         + ratio(W @ (predicted**2).astype(float), cases)
         - 2 * mean_a * mean_b
     )
+    # Without variance kappa is 0 / 0: NaN, not a division by rounding error.
     return 1 - ratio(ratio(disagreement, cases), np.where(expected > 1e-12, expected, 0))
 
 

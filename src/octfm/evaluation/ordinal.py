@@ -16,6 +16,7 @@ def proportional_odds(
 
     w = np.ones(len(x)) if weight is None else weight
     share = np.cumsum(np.bincount(grade, weights=w, minlength=num_grades))[:-1] / w.sum()
+    # Thresholds that give the grades' frequencies while the direction is zero.
     start = np.log(share / (1 - share))
     # Parametrised by the first threshold and the logarithms of the gaps, so that thresholds stay in order.
     begin = np.concatenate([np.zeros(x.shape[1]), start[:1], np.log(np.maximum(np.diff(start), 1e-3))])
@@ -29,6 +30,7 @@ def proportional_odds(
         p = np.maximum(upper - lower, 1e-12)
         d_upper, d_lower = w * upper * (1 - upper) / p, w * lower * (1 - lower) / p
         above, below = (np.bincount(grade, weights=d, minlength=num_grades) for d in (d_upper, d_lower))
+        # Threshold k is the upper edge of grade k and the lower one of grade k + 1.
         by_edge = above[:-1] - below[1:]
         # Chain rule: a gap moves its own threshold and all that follow.
         following = np.cumsum(by_edge[::-1])[::-1]

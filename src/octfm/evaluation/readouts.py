@@ -99,6 +99,7 @@ def _linear(
         # Balanced, because balanced accuracy is reported and a screening cohort is mostly healthy.
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
+            # scikit-learn knows only the classes that occur in this training part, hence `present`.
             fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000, tol=tolerance).fit(x, y)
             log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
         yield log_p
@@ -113,6 +114,7 @@ def _neighbours(
     if num_classes == 0:
         yield from (y[order[:, : int(k)]].mean(1)[:, None] for k in grid)
         return
+    # Balanced like the linear readout: a vote counts the more, the rarer its class.
     vote = np.eye(num_classes)[y] / np.maximum(1, np.bincount(y, minlength=num_classes)) * len(y) / num_classes
     for k in grid:
         # Half a vote for every class, so that no probability is zero.
@@ -141,5 +143,6 @@ def _loss(predicted: np.ndarray, y: np.ndarray, y_all: np.ndarray, num_classes: 
     """Sum of squared errors, or class-balanced log loss."""
     if num_classes == 0:
         return float(((predicted[:, 0] - y) ** 2).sum())
+    # Frequencies of all rows, so that the folds' losses add up to one balanced loss.
     weight = 1 / np.bincount(y_all, minlength=num_classes)[y]
     return float(-(weight * predicted[np.arange(len(y)), y]).sum())

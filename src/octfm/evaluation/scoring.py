@@ -218,6 +218,7 @@ def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> n
     """Row weights [n]: 1.0 for each unit's eye of higher mean log-odds of the last class (first of ties), else 0.0."""
     _, member = np.unique(eye, return_inverse=True)
     odds = (np.bincount(member, weights=value[:, -1] - value[:, 0]) / np.bincount(member))[member]
+    # By unit, then by odds from the highest, then by eye: the first of each unit is its worse eye.
     order = np.lexsort((member, -odds, unit))
     worse = member[order][np.unique(unit[order], return_index=True)[1]]
     return (member == worse[unit]).astype(float)

@@ -55,6 +55,7 @@ def bootstrap(
     step = max(1, MAX_WEIGHTS // len(member))
     resampled = []
     for first in range(0, resamples, step):
+        # How often each participant is drawn; equal to drawing with replacement, and without a list of draws.
         counts = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=min(step, resamples - first))
         resampled.append(metric(counts[:, member].astype(float)))
     # Jackknife: weight 0 for all cases of one participant, 1 for the others.
@@ -79,6 +80,7 @@ def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> 
         # The acceleration is a sixth of the skewness of the jackknife values.
         deviation = jackknife.mean() - jackknife
         acceleration = (deviation**3).sum() / (6 * (deviation**2).sum() ** 1.5)
+        # BCa shifts and stretches the tails by the median bias and by the acceleration.
         bias = ndtri(below)
         z = bias + ndtri(tails)
         tails = ndtr(bias + z / (1 - acceleration * z))

@@ -42,6 +42,7 @@ def _described(store: Store, rows: np.ndarray) -> np.ndarray:
     parts = []
     for surface in (thickness, height):
         cells = _cells(surface)
+        # A number in every cell, because readouts take no NaN.
         cells = np.where(np.isfinite(cells), cells, _mean(surface)[:, None])
         parts += [cells, np.sqrt(_mean((surface - _mean(surface)[:, None, None]) ** 2))[:, None]]
     return np.nan_to_num(np.hstack(parts))

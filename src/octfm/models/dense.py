@@ -96,6 +96,7 @@ def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:
 def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
     """Voxel-wise cross-entropy plus 1 − soft Dice of the batch, so that small lesions still count."""
     p = logits_BMDHW.sigmoid()
+    # The ones keep Dice defined if there is no lesion, neither marked nor predicted.
     overlap = 2 * (p * truth_BMDHW).sum() + 1
     dice = overlap / (p.sum() + truth_BMDHW.sum() + 1)
     return F.binary_cross_entropy_with_logits(logits_BMDHW, truth_BMDHW) + 1 - dice

@@ -41,6 +41,7 @@ class CrossAttentionPool(nn.Module):
 
     def attention(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
         """[B, H, M]: the attention weights of `forward`; 0 on tokens that do not count."""
+        # Computed again, because the fused kernel in `forward` does not return its weights.
         k_BHMK = self.key(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         scores_BHM = (k_BHMK @ self.query.to(k_BHMK.dtype).transpose(-2, -1)).squeeze(-1) * k_BHMK.shape[-1] ** -0.5
         return scores_BHM.masked_fill(~counts_BM[:, None], float("-inf")).softmax(-1)

@@ -42,5 +42,6 @@ def extremes(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
         # Tokens that do not count sort to the far end, beyond the ones that are used.
         fill = float("-inf") if highest else float("inf")
         ordered = tokens_BMD.masked_fill(~counts, fill).sort(1, descending=highest).values
+        # Not a product with `used`: infinity times zero is NaN.
         ends.append(torch.where(used, ordered, 0.0).sum(1) / taken.squeeze(1))
     return torch.cat(ends, 1)

@@ -13,6 +13,7 @@ def through(block: nn.Module, x_BMD: Tensor, turn: tuple[Tensor, Tensor] | None,
         return block(x_BMD, turn)
     if x_BMD.device.type == "xla":
         return Recomputed.apply(block, turn, x_BMD, *block.parameters())  # pyright: ignore[reportReturnType]
+    # No block draws random numbers, so there is no generator to restore.
     return checkpoint(block, x_BMD, turn, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
 
@@ -30,6 +31,7 @@ class Recomputed(torch.autograd.Function):
     ) -> Tensor:
         device = x_BMD.device.type
         ctx.block, ctx.parameters = block, parameters
+        # Backward runs outside the forward pass's autocast context, and must compute the same.
         ctx.precision = {
             "device_type": device,
             "enabled": torch.is_autocast_enabled(device),

@@ -68,6 +68,7 @@ def token_map(
     image, least = held >= 0.5, np.float32(tissue_share)
     if (few := image.sum(grid, keepdims=True) < 2).any():
         image |= few & (held > 0) & (held >= held.max(grid, keepdims=True) / 2)
+        # Such tokens are mostly padding: tissue is measured against their image instead of all their voxels.
         least = np.where(few, held * least, least)
     tokens = np.where(tissue >= least, np.uint8(TISSUE), np.uint8(BACKGROUND))
     tokens[~image] = PADDING

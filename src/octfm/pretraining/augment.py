@@ -99,11 +99,13 @@ class Augmentation:
             return band, valid
         width = band.shape[-1]
         source = self.source(height, width, spacing_mm)
+        # Centres of columns, measured from the corner; the source's, less 0.5, is an index again.
         x = np.arange(width) + 0.5
         column = source[:, 0, :1] * x + source[:, 0, 2:] - 0.5
         low = np.floor(column).astype(np.int64)
         share = (column - low)[:, None, :]
         left, right = (np.clip(i, 0, width - 1)[:, None, None, :] for i in (low, low + 1))
+        # A column without image: its first row is not above its last.
         empty = valid[:, :1] >= valid[:, 1:]
         no_left, no_right = (np.take_along_axis(empty, i, -1)[:, 0] for i in (left, right))
         # A column is padding where the one nearest to its source is; next to padding there is nothing to interpolate
@@ -140,6 +142,7 @@ class Augmentation:
         middle_x, middle_y = width / 2, height / 2
         maps = np.zeros((len(self.shift), 2, 3))
         sign = np.where(self.mirrored, -1.0, 1.0)
+        # From result to source, about the middle: x goes to middle + (x - middle - shift) / scale, and y likewise.
         maps[:, 0, 0] = sign / self.lateral_scale
         maps[:, 0, 2] = middle_x - maps[:, 0, 0] * (middle_x + self.lateral_mm / dx)
         maps[:, 1, 1] = 1 / self.axial_scale
@@ -287,6 +290,7 @@ def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
     offset = torch.arange(voxels, dtype=torch.int32, device=index_BM.device)
     x = _hash(index_BM.to(torch.int32).mul(voxels).unsqueeze(-1) + offset)
     x = _hash(x.bitwise_xor_(_hash(key_B.clone())[:, None, None]))
+    # Two bytes at a time: bytes 0 and 2 plus bytes 1 and 3, then the sums of both halves.
     pairs = (x & 0x00FF00FF) + (x.bitwise_right_shift_(8) & 0x00FF00FF)
     total = (pairs & 0xFFFF) + (pairs.bitwise_right_shift_(16))
     return total.float().sub_(2 * 255).mul_(1 / (4 * (256**2 - 1) / 12) ** 0.5)
@@ -294,6 +298,8 @@ def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
 
 def _hash(x: Tensor) -> Tensor:
     """int32 to int32, in place: every bit of the result depends on every bit of x (a multiply-xorshift hash)."""
+    # Constants of `lowbias32` (C. Wellons). torch shifts int32 with its sign; the mask clears the copies of the sign
+    # bit.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         x = x.bitwise_xor_((x >> shift) & (0xFFFFFFFF >> shift)).mul_(factor)
     return x.bitwise_xor_((x >> 16) & 0xFFFF)
@@ -304,5 +310,6 @@ def _normalised(source: np.ndarray, height: int, width: int) -> np.ndarray:
     to_voxels = np.array([[width / 2, 0, width / 2], [0, height / 2, height / 2], [0, 0, 1]])
     back = np.diag([2 / width, 2 / height])
     normal = back @ (source @ to_voxels)
+    # From 0…2 to -1…1.
     normal[:, :, 2] -= 1
     return normal

@@ -116,6 +116,7 @@ def _pair_channels(rows: Tensor, config: ViTConfig) -> Tensor:
     order = [*range(third), *range(3 * third, pairs), *range(third, 3 * third)]
     channels = torch.tensor([2 * pair for pair in order] + [2 * pair + 1 for pair in order])
     parts = rows.unflatten(0, (3, config.heads, width)).clone()
+    # Query and key; values are not rotated, so their channels need no pairing.
     parts[:2] = parts[:2, :, channels]
     return parts.flatten(0, 2)
 

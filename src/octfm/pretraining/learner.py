@@ -99,6 +99,7 @@ class Learner:
     def update(self, made: Tensor) -> None:
         """One step of AdamW (arXiv:1711.05101) and of the average. If `made` (a bool on the device) is false, the same
         kernels run and change nothing."""
+        # Reading `made` waits for the device, so only objectives that gather statistics do it.
         if self.model.gathers and not made:
             self.model.discard_step()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -114,6 +115,7 @@ class Learner:
         Collective."""
         if not self.runtime.sharded:
             return self.model
+        # build_objective seeds torch's generator, which must stay as it was.
         with torch.random.fork_rng():
             copy = build_objective(self.config, self.preprocessing).to(self.runtime.device)
         copy.load_state_dict({name: self.runtime.whole(tensor) for name, tensor in self.model.state_dict().items()})
@@ -123,6 +125,7 @@ class Learner:
         """The content of a checkpoint: all that resuming, embedding and evaluation need. `record`: the run's
         run.json."""
         optimizer = self.optimizer.state_dict()
+        # As torch's own AdamW would store them: a number for the rate, and the decay that `update` applies by itself.
         for group, decay in zip(optimizer["param_groups"], (float(self.weight_decay), 0.0), strict=True):
             group.update(lr=float(group["lr"]), weight_decay=decay)
         return {
@@ -150,11 +153,13 @@ class Learner:
                     self._check_shapes(content["model"] or shards.shapes(source))
                 else:
                     self.model.load_state_dict(content["model"])
+                    # load_state_dict also restores the kernels that the saving machine had chosen.
                     own = [{name: group[name] for name in ENGINE} for group in self.optimizer.param_groups]
                     self.optimizer.load_state_dict(content["optimizer"])
                     for group, kernels in zip(self.optimizer.param_groups, own, strict=True):
                         group.update(kernels)
             except (RuntimeError, ValueError) as error:
+                # torch names the network first, and the tensor in the second line.
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 raise CheckpointError(
                     f"{source}: its weights do not fit the networks of this config "
@@ -168,6 +173,7 @@ class Learner:
         if self.runtime.sharded:
             self._restore_shares(content or {}, source)
         elif self.runtime.first(lambda: bool(self.optimizer.state)):
+            # Only rank 0 has read the file: the others need memory for what it sends them.
             self._make_moments()
             self.runtime.share(self.tensors().values())
         else:
@@ -176,6 +182,7 @@ class Learner:
 
     def _require_moments(self, source: Path) -> None:
         """Raise CheckpointError if the optimizer lost its moments: AdamW would then take huge first steps."""
+        # The state keeps the losses of the last accepted updates, so at least as many were made.
         made, lost = len(self.state.losses), 0
         matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2]
         for p in matrices if made else ():

@@ -120,6 +120,7 @@ def select_tokens(
     if order.size == 0:
         raise TooFewTokens("none").naming(acquisition)
     order = order[np.argsort(flat[order] != TISSUE, kind="stable")]
+    # np.resize cuts the list to `count` or, if it is too short, repeats it from the start, where tissue is.
     return np.sort(np.resize(order, count))
 
 

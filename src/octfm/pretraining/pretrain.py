@@ -96,6 +96,7 @@ def pretrain(
                         listeners=(*trackers, *listeners),
                         rollbacks=len(training.learner.state.rollbacks),
                     )
+                    # The restored state names excluded volumes, which the new loader does not know of yet.
                     training.reactions.exclude()
                     training.reactions.recall_memory(session)
                     train(training, session, interruption)
@@ -193,6 +194,7 @@ class Pretraining:
         try:
             micro_steps = accumulate(learner, batch, rates["context_weight"], everything=measured)
         except OutOfMemory as error:
+            # The last checkpoint does not know of it: the next start reads it from memory.json.
             session.run.note_memory(error.micro_batch)
             raise
 

@@ -76,6 +76,7 @@ class Reactions:
         if response.action == "roll back":
             sentence = f"{sentence}; {roll_back(config, learner, session.run, step, finding.what)}"
             facts = {"rollback": len(learner.state.rollbacks), "to": learner.step}
+            # The response's state, because rolling back has emptied the learner's list of skipped steps.
             volumes = volumes or self._volumes_of(response.state.skips or (step,), response.state.offset)
         verdict = "watch" if response.action in ("skip", "exclude", "watch") else "bad"
         incident = {
@@ -91,6 +92,7 @@ class Reactions:
             kept = f"The last checkpoint is {last}" if last else "No checkpoint was written yet"
             raise TrainingError(f"step {step}: {what}; {sentence}. {kept}")
         if response.action == "roll back":
+            # After the incident is logged: its row has the rollback's number and is kept.
             session.rewind(len(learner.state.rollbacks))
         return response.action == "roll back"
 

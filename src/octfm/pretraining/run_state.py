@@ -74,6 +74,7 @@ class RunState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunState":
+        # A checkpoint of another version may lack fields, which keep their defaults, or have more, which are dropped.
         plain: dict[str, Any] = {}
         for field in fields(cls):
             if field.name in values:

@@ -49,6 +49,7 @@ class Schedule:
     def lr(self, step: int) -> float:
         peak, end = self.config.base_lr, self.config.base_lr * self.config.min_lr_ratio
         if step < self.warmup_steps:
+            # From step + 1: with a rate of 0 the first update would be wasted.
             return peak * (step + 1) / self.warmup_steps
         return peak if self.config.lr_shape == "constant" else _cosine(peak, end, self._progress(step))
 
@@ -59,6 +60,7 @@ class Schedule:
         return _cosine(self.ema_base, self.config.ema_end, min(1.0, step / max(1, self.steps)))
 
     def _progress(self, step: int) -> float:
+        # The last update is step `steps - 1`, and gets the final rate.
         return min(1.0, (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
 
 

@@ -63,6 +63,7 @@ class Validation:
             # Scores of vectors that were pooled in another way are not comparable; older rows do not name the pool.
             alike: dict[str, Any] = {"kind": "probe", "target": cases.target, "pool": pool}
             rows = ({"pool": "mean"} | r for r in read_metrics(self.run.metrics))
+            # Read before this probe's own row is written.
             before = [float(r["score"]) for r in rows if alike.items() <= r.items()]
             session.metrics.write("probe", step, pool=pool, **row)
             score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"

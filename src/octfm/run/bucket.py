@@ -51,6 +51,7 @@ class BucketRun:
         self._failures: list[tuple[int, str]] = []
         self._lock, self._wake, self._idle = threading.Lock(), threading.Event(), threading.Event()
         self._idle.set()
+        # Until `keep` is called nothing in the bucket is deleted: the folder's checkpoints have not been checked yet.
         self._surplus: Surplus = lambda found: []
         self._sending: str | None = None
         self._closing = self._gave_up = False
@@ -71,6 +72,7 @@ class BucketRun:
 
     def end(self) -> None:
         """Send what is left, for at most PATIENCE_S, and give the lease back."""
+        # `open_run` arranges for this call before `begin`, which may have failed.
         if not hasattr(self, "_thread"):
             return
         if not self._gave_up:
@@ -109,6 +111,7 @@ class BucketRun:
                 shutil.copyfile(file, target)
         with self._lock:
             self._waiting[path.name] = outbox
+            # Never the one that is being sent: the thread is reading its files.
             for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
                 shutil.rmtree(self._waiting.pop(name), ignore_errors=True)
                 self._failures.append(
@@ -135,6 +138,7 @@ class BucketRun:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 self._gave_up = True
                 return False
+            # End the thread's pause after a failure: the run is over, and nothing else is left to do.
             if self._failures:
                 self._wake.set()
         return True
@@ -168,6 +172,7 @@ class BucketRun:
     def _work(self) -> None:
         while not self._closing:
             self._wake.wait(1.0 if self._waiting or self._stale_pointer else None)
+            # Before the state is read: an offer that comes later sets the event again.
             self._wake.clear()
             with self._lock:
                 name = self._sending = min(self._waiting, default=None)
@@ -184,6 +189,7 @@ class BucketRun:
                 sentence = f"{problem}; training goes on, it is sent again"
                 with self._lock:
                     self._failures.append((step_of(name) if name else 0, sentence))
+                # An offer made during the failed request has set the event, and would end the pause at once.
                 self._wake.clear()
                 self._wake.wait(bucket.PATIENCE.longest_s)
             self._wake.set()
@@ -264,6 +270,7 @@ class BucketRun:
             shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
         else:
             self._refuse_foreign()
+        # Left by a process that was killed. `keep` offers the same checkpoints again, from the folder itself.
         shutil.rmtree(self.path / ".outbox", ignore_errors=True)
 
     def _refuse_foreign(self) -> None:
@@ -292,6 +299,7 @@ def local_run(run: str | Path | BucketPath) -> Path:
     pointer = read_pointer(where)
     if pointer is None:
         raise CheckpointError(f"{where}: no run here ({POINTER} is missing), or none that has saved a checkpoint yet")
+    # One copy per pointer: whoever reads an earlier one is not disturbed by a new checkpoint.
     copy = mirror_of(where / "copies" / pointer["token"]).parent / where.name
     if (copy / MARK).is_file():
         _fetch_files(where, copy)
@@ -342,6 +350,7 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bo
         with suppress(OSError):  # a folder that is not empty is not replaced
             partial.rename(folder)
             return
+        # Another process was faster: its copy is complete, because the mark is written last.
         if (folder / MARK).is_file():
             shutil.rmtree(partial, ignore_errors=True)
             return
@@ -365,6 +374,7 @@ def _fetch_files(where: BucketPath, folder: Path) -> None:
         bucket.download(uri, partial, found.size)
         partial.replace(folder / inside)
         known[str(inside)] = version
+    # After the files: a process killed before downloads them again instead of trusting files that are not there.
     write_whole(folder / VERSIONS, json.dumps(known).encode())
 
 

@@ -80,6 +80,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: checkpoint version {version}, this octfm reads up to {VERSION}; upgrade octfm")
     if missing := (CONTENT | ADDED.get(version, set())) - content.keys():
         raise DamagedCheckpoint(f"{path}: incomplete, it lacks {', '.join(sorted(missing))}; restore it from a copy")
+    # Shards have a checksum for each file, which `shards.load` has compared.
     if version > 1 and not path.is_dir() and content["checksum"] != (found := checksum(content)):
         raise DamagedCheckpoint(
             f"{path}: damaged, its checksum is {found[:12]} and should be {content['checksum'][:12]}; "
@@ -111,6 +112,7 @@ def checksum(content: dict[str, Any]) -> str:
 def snapshot(value: Any) -> Any:
     """A copy on the host, which later updates do not change."""
     if isinstance(value, Tensor):
+        # Without copy=True, `to` would return the tensor itself on a CPU.
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {name: snapshot(item) for name, item in value.items()}
@@ -136,7 +138,10 @@ def everywhere(run: Path) -> list[Path]:
     the run folder's."""
     second = second_destination(run)
     found = {
-        path.name: path for folder in ([second] if second else []) + [run / "checkpoints"] for path in steps(folder)
+        # The run folder last: of two checkpoints with one name, the later entry stays.
+        path.name: path
+        for folder in ([second] if second else []) + [run / "checkpoints"]
+        for path in steps(folder)
     }
     return sorted(found.values(), key=lambda path: (step_of(path), path.name))
 
@@ -175,8 +180,10 @@ class _Sink:
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        # As bytes, because numpy has no bfloat16.
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, dict):
+        # In order of insertion, which torch.save keeps.
         for name, item in value.items():
             digest.update(repr(name).encode())
             _feed(digest, item)

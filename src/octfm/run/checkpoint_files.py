@@ -22,6 +22,7 @@ def step_of(path: Path | str) -> int:
 def is_name(name: str) -> bool:
     """Whether this is exactly the name of a checkpoint."""
     match = _NAME.fullmatch(name)
+    # step-000000012.pt, with a digit too many, would be a second checkpoint of step 12.
     return match is not None and name == name_of(int(match[1]), match[2])
 
 

@@ -84,7 +84,9 @@ class CheckpointWriter:
         written."""
         self.wait()
         if self.remote is not None:
+            # Two machines must not write into one bucket: stop if another has taken the run over.
             self.remote.require()
+        # Here and not in the thread: the next update changes these tensors in place.
         copy = checkpoint.snapshot(content)
         self._in_flight = self._thread.submit(self._write, step, copy)
 

@@ -316,6 +316,7 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
             f"{accept}or choose another --out"
         )
     if recorded:
+        # After the settings: if they name another encoder, the error should name the setting.
         _require_same_encoder(run, identity)
     else:
         _begin_record(run, identity)
@@ -324,6 +325,7 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
     last = run.last_checkpoint()
     keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
     step = checkpoint.step_of(last) if last else 0
+    # The record before the settings: after a kill in between, the same command finds the change again and records it.
     run.write_record(
         overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
     )
@@ -405,6 +407,7 @@ def locked(folder: Path, echo: Echo) -> Iterator[None]:
     with file:
         for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
             partial.unlink()
+        # Only now that the lock is held: until then the file names its holder, for the error above.
         file.truncate(0)
         file.write(f"pid {os.getpid()} since {_now()}\n")
         file.flush()
@@ -426,6 +429,7 @@ def git_state() -> dict[str, Any]:
             return None
         return ended.stdout.strip() if ended.returncode == 0 else None
 
+    # An installed package may lie inside somebody else's checkout, whose commit says nothing about it.
     if git("ls-files", "--error-unmatch", __file__) is None:
         return {"commit": None, "dirty": None}
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

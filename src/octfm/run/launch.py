@@ -41,13 +41,16 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     # own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Usually torchrun's agent serves this store already, and its port is taken.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, port, world, serves, timeout=timeout)
+        # gloo as well, because `Runtime.exchange` sends tensors of the host, which NCCL cannot.
         backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}.get(chosen.type, "gloo")
         prefixed = dist.PrefixStore(f"octfm/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
         sharded = config.parallel == "fsdp"
+        # A group for the threads that write shards: in one group, their calls would interleave with those of the step.
         background = dist.new_group(backend="gloo", timeout=timeout) if sharded else None
     except (RuntimeError, dist.DistError) as error:
         raise TrainingError(

@@ -173,6 +173,7 @@ def open_session(
     metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else Unheard()
     if metrics.broken is not None:
         echo(f"warning: {metrics.broken}")
+    # Shards are written by all ranks, and deleted by rank 0 alone.
     if runtime.sharded:
         writer = CheckpointWriter(places, retention, shards.writer(runtime), tidies=runtime.leads)
     else:

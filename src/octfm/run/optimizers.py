@@ -104,4 +104,5 @@ class ShardedAdamW(torch.optim.AdamW):
                 amsgrad=False, maximize=False, found_inf=self.found_inf,
             )  # fmt: skip
             if self.found_inf is not None:
+                # The kernel leaves weights and moments as they were, but the count was raised before it.
                 torch._foreach_sub_(steps, [self.found_inf] * len(steps))

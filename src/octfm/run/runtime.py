@@ -83,6 +83,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def tensor(self, array: np.ndarray) -> Tensor:
+        # torch accepts no negative strides, which a mirrored view has.
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def scalar(self) -> Tensor:
@@ -189,6 +190,7 @@ class Runtime:
         for gradients in buckets:
             flat = torch.cat([g.flatten() for g in gradients])
             sent.append((gradients, flat, dist.all_reduce(flat, async_op=True)))
+        # All buckets are on their way before the first is waited for, so that they overlap.
         for gradients, flat, work in sent:
             work.wait()
             parts = (flat / self.world).split([g.numel() for g in gradients])
@@ -227,6 +229,7 @@ class Runtime:
         if self.leads:
             try:
                 answer[0] = work()
+            # Any error at all: the other ranks are waiting for the broadcast below.
             except Exception as error:
                 failure = error
                 answer[1] = error if isinstance(error, OctfmError) else TrainingError(f"rank 0: {error}")
@@ -339,6 +342,7 @@ def _store() -> Any:
 
 
 def _failed_together(error: RuntimeError) -> bool:
+    # gloo and NCCL mostly raise plain RuntimeErrors; only their words tell what failed.
     words = "gloo|NCCL|ProcessGroup|process group|collective|Connection closed by peer|Connection reset|Broken pipe"
     return isinstance(error, dist.DistError) or re.search(words, str(error)) is not None
 

@@ -58,6 +58,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
 
     def finish() -> None:
         tensorless = {"model": {}, "optimizer": {**content["optimizer"], "state": {}}}
+        # Version 2 requires the key `checksum`; here the manifest has one for each file instead.
         rest = {"format": FORMAT, "version": VERSION, "step": step, **content, **tensorless, "checksum": ""}
         torch.save(rest, partial / REST)
         names = sorted(p.name for p in partial.iterdir())
@@ -190,6 +191,8 @@ class _PlainUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        # Classes of these two modules only, whose names are capitalised: none of their functions, and nothing that
+        # opens files.
         plain = (
             module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name
         )

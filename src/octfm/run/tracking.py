@@ -80,6 +80,7 @@ class Metrics:
             self._unwritten += json.dumps(row).encode() + b"\n"
             with suppress(OSError):
                 while self._unwritten:
+                    # An unbuffered write may take a part of a row; the rest is written next time.
                     self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self._tell(step, lambda listener: listener.row(kind, step, values))
 
@@ -98,6 +99,7 @@ class Metrics:
             except Exception as error:
                 # Foreign code, often with a network behind it, may fail in any way, and must not end a month of
                 # training: it is dropped, and metrics.jsonl says so.
+                # Before `write`, which calls all listeners again.
                 self.listeners.remove(listener)
                 what = type(listener).__name__
                 reason = " ".join(str(error).split())[:200]

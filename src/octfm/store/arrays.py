@@ -59,6 +59,7 @@ class ZarrArrays:
     def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
         def one(position: int) -> None:
             shard = self._path / name / shard_key(index[position])
+            # zarr-python returns zeros for an absent shard.
             if not shard.is_file():
                 raise FileNotFoundError(f"{shard} is absent")
             try:
@@ -66,6 +67,7 @@ class ZarrArrays:
             except (ValueError, RuntimeError) as error:
                 raise OSError(f"{shard}: {error}") from error
 
+        # As a list, or errors of the threads would go unnoticed.
         list(self._pool.map(one, range(len(index))))
 
 

@@ -193,6 +193,7 @@ def _row(line: bytes) -> dict[str, Any]:
 def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
     """The quarantined acquisitions, from unprepared.jsonl."""
     file = path / "unprepared.jsonl"
+    # Without what follows the last newline: a line that was cut off while it was written.
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
     try:
         return tuple(Unprepared(**json.loads(line)) for line in lines)

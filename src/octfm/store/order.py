@@ -21,6 +21,7 @@ class Order:
 
     def __init__(self, groups: Sequence[np.ndarray], seed: int):
         self.groups, self.seed = [np.asarray(rows, np.int64) for rows in groups], seed
+        # Two epochs for each group: a batch may span the end of one and the start of the next.
         self._permutation = functools.lru_cache(maxsize=2 * len(groups))(self._shuffled)
 
     def rows_at(self, positions: np.ndarray, excluded: frozenset[int] = frozenset()) -> np.ndarray:
@@ -41,6 +42,7 @@ class Order:
                 order = self.groups[g][self._permutation(int(g), int(epoch))]
                 for i in np.flatnonzero(epochs == epoch):
                     at = place[i]
+                    # Ends, because Loader.exclude refuses to exclude a whole group.
                     while int(order[at]) in excluded:
                         at = (at + 1) % len(order)
                     rows[mine[i]] = order[at]

@@ -311,6 +311,7 @@ def _index(name: str, image_size: tuple[int, ...], crc: bool) -> bytes:
     blank = np.zeros(shapes(image_size)[name], ARRAYS[name])
     shard = _encode_by_zarr(name, blank, image_size, "none", crc)
     chunks = len(blank) // _bscans_per_chunk(blank.shape)
+    # What follows the index are the chunks, each with a checksum of four bytes.
     return shard[: len(shard) - blank.nbytes - 4 * chunks * crc]
 
 

@@ -185,6 +185,7 @@ def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> n
             axis=0,
         )
         rise = ring - smooth
+        # fmin skips NaN: a direction that leaves the field does not count.
         depth, total = np.fmin(depth, rise), total + np.nan_to_num(rise)
     score = np.where(inside & np.isfinite(smooth) & (depth >= PIT_UM), total, -np.inf)
     if not np.isfinite(score).any():

@@ -103,6 +103,7 @@ def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tis
     )
     if not np.isfinite(brightness):  # no B-scan shows both sides
         return _unclear("disc_field_too_narrow")
+    # Brightness alone may come from a beam off the centre of the pupil, thickness from disease.
     agree = (
         np.sign(brightness) == np.sign(thickness)
         and abs(brightness) >= LEAST_BRIGHTNESS

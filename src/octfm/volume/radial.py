@@ -102,6 +102,7 @@ def to_raster(volume: Volume) -> Volume:
     """
     star = expect_a_star(volume.lines, volume.source)
     planes = volume.voxels[star.used]
+    # Selecting by index has copied the B-scans, so the volume itself is not changed.
     planes[star.backwards] = planes[star.backwards][:, :, ::-1]
     (_, dy, dx), (_, height, width) = volume.spacing_mm, planes.shape
     motion, follow = _heights(planes, star, dy, dx, volume.full_scale)
@@ -114,6 +115,7 @@ def to_raster(volume: Volume) -> Volume:
     for bscan, y in enumerate((np.arange(depth) - depth // 2) * BSCAN_MM):
         inside = np.flatnonzero(x**2 + y**2 <= star.radius**2)
         pair, share, line = _places(x[inside], y, star, width)
+        # The height that the retina has between the two B-scans; both are shifted to it before they are averaged.
         level = (follow[pair] * share).sum(axis=0)
         plane = np.zeros((len(inside), height), np.float32)
         for at, weight, of in zip(pair, share, line, strict=True):

@@ -61,6 +61,7 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
     spectra = np.fft.rfft(contrast, length, axis=2)
     correlation = np.fft.irfft((np.conj(spectra[:-1]) * spectra[1:]).sum(axis=1), length, axis=1)
     lags = np.arange(-reach, reach + 1)
+    # Negative lags are counted from the end, where a circular correlation has them.
     near = correlation[:, lags]
     best = near.argmax(axis=1)
     inner = np.clip(best, 1, len(lags) - 2)
@@ -77,6 +78,7 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
 def robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
     """Robust quadratic fit (iteratively reweighted towards the median): a saccade in a few B-scans hardly changes
     it."""
+    # Through a few points a quadratic would take motion for anatomy.
     degree = 2 if len(path) >= 8 else 0
     basis = np.vander((position - position.mean()) / max(np.ptp(position), 1), degree + 1)
     weights = np.ones(len(path))
@@ -84,5 +86,6 @@ def robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
     for _ in range(5):
         fit = basis @ np.linalg.lstsq(basis * weights[:, None], path * weights, rcond=None)[0]
         residual = np.abs(path - fit)
+        # Without the lower limit a few points that fit by chance would get all the weight.
         weights = 1 / np.sqrt(np.maximum(residual, max(np.median(residual), 0.25)))
     return fit

@@ -74,6 +74,7 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
             continue
         # The filter is separable: rows first, cached for each native B-scan, then across B-scans, then A-scans once per
         # plane.
+        # B-scans are used in order, so those before the first one needed here are finished.
         filtered = {n: rows for n, rows in filtered.items() if n >= users[0][0]}
         for place, (native, share) in enumerate(users):
             if native not in filtered:
@@ -86,6 +87,7 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
         for to, of, matrix in bands:
             np.matmul(total[:, of], matrix, out=plane[:, to])
         weight, edges = (sum(s * of[..., n, :] for n, s in users) for of in (weight_of, edges_of))
+        # An A-scan of which less than half was imaged is padding.
         scale = np.where(weight > 0.5, 1 / np.maximum(weight, 1e-6), 0)
         plane *= scale.astype(np.float32)
         plane += np.float32(0.5)
@@ -94,6 +96,7 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
         first, past = np.rint(edges * scale).clip(0, out_h).astype(np.int16)
         valid[:, d] = np.where(past > first, (first, past), 0)
         rows = np.arange(out_h)[:, None]
+        # Taps of the filter reach across the edges of the image, which would leave a border in the padding.
         for part, outside in (
             (slice(0, first.max()), rows[: first.max()] < first),
             (slice(past.min(), None), rows[past.min() :] >= past),
@@ -134,6 +137,7 @@ class _Axial:
         full = weight.sum(axis=-1, keepdims=True)
         self._weight = np.where(full > 0, weight / np.maximum(full, 1e-6), 0).astype(np.float32)
         _, rows, taps = weight.shape
+        # One sparse matrix for all B-scans: each row has the same number of taps, so only places and weights change.
         starts = np.arange(0, rows * taps + 1, taps, dtype=np.int32)
         self._matrix = csr_matrix((self._weight[0].ravel(), self._index[0].ravel(), starts), shape=(rows, height))
 

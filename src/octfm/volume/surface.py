@@ -24,6 +24,7 @@ def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
     start = np.arange(depth)[:, None] * best.shape[2] + steps
     rows, before = np.empty((width, depth), np.int64), np.empty(start.shape, np.float32)
     rows[-1] = best[-1].argmax(axis=1)
+    # Backwards along the path: where the best score at this A-scan can have come from.
     for x in range(width - 1, 0, -1):
         best[x - 1].reshape(-1).take(start + rows[x][:, None], out=before, mode="clip")
         np.subtract(before, cost, out=before)
@@ -59,6 +60,7 @@ def running_sum(array_DWH: np.ndarray) -> np.ndarray:
     padded = np.zeros((depth, width, blocks * len(_UP_TO)), np.float32)
     padded[:, :, :height] = array_DWH
     sums = (padded.reshape(-1, len(_UP_TO)) @ _UP_TO).reshape(depth, width, blocks, -1)
+    # Each block starts at the totals of the blocks before it.
     sums[:, :, 1:] += np.cumsum(sums[:, :, :-1, -1], axis=2)[..., None]
     return sums.reshape(depth, width, -1)[:, :, :height]
 
@@ -86,6 +88,7 @@ def envelope(surface: np.ndarray, spacing_mm: tuple[float, float], side: int) ->
     trend = _quadratic(surface)
     residual = side * (surface - trend)
     for _ in range(3):
+        # The mean replaces what lies below it, so that after a few rounds drusen or pits no longer count.
         residual = np.maximum(residual, smooth(residual, spacing_mm, 0.4))
     return (trend + side * np.maximum(residual, smooth(residual, spacing_mm, 0.1))).astype(np.float32)
 

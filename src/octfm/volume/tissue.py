@@ -97,6 +97,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     displacement = register_bscans(coarse, (spacing_mm[0], dy, dx))
     blank = _blank(coarse)
     low, contrast, contrast_to_noise = _levels(coarse, blank)
+    # Room for every displacement, and for surfaces that leave the frame by up to 0.3 mm.
     pad = int(np.ceil(np.abs(displacement).max() + 0.3 / dy))
     searched = _searched(len(coarse), spacing_mm[0])
     dz = spacing_mm[0] * (searched[1] - searched[0] if len(searched) > 1 else 1)
@@ -104,7 +105,9 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     _normalise(signal, seen, low, contrast)
 
     ilm_score = _by_bscan(partial(_ilm_score, dy=dy), signal, seen)
+    # `jump` limits the slope of a path, in rows per A-scan: 1.5 mm per mm here, 1 mm per mm for the RPE.
     ilm = median_of_bscans(best_path(ilm_score, jump=max(1, round(1.5 * dx / dy)), penalty=0.05), dz)
+    # It is as large as the averaged volume, and so is the next score.
     del ilm_score
     # Pits and holes in the ILM must not forbid the RPE below them.
     rim = envelope(ilm, (dz, dx), -1)
@@ -153,6 +156,7 @@ def _block_means(voxels: np.ndarray | Planes, spacing_mm: Spacing3) -> tuple[np.
     columns = min(max(1, round(COARSE_MM[1] / spacing_mm[2])), width)
     h, w = height // rows, width // columns
     means = np.empty((depth, w, h), np.float32)
+    # Where the sum of a block fits into 16 bits, half as many bytes have to be moved.
     exact = np.uint16 if rows * columns * 255 < 2**16 else np.uint32
     for bscan, mean in zip(voxels, means, strict=True):
         step = memory_order(bscan)
@@ -224,6 +228,7 @@ def _align(
             total[:, at] += np.multiply(plane, 1 - part, out=share)
             np.multiply(plane, part, out=share)
             total[:, at][:, :-1] += share[:, 1:]
+            # The last row has none below it to interpolate with.
             total[:, at][:, -1] += share[:, -1]
             count[:, at] += shown[:, None]
         np.greater(count, 0, out=where)
@@ -390,8 +395,10 @@ def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tu
     for angle in np.arange(8) * np.pi / 4:
         there = np.clip(rows + round(0.9 * np.sin(angle) / spacing_mm[0]), 0, len(rows) - 1)
         across = np.clip(columns + round(0.9 * np.cos(angle) / spacing_mm[1]), 0, len(columns) - 1)
+        # The direction with the least rise decides.
         depth = np.minimum(depth, local[there][:, across] - local)
     d, w = ((index - (len(index) - 1) / 2) * mm for index, mm in zip((rows, columns), spacing_mm, strict=True))
+    # Pits are looked for in the middle half: a disc, or the edge of the field, lies further out.
     central = (np.abs(d) <= len(d) * spacing_mm[0] / 4)[:, None] & (np.abs(w) <= len(w) * spacing_mm[1] / 4)
     score = np.where(central, depth - 0.02 * np.hypot(d[:, None], w[None]), -np.inf)
     best = np.unravel_index(score.argmax(), score.shape)

@@ -104,6 +104,7 @@ class Transform:
                 if to_native:
                     at = (rows - self.displacement[d] - self.origin[1]) / self.scale[1]
                 else:
+                    # The displacement of the B-scan that is read, of which up to two contribute.
                     at = self.origin[1] + self.scale[1] * rows + self.displacement[near]
                 plane = _sample(_sample(source[near].astype(np.float64), at, 0, order), columns, 1, order)
                 inside = np.isfinite(plane)
@@ -174,6 +175,7 @@ def _sample(
     if order == 0:
         values = array.take(np.floor(inner + 0.5).astype(int), axis)
     else:
+        # At the last voxel the one before it is `low`, with a weight of 0.
         low = np.clip(inner.astype(int), 0, max(count - 2, 0))
         part = (np.clip(position, -0.5, count - 0.5) if extrapolate and count > 1 else inner) - low
         part = part[:, None] if axis == 0 else part

@@ -101,6 +101,7 @@ class Volume:
         """
         z, y, x = (mm / n for mm, n in zip(self.extent_mm, voxels.shape, strict=True))
         lines = self.lines if len(voxels) == len(self.voxels) else None
+        # A view: code that reads all voxels follows their order in memory (planes.memory_order).
         return replace(self, voxels=voxels, spacing_mm=(z, y, x), lines=lines)
 
     def mirrored(self) -> "Volume":

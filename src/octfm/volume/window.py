@@ -39,6 +39,7 @@ class Window:
         if np.ptp(np.stack([upper[field], lower[field]])) > rows and follow:
             path = np.median((upper + lower)[:, field[1]] / 2, axis=1)
             drift = robust_quadratic(np.arange(len(path), dtype=float), path)
+            # Less its median, so that on the whole the registered frame stays where it is.
             placed = replace(placed, displacement=placed.displacement + drift - np.median(drift))
             upper, lower = placed.retina(margin)
             placed = replace(placed, middle=float(np.median((upper + lower)[field] / 2)))

@@ -171,6 +171,7 @@ def eye_abbreviations(names: Iterable[str]) -> frozenset[str]:
     there are words such as `macula` and no left eye is named anywhere.
     """
     seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
+    # 123R counts as R.
     seen |= {plain(eye) for text in list(seen) if (eye := _eye_in(text))}
     meant = {word for word in seen if _PAIRED.get(word, _LEFT_OF_PAIR.get(word, "")) in seen}
     named_left = any(_EYES.get(word) == "L" for word in seen)
@@ -225,6 +226,7 @@ def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[st
         kind = "visit"
     elif word in _WORDS or word == "od" or _is_protocol(word):
         kind = "word"
+    # P012, sub07.
     elif digits and (letters in _PEOPLE or letters == "p"):
         kind = "explicit"
     elif word.isdecimal() or letters in _IMAGES:
@@ -234,6 +236,7 @@ def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[st
     elif digits and letters in _NUMBERED_GROUPS:
         kind = "group"
     else:
+        # Four digits hardly ever number visits, images or clinics.
         kind = "strong" if re.search(r"\d{4}", word) else "name"
     return Segment(kind, text, "", eye)
 

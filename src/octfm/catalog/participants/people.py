@@ -126,6 +126,7 @@ class Pattern:
 
     def match(self, place: "Place") -> tuple[str, frozenset[Laterality]] | None:
         """Participant and eyes in the path of a scan; None if the pattern does not fit, or {eye} matches no eye."""
+        # Only a pattern with a dot in its last name says something about the ending.
         for text in place.texts if "." in self.text.rpartition("/")[2] else place.stems:
             words = _eye_words(text) if "{eye}" in self.text else ()
             if match := _compiled(self.text, words).fullmatch(text):
@@ -151,6 +152,7 @@ def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
         else:
             parts.append(re.escape(token))
     if pattern.endswith("/*"):
+        # The last * also matches what lies further below.
         parts[-2:] = [".+"]
     return re.compile("".join(parts), re.IGNORECASE)
 
@@ -280,6 +282,7 @@ def find_people(
         source, doubt = "folder", guess.doubt
     else:
         found, source, doubt = {}, "", ""
+    # From names in paths to ids; `_joined_with` replaces those whose participant other files state.
     ids = {found[uri]: found[uri] for uri in nameless if uri in found}
     contradiction = _joined_with(known, found, ids)
     if source == "folder":

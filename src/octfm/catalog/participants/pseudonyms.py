@@ -49,6 +49,7 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
         if not make:
             raise CatalogError(f"{path}: no such key file; give the one that the catalog was scanned with")
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Created empty with its mode first: the key is at no time readable by others.
         path.touch(0o600, exist_ok=False)
         path.write_text(secrets.token_hex(32) + "\n")
     key = path.read_bytes().strip()
@@ -199,6 +200,7 @@ def _code(key: bytes, kind: str, text: str) -> str:
 def _place(uri: str, root: Location, key: bytes) -> str:
     path: Any = listed(uri)
     inside = path.relative_to(root) if path.is_relative_to(root) else path
+    # The path below the root, so that the files are found again after the root has moved.
     return PSEUDONYM + _hash(key, "path", str(inside), 32)
 
 

@@ -171,6 +171,7 @@ def is_plain_word(value: str) -> bool:
     return (
         all(token in _WORDS for token in words)
         and sum(len(token) == 1 for token in words) <= 1
+        # One number is a grade; several could be a date.
         and len(numbers) <= 1
         and all(len(token) <= 2 for token in numbers)
     )
@@ -189,6 +190,7 @@ def is_known_protocol(protocol: str) -> bool:
     tokens = protocol.split("_")
     numbers = [token for token in tokens if token.isdigit()]
     words = [token for token in tokens if not (token.isdigit() or _DIMENSIONS.fullmatch(token))]
+    # At most three digits: more could be a date or the number of a patient.
     return all(token in _PROTOCOL_WORDS for token in words) and len("".join(numbers)) <= 3
 
 

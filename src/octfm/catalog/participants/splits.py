@@ -48,6 +48,7 @@ def assign(
     quota = _quota(len(order), fractions)
     dealt = [0, 0, 0]
     for place, participant in enumerate(order, start=1):
+        # To the split that is furthest behind its share of the participants placed so far.
         owed = [quota[k] * place / len(order) - dealt[k] if dealt[k] < quota[k] else -np.inf for k in range(3)]
         k = int(np.argmax(owed))
         dealt[k] += 1

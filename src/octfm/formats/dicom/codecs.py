@@ -55,6 +55,7 @@ def _calling(module: str, function: str, **options: Any) -> Decode:
 def _jpeg_pillow(frame: bytes, _: FrameFormat) -> np.ndarray:
     from PIL import Image
 
+    # JPEG only: the bytes of a frame must not choose another of Pillow's parsers.
     return np.asarray(Image.open(io.BytesIO(frame), formats=["JPEG"]))
 
 
@@ -183,6 +184,8 @@ def inspect(frame: bytes) -> Codestream | None:
     From the frame header of JPEG and JPEG-LS (ITU-T T.81 B.2.2) or the SIZ marker of JPEG 2000 (ITU-T T.800 A.5.1).
     """
     if frame[:4] == b"\xff\x4f\xff\x51" and len(frame) >= 43:
+        # Behind SOC, SIZ, Lsiz and Rsiz: Xsiz, Ysiz, XOsiz and YOsiz. Csiz is at byte 40. Ssiz at 42 is the depth less
+        # one, with the sign as its highest bit.
         x1, y1, x0, y0 = (int.from_bytes(frame[at : at + 4], "big") for at in (8, 12, 16, 20))
         depth = frame[42]
         return Codestream(y1 - y0, x1 - x0, int.from_bytes(frame[40:42], "big"), (depth & 0x7F) + 1, depth > 0x7F)
@@ -194,6 +197,7 @@ def inspect(frame: bytes) -> Codestream | None:
             continue
         # SOF0 to SOF15, without DHT, JPG and DAC, which share their range; F7 is SOF55 of JPEG-LS.
         if (0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)) or marker == 0xF7:
+            # Behind the marker: length (2 bytes), precision (1), rows (2), columns (2), components (1).
             rows, columns = int.from_bytes(frame[at + 5 : at + 7], "big"), int.from_bytes(frame[at + 7 : at + 9], "big")
             return Codestream(rows, columns, frame[at + 9], frame[at + 4], False)
         at += 2 + int.from_bytes(frame[at + 2 : at + 4], "big")

@@ -145,6 +145,7 @@ def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
         raise ReadError("empty_file", f"{uri}: 0 bytes; fetch it again")
     _refuse_other_formats(head, uri)
     file.seek(0)
+    # pydicom would inflate the whole dataset at once, whatever its size.
     if _DEFLATED.encode() in head:
         body = _inflate(file, head, uri)
         size = body.getbuffer().nbytes
@@ -176,6 +177,7 @@ def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
     Raises ReadError decompression_bomb for more bytes than archives may inflate to, unless the dataset's own header
     accounts for them.
     """
+    # (0002,0000) is the length of the meta group; the deflated dataset follows that group.
     if head[132:140] != b"\x02\x00\x00\x00UL\x04\x00":
         raise ReadError("unreadable", f"{uri}: deflated, but the length of its meta group is missing; export it again")
     file.seek(144 + int.from_bytes(head[140:144], "little"))
@@ -184,6 +186,7 @@ def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
     size, limit = len(packed), min(MAX_BYTES, max(RATIO_FROM_BYTES, MAX_RATIO * len(packed)))
     header_consulted = False
     while packed and not inflater.eof:
+        # In pieces, so that the limit is noticed before the memory is gone.
         body.write(inflater.decompress(packed, 2**24))
         packed = inflater.unconsumed_tail
         if body.tell() > limit and not header_consulted:

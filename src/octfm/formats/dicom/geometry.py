@@ -344,6 +344,7 @@ def _patient_positions(frames: Sequence[Elements], length_mm: float, uri: str) -
         if moved < SAME_PLACE * length_mm:
             raise repeats(uri, f"all B-scans lie within {moved:.3f} mm of one position")
         return None
+    # 0.7: within 45 degrees of vertical; a stack that steps sideways has no superior end.
     return along, int(np.sign(normal[2])) if abs(normal[2]) > 0.7 else None
 
 

@@ -61,6 +61,7 @@ def read_height_map(uri: str | Path) -> HeightMap:
                 "frame_count_mismatch",
                 f"{uri}: more heights than {shape[0]} surfaces of {shape[1]} x {shape[2]}; export it again",
             )
+        # (implicit VR, little endian), as found in the file.
         big_endian = not dataset.original_encoding[1]
         heights = np.frombuffer(content, ">f4" if big_endian else "<f4").astype(np.float32).reshape(shape)
         names = [text(item, "SegmentLabel") for item in dataset.get("SegmentSequence") or []]

@@ -59,6 +59,7 @@ def _belongs_to_others(cls: type[ObjectiveConfig], key: str, value: Any) -> bool
     """
     name = cls.model_fields["name"].default
     owners = [other for other, config in BUILT_IN.items() if key in config.model_fields]
+    # A key that no objective knows is kept, so that validation names it.
     if key in cls.model_fields or not owners:
         return False
     default = BUILT_IN[owners[0]].model_fields[key].default

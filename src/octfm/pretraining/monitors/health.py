@@ -81,6 +81,7 @@ def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[T
     """|a - b| / |b| over lists of tensors. With sharded tensors, `sum_shares_` sums over ranks in place."""
     norms = torch.stack([torch.stack(torch._foreach_norm(x)).norm() for x in (torch._foreach_sub(a, b), b)])
     if sum_shares_ is not None:
+        # Squares of the norms of shares add up, norms do not.
         norms = norms.square()
         sum_shares_(norms)
         norms = norms.sqrt()

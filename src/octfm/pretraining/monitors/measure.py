@@ -86,6 +86,7 @@ class BeforeUpdate:
         sum_shares_, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
         student = _local_parameters(learner, learner.model.encoder)
         after = _local_parameters(learner, teacher) if teacher is not None else []
+        # Ranks that apply the same updates agree on this norm to the bit (`ranks_apart`).
         size = torch.stack(torch._foreach_norm([*after, *student])).norm()
         found = {"size": size} | (self.audit.end(learner) if self.audit is not None else self._stuck(learner, size))
         if not after:

@@ -163,6 +163,7 @@ class LearningRate:
         if step < self.warmup_steps:
             return None
         lowest, self.lowest = self.lowest, min(self.lowest, lr)
+        # Rounding may raise a rate by less; a restarted schedule raises it many times.
         if lr > 1.001 * lowest:
             return Finding(
                 "learning rate",
@@ -195,6 +196,7 @@ def ascent(slope: float | None) -> Finding | None:
 
 def batch_statistics(change: float | None) -> Finding | None:
     """A volume's loss that depends on the rest of its batch: a norm over the batch leaks between volumes."""
+    # Well above the rounding of float32, in which `company` computes.
     if change is not None and change > 1e-3:
         sentence = (
             f"a volume's loss changes by {change:.1%} with the rest of its batch: a layer normalises over the batch"

@@ -88,6 +88,7 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
         if found is not None:
             path, content = found
             return path
+        # Trouble before the first checkpoint was due: no healthy one can exist.
         if run.last_checkpoint() is None or first_sign <= learner.config.ckpt_every_steps:
             return None
         raise TrainingError(
@@ -111,6 +112,7 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
         )
     learner.state = replace(
         state,
+        # The next update then takes the batch after the one that failed.
         offset=state.offset + step + 1 - learner.step,
         lr_scale=state.lr_scale * config.lr_factor,
         skips=(),
