@@ -75,6 +75,7 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     It gets uint8 voxels [B, D, H, W] and returns vectors [B, width]. Raises EvaluationError if it returns another
     shape, NaN or infinity.
     """
+    # One volume first: it gives the width, and shows an error before hours of embedding.
     first = np.asarray(embed(store.read([0]).voxels), np.float32)
     if first.ndim != 2 or len(first) != 1:
         raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")

@@ -235,6 +235,7 @@ def _catalog(
     except AmbiguousPeople as ambiguous:
         raise EvaluationError(f"{ambiguous}; then embed the resulting catalog with --catalog") from None
     catalog.save(kept)
+    # After the catalog, which a later call takes from here if the digest agrees.
     write_whole(kept / "listing.json", json.dumps({"digest": digest}).encode())
     return catalog, versions(listing)
 
@@ -352,6 +353,7 @@ def _finish(
             for at, i in enumerate(good):
                 number, row = found[i]
                 vectors[at] = tables[number].column(kind.name)[row].values.to_numpy()
+            # As for a store (`embed._voxels_of`), the key also identifies the volumes.
             facts = kind.facts | {"key": f"{kind.facts['key']}-{volumes}"}
             write_vectors(out / f"{kind.name}.parquet", rows, vectors, facts, preprocessing)
     failures = []

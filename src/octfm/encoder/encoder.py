@@ -221,6 +221,7 @@ def empty_network(config: PretrainConfig, preprocessing: Preprocessing) -> Visio
 def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -> None:
     """Load weights, which become the module's own. Raises CheckpointError naming what does not fit."""
     try:
+        # Assigned, because nothing can be copied into tensors of the meta device.
         module.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         what = " ".join(str(error).split())[:200]

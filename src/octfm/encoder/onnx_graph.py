@@ -107,6 +107,7 @@ def check(graph: Graph, encoder: Encoder, file: Path) -> float:
     names = [output.name for output in session.get_outputs()]
     grid, worst = encoder.network.grid.size, 0.0
     kept, _, _ = encoder.config.masks.counts(encoder.network.grid.shape)
+    # Other sizes than the example's, which must not be fixed in the graph.
     for batch, tokens, seed in ((1, kept, 1), (3, min(17, grid), 2)):
         inputs = example(encoder, batch, tokens, seed)
         found = session.run(None, {name: value.numpy() for name, value in zip(INPUTS, inputs, strict=True)})

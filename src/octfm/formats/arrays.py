@@ -151,6 +151,7 @@ def _array_header(stream: IO[bytes], uri: str) -> tuple[Shape3, bool, np.dtype]:
 
 def _any_array_header(stream: IO[bytes], uri: str) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(stream)
+    # Version 3.0 exists for structured arrays with names in UTF-8, which are no volumes.
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
         raise ReadError("damaged_file", f"{uri}: version {version} of the NumPy format; expected 1.0 or 2.0")

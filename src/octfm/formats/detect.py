@@ -192,6 +192,7 @@ def is_nifti(head: bytes) -> bool:
 
 def _unzipped(head: bytes) -> bytes:
     try:
+        # 31 = 16 + 15: with a gzip header, and the largest window.
         return zlib.decompressobj(31).decompress(head, _HEAD)
     except zlib.error:
         return b""

@@ -92,6 +92,7 @@ def open_bscans(uri: str) -> Bscans:
         uri=uri,
         shape=shape,
         decode=decode,
+        # One UID per series: that of the file, changed by the numbers of patient, study and series.
         uid=uid_from((int(whole.split(".")[-1]) ^ _mix(key)).to_bytes(16, "big")),
         lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
         lines_in_mm=False,

@@ -130,6 +130,7 @@ def several_pages(file: BinaryIO, most: int = 1) -> bool:
     if head[:4] not in MAGIC[1:5]:
         return False
     order: Literal["little", "big"] = "little" if head[:2] == b"II" else "big"
+    # Bytes of the number of entries, of an entry, and of an offset; BigTIFF has + (43) where TIFF has * (42).
     count, entry, pointer = (8, 20, 8) if b"+" in head[:4] else (2, 12, 4)
     place = int.from_bytes(head[8:16] if pointer == 8 else head[4:8], order)
     for _ in range(most):

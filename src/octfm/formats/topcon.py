@@ -121,6 +121,7 @@ def _plain(file: BinaryIO, chunks: Chunks, uri: str) -> Stored:
     shape = (count, height, width)
     check_size(shape, uri, bytes_per_voxel=2)
     needed = 2 * width * height * count
+    # The header of this chunk has 22 bytes; its last five are not used.
     if bits != 16 or 22 + needed > length:
         raise ReadError(
             "damaged_file",

@@ -237,6 +237,7 @@ def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
             try:
                 with open_file(uri, whole=True) as stream:
                     target.parent.mkdir(parents=True, exist_ok=True)
+                    # Of fixed length: a long name with an ending could be longer than the file system allows.
                     partial = target.with_name(f".{zlib.crc32(name.encode()):08x}.partial")
                     partial.write_bytes(stream.read())
                     partial.replace(target)
@@ -258,6 +259,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
     try:
         with open_binary(path, in_place=True) as file, zipfile.ZipFile(file) as archive:
             entries = [
+                # A folder has an entry of its own, without bytes and with a slash at the end.
                 entry
                 for entry in archive.infolist()
                 if entry.file_size or not entry.orig_filename.endswith(("/", "\\"))

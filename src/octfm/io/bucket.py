@@ -186,6 +186,7 @@ def read(uri: str, start: int = 0, end: int | None = None) -> bytes:
 def download(uri: str, file: Path, size: int) -> None:
     """Download an object of `size` bytes to a local file, in parallel pieces."""
     with file.open("wb") as handle, ThreadPoolExecutor(AT_ONCE) as pool:
+        # The full length first: pieces arrive in any order, each at its own offset.
         handle.truncate(size)
         descriptor = handle.fileno()
 
@@ -334,6 +335,7 @@ def _one_line(error: Exception) -> str:
     """The error's message in one line, without secrets."""
     text = " ".join(str(error).split()) or type(error).__name__
     for name, value in os.environ.items():
+        # A shorter value would occur in ordinary words by chance.
         if len(value) >= 6 and re.search(r"SECRET|TOKEN|ACCESS_KEY|PASSWORD|CREDENTIAL", name):
             text = text.replace(value, f"${name}")
     return _SECRET.sub(r"\1=…", mask(text))[:300]
@@ -358,6 +360,7 @@ def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:
         if scheme == "s3":
             from s3fs import S3FileSystem
 
+            # botocore and s3fs each retry by themselves; one attempt in both leaves retrying to `_patiently`.
             config: dict[str, Any] = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 64}
             config |= {"connect_timeout": 15, "read_timeout": 60}
             driver = S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)

@@ -63,6 +63,7 @@ def key(uri: str, found: bucket.Object) -> str:
 def kept(name: str, size: int, make: Callable[[Path], None]) -> Iterator[Path]:
     """The cached file of this name, created by `make` if absent or truncated; not evicted while the context lasts."""
     path = folder() / "objects" / name[:2] / name
+    # Comes back here once the file is made: only then can it be locked, and it may have been evicted in between.
     while True:
         with suppress(FileNotFoundError):
             with path.open("rb") as handle:
@@ -97,6 +98,7 @@ def _make_room(size: int) -> None:
         book.seek(0)
         text = book.read()
         # A running total: adding up all files for each new one would take longer than fetching it.
+        # Without a valid total the cache counts as full, so that `_shrink` adds up all files.
         used = int(text) if text.isdigit() else limit
         if used + size > limit:
             used = _shrink(int(limit * KEEP) - size)

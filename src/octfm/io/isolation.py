@@ -309,6 +309,7 @@ def _not_importable(error: ImportError) -> ConfigError:
 def _limit(memory: int) -> None:
     import resource
 
+    # A core dump would leave a patient's image on the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)

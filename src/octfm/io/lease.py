@@ -75,6 +75,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
             try:
+                # None: somebody has deleted the object, or it could not be parsed; it is written again.
                 if self._read().get("owner") not in (None, self._owner):
                     self.lost = True
                     return

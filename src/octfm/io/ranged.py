@@ -153,6 +153,7 @@ class Ranged(io.RawIOBase):
         first = HEAD + number * self._block
         if number not in self._blocks:
             if self._in_place and len(self._blocks) >= MANY:
+                # The oldest block: archives are read forwards.
                 self._blocks.pop(next(iter(self._blocks)))
             self._blocks[number] = bucket.read(self._uri, first, min(first + self._block, self._found.size))
         return self._blocks[number][start - first : end - first]

@@ -79,6 +79,7 @@ def stream(
             first, future = window.popleft()
             yield take(future, first)
     finally:
+        # Also if the consumer stops early.
         pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -156,6 +156,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
         qkv_BMSHK = self.qkv(x_BMD).unflatten(-1, (3, self.heads, -1))
+        # To [S, B, H, M, K].
         q, k, v = (rotate(qkv_BMSHK, turn) if turn is not None else qkv_BMSHK).permute(2, 0, 3, 1, 4)
         return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
 

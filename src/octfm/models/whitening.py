@@ -71,6 +71,7 @@ class Whitening(nn.Module):
         mean_LD, moment_LDD = sum_LD / total, product_LDD / total
         self.updates += 1
         updates = int(self.updates)
+        # 1 at the first update, which replaces the initial moments; then a plain mean until the window is full.
         share = 1 / min(updates, self.window)
         self.mean_LD.lerp_(mean_LD, share)
         self.moment_LDD.lerp_(moment_LDD, share)

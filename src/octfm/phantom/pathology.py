@@ -142,6 +142,7 @@ def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.nd
     # Leaking microaneurysms lie anywhere in the macula; the more severe, the more often the centre is involved.
     fx, fy = _polar(rng, rng.uniform(0.0, 2.0 - 1.1 * severity, leaks))
     width = rng.uniform(0.45, 0.9, leaks)
+    # Divided, so that many leaks together do not swell the retina beyond what one severe leak does.
     peak = (8 + 120 * severity * rng.uniform(0.5, 1.2, leaks)) / leaks**0.5
     swelling = _table(fx, fy, width, peak)
 
@@ -157,6 +158,7 @@ def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.nd
     cysts = _table(cx, cy, radius, np.clip(half_height, 12, 150))
 
     subretinal = _none()
+    # Never in mild oedema, and in three of four of the most severe eyes.
     if rng.random() < 1.1 * (severity - 0.3):
         sx, sy = _polar(rng, np.abs(rng.normal(0, 0.35, 1)))
         subretinal = _table(sx, sy, rng.uniform(0.5, 1.1, 1), 25 + 130 * severity * rng.uniform(0.4, 1.0, 1))

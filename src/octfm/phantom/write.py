@@ -209,6 +209,7 @@ def _write_participant(job: _Job) -> _Rows:
 
 def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
     """Scan one eye; `again` for a second scan of it, with different noise and motion."""
+    # A random stream for each scan: its bytes depend neither on the order of scans nor on which others are written.
     stream = [job.seed, 11, job.person.index, list(SCANNERS).index(scanner.name), SIDES.index(laterality), *[1] * again]
     eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
     volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)

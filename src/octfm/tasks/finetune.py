@@ -348,6 +348,7 @@ class _Target:
     def __init__(self, task: Task, config: FinetuneConfig, model: TaskModel):
         self.task, self.runtime = task, model.runtime
         labels = task.cases.label
+        # From a row of the store to its case; -1 without one.
         self._case = np.full(int(task.cases.rows.max()) + 1, -1)
         self._case[task.cases.rows] = np.arange(len(task.cases.rows))
         self.weight: Tensor | None = None

@@ -134,6 +134,7 @@ def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions
         explained=float(values[order].sum() / max(values.sum(), 1e-12)),
         low=low,
         high=high,
+        # Not the maximum: a single outlier would leave few of the 255 levels to all other tokens.
         step=float(np.percentile(np.abs(scores), 99.9)) / 127 or 1.0,
         spread=_yardstick(float(np.median(apart)) if apart else 0.0, volumes) or float("nan"),
     )
@@ -185,6 +186,7 @@ def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray
     if weights is None:
         return None
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
+    # Even attention becomes 1.
     values[chosen[0][counts[0]]] = weights[0][counts[0]] * counts[0].sum()
     return values.reshape(encoder.network.grid.shape)
 
@@ -264,6 +266,7 @@ def band(surfaces: np.ndarray, margin_mm: float) -> Overlay:
 def some_of_each_scanner(store: Store) -> np.ndarray:
     """Store rows of PER_SCANNER volumes per scanner, of different participants, with both eye sides if possible."""
     chosen: dict[str, dict[str, int]] = {}
+    # A right eye, a left eye, then any others, up to PER_SCANNER.
     for wanted in ("R", "L", None):
         for i, row in enumerate(store.rows):
             own = chosen.setdefault(row.scanner, {})

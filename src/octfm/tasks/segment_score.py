@@ -75,6 +75,7 @@ def segment(
     # With other volumes, splits or surfaces to learn from it would be another run.
     taught = [hash_file(truth_file(config, store.rows[i])) for i in train_rows]
     data = volumes_digest(store, [*train_rows, *test_rows], taught)
+    # A trained encoder is in the checkpoints; a frozen one is only named by its key.
     weights = None if config.lr_encoder else encoder.key
     identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=weights)
     with (
@@ -133,6 +134,7 @@ def _judge(
         for name, predictor in predictors.items()
     }
     comparisons = [
+        # PLANNED lists metrics of probes; here every comparison is planned.
         compare_scored(a, b, leakage=False) | {"planned": True}
         for name, others in scored.items()
         if name != "pretrained"
@@ -167,6 +169,7 @@ def errors_of(
         gap = np.abs(found.surfaces[name] - rows)[visible & np.isfinite(found.surfaces[name])]
         errors[name] = float(gap.mean() * dy_um) if gap.size else float("nan")
     if truth["mask"] is not None:
+        # What was cropped away was never seen, so it does not count.
         field = transform.to_native(np.ones(transform.shape, np.uint8)).astype(bool)
         answer, real = found.masks[config.mask_name] & field, truth["mask"] & field
         errors[config.mask_name] = (int((answer & real).sum()), int(answer.sum()), int(real.sum()))

@@ -79,6 +79,7 @@ def leaderboard(
     _one_target(target, of_store(opened[0]), table, orders)
     base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
+    # Behind the vectors of the checkpoints are those of the first one's random initialisation.
     baselines = [*vectors[len(frozen) :], base, metadata(base, without=target)]
     align([base, *vectors])
     seen_rows = np.zeros(len(base.acquisition), bool)
@@ -110,6 +111,7 @@ def leaderboard(
         for name, (what, predictions) in runs.items()
     }
     names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
+    # The first entry, unless it is a fine-tuned run in a group that another run names.
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
     comparisons = [
         compare_scored(a, b, leakage=False)

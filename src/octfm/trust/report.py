@@ -85,6 +85,7 @@ def trust(
         if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
             raise EvaluationError(f"--external {spec}: another encoder is named {name}; rename the function")
     common = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
+    # For their errors only: a wrong target or group should show before anything is embedded.
     group_columns(make_study([of_store(opened[0])], {}, **common), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
     seen = np.zeros(len(encoders[0].acquisition), bool)

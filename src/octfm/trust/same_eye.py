@@ -113,6 +113,7 @@ def _per_eye(data: Embeddings, rows: np.ndarray, value: np.ndarray) -> Readings:
     # Without laterality, an eye cannot be identified on another scanner.
     known = np.array([data.laterality[i] is not None for i in rows], dtype=bool)
     rows, value = rows[known], value[known]
+    # \x1f, because an id may hold any printable separator.
     keys = [f"{eye}\x1f{scanner}" for eye, scanner in zip(data.eye_id[rows], data.scanner[rows], strict=True)]
     _, first, member = np.unique(np.array(keys, dtype=str), return_index=True, return_inverse=True)
     mean = np.bincount(member, weights=value) / np.bincount(member)
@@ -227,6 +228,7 @@ def _ranks(
             # Ties count half, so that an encoder with constant vectors scores at chance.
             best = similarity[correct].max()
             found.append(1 + (similarity[~correct] > best).sum() + (similarity[~correct] == best).sum() / 2)
+        # Several scans of the right eye count as one candidate.
         sizes.append(int((~same_eye).sum()) + 1)
     return np.array(ranks, float), np.array(participant_ranks, float), np.array(sizes)
 

@@ -176,6 +176,7 @@ def _compare_regimes(
     }
     # One call for all parts, so that scanners and regimes are paired by their participants.
     boots = iter(study.bootstrap_together([p for runs in parts.values() for p in runs]))
+    # In the order of `parts`, one for each draw.
     of = {key: over_seeds([next(boots) for _ in runs], seed=study.seed) for key, runs in parts.items()}
     facts: dict[str, Any] = {"target": task.name, "metric": task.metric, "encoder": encoder.name}
     rows = []

@@ -81,6 +81,7 @@ def find_cases(
         labels = _labels(config, store, rows)
         keep = np.array([i for i, label in enumerate(labels) if label is not None], np.int64)
         if len(keep) > config.volumes:
+            # Evenly spaced instead of drawn: every probe uses the same volumes.
             keep = keep[np.linspace(0, len(keep) - 1, config.volumes).astype(int)]
         sides.append((rows[keep], [labels[i] for i in keep]))
     (train, train_text), (held_out, held_out_text) = sides

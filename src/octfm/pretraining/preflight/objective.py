@@ -139,6 +139,7 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
         first = float(model(views, weight).loss)
     own, rise, steps = first, 0.0, 0
     while steps < OVERFIT_STEPS and not rise > CLEAR_RISE:
+        # Looks at the losses eight times at most, because each look takes two forward passes.
         for _ in range(OVERFIT_STEPS // 8):
             optimizer.zero_grad(set_to_none=True)
             model(views, weight).loss.backward()
