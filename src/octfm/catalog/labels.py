@@ -128,6 +128,7 @@ def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         file.seek(0)
+        # A semicolon counts only without commas, as in exports of European spreadsheets.
         reader = csv.DictReader(
             file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ","
         )

@@ -45,6 +45,7 @@ def walk(root: Location, *, follow_links: bool = True) -> Found:
     if isinstance(root, BucketPath):
         _list_bucket(root, found)
         return found
+    # A stack instead of recursion: links can make a tree deeper than Python recurses.
     pending, seen = [root], set()
     while pending:
         folder = pending.pop()

@@ -74,6 +74,7 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
             raise EvaluationError(
                 f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"
             ) from error
+        # The first batch sets the width of all others.
         width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
         if vectors.shape != (len(voxels), width) or not width:
             raise EvaluationError(

@@ -94,6 +94,7 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
     firsts = runtime.part(np.arange(0, len(store), BATCH))
     rows = np.concatenate([np.arange(first, min(first + BATCH, len(store))) for first in firsts] or [np.arange(0)])
     part = path.with_suffix(f".{runtime.rank}.partial.npy")
+    # At least one row, because an empty file cannot be mapped.
     array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
     counts = np.zeros(len(rows), int)
     for first in range(0, len(rows), BATCH):
@@ -122,6 +123,7 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
         facts = {"acquisitions": names, "counts": counts.tolist(), "encoder": encoder.source}
         write_whole(record, json.dumps(facts).encode())
 
+    # Before rank 0 joins the parts: every rank must see the file of rank 0.
     sees = runtime.collect(np.array([runtime.leads or path.with_suffix(".0.partial.npy").is_file()]))
     _require_shared_folder(sees, path.parent)
     runtime.first(join)

@@ -31,6 +31,7 @@ def speckle(
     cube_root = _field(rng, shape, (_narrower(sigma[0]), _narrower(sigma[1])))
     cube_root *= np.float32(1 / (3 * np.sqrt(looks)))
     cube_root += np.float32(1 - 1 / (9 * looks))
+    # A normal variable has a lower tail below 0, which a Gamma variable does not have.
     np.maximum(cube_root, np.float32(0.02), out=cube_root)
     return cube_root * cube_root * cube_root
 

@@ -75,6 +75,7 @@ class PretrainConfig(Config):
 
     def with_objective(self, objective: ObjectiveConfig) -> "PretrainConfig":
         """The same run with another objective. Raises ConfigError if it does not fit the other settings."""
+        # Through `load` and not model_copy, so that validators compare it with the other settings.
         return load(PretrainConfig, dict(self) | {"objective": objective})
 
     @model_validator(mode="after")
@@ -146,6 +147,7 @@ def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | N
     Paths that are not valid here become None: they belong to the machine that wrote the file, and earlier versions
     accepted bucket addresses as names of folders.
     """
+    # A copy of each section: the caller's settings stay as they are.
     kept = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
     places = (
         (kept, "ckpt_second_dir", expect_local),
@@ -201,6 +203,7 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
         update={
             "steps": 10,
             "epochs": None,
+            # A CPU need not have fast bfloat16.
             "precision": "fp32",
             "data": config.data.model_copy(update=data),
             "model": config.model.model_copy(update={"width": 48, "heads": 2, "depth": depth}),

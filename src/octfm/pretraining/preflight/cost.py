@@ -120,14 +120,15 @@ def _step_cost(
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
     # those of all ranks.
     copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
-    telling = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
+    # Inspection follows the backward pass: its copies come on top of the weights, not of the activations.
+    inspecting = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
     held_out = config.validation_volumes * goals // micro_batch
     validating = weights + 2 * held_out + gathered
     # Every rank makes the same whole networks before it keeps its share of them.
     starting = 4 * count_parameters(model) if sharded else 0
     return Cost(
         weights_bytes=weights,
-        peak_bytes=max(activations, telling, validating, starting),
+        peak_bytes=max(activations, inspecting, validating, starting),
         flops=float(counter.get_total_flops()) * micro_steps,
         moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained / shares,
         kernels=ledger.kernels * micro_steps,
@@ -169,6 +170,7 @@ def _fake(array: np.ndarray) -> torch.Tensor:
     return torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype)
 
 
+# Storages instead of tensors, because views share them.
 class _Ledger(TorchDispatchMode):
     """Counts live bytes: a storage is added when an operator first returns it and removed when its last tensor dies."""
 
@@ -194,6 +196,7 @@ class _Ledger(TorchDispatchMode):
             self.live += size
             self.total += size
             self.peak = max(self.peak, self.live)
+            # An address may be used again, so a storage is forgotten as soon as it dies.
             weakref.finalize(storage, self._free, key, size)
         self.kernels += new
         return result
@@ -237,6 +240,7 @@ def measure_speed(runtime: Runtime, width: int, tokens: int) -> Speed:
 
 def _rate(work) -> float:
     """Calls per second, the best of three short windows: another process may have had the device in one."""
+    # The first call compiles or loads kernels.
     work().flatten()[0].item()
     best = 0.0
     for _ in range(3):

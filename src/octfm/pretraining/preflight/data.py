@@ -108,6 +108,7 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
     batch = config.data.global_batch_size
     worlds = [world] if world > 1 else [n for n in (2, 4) if batch % n == 0]
     for count in worlds:
+        # The last one as well, where large positions could overflow.
         for step in (0, 1, config.steps - 1):
             shares = []
             # A loader per rank in this process: the positions depend on nothing else.

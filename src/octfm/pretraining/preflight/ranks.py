@@ -37,6 +37,7 @@ def require_same_folder(runtime: Runtime, run: RunFolder) -> None:
     if not runtime.sharded:
         return
     key = runtime.first(lambda: run.key)
+    # Well before the collective call below would time out.
     deadline = time.monotonic() + min(PATIENCE_S, runtime.timeout_s / 3)
     while not (seen := _has_key(run, key)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -35,6 +35,7 @@ def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
     """Compare a step's peak memory with what is free, and name the largest micro-batch that fits (F7)."""
     per_rank = config.data.global_batch_size // runtime.world
     chosen = config.data.per_device_batch_size
+    # Any second point of the line below.
     other = 1 if chosen > 1 else 2
 
     def cost(micro_batch: int) -> Cost:
@@ -108,6 +109,7 @@ def _folder(name: str, out: Path, advice: str) -> Check:
     try:
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".octfm-probe-") as probe:
             probe.write(b"octfm")
+            # Below, the file is read through a handle of its own.
             probe.flush()
             if Path(probe.name).read_bytes() != b"octfm":
                 return fail(name, f"{parent} returns other bytes than were written", advice)
