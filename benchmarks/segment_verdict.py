@@ -11,9 +11,9 @@ src/octfm/layers/verdict.py, and run with --again FILE, which applies them to th
 """
 
 import argparse
-import pickle
+import json
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -23,10 +23,10 @@ import numpy as np
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import CURRENT, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
-from octfm.layers.verdict import Measures, decide
+from octfm.layers.verdict import ZONE_UM, Measures, decide, expected_error_um
 from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
 from octfm.phantom.native.stream import Stream
-from octfm.volume.etdrs import field_of, measure_grid
+from octfm.volume.etdrs import field_of, field_of_volume, measure_grid
 from octfm.volume.volume import Volume
 
 WRONG_UM = 20.0
@@ -36,12 +36,35 @@ ACCIDENTS = ("clipped", "wrapped", "blink", "upside_down")
 ALTERATIONS = ("axial x2", "axial /2", "lateral x2", "lateral /2", "gamma 0.5", "gamma 2", "dark", "very dark")
 
 
+UNDISTURBED = ("as drawn", "gamma 0.5", "gamma 2", "dark")
+"""Volumes that should not be refused."""
+EVERY = 6
+"""Of the real volume's B-scans, which lie 30 µm apart."""
+INVARIANT_UM = 2.0
+"""Most by which the central thickness may change in an eye that is shown differently."""
+
+
+class Zone(NamedTuple):
+    found_um: float
+    true_um: float
+    """NaN where the image does not show enough of it."""
+    expected_um: float
+    """Mean error that the network expects."""
+
+    @property
+    def wrong(self) -> bool:
+        return not abs(self.found_um - self.true_um) <= WRONG_UM
+
+
 class Case(NamedTuple):
     seed: int
     kind: str
     measures: Measures
-    zones: dict[str, tuple[float, float]]
-    """Zone → thickness found and true thickness; NaN where the image does not show enough of it."""
+    zones: dict[str, Zone]
+
+    def refused(self, zone: Zone) -> bool:
+        """Whether the zone is withheld or the whole scan refused."""
+        return zone.expected_um > ZONE_UM or not decide(self.measures).accepted
 
 
 def drawn(seed: int, accident: str, bscans: int) -> Labelled:
@@ -70,9 +93,9 @@ def altered(image: Labelled, kind: str) -> Volume:
     return Volume(voxels, spacing, laterality="R", superior_first=True, source=kind)
 
 
-def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, tuple[float, float]]:
+def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
     """Zones that were given a value, with the true mean of the place on the retina where the grid was centred."""
-    grid = found.etdrs()
+    grid = found.etdrs(keep_doubtful=True)
     top, bottom = (image.surfaces[SURFACES.index(name)] for name in ("ilm", "bm"))
     truth = (bottom - top) * 1000 * image.spacing_mm[1]
     depth, width = truth.shape
@@ -84,11 +107,14 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, tuple[float,
         measure_grid(values, place, "R", centre, pit_map_um=flat).mean_um
         for values in (np.nan_to_num(truth), np.isfinite(truth).astype(float))
     )
+    error, own = expected_error_um(found.found), field_of_volume(found.volume)
+    expected = measure_grid(error, own, "R", grid.centre_mm, pit_map_um=flat).mean_um
     zones = {}
     for name, mean in grid.mean_um.items():
         if mean is not None:
             known = share[name] or 0.0
-            zones[name] = (mean, (total[name] or 0.0) / known if known >= LEAST_TRUE else np.nan)
+            true = (total[name] or 0.0) / known if known >= LEAST_TRUE else np.nan
+            zones[name] = Zone(mean, true, expected[name] or 0.0)
     return zones
 
 
@@ -108,8 +134,10 @@ def cases_of(seed: int, bscans: int, finder: LayerFinder) -> list[Case]:
     return found
 
 
-def wrong(found: float, truth: float) -> bool:
-    return not abs(found - truth) <= WRONG_UM
+def loaded(record: list) -> Case:
+    """A case from a file of --save."""
+    seed, kind, measures, zones = record
+    return Case(seed, kind, Measures(**measures), {name: Zone(*zone) for name, zone in zones.items()})
 
 
 def report(cases: list[Case]) -> None:
@@ -119,9 +147,10 @@ def report(cases: list[Case]) -> None:
     for kind in ("as drawn", *ACCIDENTS, *ALTERATIONS):
         row(kind, [c for c in cases if c.kind == kind])
     row("all", cases)
+    row("undisturbed", [c for c in cases if c.kind in UNDISTURBED])
     print()
-    good = [c for c in undisturbed if not any(wrong(*zone) for zone in c.zones.values())]
-    bad = [c for c in cases if any(wrong(*zone) for zone in c.zones.values())]
+    good = [c for c in undisturbed if not any(zone.wrong for zone in c.zones.values())]
+    bad = [c for c in cases if any(zone.wrong for zone in c.zones.values())]
     print(f"{'measure':<14} {f'{len(good)} undisturbed volumes, every zone right':<52} {len(bad)} with a wrong zone")
     print(
         f"{'':<14} {'least':>9} {'5 %':>9} {'median':>9} {'95 %':>9} {'most':>9} {'5 %':>12} {'median':>9} {'95 %':>9}"
@@ -134,7 +163,7 @@ def report(cases: list[Case]) -> None:
 
 
 def row(name: str, cases: list[Case]) -> None:
-    zones = [(wrong(*zone), not decide(c.measures).accepted) for c in cases for zone in c.zones.values()]
+    zones = [(zone.wrong, c.refused(zone)) for c in cases for zone in c.zones.values()]
     refused = sum(not decide(c.measures).accepted for c in cases)
     cells = []
     for kind in (True, False):
@@ -145,6 +174,49 @@ def row(name: str, cases: list[Case]) -> None:
     print(f"{name:<16} {len(cases):>4} {share} {' '.join(cells)}  {', '.join(f'{k} {n}' for k, n in reasons.items())}")
 
 
+def shown_differently(volume: Volume) -> dict[str, Volume]:
+    """The same eye mirrored, with another gamma, shifted, tilted, and its odd and even B-scans."""
+    voxels, (dz, dy, dx) = volume.voxels, volume.spacing_mm
+    _, height, width = voxels.shape
+    slope = np.rint(np.tan(np.radians(3)) * dx / dy * (np.arange(width) - width / 2)).astype(int)
+    rows = np.clip(np.arange(height)[:, None] - slope, 0, height - 1)
+    found = {
+        "mirrored": voxels[:, :, ::-1],
+        "gamma 0.8": np.rint(255 * (voxels / 255) ** 0.8).astype(np.uint8),
+        "gamma 1.25": np.rint(255 * (voxels / 255) ** 1.25).astype(np.uint8),
+        "20 rows down": voxels[:, np.clip(np.arange(height) - 20, 0, None)],
+        "20 rows up": voxels[:, np.clip(np.arange(height) + 20, None, height - 1)],
+        "tilted by 3°": np.take_along_axis(voxels, rows[None], axis=1),
+    }
+    shown = {name: replace(volume, voxels=np.ascontiguousarray(array)) for name, array in found.items()}
+    # Every other B-scan; the middle of the field moves by half a B-scan, which the pit makes up for.
+    return shown | {
+        name: replace(volume, voxels=voxels[first::2], spacing_mm=(2 * dz, dy, dx))
+        for first, name in enumerate(("even B-scans", "odd B-scans"))
+    }
+
+
+def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
+    """Central thickness in µm, and whether it is refused."""
+    found = segment(volume, finder=finder)
+    value, given = (found.etdrs(keep_doubtful=keep).mean_um["centre"] for keep in (True, False))
+    return value, given is None or not found.verdict.accepted
+
+
+def invariances(volumes: list[Volume], finder: LayerFinder) -> None:
+    """Change of the central thickness in µm; R where the value is refused, ! where it is not and should be."""
+    print(f"{'central thickness':<20} {'as it is':>9}  change in µm")
+    for volume in volumes:
+        own, refused = central(volume, finder)
+        cells = []
+        for name, other in shown_differently(volume).items():
+            value, withheld = central(other, finder)
+            change = value - own if value is not None and own is not None else np.nan
+            mark = "R" if withheld or refused else "" if abs(change) <= INVARIANT_UM else "!"
+            cells.append(f"{name} {change:+.1f}{mark}")
+        print(f"{volume.source:<20} {own or np.nan:7.1f} {'R' if refused else ' '}  {', '.join(cells)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
@@ -153,16 +225,27 @@ def main() -> None:
     parser.add_argument("--model", default=CURRENT)
     parser.add_argument("--save", type=Path, help="keep the measures in this file, after every seed")
     parser.add_argument("--again", type=Path, nargs="+", help="files of --save: the table under today's thresholds")
+    parser.add_argument("--invariances", action="store_true", help="central thickness of eyes shown differently")
+    parser.add_argument("--data", type=Path, help="folder of real scans, as OCTFM_REAL_DATA, for --invariances")
     arguments = parser.parse_args()
+    if arguments.invariances:
+        eyes = [drawn(seed, "none", 2 * arguments.bscans) for seed in range(arguments.first, arguments.first + 5)]
+        volumes = [Volume(eye.voxels, eye.spacing_mm, source=f"phantom {i}") for i, eye in enumerate(eyes)]
+        if arguments.data:
+            file = np.load(arguments.data / "medvisbonn_amd_spectralis_145.npz")
+            spacing = (0.030 * EVERY, 0.003872, 0.011182)
+            volumes.append(Volume(file["volume"][::EVERY], spacing, source="AMD volume"))
+        invariances(volumes, load_finder(arguments.model))
+        return
     cases: list[Case] = []
     if arguments.again:
-        cases = [c for path in arguments.again for c in pickle.loads(path.read_bytes())]
+        cases = [loaded(record) for path in arguments.again for record in json.loads(path.read_text())]
     else:
         finder = load_finder(arguments.model)
         for seed in range(arguments.first, arguments.first + arguments.count):
             cases += cases_of(seed, arguments.bscans, finder)
             if arguments.save:
-                arguments.save.write_bytes(pickle.dumps(cases))
+                arguments.save.write_text(json.dumps([c._replace(measures=asdict(c.measures)) for c in cases]))
     report(cases)
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from octfm.cli.main import app
+from octfm.layers.finder import Layers
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, row_of
 from octfm.layers.verdict import Verdict
@@ -30,6 +31,7 @@ def found_in(depth: int = 25, *, laterality="R", reasons=(), fluid_in: int | Non
     bm = np.full((depth, width), 150.0)
     share = np.linspace(0, 1, len(SURFACES))[:, None, None]
     rows = bm - thickness / 4 * (1 - share)
+    flat = np.zeros((depth, width))
     masks = {name: np.zeros(volume.shape, bool) for name in AREAS}
     if fluid_in is not None:
         masks["intraretinal_fluid"][fluid_in, 90:110, 40:60] = True
@@ -38,8 +40,7 @@ def found_in(depth: int = 25, *, laterality="R", reasons=(), fluid_in: int | Non
         masks=masks,
         spacing_mm=volume.spacing_mm,
         volume=volume,
-        spread_um={name: np.ones((depth, width), np.float32) for name in SURFACES},
-        doubtful=np.zeros((depth, width), bool),
+        found=Layers(rows, np.ones_like(rows), np.ones_like(rows), flat, flat + 1, np.zeros(volume.shape, np.uint8)),
         verdict=Verdict(reasons, 1.5 if reasons else 0.1),
         model="test 000000000000",
     )

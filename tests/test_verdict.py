@@ -8,7 +8,7 @@ import pytest
 import octfm
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.table import COLUMNS, describe, row_of
-from octfm.layers.verdict import REASONS, decide, doubtful, judge, measure
+from octfm.layers.verdict import ASCAN_UM, MOST_UM, REASONS, decide, expected_error_um, judge, measure
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
@@ -96,16 +96,21 @@ def test_dark_images_and_images_without_contrast_are_refused(scan):
 
 def test_an_unsure_network_is_refused(scan):
     volume, found = scan
-    found.near[0, :, : W // 2] = 0.2
+    found.near[0, :, : W // 2], found.spread_um[0, :, : W // 2] = 0.5, 90
     assert codes(volume, found) == ("unfamiliar",)
 
 
-def test_a_scan_is_doubtful_where_the_network_is_unsure_or_its_order_broken(scan):
+def test_the_expected_error_is_the_share_of_the_distribution_times_its_distance(scan):
     _, found = scan
-    assert not doubtful(found).any()
-    found.near[-1, 0, 0], found.disorder_um[1, 1], found.rows[0, 2, 2] = 0.1, 90, np.nan
-    found.near[3, 5, 5] = 0.1  # an inner layer, which thickness does not depend on
-    assert np.argwhere(doubtful(found)).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert expected_error_um(found).max() < ASCAN_UM / 4
+    found.near[-1, 0, 0], found.spread_um[-1, 0, 0] = 0.75, 80 * 0.25**0.5
+    found.disorder_um[1, 1], found.rows[0, 2, 2] = 90, np.nan
+    found.near[3, 5, 5], found.spread_um[3, 5, 5] = 0.1, 200  # an inner layer, which thickness does not depend on
+    error = expected_error_um(found)
+    assert error[0, 0] == pytest.approx(80 * 0.25, abs=4) and error[1, 1] == pytest.approx(90, abs=4)
+    assert error[2, 2] == MOST_UM
+    assert np.argwhere(error > ASCAN_UM).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert expected_error_um(found, "ilm", SURFACES[3])[5, 5] == MOST_UM
 
 
 def test_every_reason_is_a_sentence_of_what_was_measured(scan):
@@ -117,8 +122,8 @@ def test_every_reason_is_a_sentence_of_what_was_measured(scan):
 
 @pytest.fixture(scope="module")
 def phantom() -> Volume:
-    image = Stream(3, bscans=3, randomised=0.0, conditions=("healthy",), ascan_um=(16.0, 16.0))(0)
-    assert image.accident == "none"
+    stream = Stream(203, bscans=3, randomised=0.0, conditions=("healthy",), ascan_um=(16.0, 16.0))
+    image = next(image for place in range(50) if (image := stream(place)).accident == "none")
     return Volume(image.voxels, image.spacing_mm, laterality="R", source="phantom")
 
 
@@ -128,7 +133,17 @@ def test_a_good_phantom_passes_and_its_doubtful_share_is_shown(phantom):
     assert found.doubtful.shape == found.surfaces["bm"].shape and found.doubtful.mean() < 0.05
     row = row_of(found)
     assert set(row) == set(COLUMNS) and float(row["doubtful_ascans"]) == pytest.approx(found.doubtful.mean(), abs=1e-3)
-    assert "of A-scans are doubtful" in describe(found)
+    assert "of A-scans are doubtful" in describe(found) and not row["withheld"]
+    assert found.etdrs().mean_um == found.etdrs(keep_doubtful=True).mean_um
+
+
+def test_a_zone_is_withheld_where_the_network_is_unsure(phantom):
+    found = octfm.segment(phantom)
+    found.found.near[-1, 1, 100:300], found.found.spread_um[-1, 1, 100:300] = 0.3, 120
+    whole, grid = found.etdrs(keep_doubtful=True), found.etdrs()
+    assert whole.mean_um["centre"] and grid.mean_um["centre"] is None
+    assert "centre" in row_of(found)["withheld"] and "centre" in describe(found).split("withheld")[1]
+    assert whole.centre_mm == grid.centre_mm and whole.coverage == grid.coverage
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
 """`octfm.segment`: layers, fluid and ETDRS thickness of one scan, by the packaged network, without a training run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
-from octfm.layers.finder import LayerFinder
+from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import load_finder
-from octfm.layers.verdict import Verdict, doubtful, judge
+from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
-from octfm.volume.etdrs import EtdrsGrid, field_of_volume, measure_grid
+from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
@@ -22,21 +23,30 @@ class ScanSegmentation(Segmentation):
 
     volume: Volume
     """The scan, as the file has it."""
-    spread_um: dict[str, np.ndarray]
-    """float32 [D, W] for every surface: standard deviation in the network's own distribution over rows. It is not
-    calibrated."""
-    doubtful: np.ndarray
-    """bool [D, W]: A-scans in which the network is unsure of the ILM or of Bruch's membrane or did not find them; see
-    octfm.layers.verdict.doubtful."""
+    found: Layers
+    """What the network found, with its own uncertainty."""
     verdict: Verdict
     model: str
     """Name and hash of the network."""
     axial_length_mm: float | None = field(default=None)
     """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
 
-    def etdrs(self, upper: str = "ilm", lower: str = "bm") -> EtdrsGrid:
+    @property
+    def spread_um(self) -> dict[str, np.ndarray]:
+        """float32 [D, W] for every surface: standard deviation in the network's own distribution over rows. It is not
+        calibrated."""
+        return dict(zip(SURFACES, self.found.spread_um, strict=True))
+
+    @cached_property
+    def doubtful(self) -> np.ndarray:
+        """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
+        error above 20 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
+        return expected_error_um(self.found) > ASCAN_UM
+
+    def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
 
+        Zones in which the network expects a mean error above 15 µm are None unless `keep_doubtful`.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
         scans, which do not cover zones.
         """
@@ -49,7 +59,17 @@ class ScanSegmentation(Segmentation):
         # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
         inner = self.thickness_um("ilm", "ipl_inl")
         place = field_of_volume(volume, self.axial_length_mm)
-        return measure_grid(self.thickness_um(upper, lower), place, volume.laterality, pit_map_um=inner)
+        grid = measure_grid(self.thickness_um(upper, lower), place, volume.laterality, pit_map_um=inner)
+        if keep_doubtful:
+            return grid
+        error = expected_error_um(self.found, upper, lower)
+        # A map without a pit, so that the grid has the centre of the first.
+        flat = np.zeros_like(error)
+        expected = measure_grid(error, place, volume.laterality, grid.centre_mm, pit_map_um=flat)
+        held = {name: mean if (expected.mean_um[name] or 0) <= ZONE_UM else None for name, mean in grid.mean_um.items()}
+        area = np.pi * RINGS_MM[-1] ** 2
+        trusted = (expected.volume_mm3 or 0) * 1000 / area <= ZONE_UM
+        return replace(grid, mean_um=held, volume_mm3=grid.volume_mm3 if trusted else None)
 
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), or if the
@@ -81,8 +101,7 @@ def segment(
         masks={name: found.lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
         spacing_mm=volume.spacing_mm,
         volume=volume,
-        spread_um=dict(zip(SURFACES, found.spread_um, strict=True)),
-        doubtful=doubtful(found),
+        found=found,
         verdict=judge(volume, found, finder),
         model=f"{finder.name} {finder.digest[:12]}",
         axial_length_mm=axial_length_mm,

@@ -13,14 +13,14 @@ from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS
-from octfm.volume.etdrs import ZONES
+from octfm.volume.etdrs import LEAST_COVERED, ZONES
 from octfm.volume.volume import Volume
 
 SIDES = ("inner left", "inner right", "outer left", "outer right")
 """Zones of an eye whose laterality is unknown."""
 UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
 COLUMNS = (
-    *("source", "laterality", "scanner", "bscans", "grid_centre", *UNIT.values(), "volume_mm3"),
+    *("source", "laterality", "scanner", "bscans", "grid_centre", *UNIT.values(), "volume_mm3", "withheld"),
     *(f"{name}_nl" for name in MASKS),
     *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
 )
@@ -47,6 +47,8 @@ def row_of(found: ScanSegmentation) -> dict[str, str]:
         grid = found.etdrs()
         row["grid_centre"] = grid.centre
         row["volume_mm3"] = "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}"
+        unsure = [name for name, mean in grid.mean_um.items() if mean is None and grid.coverage[name] >= LEAST_COVERED]
+        row["withheld"] = "; ".join(unsure)
         row |= {UNIT[name]: f"{mean:.1f}" for name, mean in grid.mean_um.items() if mean is not None}
     return row
 
@@ -110,6 +112,8 @@ def describe(found: ScanSegmentation) -> str:
         lines += [f"  retina (ILM to BM) in ETDRS zones around the {row['grid_centre']}", *zones]
     if row["volume_mm3"]:
         lines.append(f"  volume within 3 mm {row['volume_mm3']} mm³")
+    if row["withheld"]:
+        lines.append(f"  withheld, because the network is unsure there: {row['withheld']}")
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     if amounts:
         lines.append("  " + ", ".join(amounts))

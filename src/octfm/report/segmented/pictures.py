@@ -91,6 +91,7 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     amounts = {name: found.volume_nl(name) for name in found.masks}
     return [
         ("Verdict", "; ".join(found.verdict.reasons) or "nothing speaks against it"),
+        ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
         *((name.replace("_", " ").capitalize(), f"{nl:.1f} nl") for name, nl in amounts.items() if nl is not None),
         ("Found by", f"{found.model}; {NOTE}"),
     ]
