@@ -206,15 +206,23 @@ def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
 def invariances(volumes: list[Volume], finder: LayerFinder) -> None:
     """Change of the central thickness in µm; R where the value is refused, ! where it is not and should be."""
     print(f"{'central thickness':<20} {'as it is':>9}  change in µm")
+    changes = []
     for volume in volumes:
         own, refused = central(volume, finder)
         cells = []
         for name, other in shown_differently(volume).items():
             value, withheld = central(other, finder)
             change = value - own if value is not None and own is not None else np.nan
+            if not (withheld or refused):
+                changes.append(abs(change))
             mark = "R" if withheld or refused else "" if abs(change) <= INVARIANT_UM else "!"
             cells.append(f"{name} {change:+.1f}{mark}")
         print(f"{volume.source:<20} {own or np.nan:7.1f} {'R' if refused else ' '}  {', '.join(cells)}", flush=True)
+    far = np.mean(np.array(changes) > INVARIANT_UM)
+    print(
+        f"{len(changes)} changes not refused: median {np.median(changes):.1f} µm, {100 * far:.0f} % above "
+        f"{INVARIANT_UM:.0f} µm, most {max(changes):.1f} µm"
+    )
 
 
 def main() -> None:
@@ -230,7 +238,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.invariances:
         eyes = [drawn(seed, "none", 2 * arguments.bscans) for seed in range(arguments.first, arguments.first + 5)]
-        volumes = [Volume(eye.voxels, eye.spacing_mm, source=f"phantom {i}") for i, eye in enumerate(eyes)]
+        volumes = [
+            Volume(eye.voxels, eye.spacing_mm, source=f"phantom {arguments.first + i}") for i, eye in enumerate(eyes)
+        ]
         if arguments.data:
             file = np.load(arguments.data / "medvisbonn_amd_spectralis_145.npz")
             spacing = (0.030 * EVERY, 0.003872, 0.011182)

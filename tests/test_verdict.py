@@ -161,3 +161,26 @@ def test_a_spoilt_phantom_is_refused_in_words_and_has_no_zones(phantom, spoil, r
     assert any(reason in sentence for sentence in found.verdict.reasons), found.verdict
     row = row_of(found)
     assert row["verdict"] == "; ".join(found.verdict.reasons) and not row["centre_um"]
+
+
+def test_the_same_eye_shown_differently_has_the_same_central_thickness(phantom):
+    """Within 4 µm in the central millimetre of the middle B-scan: mirrored, brighter, darker, shifted, tilted by 3°."""
+    voxels = phantom.voxels[1:2]
+    _, height, width = voxels.shape
+    row, rise = np.arange(height), np.tan(np.radians(3)) * phantom.spacing_mm[2] / phantom.spacing_mm[1]
+    tilt = np.rint(rise * (np.arange(width) - width / 2)).astype(int)
+    shown = {
+        "as it is": voxels,
+        "mirrored": voxels[:, :, ::-1],
+        "gamma 0.8": np.rint(255 * (voxels / 255) ** 0.8).astype(np.uint8),
+        "gamma 1.25": np.rint(255 * (voxels / 255) ** 1.25).astype(np.uint8),
+        "shifted": np.roll(voxels, 20, axis=1),
+        "tilted": np.take_along_axis(voxels, np.clip(row[:, None] - tilt, 0, height - 1)[None], axis=1),
+    }
+    middle = np.abs((np.arange(width) - (width - 1) / 2) * phantom.spacing_mm[2]) < 0.5
+    thickness = {}
+    for name, array in shown.items():
+        found = octfm.segment(replace(phantom, voxels=np.ascontiguousarray(array)))
+        assert found.verdict.accepted, (name, found.verdict)
+        thickness[name] = float(np.nanmean(found.thickness_um("ilm", "bm")[:, middle]))
+    assert max(thickness.values()) - min(thickness.values()) < 4, thickness
