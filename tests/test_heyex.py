@@ -218,12 +218,24 @@ def test_the_instruments_etdrs_zones_are_read(tmp_path, laterality):
     assert read_device_grid(uri, limits=Limits()).mean_um == grid.mean_um
 
 
-def test_the_grid_of_a_single_exported_series_is_read(tmp_path):
-    """Its XML starts with the series, without the examination around it, and its images have other names."""
-    uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels()))
+def test_a_single_exported_series_is_read(tmp_path):
+    """Its XML starts with the series, without the examination around it, and HEYEX has renamed its images."""
+    whole = read_volume(write_heyex_xml(tmp_path / "whole", telling_voxels()))
+    uri = with_grid(write_heyex_xml(tmp_path / "clinic" / "a", telling_voxels()))
     text = uri.read_text()
     uri.write_text("\ufeff" + text[text.index("<Series>") : text.index("</Series>")] + "</Series>")
+    for i, image in enumerate(sorted(uri.parent.glob("scan*.tif"))):
+        image.rename(uri.parent / f"OCT R {i} [{image.name}].tif")
     assert read_device_grid(uri).mean_um["centre"] == pytest.approx(280)
+    volume = read_volume(uri)
+    np.testing.assert_array_equal(volume.voxels, whole.voxels)
+    assert volume.spacing_mm == whole.spacing_mm and volume.scanner == "heidelberg_spectralis"
+    catalog = scan(tmp_path / "clinic", workers=1, participant_from="{participant}/*")
+    assert [a.uri for a in catalog.acquisitions] == [str(uri)] and not catalog.rejects
+    other = tmp_path / "other.xml"
+    other.write_text("<Series><SeriesUID>1</SeriesUID></Series>")
+    with pytest.raises(ReadError, match="found no format"):
+        read_volume(other)
 
 
 def test_a_file_without_a_grid_of_1_3_and_6_mm_has_none(tmp_path):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
-from octfm.layers.finder import LayerFinder, network_size, without_white_padding
+from octfm.layers.finder import LayerFinder, keep_plausible, network_size, without_white_padding
 from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
@@ -135,11 +135,25 @@ def test_a_mask_that_a_network_has_not_learned_is_not_reported():
     network = LayerNet(SMALL)
     torch.nn.init.constant_(network.masks.get_parameter("bias"), 9.0)
     image = as_volume(drawn(1)[0])
-    assert (LayerFinder(network).find(image).lesions > 0).all()
-    assert (LayerFinder(network, masks=("drusen",)).find(image).lesions == 1 + MASKS.index("drusen")).all()
+    assert (LayerFinder(network).find(image).lesions > 0).any()
+    values = np.unique(LayerFinder(network, masks=("subretinal_fluid",)).find(image).lesions)
+    assert set(values) <= {0, 1 + MASKS.index("subretinal_fluid")}
     assert not LayerFinder(network, masks=()).find(image).lesions.any()
     found = octfm.segment(image, finder=LayerFinder(network, masks=("drusen",)))
     assert set(found.masks) == {"drusen"} and found.volume_nl("intraretinal_fluid") is None
+
+
+def test_areas_outside_the_retina_and_flat_drusen_are_not_reported():
+    lesions = np.zeros((1, 40, 3), np.uint8)
+    lesions[:, 5:35] = 1 + MASKS.index("subretinal_fluid")
+    lesions[:, 20:30, 1], lesions[:, 26:30, 2] = 1 + MASKS.index("drusen"), 1 + MASKS.index("drusen")
+    rows = np.full((len(SURFACES), 1, 3), np.nan, np.float32)
+    rows[0], rows[-1] = 10.0, 29.0
+    rows[:, :, 0] = np.nan
+    keep_plausible(lesions, rows, 3.9)
+    assert (lesions[0, 5:35, 0] == 2).all(), "nothing is cleared where the surfaces were not found"
+    assert np.flatnonzero(lesions[0, :, 1]).tolist() == list(range(10, 30)) and (lesions[0, 20:30, 1] == 3).all()
+    assert (lesions[0, 10:26, 2] == 2).all() and not lesions[0, 26:, 2].any(), "16 µm is no druse"
 
 
 def test_a_damaged_or_unknown_network_is_refused(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
-from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images
+from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images, names_of
 from octfm.formats.image_folder import SUFFIXES, is_image
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
@@ -180,7 +180,7 @@ def join_images(files: list[Location], companions: list[Location]) -> None:
             continue
         exports = [path for path in inside if path.suffix.lower() == ".xml"]
         named = set().union(*(_named_by(path) for path in exports))
-        parts = [path for path in images if path.name.lower() in named]
+        parts = [path for path in images if names_of(path.name) & named]
         # A few other files do not turn B-scans into single images; they stay files of their own.
         few_others = not named and len(images) > _IMAGES_PER_OTHER_FILE * (len(inside) - len(images))
         if len(images) > 1 and (len(images) == len(inside) or few_others):

@@ -121,7 +121,7 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
     with bscans.damage_has_a_code(uri):
         folder = is_folder(uri)
         places = [place for place in list_folder(uri) if place.lower().endswith(".xml")] if folder else [uri]
-        found = [place for place in places if heyex_xml.may_hold_grid(_head(place))]
+        found = [place for place in places if heyex_xml.fits(_head(place))]
         if len(found) > 1:
             raise ReadError("several_volumes", f"{uri}: which of its {len(found)} HEYEX exports? give one of them")
         return heyex_xml.read_device_grid(found[0]) if found else None

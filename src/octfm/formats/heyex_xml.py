@@ -58,15 +58,11 @@ class DeviceGrid:
 
 
 def fits(head: bytes) -> bool:
-    """Whether a file starts as XML with the root HEDX, in any of the encodings that HEYEX writes."""
-    text = head.replace(b"\0", b"")  # turns UTF-16 of ASCII characters into ASCII
-    return text.lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t").startswith(b"<") and b"<HEDX" in text
-
-
-def may_hold_grid(head: bytes) -> bool:
-    """Whether a file starts as HEYEX XML, or as the XML of a single series without the examination around it."""
-    text = head.replace(b"\0", b"").lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t")
-    return fits(head) or re.match(rb"(<\?xml[^>]*>\s*)?<Series>", text) is not None
+    """Whether a file starts as HEYEX XML: with the root HEDX, or as a single Heidelberg series without the examination
+    around it; in any of the encodings that HEYEX writes."""
+    text = head.replace(b"\0", b"").lstrip(b"\xef\xbb\xbf\xff\xfe \r\n\t")  # turns UTF-16 of ASCII into ASCII
+    series = re.match(rb"(<\?xml[^>]*>\s*)?<Series>", text) is not None and b"Heidelberg" in text
+    return series or (text.startswith(b"<") and b"<HEDX" in text)
 
 
 def exports_in(places: Iterable[str]) -> list[str]:
@@ -167,6 +163,13 @@ def named_images(content: bytes) -> set[str]:
     return {_last_part(unescape(url)).lower() for url in re.findall(r"<ExamURL>([^<]*)</ExamURL>", text)}
 
 
+def names_of(file: str) -> set[str]:
+    """Lower-case names under which an XML may know an image file: its own, and the one in brackets if HEYEX has renamed
+    it on export ("OCT R 1 [5DD37430.jpg].jpg")."""
+    renamed = re.search(r"\[([^\[\]]+)\]\.\w+$", file)
+    return {file.lower()} | ({renamed[1].lower()} if renamed else set())
+
+
 def _root(uri: str) -> Element:
     with open_file(uri, whole=True) as file:
         content = file.read(MAX_BYTES + 1)
@@ -218,7 +221,10 @@ def _last_part(url: str) -> str:
 
 def _files(uri: str, names: list[str]) -> list[str]:
     """The image files, which must lie in the folder of the XML: folders in its paths are ignored."""
-    present = {PurePath(place).name.lower(): place for place in list_folder(str(listed(uri).parent))}
+    files = list_folder(str(listed(uri).parent))
+    # Own names come last: they win over those in brackets.
+    present = {name: place for place in files for name in names_of(PurePath(place).name)}
+    present |= {PurePath(place).name.lower(): place for place in files}
     missing = [name or "(no name)" for name in names if name.lower() not in present]
     if missing:
         raise ReadError(

@@ -23,6 +23,8 @@ WINDOW_ROWS = 4
 """A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
 MOST_PADDING = 0.2
 """Largest share of a B-scan that is taken for white padding."""
+LOWEST_DRUSE_UM = 20.0
+"""Height below which what lies under the RPE is not reported as a druse: nearly every eye beyond 60 has some."""
 CHUNK = 4
 """B-scans in memory at a time."""
 
@@ -75,6 +77,7 @@ class LayerFinder:
                 logits[:, [i for i, name in enumerate(MASKS) if name not in self.masks]] = -1e4
                 best, which = F.interpolate(logits, (height, width), mode="bilinear").max(dim=1)
                 lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
+                keep_plausible(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
         return Layers(rows, spread, near, disorder, present, lesions)
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -110,6 +113,17 @@ class LayerFinder:
         um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
         return np.where(gone > 0.5, np.nan, rows), spread * um, held, moved[0] * um, present
+
+
+def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
+    """Clear, in place, what lies above the ILM or below Bruch's membrane, and drusen lower than LOWEST_DRUSE_UM."""
+    row = np.arange(lesions_BHW.shape[1])[None, :, None]
+    # Comparisons with NaN are false: nothing is cleared where a surface was not found.
+    outside = (row < rows_SBW[0][:, None] - 0.5) | (row > rows_SBW[-1][:, None] + 0.5)
+    lesions_BHW[outside] = 0
+    drusen = lesions_BHW == 1 + MASKS.index("drusen")
+    drusen &= (drusen.sum(axis=1) * row_um < LOWEST_DRUSE_UM)[:, None]
+    lesions_BHW[drusen] = 0
 
 
 def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
