@@ -15,7 +15,7 @@ from octfm.io.isolation import Limits
 from octfm.volume.etdrs import ZONES
 from octfm.volume.preprocessing import Preprocessing
 from support.dicom_files import write_oct_dicom
-from support.vendor_files import SPACING_MM, ends_of, radial_ends, write_heyex_xml, write_vol
+from support.vendor_files import SPACING_MM, ends_of, radial_ends, with_grid, write_heyex_xml, write_vol
 from support.volumes import SHAPE, telling_voxels
 
 DUMMY_VOL, DUMMY_XML = "heyex_vol/eyepy_dummy_10x40x50.vol", "heyex_xml/eyepy_dummy/test_dummy.xml"
@@ -187,21 +187,6 @@ def test_a_file_without_layers_has_no_surfaces(tmp_path):
 
 # ---- the grid that the instrument measured
 # ---------------------------------------------------------------------------------------------------------------
-
-
-def with_grid(uri: Path, diameters=(1, 3, 6)) -> Path:
-    zones = {"C0": 0.280, "N1": 0.345, "N2": 0.310, "S1": 0.340, "S2": 0.300, "T1": 0.325, "T2": 0.270, "I1": 0.335}
-    text = "".join(f"<Diameter{i}>{mm:.2f}</Diameter{i}>" for i, mm in enumerate(diameters, 1))
-    text += "<IsDefaultPos>false</IsDefaultPos><CenterPos><Coord><X>370</X><Y>386</Y></Coord></CenterPos>"
-    text += "<TotalVolume>8.729</TotalVolume>"
-    for zone, mm in (*zones.items(), ("I2", 0.0)):
-        text += f"<Zone><Name>{zone}</Name><AvgThickness>{mm:.3f}</AvgThickness>"
-        text += f"<ValidPixelPercentage>{98.5 if mm else 0:.3f}</ValidPixelPercentage></Zone>"
-    scale = "<OphthalmicAcquisitionContext><ScaleX>0.01</ScaleX><ScaleY>0.02</ScaleY></OphthalmicAcquisitionContext>"
-    content = uri.read_text().replace("<GeneralEquipment>", f"<ThicknessGrid>{text}</ThicknessGrid><GeneralEquipment>")
-    localizer = "<ImageType><Type>LOCALIZER</Type></ImageType>"
-    uri.write_text(content.replace(localizer, localizer + scale))
-    return uri
 
 
 @pytest.mark.parametrize("laterality", ["R", "L"])

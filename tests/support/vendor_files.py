@@ -489,3 +489,19 @@ def _write(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
+
+
+def with_grid(uri: Path, diameters=(1, 3, 6)) -> Path:
+    """Add the thickness grid of the instrument to an XML of write_heyex_xml."""
+    zones = {"C0": 0.280, "N1": 0.345, "N2": 0.310, "S1": 0.340, "S2": 0.300, "T1": 0.325, "T2": 0.270, "I1": 0.335}
+    text = "".join(f"<Diameter{i}>{mm:.2f}</Diameter{i}>" for i, mm in enumerate(diameters, 1))
+    text += "<IsDefaultPos>false</IsDefaultPos><CenterPos><Coord><X>370</X><Y>386</Y></Coord></CenterPos>"
+    text += "<TotalVolume>8.729</TotalVolume>"
+    for zone, mm in (*zones.items(), ("I2", 0.0)):
+        text += f"<Zone><Name>{zone}</Name><AvgThickness>{mm:.3f}</AvgThickness>"
+        text += f"<ValidPixelPercentage>{98.5 if mm else 0:.3f}</ValidPixelPercentage></Zone>"
+    scale = "<OphthalmicAcquisitionContext><ScaleX>0.01</ScaleX><ScaleY>0.02</ScaleY></OphthalmicAcquisitionContext>"
+    content = uri.read_text().replace("<GeneralEquipment>", f"<ThicknessGrid>{text}</ThicknessGrid><GeneralEquipment>")
+    localizer = "<ImageType><Type>LOCALIZER</Type></ImageType>"
+    uri.write_text(content.replace(localizer, localizer + scale))
+    return uri

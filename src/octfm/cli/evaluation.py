@@ -339,6 +339,7 @@ def _segment_scans(sources: "Sequence[str | Volume]", out: Path, dicom: bool, li
     from octfm.formats import read_volume, within
     from octfm.layers.segment import segment as segment_scan
     from octfm.layers.table import describe, read_table, write_table
+    from octfm.layers.zones import device_grid_of
     from octfm.report.segmented.contact_sheet import ContactSheet
     from octfm.tasks.segment_export import write_dicom, write_nifti
     from octfm.volume.volume import Volume
@@ -352,7 +353,7 @@ def _segment_scans(sources: "Sequence[str | Volume]", out: Path, dicom: bool, li
     for source in sources:
         volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
         found = segment_scan(volume)
-        typer.echo(describe(found))
+        typer.echo(describe(found, None if isinstance(source, Volume) else device_grid_of(source, limits)))
         if out != DEFAULT_SEGMENT:
             name = source.source if isinstance(source, Volume) else source
             written = write_nifti(found, out, Path(name).stem)

@@ -12,7 +12,7 @@ from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import load_finder
 from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
-from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, field_of_volume, measure_grid
+from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, measure_grid
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
@@ -48,28 +48,35 @@ class ScanSegmentation(Segmentation):
 
         Zones in which the network expects a mean error above 15 µm are None unless `keep_doubtful`.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
-        scans, which do not cover zones.
+        scans, which do not cover zones, and for B-scans whose positions contradict each other.
         """
+        # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
+        inner = self.thickness_um("ilm", "ipl_inl")
+        place = self.place()
+        grid = measure_grid(self.thickness_um(upper, lower), place, self.volume.laterality, pit_map_um=inner)
+        if keep_doubtful:
+            return grid
+        error = expected_error_um(self.found, upper, lower)
+        # A map without a pit, so that the grid has the centre of the first.
+        flat = np.zeros_like(error)
+        expected = measure_grid(error, place, self.volume.laterality, grid.centre_mm, pit_map_um=flat)
+        held = {name: mean if (expected.mean_um[name] or 0) <= ZONE_UM else None for name, mean in grid.mean_um.items()}
+        area = np.pi * RINGS_MM[-1] ** 2
+        trusted = (expected.volume_mm3 or 0) * 1000 / area <= ZONE_UM
+        return replace(grid, mean_um=held, volume_mm3=grid.volume_mm3 if trusted else None)
+
+    def place(self) -> Field:
+        """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
         volume = self.volume
         if volume.layout != "raster" or volume.shape[0] < 2:
             raise EvaluationError(
                 f"{volume.source}: a {volume.layout} scan of {volume.shape[0]} B-scans covers no ETDRS zone; "
                 "a raster is needed"
             )
-        # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
-        inner = self.thickness_um("ilm", "ipl_inl")
-        place = field_of_volume(volume, self.axial_length_mm)
-        grid = measure_grid(self.thickness_um(upper, lower), place, volume.laterality, pit_map_um=inner)
-        if keep_doubtful:
-            return grid
-        error = expected_error_um(self.found, upper, lower)
-        # A map without a pit, so that the grid has the centre of the first.
-        flat = np.zeros_like(error)
-        expected = measure_grid(error, place, volume.laterality, grid.centre_mm, pit_map_um=flat)
-        held = {name: mean if (expected.mean_um[name] or 0) <= ZONE_UM else None for name, mean in grid.mean_um.items()}
-        area = np.pi * RINGS_MM[-1] ** 2
-        trusted = (expected.volume_mm3 or 0) * 1000 / area <= ZONE_UM
-        return replace(grid, mean_um=held, volume_mm3=grid.volume_mm3 if trusted else None)
+        try:
+            return field_of_volume(volume, self.axial_length_mm)
+        except ValueError as error:
+            raise EvaluationError(f"{volume.source}: {error}") from None
 
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), or if the

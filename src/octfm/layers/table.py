@@ -7,27 +7,34 @@ from pathlib import Path
 
 from octfm.errors import EvaluationError, ReadError
 from octfm.formats import read_volume
+from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
 from octfm.io.location import write_whole
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
+from octfm.layers.zones import (
+    DEVICE_COLUMNS,
+    ZONE_COLUMNS,
+    device_cells,
+    device_grid_of,
+    grid_of,
+    zone_cells,
+    zone_lines,
+)
 from octfm.models.layer_net import MASKS
-from octfm.volume.etdrs import LEAST_COVERED, ZONES
 from octfm.volume.volume import Volume
 
-SIDES = ("inner left", "inner right", "outer left", "outer right")
-"""Zones of an eye whose laterality is unknown."""
-UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
 COLUMNS = (
-    *("source", "laterality", "scanner", "bscans", "grid_centre", *UNIT.values(), "volume_mm3", "withheld"),
+    *("source", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
     *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
+    *DEVICE_COLUMNS,
 )
 
 
-def row_of(found: ScanSegmentation) -> dict[str, str]:
-    """One row of the table; what the scan does not allow stays empty."""
+def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
+    """One row of the table; what the scan does not allow stays empty. `device`: see `device_grid_of`."""
     volume = found.volume
     row = dict.fromkeys(COLUMNS, "") | {
         "source": volume.source,
@@ -43,14 +50,8 @@ def row_of(found: ScanSegmentation) -> dict[str, str]:
     for name in MASKS:
         amount = found.volume_nl(name)
         row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
-    if volume.layout == "raster" and volume.shape[0] > 1 and found.verdict.accepted:
-        grid = found.etdrs()
-        row["grid_centre"] = grid.centre
-        row["volume_mm3"] = "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}"
-        unsure = [name for name, mean in grid.mean_um.items() if mean is None and grid.coverage[name] >= LEAST_COVERED]
-        row["withheld"] = "; ".join(unsure)
-        row |= {UNIT[name]: f"{mean:.1f}" for name, mean in grid.mean_um.items() if mean is not None}
-    return row
+    grid = grid_of(found)
+    return row | zone_cells(found, grid) | device_cells(device, found, grid)
 
 
 def write_table(
@@ -78,7 +79,8 @@ def write_table(
         try:
             volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
             found = segment(volume, finder=finder)
-            row = row_of(found) | {"source": source}
+            device = None if isinstance(given, Volume) else device_grid_of(given, limits)
+            row = row_of(found, device) | {"source": source}
             if also:
                 also(source, found)
         except ReadError as error:
@@ -103,17 +105,11 @@ def read_table(path: Path) -> list[dict[str, str]]:
         return list(reader)
 
 
-def describe(found: ScanSegmentation) -> str:
-    """A few lines for a terminal."""
-    row, volume = row_of(found), found.volume
+def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> str:
+    """A few lines for a terminal. `device`: see `device_grid_of`."""
+    row, volume = row_of(found, device), found.volume
     lines = [f"{volume.source}: {volume.shape[0]} B-scans, {volume.scanner}, eye {volume.laterality or 'unknown'}"]
-    zones = [f"  {name:16} {float(row[UNIT[name]]):6.1f} µm" for name in UNIT if row[UNIT[name]]]
-    if zones:
-        lines += [f"  retina (ILM to BM) in ETDRS zones around the {row['grid_centre']}", *zones]
-    if row["volume_mm3"]:
-        lines.append(f"  volume within 3 mm {row['volume_mm3']} mm³")
-    if row["withheld"]:
-        lines.append(f"  withheld, because the network is unsure there: {row['withheld']}")
+    lines += zone_lines(row)
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     if amounts:
         lines.append("  " + ", ".join(amounts))

@@ -1,0 +1,123 @@
+"""ETDRS zones of a scan for a table: ours with the reason for every blank, and those that the device measured."""
+
+from pathlib import Path
+
+import numpy as np
+
+from octfm.errors import EvaluationError, ReadError
+from octfm.formats import read_device_grid
+from octfm.formats.heyex_xml import DeviceGrid
+from octfm.io.isolation import Limits
+from octfm.layers.segment import ScanSegmentation
+from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid
+
+SIDES = ("inner left", "inner right", "outer left", "outer right")
+"""Zones of an eye whose laterality is unknown."""
+UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
+"""Zone → column of its mean thickness."""
+DEVICE_UNIT = {name: f"device_{UNIT[name]}" for name in ZONES}
+ZONE_COLUMNS = ("grid_centre", *UNIT.values(), "volume_mm3", "withheld", "zones_note")
+DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
+
+
+def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
+    """Cells of ZONE_COLUMNS; `zones_note` says in words why a zone is blank."""
+    if grid is None:
+        return {"zones_note": why_no_zones(found)}
+    return {
+        "grid_centre": grid.centre,
+        "volume_mm3": "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}",
+        "withheld": "; ".join(_unsure(grid)),
+        "zones_note": _note(found, grid),
+        **{UNIT[name]: f"{mean:.1f}" for name, mean in grid.mean_um.items() if mean is not None},
+    }
+
+
+def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
+    """Our zones, None where the scan covers none or is refused by the verdict."""
+    return None if why_no_zones(found) else found.etdrs()
+
+
+def why_no_zones(found: ScanSegmentation) -> str:
+    """Empty if the scan has zones."""
+    volume = found.volume
+    if volume.layout != "raster":
+        kind = {"line": "line scan", "circle": "circle scan", "radial": "radial scan"}[volume.layout]
+        return f"no zones: a {kind}; the grid needs a raster of parallel B-scans over the macula"
+    if volume.shape[0] == 1:
+        return "no zones: a single B-scan; the grid needs a raster of parallel B-scans over the macula"
+    if not found.verdict.accepted:
+        return "no zones: the verdict speaks against this segmentation"
+    try:
+        found.place()
+    except EvaluationError as error:
+        return f"no zones: {str(error).removeprefix(f'{volume.source}: ')}"
+    return ""
+
+
+def _unsure(grid: EtdrsGrid) -> list[str]:
+    """Zones that were measured, but in which the network expects too large an error."""
+    return [name for name, mean in grid.mean_um.items() if mean is None and grid.coverage[name] >= LEAST_COVERED]
+
+
+def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
+    notes = []
+    if grid.centre == "scan":
+        notes.append("no foveal pit was found, so the grid is centred on the middle of the scan")
+    if not any("superior" in name for name in grid.mean_um):
+        notes.append("no superior and inferior zones: the file does not say which B-scan is superior")
+    if found.volume.laterality is None:
+        notes.append("left and right instead of nasal and temporal: the file does not say which eye it is")
+    if short := [name for name, share in grid.coverage.items() if share < LEAST_COVERED]:
+        notes.append(f"less than {LEAST_COVERED:.0%} measured: {', '.join(short)}")
+    return "; ".join(notes)
+
+
+def device_grid_of(source: str | Path, limits: Limits | None = None) -> DeviceGrid | str | None:
+    """The device's own grid, None if the file has none, or in words why it cannot be read."""
+    try:
+        return read_device_grid(source, limits)
+    except ReadError as error:
+        return f"the device's grid cannot be read: {error.code}"
+
+
+def device_cells(device: DeviceGrid | str | None, found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
+    """Cells of DEVICE_COLUMNS."""
+    if device is None or isinstance(device, str):
+        return {"device_note": device or ""}
+    notes = []
+    if not device.centre_moved:
+        notes.append("the device's grid lies in the middle of the fundus image, where nobody has moved it to the fovea")
+    if grid is not None and found.volume.lines is not None and device.centre_mm is not None:
+        apart = float(np.hypot(*np.subtract(device.centre_mm, grid.centre_mm)))
+        notes.append(f"its centre lies {apart:.2f} mm from ours")
+    if short := [name for name, share in device.coverage.items() if share < LEAST_COVERED]:
+        notes.append(f"the device measured less than {LEAST_COVERED:.0%} of: {', '.join(short)}")
+    return {
+        "device_volume_mm3": "" if device.volume_mm3 is None else f"{device.volume_mm3:.3f}",
+        "device_note": "; ".join(notes),
+        **{DEVICE_UNIT[name]: f"{mean:.1f}" for name, mean in device.mean_um.items() if mean is not None},
+    }
+
+
+def zone_lines(row: dict[str, str]) -> list[str]:
+    """Zones of a row for a terminal, ours and the device's, with the notes."""
+    device = any(row[name] for name in DEVICE_UNIT.values())
+    lines = []
+    for name, column in UNIT.items():
+        ours, theirs = row[column], row.get(DEVICE_UNIT.get(name, ""), "")
+        if ours or theirs:
+            both = f"{float(ours) - float(theirs):+6.1f}" if ours and theirs else "     –"
+            ours, theirs = (f"{float(cell):6.1f}" if cell else "     –" for cell in (ours, theirs))
+            lines.append(f"  {name:16} {ours} µm" + (f"   device {theirs} µm   difference {both} µm" if device else ""))
+    if any(row[column] for column in UNIT.values()):
+        lines.insert(0, f"  retina (ILM to BM) in ETDRS zones around the {row['grid_centre']}")
+    elif device:
+        lines.insert(0, "  retina (ILM to BM) in ETDRS zones of the device")
+    if row["volume_mm3"]:
+        lines.append(f"  volume within 3 mm {row['volume_mm3']} mm³")
+    if row["withheld"]:
+        lines.append(f"  withheld, because the network is unsure there: {row['withheld']}")
+    if row["device_volume_mm3"]:
+        lines.append(f"  volume by the device {row['device_volume_mm3']} mm³")
+    return [*lines, *(f"  {row[name]}" for name in ("zones_note", "device_note") if row[name])]

@@ -1,0 +1,90 @@
+"""What octfm segment says about zones: why they are blank, and the device's own beside them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from octfm.cli.main import app
+from octfm.formats import read_device_grid, read_volume
+from octfm.layers.finder import LayerFinder
+from octfm.layers.table import describe, read_table, row_of
+from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
+from octfm.models.layer_net import LayerNet, LayerNetConfig
+from octfm.volume.etdrs import ZONES
+from octfm.volume.volume import Lines
+from support.segmented import found_in
+from support.vendor_files import with_grid, write_heyex_xml
+from support.volumes import telling_voxels
+
+
+def changed(found, **facts):
+    return replace(found, volume=replace(found.volume, **facts))
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (found_in(1), "no zones: a single B-scan"),
+        (changed(found_in(3), layout="line"), "no zones: a line scan"),
+        (changed(found_in(1), layout="circle"), "no zones: a circle scan"),
+        (changed(found_in(6), layout="radial"), "no zones: a radial scan"),
+        (found_in(reasons=("dark",)), "no zones: the verdict"),
+        (
+            changed(
+                found_in(3), lines=Lines(np.array([[0, 1], [0, 3], [0, 2.0]]), np.array([[6, 1], [6, 3], [6, 2.0]]))
+            ),
+            "no zones: B-scans must come in the order of their positions",
+        ),
+    ],
+)
+def test_a_scan_without_zones_says_why(found, why):
+    row = row_of(found)
+    assert row["zones_note"].startswith(why) and not any(row[column] for column in UNIT.values())
+    assert why in describe(found)
+
+
+def test_blank_zones_are_explained():
+    note = row_of(changed(found_in(), superior_first=None))["zones_note"]
+    assert "does not say which B-scan is superior" in note
+    unknown = row_of(found_in(laterality=None))
+    assert "does not say which eye" in unknown["zones_note"] and unknown[UNIT["outer left"]]
+    flat = found_in()
+    thick = replace(flat, surfaces={name: np.full_like(rows, rows[0, 0]) for name, rows in flat.surfaces.items()})
+    assert "no foveal pit was found" in row_of(thick)["zones_note"]
+
+
+def test_the_devices_grid_stands_beside_ours(tmp_path):
+    uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels()))
+    found, device = found_in(), read_device_grid(uri)
+    row = row_of(found, device)
+    assert row[DEVICE_UNIT["centre"]] == "280.0" and row["device_volume_mm3"] == "8.729"
+    assert "less than 90% of: outer inferior" in row["device_note"] and not row[DEVICE_UNIT["outer inferior"]]
+    shown = describe(found, device)
+    difference = float(row[UNIT["centre"]]) - 280
+    assert f"device  280.0 µm   difference {difference:+6.1f} µm" in shown
+    refused = describe(found_in(reasons=("dark",)), device)
+    assert "device  280.0 µm   difference      – µm" in refused and "zones of the device" in refused
+    lines = Lines(
+        np.array([[0.0, y] for y in np.linspace(6, 0, 25)]), np.array([[6.0, y] for y in np.linspace(6, 0, 25)])
+    )
+    placed = row_of(changed(found, lines=lines), device)
+    assert "mm from ours" in placed["device_note"]
+    untouched = row_of(found, replace(device, centre_moved=False))
+    assert "nobody has moved it to the fovea" in untouched["device_note"]
+
+
+def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
+    for module in ("octfm.layers.segment", "octfm.layers.table"):
+        monkeypatch.setattr(f"{module}.load_finder", lambda: LayerFinder(LayerNet(LayerNetConfig((8, 8)))))
+    uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels()))
+    assert read_volume(uri).shape[0] > 1
+    out = tmp_path / "eyes.csv"
+    done = CliRunner().invoke(app, ["segment", str(uri), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (row,) = read_table(out)
+    assert row[DEVICE_UNIT["inner nasal"]] == "345.0" and row["zones_note"]
+    assert set(DEVICE_UNIT) == set(ZONES)
+    uri.write_text(uri.read_text().replace("</HEDX>", ""))
+    assert "cannot be read: damaged_file" in device_grid_of(uri)
