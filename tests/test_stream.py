@@ -123,7 +123,8 @@ def test_every_accident_is_rendered_at_any_tilt(accident):
         lesions = sample_outer_lesions(rng, detached=False, neovascular=False, reticular=False)
         tilt = (float(rng.uniform(-25, 25)), float(rng.uniform(-12, 12)))
         placement = replace(sample_placement(rng), tilt_deg=tilt, accident=accident, outside=-0.35)
-        shot = Shot(eye, lesions, scanner, sample_look(rng, scanner, 1.0), acquire(rng, scanner, size[0]), placement)
+        look = replace(sample_look(rng, scanner, 1.0), inverted=False)
+        shot = Shot(eye, lesions, scanner, look, acquire(rng, scanner, size[0]), placement)
         image = render_native(shot, rng, size)
         assert image.voxels.shape == image.lesions.shape == size
         ilm, bm = image.surfaces[0], image.surfaces[-1]

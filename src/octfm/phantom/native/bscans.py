@@ -246,6 +246,9 @@ def _retina(scene: Scene, rng: np.random.Generator, size: Shape3) -> np.ndarray:
     """Mean backscattered power of vitreous and retina, float32 [D, H, W], texture included."""
     look, outer, edges, shade, rows_per_um = scene.look, scene.outer, scene.edges, scene.shade, scene.rows_per_um
     x, y, raised = scene.x_mm, scene.y_mm, scene.outer.raised_um
+    # Smooth patches from 0 to 1 of some tenths of a millimetre, in which drusen differ.
+    patch = np.clip(0.5 + scene.eye.anatomy.texture["csi"](3 * x + 9, 3 * y), 0, 1)
+    faded = decibels(look.raised_rpe_db * np.clip(raised / 40, 0, 1) * patch)
     degrees = np.degrees(np.arctan(np.gradient(scene.depth_um[0], axis=1) / (1000 * scene.spacing_mm[2])))
     steps = Steps(*size)
     above = np.full(x.shape, decibels(VITREOUS_DB))
@@ -263,6 +266,8 @@ def _retina(scene: Scene, rng: np.random.Generator, size: Shape3) -> np.ndarray:
             case "subretinal_fluid" if outer.material_um.any() or outer.reticular_um.any():
                 solid = np.where(outer.reticular_um > outer.material_um, decibels(-3.5), decibels(look.fill_db + 2))
                 level = np.where(np.maximum(outer.material_um, outer.reticular_um) > 0, solid, level)
+            case "rpe":
+                level = level * faded
             case "drusen":
                 clots = decibels(look.fill_db + 0.5 * look.fill_sd_db * scene.eye.anatomy.texture["csi"](5 * x, 5 * y))
                 level = np.exp((1 - outer.serous) * np.log(clots) + outer.serous * np.log(decibels(-24)))
@@ -286,7 +291,10 @@ def _retina(scene: Scene, rng: np.random.Generator, size: Shape3) -> np.ndarray:
     line(scene.edge("elm"), 6, decibels(look.elm_db) * shade * np.clip(scene.thickness("myoid") / 10, 0, 1))
     tips = decibels(look.interdigitation_db) * shade * np.clip(scene.thickness("outer_segment") / 15, 0, 1)
     line(scene.edge("photoreceptor_tips"), look.interdigitation_um, tips * np.exp(-raised / look.ellipsoid_loss_um))
-    line(scene.peak, 6, decibels(look.peak_db) * shade * np.clip(scene.thickness("rpe") / 8, 0, 1))
+    line(scene.peak, 6, decibels(look.peak_db) * shade * faded * np.clip(scene.thickness("rpe") / 8, 0, 1))
+    if look.base_db > ABSENT_DB:
+        on_base = np.clip(raised / 25 - 0.4, 0, 1) * (1 - outer.serous) * np.clip(2 - 3 * patch, 0, 1)
+        line(scene.edge("bm") - 8 * rows_per_um, 14, decibels(look.base_db) * shade * on_base)
     line(scene.edge("bm"), 5, decibels(look.bruch_db) * shade * np.clip(raised / 30, 0, 1))
     if look.ilm_db > ABSENT_DB:
         # The ILM reflects like a mirror: only where it faces the beam, and in patches.

@@ -54,7 +54,12 @@ class Look:
     fill_db: float
     """Material below a raised RPE: drusen and solid detachments."""
     fill_fall_db: float
-    """How much darker that material is at Bruch's membrane than below the RPE."""
+    """How much darker that material is at Bruch's membrane than below the RPE; negative if brighter."""
+    base_db: float
+    """A bright sheet on Bruch's membrane below a raised RPE; ABSENT_DB if there is none. It outshines the RPE of
+    many drusen in a Spectralis volume."""
+    raised_rpe_db: float
+    """Change of the RPE's brightness where it is raised, in patches."""
     fill_sd_db: float
     ellipsoid_loss_um: float
     """Elevation of the RPE over which the ellipsoid zone above it fades to 1/e."""
@@ -104,14 +109,14 @@ def sample_look(rng: np.random.Generator, scanner: Scanner, spread: float = 1.0)
         elm_db=around(-9, 2),
         interdigitation_db=sometimes(0.75, between(-7, 0)),
         interdigitation_um=between(4, 12),
-        band_um=between(-3, 12),
+        band_um=between(-3, 16),
         # On a Spectralis it is brightest 4 to 5 rows of 3.9 µm above its outer edge (30 B-scans of one AMD eye).
         peak_at=between(0.1, 0.55),
         peak_db=between(-4, 3),
-        bruch_db=between(-9, -4),
+        bruch_db=between(-9, -1),
         choriocapillaris_db=between(-9, -3.5),
         choriocapillaris_um=between(8, 30),
-        choroid_db=around(-5, 1.2),
+        choroid_db=around(-6, 1.8),
         choroid_contrast=between(0.45, 0.9),
         choroid_decay_mm=float(np.exp(between(np.log(0.08), np.log(0.35)))),
         sclera_db=around(-10, 1.5),
@@ -120,7 +125,9 @@ def sample_look(rng: np.random.Generator, scanner: Scanner, spread: float = 1.0)
         texture_um=(between(3, 10), between(15, 90)),
         oblique_db=between(0, 0.25),
         fill_db=between(-9, 1),
-        fill_fall_db=between(0, 5),
+        fill_fall_db=between(-5, 5),
+        base_db=sometimes(0.5, between(-5, 3)),
+        raised_rpe_db=between(-8, 1),
         fill_sd_db=between(0.5, 3),
         ellipsoid_loss_um=float(np.exp(between(np.log(12), np.log(110)))),
         vessel_shadow=between(0.6, 1.3),

@@ -115,6 +115,8 @@ def raise_outer_retina(
     layers_um[onl] = np.maximum(layers_um[onl] - (bump - passed_on), 0.25 * layers_um[onl])
     for name in ("myoid", "ellipsoid", "outer_segment"):
         layers_um[LAYER[name]] *= np.exp(-material / 60 - (found.raised_um - drusen) / 400)
+    # Over a druse the ellipsoid zone comes down to the RPE.
+    layers_um[LAYER["outer_segment"]] *= np.exp(-found.raised_um / 90)
     return found
 
 

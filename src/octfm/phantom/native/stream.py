@@ -24,6 +24,7 @@ CONDITIONS = (
     "central_serous",
     "vein_occlusion",
     "mixed",
+    "traction",
 )
 """Conditions of the eyes in the stream, each equally often."""
 
@@ -95,6 +96,7 @@ def eye_of_stream(rng: np.random.Generator, seed: tuple[int, ...], condition: st
         "central_serous": "healthy",
         "vein_occlusion": "dme",
         "mixed": "drusen",
+        "traction": "healthy",
     }.get(condition, condition)
 
     def sample(name: str) -> Eye:
@@ -109,11 +111,30 @@ def eye_of_stream(rng: np.random.Generator, seed: tuple[int, ...], condition: st
         )
     if condition == "mixed":
         eye = replace(eye, lesions=_both(eye.lesions, sample(second).lesions))
+    if condition == "traction":
+        eye = _under_traction(rng, eye)
     if condition in ("dme", "vein_occlusion") and rng.random() < 0.75:
         eye = replace(eye, lesions=_both(eye.lesions, _cystoid_oedema(rng, eye.lesions)))
     if condition == "vein_occlusion":
         eye = replace(eye, lesions=_one_half(eye.lesions, 1.0 if rng.random() < 0.5 else -1.0))
     return eye
+
+
+def _under_traction(rng: np.random.Generator, eye: Eye) -> Eye:
+    """The vitreous, detached around it, pulls the fovea up by 40 to 250 µm, with cysts below in most eyes."""
+    x, y = rng.normal(0, 0.1, 2)
+    height, width = rng.uniform(40, 250), rng.uniform(0.15, 0.5)
+    count = int(rng.poisson(2.5))
+    radius = rng.uniform(0.04, 0.2, count)
+    half_height = np.minimum(1000 * radius * rng.uniform(0.5, 1.2, count), 0.4 * height + 20)
+    cysts = np.stack([x + rng.normal(0, 0.15, count), y + rng.normal(0, 0.15, count), radius, half_height], axis=1)
+    layer = rng.choice([LAYER["inl"], LAYER["onl"]], count, p=[0.3, 0.7]).astype(np.int64)
+    pulled = Lesions(swelling=np.array([[x, y, width, height]]), cysts=cysts, cyst_layer=layer)
+    return replace(
+        eye,
+        lesions=_both(eye.lesions, pulled),
+        anatomy=replace(eye.anatomy, hyaloid_um=float(rng.uniform(80, 450))),
+    )
 
 
 def _cystoid_oedema(rng: np.random.Generator, lesions: Lesions) -> Lesions:
