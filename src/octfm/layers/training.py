@@ -44,6 +44,17 @@ VALUES = (*(LESIONS[name] for name in MASKS[:3]), DETACHMENT)
 FLUID = ("dme", "detachment", "neovascular_amd", "central_serous", "vein_occlusion", "mixed")
 """Conditions drawn three times as often as the others, and those of CYSTIC seven times: lesions are rare in pixels."""
 CYSTIC = ("dme", "vein_occlusion")
+FACTS = {
+    "about": "Nine retinal surfaces, fluid, drusen and detachments in single B-scans of any scanner",
+    "licence": "Apache-2.0",
+    "trained_on": "synthetic B-scans only (octfm.phantom.native); no patient's image. The appearance of phantoms was "
+    "set with published values and with statistics of real development scans: one Spectralis volume with AMD "
+    "(MedVisBonn, eyepy), five Spectralis eyes with diabetic macular oedema (Chiu et al. 2015), one volume with a "
+    "macular hole",
+    "limits": "Research use only; not a medical device, no clearance or CE mark; not for diagnosis, treatment or "
+    "monitoring. Inner layers are experimental. Not measured in children or high myopia",
+}
+"""Of the model card of weights that are made here."""
 
 
 def stream_of(seed: int) -> Stream:
@@ -201,7 +212,8 @@ def main() -> None:
         if training.step % 50 == 0 or training.step == training.steps:
             training.save(state)
             print(f"step {training.step}/{training.steps}  loss {np.mean(losses[-50:]):.3f}", flush=True)
-    facts = {"steps": training.steps, "seed": arguments.seed, "masks": list(MASKS)}
+    made = f"make weights: {training.steps:,} steps with seed {arguments.seed} on one thread"
+    facts = FACTS | {"masks": list(MASKS), "made": made}
     print(write_weights(training.average, arguments.out, "layers", facts))
 
 
