@@ -147,7 +147,10 @@ def report(cases: list[Case]) -> None:
     for kind in ("as drawn", *ACCIDENTS, *ALTERATIONS):
         row(kind, [c for c in cases if c.kind == kind])
     row("all", cases)
-    row("undisturbed", [c for c in cases if c.kind in UNDISTURBED])
+    plain = [c for c in cases if c.kind in UNDISTURBED]
+    row("undisturbed", plain)
+    print()
+    candidates(cases, plain)
     print()
     good = [c for c in undisturbed if not any(zone.wrong for zone in c.zones.values())]
     bad = [c for c in cases if any(zone.wrong for zone in c.zones.values())]
@@ -160,6 +163,24 @@ def report(cases: list[Case]) -> None:
         if values[0] and values[1]:
             cells = [*np.quantile(values[0], (0, 0.05, 0.5, 0.95, 1)), *np.quantile(values[1], (0.05, 0.5, 0.95))]
             print(f"{item.name:<14} " + " ".join(f"{v:{12 if i == 5 else 9}.3g}" for i, v in enumerate(cells)))
+
+
+def candidates(*groups: list[Case]) -> None:
+    """What other values of ZONE_UM would refuse, of all volumes and of those that are undisturbed."""
+    print("ZONE_UM   all: wrong    right   undisturbed: wrong    right   refused, %")
+    for bar in (4, 6, 8, 10, 12, 15, 20, 30, np.inf):
+        cells = []
+        for cases in groups:
+            refused = [not decide(c.measures).accepted for c in cases]
+            zones = [
+                (z.wrong, z.expected_um > bar or all_of_it)
+                for c, all_of_it in zip(cases, refused, strict=True)
+                for z in c.zones.values()
+            ]
+            for kind in (True, False):
+                here = [hit for off, hit in zones if off is kind]
+                cells.append(100 * np.mean(here) if here else np.nan)
+        print(f"{bar:>7} {cells[0]:>12.0f} {cells[1]:>8.0f} {cells[2]:>20.0f} {cells[3]:>8.0f}")
 
 
 def row(name: str, cases: list[Case]) -> None:
