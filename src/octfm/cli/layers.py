@@ -1,8 +1,11 @@
 """The verbs around the packaged networks of octfm segment: models, agree."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from octfm.cli import options as opt
 
 
 def models(
@@ -24,3 +27,24 @@ def models(
         typer.echo(f"  {network.size_bytes / 1e6:.1f} MB, SHA-256 {network.digest[:12]}, licence {network.licence}")
         typer.echo(f"  masks reported: {masks}")
         typer.echo(f"  {NOTE}; octfm models {network.name} prints the model card")
+
+
+def agree(
+    table: Annotated[Path, opt.local_argument(metavar="TABLE.csv", help="Table of octfm segment --out TABLE.csv.")],
+    device: Annotated[
+        Path | None,
+        opt.local_option(
+            help="CSV with the device's zones (device_centre_um or centre_um …), matched by source, else by "
+            "participant and laterality; default: the device's columns of TABLE.csv."
+        ),
+    ] = None,
+    out: Annotated[Path, opt.local_option("--out", help="HTML file.")] = Path("agree.html"),
+) -> None:
+    """Compare octfm segment with the device over many eyes: Bland-Altman plots, bias and limits of every ETDRS zone."""
+    from octfm.report.segmented.agreement import summary_lines, write_agreement
+    from octfm.trust.device_agreement import device_agreement
+
+    result = device_agreement(table, device)
+    for line in summary_lines(result):
+        typer.echo(line)
+    typer.echo(write_agreement(result, out, [opt.command_line()]))

@@ -11,7 +11,7 @@ import typer
 from octfm.addresses import mask
 from octfm.cli.data import phantom, prepare, scan
 from octfm.cli.evaluation import finetune, leaderboard, probe, segment, trust
-from octfm.cli.layers import models
+from octfm.cli.layers import agree, models
 from octfm.cli.options import Verbs
 from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, pretrain, watch
@@ -35,7 +35,7 @@ VERBS = (
     *(demo, phantom, scan, prepare),
     *(doctor, pretrain, bench, watch),
     *(embed, export),
-    *(probe, finetune, leaderboard, trust, segment, models),
+    *(probe, finetune, leaderboard, trust, segment, models, agree),
     *(report, compare, view, card),
 )
 for verb in VERBS:

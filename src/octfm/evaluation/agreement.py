@@ -1,5 +1,6 @@
 """Agreement between scanners on the same eyes: six forms of intraclass correlation, and Bland-Altman limits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.evaluation.metrics import ratio
+from octfm.evaluation.statistics import Metric
 
 Form = Literal["ICC(1,1)", "ICC(2,1)", "ICC(3,1)", "ICC(1,k)", "ICC(2,k)", "ICC(3,k)"]
 MEANING: dict[Form, str] = {
@@ -128,6 +130,20 @@ def spread(difference: np.ndarray, weights: np.ndarray | None = None) -> np.ndar
 def limit(difference: np.ndarray, side: int, weights: np.ndarray | None = None) -> np.ndarray:
     """Lower (`side` −1) or upper (+1) limit of agreement [R]: bias ± 1.96 standard deviations."""
     return bias(difference, weights) + side * LIMITS * spread(difference, weights)
+
+
+def limits(
+    difference: np.ndarray, boot: Callable[[Metric], dict[str, float | None]]
+) -> dict[str, dict[str, float | None] | float | None]:
+    """Bland-Altman: bias, lower and upper limit, each as `boot` gives it (with an interval), and the standard
+    deviation, None if it is not finite."""
+    sd = float(spread(difference)[0])
+    return {
+        "bias": boot(lambda W: bias(difference, W)),
+        "lower": boot(lambda W: limit(difference, -1, W)),
+        "upper": boot(lambda W: limit(difference, 1, W)),
+        "sd": sd if np.isfinite(sd) else None,
+    }
 
 
 def _mean_squares(

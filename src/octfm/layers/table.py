@@ -25,6 +25,8 @@ from octfm.layers.zones import (
 from octfm.models.layer_net import MASKS
 from octfm.volume.volume import Volume
 
+ACCEPTED = "nothing speaks against it"
+"""The verdict on a scan without a reason to doubt it."""
 COLUMNS = (
     *("source", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
@@ -41,7 +43,7 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         "laterality": volume.laterality or "",
         "scanner": volume.scanner,
         "bscans": str(volume.shape[0]),
-        "verdict": "; ".join(found.verdict.reasons) or "nothing speaks against it",
+        "verdict": "; ".join(found.verdict.reasons) or ACCEPTED,
         "doubt": f"{found.verdict.doubt:.3f}",
         "doubtful_ascans": f"{found.doubtful.mean():.3f}",
         "model": found.model,

@@ -10,7 +10,7 @@ import numpy as np
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.readouts import standardised
-from octfm.evaluation.scoring import Predictions, finite
+from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
 from octfm.trust.study import Study, Task, add_claims, difference, estimate
 
@@ -149,15 +149,9 @@ def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b
         return estimate(study.bootstrap(metric, people))
 
     forms: tuple[agreement.Form, ...] = (PAIRWISE, "ICC(3,1)")
-    limits = {
-        "bias": boot(lambda W: agreement.bias(apart, W)),
-        "lower": boot(lambda W: agreement.limit(apart, -1, W)),
-        "upper": boot(lambda W: agreement.limit(apart, 1, W)),
-        "sd": finite(float(agreement.spread(apart)[0])),
-    }
     return facts | {
         "icc": [{"form": f, **boot(lambda W, f=f: agreement.icc(values, f, W))} for f in forms],
-        "bland_altman": limits,
+        "bland_altman": agreement.limits(apart, boot),
         "points": [[float(m), float(d)] for m, d in zip(values.mean(1), apart, strict=True)],
         "note": None,
     }

@@ -1,0 +1,62 @@
+"""The page of octfm agree: Bland-Altman plots and limits of octfm segment against the device, zone by zone."""
+
+from pathlib import Path
+from typing import Any
+
+from octfm.report.page import html_file, render, write_page
+from octfm.report.trust.figures import bland_altman
+from octfm.report.words import interval
+
+MOST_LISTED = 200
+CAPTION = (
+    "One point per scan. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations); shaded: their "
+    "95\u00a0% intervals. Above 0 octfm measures more than the device."
+)
+
+
+def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]) -> Path:
+    """Render what `octfm.trust.device_agreement` returned. Raises EvaluationError if `out` is a folder."""
+    from octfm.layers.packaged import NOTE
+
+    zones = []
+    for zone in result["zones"]:
+        cells = dict.fromkeys(("bias", "lower", "upper"), "")
+        if limits := zone["bland_altman"]:
+            cells = {name: interval(limits[name], digits=1) for name in cells}
+        zones.append(zone | cells)
+    facts = {
+        **result,
+        "zones": zones,
+        "sentence": sentence(result),
+        "plots": [bland_altman(z, z["target"].capitalize(), CAPTION) for z in result["zones"] if z["bland_altman"]],
+        "listed": result["large"][:MOST_LISTED],
+        "note": NOTE,
+        "commands": commands,
+    }
+    return write_page(render("agreement.html.jinja", facts), Path(str(html_file(out, "agree.html"))))
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """The centre in one sentence, in plain words."""
+    centre = next((zone for zone in result["zones"] if zone["target"] == "centre" and zone["bland_altman"]), None)
+    if centre is None:
+        return "The central zone was measured by both in fewer than two scans."
+    bias, lower, upper = (centre["bland_altman"][name] for name in ("bias", "lower", "upper"))
+    between = f" (95\u00a0% interval {bias['low']:+.1f} to {bias['high']:+.1f})" if bias["low"] is not None else ""
+    return (
+        f"Centre: octfm minus the device is {bias['estimate']:+.1f} µm on average{between}; 95\u00a0% of scans are "
+        f"expected between {lower['estimate']:+.1f} and {upper['estimate']:+.1f} µm ({centre['n_eyes']} scans)."
+    )
+
+
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """The result for a terminal."""
+    lines = [f"{result['used']} of {result['rows']} rows used"]
+    lines += [f"  {count} left out: {reason}" for reason, count in result["left_out"].items() if count]
+    for zone in result["zones"]:
+        if limits := zone["bland_altman"]:
+            bias, lower, upper = (interval(limits[name], digits=1) for name in ("bias", "lower", "upper"))
+            lines.append(f"  {zone['target']:15} n {zone['n_eyes']:4}  bias {bias}  limits {lower} to {upper} µm")
+    if result["participant_column"] is None:
+        lines.append("  no participant column: intervals take every row for an independent eye")
+    return lines

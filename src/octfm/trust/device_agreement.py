@@ -1,0 +1,182 @@
+"""Agreement of octfm segment with the device over many eyes: Bland-Altman limits of every ETDRS zone."""
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.evaluation import agreement
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, Metric, bootstrap
+from octfm.layers.table import ACCEPTED
+from octfm.layers.zones import DEVICE_UNIT, UNIT
+from octfm.trust.study import estimate
+from octfm.volume.etdrs import ZONES
+
+LARGE_UM = 10.0
+"""Differences above this are listed one by one."""
+RESAMPLES = 2000
+LEFT_OUT = ("could not be read", "refused by the verdict", "without the device's zones", "without ours")
+PARTICIPANT = ("participant", "participant_id")
+"""Columns of which the first that exists names the participant of a row."""
+
+
+def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
+    """Ours minus the device's, per zone, over the rows of a table of octfm segment.
+
+    device: a CSV with the device's zones (`device_centre_um` … or `centre_um` …), matched by `source`, else by
+    participant and laterality; default: the columns device_<zone>_um of the table. Rows that could not be read, were
+    refused by the verdict or lack one side are left out and counted. Intervals are BCa bootstraps over participants
+    where a column names them, else over rows; none with fewer than MIN_PARTICIPANTS. Raises EvaluationError.
+    """
+    rows = _read(table, ("source", "verdict", "problem", UNIT["centre"]))
+    if device is not None:
+        rows = _with_device(rows, _read(device, ()), table, device)
+    named = next((column for column in PARTICIPANT if column in rows[0]), None)
+    left_out = dict.fromkeys(LEFT_OUT, 0)
+    used = []
+    for number, row in enumerate(rows):
+        ours, theirs = _zones(row, UNIT, table), _zones(row, DEVICE_UNIT, table)
+        if reason := _why_left_out(row, ours, theirs):
+            left_out[reason] += 1
+            continue
+        person = row[named].strip() if named else ""
+        # A row without a name must not be joined to the others without one.
+        used.append({"row": row, "ours": ours, "device": theirs, "participant": person or f"row {number}"})
+    if not used:
+        counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+        raise EvaluationError(
+            f"{table}: no eye has zones of ours and of the device ({counted}); give --device TABLE.csv"
+        )
+    eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]
+    return {
+        "rows": len(rows),
+        "used": len(used),
+        "left_out": left_out,
+        "participant_column": named,
+        "participants": len({each["participant"] for each in used}) if named else None,
+        "unnamed": sum(not each["row"][named].strip() for each in used) if named else 0,
+        "repeated": len(eyes) - len(set(eyes)) if named else None,
+        "not_on_fovea": sum("nobody has moved it" in each["row"].get("device_note", "") for each in used),
+        "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
+        "large_um": LARGE_UM,
+        "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"]],
+        "large": _large(used),
+    }
+
+
+def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str, float]) -> str:
+    if row["problem"]:
+        return LEFT_OUT[0]
+    if row["verdict"] != ACCEPTED:
+        return LEFT_OUT[1]
+    if not theirs:
+        return LEFT_OUT[2]
+    return "" if ours.keys() & theirs.keys() else LEFT_OUT[3]
+
+
+def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Bias and limits of one zone, with the points of its plot."""
+    both = [each for each in used if name in each["ours"] and name in each["device"]]
+    ours, theirs = (np.array([each[side][name] for each in both]) for side in ("ours", "device"))
+    people = np.array([each["participant"] for each in both])
+    apart, count = ours - theirs, len(set(people))
+
+    def boot(metric: Metric) -> dict[str, float | None]:
+        if count < MIN_PARTICIPANTS:
+            return estimate(None, float(metric(np.ones((1, len(apart))))[0]))
+        return estimate(bootstrap(metric, people, resamples=RESAMPLES))
+
+    return {
+        "target": name,
+        "a": "octfm",
+        "b": "device",
+        "quantity": "µm",
+        "n_eyes": len(both),
+        "n_participants": count,
+        "without_ours": sum(name in each["device"] and name not in each["ours"] for each in used),
+        "n_large": int((np.abs(apart) > LARGE_UM).sum()),
+        # Without two values there is no spread, so no limits.
+        "bland_altman": agreement.limits(apart, boot) if len(both) > 1 else None,
+        "points": [[float(m), float(d)] for m, d in zip((ours + theirs) / 2, apart, strict=True)],
+    }
+
+
+def _large(used: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Zones that differ by more than LARGE_UM, the largest difference first."""
+    found = [
+        {
+            "source": each["row"]["source"],
+            "zone": name,
+            "ours": each["ours"][name],
+            "device": each["device"][name],
+            "difference": each["ours"][name] - each["device"][name],
+            "note": each["row"].get("device_note", ""),
+        }
+        for each in used
+        for name in ZONES
+        if name in each["ours"] and name in each["device"]
+    ]
+    return sorted((f for f in found if abs(f["difference"]) > LARGE_UM), key=lambda f: -abs(f["difference"]))
+
+
+def _read(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        missing = [column for column in needed if column not in (reader.fieldnames or ())]
+        if missing:
+            raise EvaluationError(f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}")
+        rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+    if not rows:
+        raise EvaluationError(f"{path}: holds no row")
+    return rows
+
+
+def _with_device(
+    rows: list[dict[str, str]], others: list[dict[str, str]], table: Path, device: Path
+) -> list[dict[str, str]]:
+    """Rows with the device's zones of another table in place of their own."""
+    people = [next((c for c in PARTICIPANT if c in some[0]), None) for some in (rows, others)]
+    if "source" in others[0]:
+        keys, wanted = (("source",),) * 2
+    elif all(people) and "laterality" in others[0]:
+        keys, wanted = ((str(person), "laterality") for person in people)
+    else:
+        raise EvaluationError(
+            f"{device}: expected a column source as in {table}, or participant and laterality in both tables"
+        )
+    own = DEVICE_UNIT["centre"] not in others[0]
+    if own and UNIT["centre"] not in others[0]:
+        raise EvaluationError(
+            f"{device}: expected the column {DEVICE_UNIT['centre']} or {UNIT['centre']}, found neither"
+        )
+    known: dict[tuple[str, ...], dict[str, str]] = {}
+    for other in others:
+        key = tuple(other[column] for column in wanted)
+        if key in known:
+            raise EvaluationError(f"{device}: {', '.join(key)} stands in two rows; which of them is meant?")
+        known[key] = other
+    joined = []
+    for row in rows:
+        other = known.get(tuple(row[column] for column in keys), {})
+        zones = {DEVICE_UNIT[name]: other.get((UNIT if own else DEVICE_UNIT)[name], "") for name in ZONES}
+        person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
+        joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
+    return joined
+
+
+def _zones(row: dict[str, str], columns: dict[str, str], path: Path) -> dict[str, float]:
+    """Zone → µm; blank zones are left out."""
+    found = {}
+    for name in ZONES:
+        if cell := row.get(columns[name], "").strip():
+            try:
+                found[name] = float(cell)
+            except ValueError:
+                found[name] = math.nan
+            if not math.isfinite(found[name]):
+                raise EvaluationError(f"{path}: {row['source']}: {columns[name]} expected µm, got {cell!r}") from None
+    return found

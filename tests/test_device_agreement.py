@@ -1,0 +1,130 @@
+"""octfm agree: what is compared, what is left out, whose rows are resampled together, and the page."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from octfm.cli.main import app
+from octfm.errors import EvaluationError
+from octfm.layers.table import ACCEPTED, COLUMNS
+from octfm.layers.zones import DEVICE_UNIT, UNIT
+from octfm.trust.device_agreement import device_agreement
+from octfm.volume.etdrs import ZONES
+from support.browser import assert_renders, needs_chromium
+
+
+def rows_of(people: int = 12, *, bias: float = 4.0) -> list[dict[str, str]]:
+    """Both eyes of each participant, whose difference from the device is mostly their own."""
+    rng = np.random.default_rng(3)
+    rows = []
+    for person in range(people):
+        own = rng.normal(bias, 3)
+        for side in "RL":
+            row = dict.fromkeys(COLUMNS, "") | {
+                "source": f"{person}{side}.xml",
+                "laterality": side,
+                "verdict": ACCEPTED,
+            }
+            for zone in ZONES:
+                device = rng.normal(300, 20)
+                row |= {UNIT[zone]: f"{device + own + rng.normal(0, 0.1):.2f}", DEVICE_UNIT[zone]: f"{device:.2f}"}
+            rows.append(row | {"participant": f"p{person}"})
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, str]], leave_out=()) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [c for c in rows[0] if c not in leave_out], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_bias_and_limits_are_those_of_bland_and_altman(tmp_path):
+    rows = rows_of()
+    centre = device_agreement(write(tmp_path / "t.csv", rows))["zones"][0]
+    apart = [float(row[UNIT["centre"]]) - float(row[DEVICE_UNIT["centre"]]) for row in rows]
+    found = centre["bland_altman"]
+    assert found["bias"]["estimate"] == pytest.approx(np.mean(apart))
+    assert found["upper"]["estimate"] == pytest.approx(np.mean(apart) + 1.96 * np.std(apart, ddof=1))
+    assert found["lower"]["low"] < found["lower"]["estimate"] < found["lower"]["high"]
+
+
+def test_two_eyes_of_a_participant_do_not_count_as_two_participants(tmp_path):
+    rows = rows_of()
+    named = device_agreement(write(tmp_path / "a.csv", rows))
+    alone = device_agreement(write(tmp_path / "b.csv", rows, leave_out=("participant",)))
+    width = [r["zones"][0]["bland_altman"]["bias"] for r in (named, alone)]
+    width = [bias["high"] - bias["low"] for bias in width]
+    assert width[0] > 1.25 * width[1], "eyes that differ alike carry the information of one"
+    assert (named["participants"], named["used"], named["repeated"]) == (12, 24, 0)
+    assert alone["participant_column"] is None and alone["participants"] is None
+    again = device_agreement(write(tmp_path / "c.csv", [*rows, rows[0] | {"source": "again.xml"}]))
+    assert again["repeated"] == 1
+
+
+def test_what_cannot_be_compared_is_left_out_and_counted(tmp_path):
+    rows = rows_of()
+    rows[0]["problem"], rows[1]["verdict"] = "damaged_file: x", "dark"
+    rows[2] |= dict.fromkeys(DEVICE_UNIT.values(), "")
+    rows[3] |= dict.fromkeys(UNIT.values(), "")
+    rows[4][UNIT["centre"]] = ""
+    rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
+    found = device_agreement(write(tmp_path / "t.csv", rows))
+    assert list(found["left_out"].values()) == [1, 1, 1, 1] and found["used"] == 20
+    assert found["zones"][0]["without_ours"] == 1 and found["zones"][0]["n_eyes"] == 19
+    assert found["large"][0]["source"] == rows[5]["source"] and found["large"][0]["difference"] == pytest.approx(40)
+
+
+def test_fewer_than_ten_participants_get_no_interval(tmp_path):
+    found = device_agreement(write(tmp_path / "t.csv", rows_of(5)))["zones"][0]["bland_altman"]
+    assert found["bias"]["low"] is None and found["bias"]["estimate"] is not None
+
+
+def test_the_devices_zones_may_come_from_another_table(tmp_path):
+    rows = rows_of()
+    whole = device_agreement(write(tmp_path / "t.csv", rows))
+    others = [
+        {"participant": row["participant"], "source": row["source"], "laterality": row["laterality"]}
+        | {UNIT[zone]: row[DEVICE_UNIT[zone]] for zone in ZONES}
+        for row in rows[::-1]
+    ]
+    bare = write(tmp_path / "bare.csv", rows, leave_out=DEVICE_UNIT.values())
+    for left_out in ((), ("source",)):
+        device = write(tmp_path / "device.csv", others, leave_out=left_out)
+        assert device_agreement(bare, device)["zones"] == whole["zones"]
+    with pytest.raises(EvaluationError, match="stands in two rows"):
+        device_agreement(bare, write(tmp_path / "twice.csv", [*others, others[0]]))
+    with pytest.raises(EvaluationError, match="no eye has zones"):
+        device_agreement(bare)
+    with pytest.raises(EvaluationError, match="expected µm, got 'thick'"):
+        device_agreement(write(tmp_path / "odd.csv", [row | {UNIT["centre"]: "thick"} for row in rows]))
+    with pytest.raises(EvaluationError, match="expected a table of octfm segment"):
+        device_agreement(write(tmp_path / "other.csv", [{"a": "1"}]))
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    rows = rows_of()
+    rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
+    table = write(tmp_path / "t.csv", rows, leave_out=("participant",))
+    done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
+    assert done.exit_code == 0, done.output
+    assert "24 of 24 rows used" in done.output and "every row for an independent eye" in done.output
+    return tmp_path / "agree.html"
+
+
+def test_the_page_says_what_it_counts(page):
+    text = " ".join(page.read_text().split())
+    for needed in ("24 rows in the table, 24 compared", "The table names no participants", "not a medical device"):
+        assert needed in text, needed
+    assert "2R.xml" in text or "2L.xml" in text, "the largest difference is listed"
+    assert text.count("<svg") == len(ZONES)
+
+
+@needs_chromium
+def test_the_page_renders_offline(page, tmp_path):
+    assert_renders(page, "Limits of agreement", tmp_path)
