@@ -9,10 +9,14 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.formats import read_device_grid, read_volume
 from octfm.layers.finder import LayerFinder
+from octfm.layers.packaged import NOTE, SHORT_NOTE
 from octfm.layers.table import describe, read_table, row_of
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
 from octfm.models.layer_net import LayerNet, LayerNetConfig
+from octfm.phantom import write_phantom
+from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.etdrs import ZONES
+from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Lines
 from support.segmented import found_in
 from support.vendor_files import with_grid, write_heyex_xml
@@ -73,6 +77,42 @@ def test_the_devices_grid_stands_beside_ours(tmp_path):
     assert "mm from ours" in placed["device_note"]
     untouched = row_of(found, replace(device, centre_moved=False))
     assert "nobody has moved it to the fovea" in untouched["device_note"]
+
+
+def test_exported_files_say_what_they_are_not_for(tmp_path):
+    """In every file, within the lengths that DICOM and NIfTI allow."""
+    nibabel = pytest.importorskip("nibabel")
+    pytest.importorskip("highdicom")
+    from pydicom import config, dcmread
+
+    found = found_in()
+    for path in write_nifti(found, tmp_path, "eye"):
+        header = nibabel.load(path).header
+        assert header["descrip"].item().decode() == SHORT_NOTE and len(SHORT_NOTE) <= 64
+        comment = header.extensions[0].get_content()
+        assert NOTE in (comment if isinstance(comment, str) else comment.decode()) and "bm" in str(comment)
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=found.volume.shape, workers=1)
+    source = min(clinic.rglob("*.dcm"))
+    for path in write_dicom(found, source, tmp_path / "out"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(config.settings, "reading_validation_mode", config.RAISE)
+            file = dcmread(path)
+            assert file.SeriesDescription == SHORT_NOTE
+            assert NOTE in file.ImageComments and found.model in file.ImageComments
+    trained = Segmentation(found.surfaces, found.masks, found.spacing_mm)
+    assert not trained.note, "a network that the user trained may have seen real scans"
+    seg, heights = (dcmread(path) for path in write_dicom(trained, source, tmp_path / "own"))
+    assert "ImageComments" not in seg and len(heights.SeriesDescription) <= 64
+
+
+def test_a_scan_in_which_nothing_was_found_is_exported_empty(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    found = found_in()
+    nothing = {name: np.full_like(rows, np.nan) for name, rows in found.surfaces.items()}
+    _, labels = (
+        nibabel.load(path) for path in write_nifti(replace(found, surfaces=nothing, masks={}), tmp_path, "eye")
+    )
+    assert labels.shape == found.volume.shape[::-1] and not np.asarray(labels.dataobj).any()
 
 
 def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):

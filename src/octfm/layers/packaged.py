@@ -14,6 +14,8 @@ CURRENT = "layers-1"
 """The network that `octfm segment` uses."""
 NOTE = "research use only; not a medical device; trained on synthetic images only"
 """Goes into every result of a packaged network."""
+SHORT_NOTE = "Research only; not a medical device; trained on synthetic images"
+"""NOTE within the 64 characters of a DICOM long string."""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
 from octfm.layers.finder import LayerFinder, Layers
-from octfm.layers.packaged import load_finder
+from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
 from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, measure_grid
@@ -28,6 +29,7 @@ class ScanSegmentation(Segmentation):
     verdict: Verdict
     model: str
     """Name and hash of the network."""
+    note: ClassVar[str] = SHORT_NOTE
     axial_length_mm: float | None = field(default=None)
     """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
 
@@ -42,6 +44,14 @@ class ScanSegmentation(Segmentation):
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 20 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
         return expected_error_um(self.found) > ASCAN_UM
+
+    @property
+    def image_rows(self) -> int:
+        return self.volume.shape[1]
+
+    @property
+    def comments(self) -> str:
+        return f"octfm segment, {self.model}; {NOTE}"
 
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.

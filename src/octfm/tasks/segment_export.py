@@ -22,8 +22,9 @@ def label_map(found: Segmentation) -> tuple[np.ndarray, dict[int, str]]:
     names = list(found.surfaces)
     shape = next(iter(found.masks.values())).shape if found.masks else None
     depth, width = next(iter(found.surfaces.values())).shape if names else (shape or (0, 0, 0))[::2]
-    # Without a mask the number of rows is unknown; the lowest surface is within them.
-    height = shape[1] if shape else int(np.nanmax([np.nanmax(s) for s in found.surfaces.values()])) + 2
+    # Where the number of rows is unknown, the lowest surface is within them.
+    lowest = max((float(np.nanmax(rows)) for rows in found.surfaces.values() if np.isfinite(rows).any()), default=-1.0)
+    height = found.image_rows or int(lowest) + 2
     labels = np.zeros((depth, height, width), np.uint8)
     meaning: dict[int, str] = {}
     row = np.arange(height)[None, :, None]
@@ -41,7 +42,9 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
     """<stem>_heights_um.nii.gz, float32 [A-scan, B-scan, surface], and <stem>_labels.nii.gz, uint8 [A-scan, row,
     B-scan].
 
-    Spacing is in mm, in the frame of the image (x along A-scans, y downwards, z along B-scans), not of the patient.
+    A header extension (comment) has the names of surfaces or values; the description has the note of the segmentation,
+    if there is one, else as many names as fit. Spacing is in mm, in the frame of the image (x along A-scans, y
+    downwards, z along B-scans), not of the patient.
     """
     try:
         import nibabel
@@ -53,11 +56,11 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
     if found.surfaces:
         heights = np.stack([found.heights_um(name).T for name in found.surfaces], axis=-1).astype(np.float32)
         image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
-        image.header["descrip"] = " ".join(found.surfaces).encode()[:79]
+        _describe(image, found, " ".join(found.surfaces))
         written.append(_nifti(image, folder / f"{stem}_heights_um.nii.gz"))
     labels, meaning = label_map(found)
     image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
-    image.header["descrip"] = "; ".join(f"{value} {name}" for value, name in meaning.items()).encode()[:79]
+    _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
     return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
 
 
@@ -101,6 +104,9 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> 
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise EvaluationError(f"{source}: no DICOM SEG can be written for it ({reason}); use NIfTI") from None
+    if found.note:
+        seg.SeriesDescription = seg.ContentDescription = found.note
+        seg.ImageComments = found.comments
     _save(seg, target)
     return [target, *([_height_map(image, found, folder / f"{source.stem}_heights.dcm")] if found.surfaces else [])]
 
@@ -134,7 +140,10 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
             setattr(ds, name, image.get(name))
     ds.SOPClassUID, ds.SOPInstanceUID, ds.SeriesInstanceUID = HEIGHT_MAP, generate_uid(), generate_uid()
     ds.Modality, ds.Manufacturer, ds.SoftwareVersions = "SEG", "octfm", __version__
-    ds.SeriesDescription = "Layer surfaces, rows of the referenced image: " + ", ".join(found.surfaces)
+    # At most 64 characters; the names of the surfaces are in the segment sequence.
+    ds.SeriesDescription = found.note or "Layer surfaces, rows of the referenced image"
+    if found.note:
+        ds.ImageComments = found.comments
     reference = Dataset()
     reference.ReferencedSOPClassUID, reference.ReferencedSOPInstanceUID = image.SOPClassUID, image.SOPInstanceUID
     ds.ReferencedImageSequence = Sequence([reference])
@@ -154,6 +163,15 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
     ds.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
     _save(ds, path)
     return path
+
+
+def _describe(image: Any, found: Segmentation, names: str) -> None:
+    from nibabel.nifti1 import Nifti1Extension
+
+    image.header["descrip"] = (found.note or names).encode()[:79]
+    image.header.extensions.append(
+        Nifti1Extension("comment", "; ".join(filter(None, (names, found.comments))).encode())
+    )
 
 
 def _nifti(image: Any, path: Path) -> Path:

@@ -1,6 +1,7 @@
 """Segmentation: surfaces and masks found in one volume, in its native frame."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +17,18 @@ class Segmentation:
     masks: dict[str, np.ndarray]
     """bool [D, H, W]"""
     spacing_mm: Spacing3
+    note: ClassVar[str] = ""
+    """What exported files must say about it, in at most 64 characters, as DICOM's long strings."""
+
+    @property
+    def comments(self) -> str:
+        """The same at length, with what made it; empty if there is no note."""
+        return ""
+
+    @property
+    def image_rows(self) -> int | None:
+        """Rows of a B-scan; None if nothing says how many there are."""
+        return next((mask.shape[1] for mask in self.masks.values()), None)
 
     def heights_um(self, name: str) -> np.ndarray:
         """float [D, W]: depth of a surface below the upper edge of the image, in µm per A-scan."""
