@@ -245,6 +245,7 @@ def test_samples_can_be_tabulated_and_viewed(small_finder, tmp_path, monkeypatch
     page = tmp_path / "sample.html"
     shown = CliRunner().invoke(app, ["view", "--sample", "drusen", "--out", str(page)])
     assert shown.exit_code == 0 and "Segmentation: layers" in page.read_text()
+    assert "synthetic phantom drusen" in page.read_text() and "spectralis" not in page.read_text()
     assert isinstance(CliRunner().invoke(app, ["segment", "--sample", "cataract"]).exception, ConfigError)
     assert isinstance(CliRunner().invoke(app, ["segment", "--sample", "--dicom"]).exception, ConfigError)
     assert isinstance(CliRunner().invoke(app, ["view"]).exception, ConfigError)

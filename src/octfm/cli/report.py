@@ -151,11 +151,11 @@ def view(
         found = segment_scan(volume)
         pictures, said = thickness_pictures(found), facts_of(found)
     scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found)
-    detail = (
-        "As it lies in its file."
-        if scene.is_raster == (volume.layout == "raster")
-        else "A raster made of the star in its file."
-    )
+    detail = "As it lies in its file."
+    if scene.is_raster != (volume.layout == "raster"):
+        detail = "A raster made of the star in its file."
+    if sample:
+        detail = "Synthetic: no patient's scan."
     typer.echo(write_view(scene, page, [*said, *view_facts(volume, scene)], detail, pictures))
 
 

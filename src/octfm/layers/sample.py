@@ -27,5 +27,7 @@ def samples(names: Iterable[str] = ()) -> list[Sample]:
         if name not in SEVERITY:
             raise ConfigError(f"--sample: expected {', '.join(SEVERITY)}, got {name!r}; a file needs no --sample")
         volume, truth = phantom_volume(SEED, diagnosis=name, severity=SEVERITY[name], size=SIZE)
-        made.append(Sample(replace(volume, source=f"sample-{name}"), truth.cst_um))
+        # Nobody must take it for a scan of the instrument that the phantom imitates.
+        volume = replace(volume, source=f"sample-{name}", scanner="synthetic", protocol=f"phantom {name}")
+        made.append(Sample(volume, truth.cst_um))
     return made
