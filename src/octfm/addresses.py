@@ -71,7 +71,7 @@ def expect_local(text: str, expected: str = "expected a path on a disk, not an a
     if _BEGINS_LIKE_ONE.match(outside) or _LOST_A_SLASH.search(outside) or "://" in outside:
         raise ConfigError(f"{shown(outside)}: {expected}")
     if _USER.match(outside) and not os.path.lexists(outside):
-        raise ConfigError(f"…@…: {expected}; for a file of that name write ./ before it, and make it first")
+        raise ConfigError(f"…@…: {expected}; for a file of that name, create it and write ./ before it")
     return text
 
 

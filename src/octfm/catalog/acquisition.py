@@ -119,7 +119,7 @@ class Reject:
     sentence: str
     bytes: int
     refers_to: str = ""
-    """SOP Instance UID of the volume that layer heights belong to, or whose voxels this copy under another id has."""
+    """SOP Instance UID of the volume that these layer heights belong to, or that this file is a copy of."""
 
     @staticmethod
     def of(uri: str | Location, error: ReadError, size: int | None = None) -> "Reject":

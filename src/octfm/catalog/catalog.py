@@ -68,7 +68,8 @@ class Catalog:
     requests: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Requests of a scan in a bucket by kind, and how many had to be repeated."""
     pixels: bool = False
-    """Whether pixels were checked (octfm.catalog.inspection): rows without a flag of the optic disc then agree."""
+    """Whether pixels were checked (octfm.catalog.inspection). If so, the optic disc of a row without a flag about it
+    agrees with the laterality tag."""
 
     def save(self, folder: str | Path | BucketPath) -> Location:
         """Write catalog.parquet and rejects.parquet, each atomically; `load` refuses a pair from two scans."""
@@ -218,7 +219,7 @@ def scan(
     layouts: ("raster", "radial") also accepts radial scans, as rows of their own layout.
     pixels: decode every accepted volume and find copies under other ids, eyes whose optic disc lies on the wrong side,
         and scans that are upside down, which are rejects unless keep_upside_down. By default nothing is decoded.
-    follow_links: False leaves out what symbolic links below `root` lead to, with a code.
+    follow_links: if False, symbolic links below `root` are rejects with code link_not_followed.
     workers: child processes that examine files, by default one per core, 0 for none; the result does not depend on it.
     limits: time and memory of a child process; a file that ends its process is a reject.
     progress: called with (files examined, all files).

@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "diagnosis": ("diagnosis",),
     "age": ("age",),
 }
-"""Field that octfm reads from tables -> columns that hold it by default; the first that a row has counts."""
+"""Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
 
 _IDENTIFIER = re.compile(
     r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone"

@@ -90,6 +90,7 @@ def probe(
     for line in summary_lines(result):
         typer.echo(line)
     if label_efficiency:
+        # A single draw of a few participants says little: intervals must also cover other draws.
         rows, compared = curve(files, labels, seeds=max(3, seeds), **common)
         result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
         for line in curve_lines(rows, compared):
@@ -118,6 +119,7 @@ def finetune(
     from octfm.tasks.finetune_settings import FinetuneConfig
 
     run = tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
+    # Every rank runs this command; only the first one prints the result.
     if os.environ.get("RANK", "0") != "0":
         return
     for line in summary(run):

@@ -116,7 +116,11 @@ class Encoder:
         return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [B, M]: flat grid indices of the token budget. bool [B, M]: tissue, or all if a volume has none."""
+        """Select the tokens to encode.
+
+        Returns their flat grid indices, int64 [B, M], and which of them are tissue, bool [B, M]; all of them if a
+        volume has no tissue.
+        """
         maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
         chosen = np.stack(

@@ -58,7 +58,8 @@ class TunedModel:
     head: TaskHead
     answer: Answer
     tokens_per_volume: int | None
-    """Tissue tokens per volume that the head was trained on, from cached features; None if on all that are kept."""
+    """Tissue tokens per volume that the head was trained on, from cached features; None if it was trained on all
+    that are kept."""
 
     @torch.inference_mode()
     def answers(self, arrays: Arrays) -> np.ndarray:

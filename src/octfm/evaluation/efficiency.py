@@ -58,6 +58,7 @@ def label_efficiency(
             continue
         # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
         for fraction in fractions:
+            # The tested folds are the same for all seeds; the draw of training participants varies.
             smaller = [[subset(cases, r, fraction, seed + s) for r in rounds] for s in range(seeds)]
             people = [np.mean([len(np.unique(cases.participant[r.train])) for r in of_seed]) for of_seed in smaller]
             facts = describe(cases, rounds, chosen, seen_rows) | {
@@ -76,8 +77,9 @@ def label_efficiency(
 
 
 def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
-    """The round with a fraction of the training participants of each class (regression: fifth), at least two of each.
+    """The round with a fraction of its training participants: the same from each class, but at least two.
 
+    For regression, fifths of the labels take the place of classes.
     Nested: with the same seed, a larger fraction contains every participant of a smaller one.
     """
     participant, label = cases.participant[whole.train], cases.label[whole.train]

@@ -127,6 +127,7 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
     """Write the result as JSON, atomically."""
     where = location(path)
     where.parent.mkdir(parents=True, exist_ok=True)
+    # JSON has no NaN, and browsers refuse a file with one; undefined numbers are null.
     write_whole(where, f"{json.dumps(result, indent=1, allow_nan=False)}\n".encode())
     return where
 

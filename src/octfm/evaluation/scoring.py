@@ -106,6 +106,7 @@ def score(
         low, high = interval(boot) if boot else (None, None)
         percentile = interval(boot, method="percentile") if boot else (None, None)
         ranked = None
+        # DeLong's formula covers other participants, not other seeds.
         if name == "auroc" and cases.kind == "binary" and len(runs) == 1 and not rare:
             ranked = (first.truth == 1, first.value[:, 1] - first.value[:, 0], first.participant)
         row = {
@@ -225,7 +226,7 @@ def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> n
 
 
 def metrics_of(cases: Cases, u: Units, more: Sequence[m.ExtraMetric] = ()) -> list[tuple[str, Metric, float]]:
-    """(name, metric as a function of weights [R, n], score of guessing); `more` are metrics of the caller."""
+    """(name, metric as a function of weights [R, n], score of guessing). `more`: metrics of the caller's own."""
     # Every metric is called with weights [R, n] alone; partial binds truth and predictions.
     predicted = u.value[:, 0] if cases.classes is None else softmax(u.value)
     own = [(x.name, partial(x.measure, u.truth, predicted), x.chance) for x in more if cases.kind in x.kinds]
@@ -256,6 +257,8 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         ("macro_f1", partial(m.macro_f1, u.truth, winner), 1 / present),
     ]
     if u.log_prior is not None:
+        # Probes are fitted with classes of equal weight; adding the class frequencies of training undoes that. Guessing
+        # the shares of classes in the test for everyone has a Brier score of 1 − Σ share².
         calibrated = softmax(u.value + u.log_prior)
         found += [
             ("brier", partial(m.brier, u.truth, calibrated), float(1 - (share**2).sum())),

@@ -77,7 +77,7 @@ def named_arrays(uri: str) -> dict[str, np.ndarray]:
 
 
 def in_order(values: tuple[T, T, T], axes: str) -> tuple[T, T, T]:
-    """Values in the order D, H, W, given in the order of the letters of `axes`."""
+    """Reorder values, given in the order of the letters of `axes` (such as WHD), to D, H, W."""
     d, h, w = (values[axes.index(axis)] for axis in "DHW")
     return d, h, w
 

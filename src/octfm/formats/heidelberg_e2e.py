@@ -161,7 +161,7 @@ def _chunk_places(file: BinaryIO, skip: int, size: int, uri: str) -> list[int]:
     places, seen = [], set()
     while current:
         if current in seen or len(seen) > _MOST_DIRECTORIES:
-            raise ReadError("damaged_file", f"{uri}: its directories run in a circle; export it again")
+            raise ReadError("damaged_file", f"{uri}: its directories form a loop; export it again")
         seen.add(current)
         expect_bytes(uri, size, current + skip + _DIRECTORY.size)
         file.seek(current + skip)

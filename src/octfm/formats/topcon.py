@@ -42,6 +42,8 @@ def open_bscans(uri: str) -> Bscans:
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as stream:
+            # Uncompressed voxels lie in one piece. A compressed volume has a place per B-scan, and a file with a single
+            # B-scan is rejected before it is decoded.
             if len(places) == 1:
                 stream.seek(places[0][0])
                 return np.frombuffer(stream.read(places[0][1]), "<u2").reshape(shape).astype(np.uint16)
@@ -104,7 +106,8 @@ def _compressed(file: BinaryIO, chunk: tuple[int, int], uri: str) -> Stored:
         (size,) = struct.unpack("<I", file.read(4))
         if at + 4 + size > offset + length:
             raise ReadError(
-                "truncated_pixel_data", f"{uri}: B-scan {i + 1} of {count} ends after its chunk does; fetch it again"
+                "truncated_pixel_data",
+                f"{uri}: B-scan {i + 1} of {count} extends beyond its chunk; fetch it again",
             )
         places.append((at + 4, size))
         at += 4 + size

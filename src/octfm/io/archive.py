@@ -104,8 +104,8 @@ _FOLLOW_LINKS: ContextVar[bool] = ContextVar("follow_links", default=True)
 
 @contextmanager
 def links(*, follow: bool) -> Iterator[None]:
-    """Set whether links are followed. If not, `open_file` and `list_folder` raise ReadError link_not_followed at
-    one."""
+    """Set whether links are followed. If not, `open_file` and `list_folder` raise ReadError
+    link_not_followed when they meet one."""
     before = _FOLLOW_LINKS.set(follow)
     try:
         yield

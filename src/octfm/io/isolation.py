@@ -75,7 +75,9 @@ class Lost:
 def each(
     function: Callable[[T], R], items: Sequence[T], limits: Limits, deadline: Callable[[T], float]
 ) -> Iterator[R | Lost]:
-    """Yield `function(item)` for every item, computed in a child; Lost where the child ended, and go on in another one.
+    """Yield `function(item)` for every item, computed in a child process.
+
+    Where the child ended before its result, yield Lost and continue in a new child.
 
     `deadline` is in seconds for each item. Function, items and results are pickled. Exceptions of the function are
     raised here, except MemoryError, which gives Lost.

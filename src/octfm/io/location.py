@@ -66,7 +66,7 @@ def replacing(where: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Bring a file's bytes, or the names in a folder, to the disk."""
+    """Force a file's bytes, or the names in a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -210,6 +210,7 @@ def _write_participant(job: _Job) -> _Rows:
 def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool = False) -> tuple[Volume, GroundTruth]:
     """Scan one eye; `again` for a second scan of it, with different noise and motion."""
     # A random stream for each scan: its bytes depend neither on the order of scans nor on which others are written.
+    # Nothing is appended for the first scan, so that its bytes are the same with and without defective files.
     stream = [job.seed, 11, job.person.index, list(SCANNERS).index(scanner.name), SIDES.index(laterality), *[1] * again]
     eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
     volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
@@ -236,6 +237,7 @@ def _plant(
     """Write a defective extra file; return its rows of the manifest (none for a stray copy) and of defects.tsv."""
     assert volume.laterality is not None
     spoilt = _acquire(job, scanner, volume.laterality, again=True)[0] if defect.rescanned else volume
+    # Under a UID of its own, an extra file is rejected or flagged for its defect, not as a copy of the good one.
     spoilt = replace(spoilt, acquisition=volume.acquisition if defect.same_uid else uid("spoilt", volume.acquisition))
     path = _path(spoilt, scanner)
     if defect.same_uid:

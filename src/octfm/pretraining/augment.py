@@ -36,7 +36,7 @@ class AugmentConfig(Config):
     """Magnification along the lateral axis, from 1 / (1 + lateral_scale) to 1 + lateral_scale, evenly in the logarithm:
     millimetres of a scan are nominal, the length of the eye changes them."""
     axial_scale: float = Field(default=0.0, ge=0, lt=1)
-    """The same along the axial axis, where it changes what thickness looks like."""
+    """Magnification along the axial axis, drawn as `lateral_scale`; it changes how thick layers look."""
     tilt_deg: float = Field(default=0.0, ge=0, lt=45)
     """Largest tilt of the retina in the B-scan plane, either way. A-scans are sheared against each other, as by a beam
     that enters off the centre of the pupil; each stays an A-scan."""
@@ -125,7 +125,8 @@ class Augmentation:
         return follow(both[0]), follow(both[1])
 
     def at_places_of(self, other: "Augmentation | None") -> "Augmentation":
-        """This draw with the geometry of `other`, so that both show the same places; its grey values stay."""
+        """This draw with the geometry of `other`, so that both show the same places. Changes of grey values
+        are kept."""
         if other is None:
             return self
         geometry = ("shift", "lateral_mm", "lateral_scale", "axial_scale", "slope", "mirrored")
@@ -257,7 +258,7 @@ def recolour(
     """uint8 patches to normalised float32: gamma, gain, grain, then the Preprocessing's mean and standard deviation.
 
     `grain` is noise [B, M, P] of unit variance, and the standard deviations [2, B] of noise and speckle it is added
-    with; nothing becomes blacker than black.
+    with; noise never makes a value negative.
     """
     unit = patches_BMP.float().div_(255)
     unit = unit.pow_(gamma_B[:, None, None]).mul_(gain_B[:, None, None])

@@ -38,8 +38,8 @@ class Trial:
     """Seconds of one optimizer step; None if it did not fit."""
     volumes_per_s: float
     mfu: float
-    """Floating-point operations per second of matrix products and attention, over those of a matrix product of the
-    run's width here."""
+    """Floating-point operations per second of the step's matrix products and attention, as a share of those that a
+    single matrix product of the run's width reaches on this device."""
     estimated_gb: float
     """Peak memory of a step, weights included (estimate, see `octfm doctor`)."""
     trouble: str = ""
@@ -72,6 +72,7 @@ class Bench:
         if self.as_configured.step_s is None:
             return None
         reading = self.config.data.global_batch_size / self.read_volumes_per_s if self.read_volumes_per_s else 0.0
+        # Volumes are read while the device computes, so the slower of the two sets the pace.
         return self.config.steps * max(self.as_configured.step_s, reading)
 
     def lines(self) -> list[str]:
@@ -109,6 +110,7 @@ class Bench:
         wait = self.data_wait_share or 0.0
         best = max(fitting, key=lambda t: t.volumes_per_s)
         gain = best.volumes_per_s / now.volumes_per_s
+        # The share of waiting at which the run takes CLEARLY times as long as without it.
         if wait > 1 - 1 / CLEARLY:
             return (
                 f"the store: the device would wait for it {wait:.0%} of the time; prepare it with "

@@ -37,7 +37,7 @@ RENAMED = {
 
 @torch.no_grad()
 def begin_with(path: str | Path, model: Objective, config: ViTConfig) -> None:
-    """Give the encoders of an objective the weights of a checkpoint, in place; the predictor stays as it is.
+    """Load the weights of a checkpoint into the encoders of an objective, in place; the predictor stays as it is.
 
     Raises CheckpointError naming the first tensor that is missing or of another shape.
     """

@@ -36,7 +36,7 @@ class Inputs:
 
     views: tuple[View, ...]
     masks: TokenMasks
-    """Masks of the first view on the host, with what sampling them cost."""
+    """Masks of the first view, on the host, and the statistics of their sampling."""
 
 
 def make_inputs(

@@ -112,7 +112,9 @@ class Learner:
 
     def whole(self) -> Objective:
         """The networks with all weights on this rank, for use outside the step; a copy if they are sharded.
-        Collective."""
+
+        All ranks must call it.
+        """
         if not self.runtime.sharded:
             return self.model
         # build_objective seeds torch's generator, which must stay as it was.
@@ -142,7 +144,7 @@ class Learner:
         }
 
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
-        """Go back or on to a checkpoint, in place, on all ranks; `content` is what rank 0 has read of it."""
+        """Restore a checkpoint in place; all ranks must call it. `content` is what rank 0 has read of it."""
         if self.runtime.sharded:
             content = shards.load_rest(source) if source.is_dir() else checkpoint.load(source)
 

@@ -33,8 +33,8 @@ class MaskConfig(Config):
     """Rows that blocks of the B-scan plane lie around: those of any tissue, or of the upper half of the tissue (the
     inner retina)."""
     stages: tuple[tuple[float, float], ...] = ()
-    """(mask_ratio, context_ratio) of as many equal parts of the run, one after the other: each is another shape, so one
-    compile more. Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
+    """(mask_ratio, context_ratio) of consecutive equal parts of the run. Each part has other tensor shapes, for which
+    steps are compiled anew. Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
 
     @field_validator("aspect")
     @classmethod
@@ -61,7 +61,7 @@ class MaskConfig(Config):
         return self
 
     def at(self, progress: float) -> "MaskConfig":
-        """The settings at this share of the run, 0 to 1."""
+        """The settings at `progress`, from 0 at the start of the run to 1 at its end."""
         if not self.stages:
             return self
         hidden, seen = self.stages[min(int(progress * len(self.stages)), len(self.stages) - 1)]

@@ -141,7 +141,7 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
 
 
 class Pretraining:
-    """A self-supervised training of run/loop.py: what learns, what it is fed, and the monitors that watch it."""
+    """A self-supervised training, driven by run/loop.py: the networks, their data, and the monitors that watch them."""
 
     def __init__(
         self, run: RunFolder, data: Data, learner: Learner, loader: Loader, participants: dict[str, Any]

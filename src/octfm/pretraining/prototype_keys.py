@@ -52,7 +52,7 @@ RENAMED = {
 
 CHANGED = {
     "image_size": "octfm prepare CATALOG image_size={value}: the store holds volumes of one size, once (F15)",
-    "target_spacing": "octfm prepare CATALOG target_spacing={value}: the same; octfm doctor tells what it wastes (F14)",
+    "target_spacing": "octfm prepare CATALOG target_spacing={value}: the same; octfm doctor shows what it wastes (F14)",
     "warmup_epochs": "schedule.warmup_ratio, as a share of the run: the schedule is a function of the step (F1)",
     "warmup_steps": "schedule.warmup_ratio, as a share of the run (F1)",
     "min_lr": "schedule.min_lr_ratio, as a share of schedule.base_lr (F2)",
@@ -107,7 +107,7 @@ CHANGED = {
 
 
 def refuse(source: str | Path, cls: type[Config]) -> None:
-    """Raise one ConfigError that maps every setting of a prototype YAML; return where `source` is none."""
+    """Raise a ConfigError that names the successor of every setting if `source` is a YAML of the prototype."""
     path = find_config(source)
     flat = _leaves(read_yaml(path))
     known = set(known_keys(cls))

@@ -280,9 +280,7 @@ class BucketRun:
         found = {uri.removeprefix(root) for uri in bucket.find(str(self.where))} - {"run.lease"}
         found = {name for name in found if not name.startswith(".octfm-probe-")}
         if found and not found & {"config.yaml", "run.json", "metrics.jsonl"}:
-            raise CheckpointError(
-                f"{self.where}: holds objects that are no run ({min(found)}, …); choose another --out"
-            )
+            raise CheckpointError(f"{self.where}: holds objects, but no run ({min(found)}, …); choose another --out")
 
 
 def mirror_of(where: BucketPath) -> Path:

@@ -15,7 +15,7 @@ def name_of(step: int, suffix: str = FILE) -> str:
 
 
 def step_of(path: Path | str) -> int:
-    """Updates made when this checkpoint was written, by its name."""
+    """The number of updates that were made when this checkpoint was written, from its name."""
     return int(Path(path).name.split(".")[0].removeprefix("step-"))
 
 
@@ -27,7 +27,7 @@ def is_name(name: str) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is a file, or a folder of shards, with such a name."""
+    """Whether this is a file, or a folder of shards, that is named as a checkpoint."""
     return is_name(path.name) and (path.is_dir() if path.suffix == SHARDS else path.is_file())
 
 
@@ -37,8 +37,10 @@ def steps(folder: Path) -> list[Path]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names in a folder of checkpoints that are none: copies, downloads, other spellings. They are neither read nor
-    deleted."""
+    """Names of the entries in a folder of checkpoints that are not checkpoints: copies, downloads, other spellings.
+
+    They are neither read nor deleted.
+    """
     if not folder.is_dir():
         return []
     return sorted(p.name for p in folder.iterdir() if not (_KNOWN.fullmatch(p.name) or is_checkpoint(p)))

@@ -33,15 +33,15 @@ LOCK = "run.lock"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of training, and what its run folders do not share with those of the others."""
+    """A kind of training, and how its run folders differ from those of other kinds."""
 
     name: str
     """The command's verb, as in run.json."""
     may_change: frozenset[str]
     """Settings, or whole sections, that may change when a run resumes."""
     parse: Callable[[dict[str, Any], Any], Any]
-    """Reads settings that a run has stored. The second argument, if not None, is a config that names the same
-    plug-ins, whose code settings must not load by themselves. Raises ConfigError."""
+    """Parses the settings stored in a run. Stored settings must not load the code of plug-ins by themselves: the second
+    argument, if not None, is a config of the caller's that names the same plug-ins. Raises ConfigError."""
     own_key: bool = False
     """Whether each run draws its own key for participants' hashes, so that the key identifies its checkpoints."""
 
@@ -59,7 +59,7 @@ class Identity:
     key: str | None = None
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
-    """Of a frozen encoder, which no checkpoint of the run holds: `Encoder.key`."""
+    """`Encoder.key` of a frozen encoder, which no checkpoint of the run contains; None if the encoder is trained."""
 
 
 @dataclass(frozen=True)
@@ -376,8 +376,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Sequence[Any] = ()) -> str:
-    """SHA-256 of which volumes are trained on, in which order, down to their voxels; and of their labels, if they
-    have some."""
+    """SHA-256 of the volumes that are trained on: their order, their voxels and, if given, their labels."""
     lines = [f"{store.rows[row].acquisition} {store.rows[row].checksum}" for row in rows]
     if store.left_out:
         lines.append("without " + " ".join(store.left_out))
@@ -385,14 +384,16 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
 
 
 def has_only(folder: Path, beginnings: set[str]) -> bool:
-    """Whether a folder holds no more than a run leaves if it is killed during its first writes: that run has not begun
-    yet."""
+    """Whether a folder contains only what a run leaves if it is killed during its first writes, before it has begun."""
     return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
 
 
 @contextmanager
 def locked(folder: Path, echo: Echo) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when the process ends, however it ends."""
+    """Hold the lock of a run folder; the system releases it when the process ends, however it ends.
+
+    Raises CheckpointError if another process holds it.
+    """
     path = folder / LOCK
     try:
         file = lock(path)

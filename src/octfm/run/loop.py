@@ -34,7 +34,7 @@ class Training(Resumable, Protocol):
         ...
 
     def update(self, session: "Session", interruption: "Interruption") -> str | None:
-        """Make one update and log it; returns the name of a signal if any rank was sent one."""
+        """Make one update and log it; returns the name of a signal if any rank received one."""
         ...
 
     def recover(self, session: "Session") -> bool:
@@ -46,7 +46,7 @@ class Training(Resumable, Protocol):
         ...
 
     def content(self) -> dict[str, Any]:
-        """What a checkpoint of this moment holds, for `restore`."""
+        """The content of a checkpoint of the current state, for `restore`."""
         ...
 
 

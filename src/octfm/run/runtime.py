@@ -142,10 +142,10 @@ class Runtime:
         )
         return f"{self.device.type} ({name})"
 
-    def measures(self, looked: bool) -> bool:
-        """Whether a step computes what its inspection needs. Always if steps are compiled, since all of them are
-        alike."""
-        return looked or self.steady
+    def measures(self, inspected: bool) -> bool:
+        """Whether a step computes what an inspection needs: if it is `inspected`, and always if steps are compiled,
+        since compiled steps are all alike."""
+        return inspected or self.steady
 
     # The model on its devices.
 

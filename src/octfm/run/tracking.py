@@ -73,7 +73,7 @@ class Metrics:
             self.write("incident", step, **facts)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append a row. Rows that a full disk does not take wait until it does: metrics are no reason to stop
+        """Append a row. Rows for which the disk has no space are kept and written later: metrics are no reason to stop
         training."""
         row = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
         with self._lock:

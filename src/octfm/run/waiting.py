@@ -15,12 +15,12 @@ ADVICE = {
 
 
 class Waiting:
-    """A thread that calls `tell` after `deadline_s` without a finished step, then at twice, four times, … the
+    """A thread that calls `report` after `deadline_s` without a finished step, then at twice, four times, … the
     deadline."""
 
-    def __init__(self, deadline_s: float, tell: Callable[[str, float, str], None]):
-        """`tell(what, seconds, sentence)` is called from the thread."""
-        self.deadline_s, self._tell = deadline_s, tell
+    def __init__(self, deadline_s: float, report: Callable[[str, float, str], None]):
+        """`report(what, seconds, sentence)` is called from the thread."""
+        self.deadline_s, self._report = deadline_s, report
         self._changed, self._closed = threading.Condition(), False
         self._what, self._since, self._steps = "data", time.monotonic(), 0
         self._thread = threading.Thread(target=self._watch, name="octfm-waiting", daemon=True)
@@ -59,4 +59,4 @@ class Waiting:
                     continue
                 what, patience = self._what, 2 * patience
                 first = "no step has finished yet" if steps == 0 else f"no step has finished after step {steps}"
-                self._tell(what, waited, f"{first}: waiting for {what} for {waited:.0f} s; {ADVICE[what]}")
+                self._report(what, waited, f"{first}: waiting for {what} for {waited:.0f} s; {ADVICE[what]}")

@@ -150,7 +150,7 @@ def header_digest(header: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
-    """The visible volumes, and the length of their lines in bytes."""
+    """The rows of all volumes in the store, and the length of their lines in bytes."""
     file = path / "rows.jsonl"
     data = file.read_bytes() if file.is_file() else b""
     # A last line without its newline was cut off while it was written: that volume does not exist yet.

@@ -86,7 +86,7 @@ class Store:
             return Preprocessing.recorded(self._settings)
         except ConfigError as error:
             raise StoreError(
-                f"{self.path / 'store.json'}: {error}; it was written by another octfm or edited, "
+                f"{self.path / 'store.json'}: {error}; it was written by another version of octfm, or edited; "
                 "prepare into a new folder"
             ) from None
 

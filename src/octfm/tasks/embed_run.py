@@ -50,7 +50,7 @@ def embed_all(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
         )
     if out is None and not isinstance(home, Path):
-        raise EvaluationError(f"{run}: in a bucket; name a folder for its embeddings with --out")
+        raise EvaluationError(f"{run}: the run is in a bucket; name a folder for its embeddings with --out")
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
     trained = load_head(head, encoder) if head is not None else None
     finder = _segmenter(segmenter, opened)  # before anything is computed, in case it is refused

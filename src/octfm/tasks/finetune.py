@@ -207,7 +207,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
 
 
 class FineTuning:
-    """A fine-tuning of run/loop.py: the last state, which goes on, and the best one, which is kept."""
+    """A fine-tuning, driven by run/loop.py. It keeps its last state, from which it resumes, and its best one."""
 
     loader: Loader
     tracking = TrackingConfig()

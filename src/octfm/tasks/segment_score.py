@@ -69,7 +69,8 @@ def segment(
     known = {store.rows[i].participant for i in test_rows if seen(store.rows[i].participant)}
     if known and not allow_seen:
         raise EvaluationError(
-            f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); or pass --allow-seen"
+            f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); hold them out of "
+            "pretraining, or pass --allow-seen"
         )
     truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train_rows]
     # With other volumes, splits or surfaces to learn from it would be another run.
@@ -96,6 +97,7 @@ def segment(
         resume(run, training, echo)
         train(training, open_session(training, run, Retention(1), echo), interruption)
         predictors: dict[str, Predictor] = {
+            # `s=s` binds this segmenter; without it all predictors would use the last one.
             name: (lambda i, s=s: s.in_native(store.read([i]), transform_of(store.rows[i])))
             for name, s in segmenters.items()
         }
@@ -191,8 +193,10 @@ def score_errors(
     )
     for target, metric in measures:
         values = np.array([e[target] for e in errors], float)
+        # NaN: in this volume no A-scan shows the surface both in truth and prediction.
         kept = np.isfinite(values) if values.ndim == 1 else np.ones(len(values), bool)
         values, who = values[kept], participants[kept]
+        # The values are errors already: their mean is the error against zero.
         measure = partial(mae, np.zeros(len(values)), values) if metric == "mae" else partial(dice, values)
         if not len(values):
             continue

@@ -56,17 +56,22 @@ class Segmentations:
         return False
 
     def validate(self, session: Session) -> bool:
-        """A checkpoint after every fifth of a segmenter's updates: judging is for test participants, and comes last."""
+        """Whether to write a checkpoint: after every fifth of a segmenter's updates.
+
+        Nothing is scored here: scores are for test participants, and come last.
+        """
         return self._fifth() or self.finished
 
     def _fifth(self) -> bool:
         """Whether another fifth of a segmenter's updates is made."""
+        # Segmenters are trained one after the other, each for config.steps updates.
         step = (self.step - 1) % self.config.steps + 1
         return step % max(1, self.config.steps // 5) == 0 or step == self.config.steps
 
     def content(self) -> dict[str, Any]:
         """Everything that `load_segmenter` needs except the pretraining run; for resuming, also the baselines and the
         optimizer."""
+        # Rounded up, so that the segmenter in training counts.
         begun = -(-self.step // self.config.steps)
         current = None if self.step % self.config.steps == 0 else self.fits[self.names[begun - 1]].segmenter
         baselines = {name: self.fits[name].segmenter.weights() for name in self.names[1:begun]}

@@ -172,6 +172,7 @@ def baselines(study: Study) -> dict[str, Any]:
         for name, own in scored.items():
             # Other runs are not baselines; `domains` compares them.
             if name != study.reference and study.kinds[name] != "other run":
+                # The network trained from scratch may lack kappa, which needs expected grades and is the last metric.
                 both = zip(scored[study.reference], own, strict=False)
                 comparisons += [compare_scored(a, b, leakage=False) for a, b in both if a.metric == b.metric]
     return {"results": rows, "comparisons": add_claims(comparisons), "planned_metrics": list(PLANNED)}

@@ -20,7 +20,7 @@ PAIRWISE: agreement.Form = "ICC(2,1)"
 """The form between two scanners. An offset between them counts as disagreement."""
 
 QUANTITY = {"regression": "predicted value", "binary": "log-odds", "ordinal": "expected grade"}
-"""Kind of target -> the number in a prediction of which the agreement is measured."""
+"""Kind of target -> the number in its predictions whose agreement is measured."""
 NO_QUANTITY = (
     "Several classes without an order are no number; agreement is measured on yes-or-no targets, grades and numbers."
 )

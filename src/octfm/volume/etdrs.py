@@ -117,7 +117,7 @@ def field_of(
     dz, _, dx = spacing_mm
     scale = 1.0 if axial_length_mm is None else (axial_length_mm - 1.82) / (REFERENCE_AXIAL_LENGTH_MM - 1.82)
     if lines is not None and len(lines.start) != count:
-        raise ValueError(f"{count} B-scans and the positions of {len(lines.start)}; select both alike")
+        raise ValueError(f"{count} B-scans, but positions of {len(lines.start)}; select the same B-scans in both")
     if lines is not None and count > 1 and np.isfinite(lines.start).all() and np.isfinite(lines.end).all():
         return _field_of_lines(Lines(scale * lines.start, scale * lines.end), columns, scale * dx)
     downwards = -1.0 if superior_first is False else 1.0
@@ -139,7 +139,9 @@ def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     length = float(np.median(np.linalg.norm(direction, axis=1)))
     along = direction[0] / np.linalg.norm(direction[0])
     if (direction @ along < 0.9 * np.linalg.norm(direction, axis=1)).any():
-        raise ValueError("B-scans must run in one direction; reverse the A-scans and the line of those that do not")
+        raise ValueError(
+            "all B-scans must run in one direction; reverse the A-scans and the line of each that runs the other way"
+        )
     along = direction.mean(axis=0)
     along /= np.linalg.norm(along)
     across = np.array([-along[1], along[0]])

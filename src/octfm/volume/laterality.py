@@ -1,7 +1,7 @@
 """Find the side of the optic disc in a macular scan from the nerve fibre layer, to detect wrong laterality tags.
 
 Nerve fibres converge on the disc, so nasal of the fovea (right in the image of a right eye, left in that of a left eye)
-the innermost retina is bright and thick, and temporal of it neither. This is evidence against a tag; tags are never
+the innermost retina is bright and thick; temporal of it, it is neither. This is evidence against a tag; tags are never
 changed. The disc itself need not be in the field, but enough retina on both sides of the fovea must be.
 """
 

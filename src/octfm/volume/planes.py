@@ -41,8 +41,9 @@ def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Pla
 def used_full_scale(voxels: np.ndarray) -> int:
     """White value of uint16 voxels whose file does not state how many bits are used.
 
-    It is the maximum of the smallest even bit depth from 8 to 16 that holds the brightest voxel. There are no finer
-    steps than instruments have, because volumes of one cohort on different sides of a step would differ in brightness.
+    It is the maximum of the smallest even bit depth from 8 to 16 that holds the brightest voxel. Odd depths, which no
+    instrument uses, are left out: of two volumes of one cohort, on different sides of such a limit, one would come out
+    brighter than the other.
     """
     return (1 << max(8, -(-int(voxels.max()).bit_length() // 2) * 2)) - 1
 

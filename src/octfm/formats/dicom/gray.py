@@ -43,9 +43,10 @@ def read_gray(dataset: Elements, uri: str) -> Gray:
 def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, uri: str) -> np.ndarray:
     """Convert two's complement `stored` [D, H, W] in place to unsigned values of the same width, white at full scale.
 
-    Black is modality value 0 if no stored value can lie below it. Otherwise the window states black and white; without
-    one, black is 0 if no stored value does lie below it. `inverted` is MONOCHROME1. Raises ReadError unsupported_pixels
-    where black would be a guess. In place, because a second volume would not fit into a worker's memory.
+    Black is modality value 0 if `bits_stored` and the rescale allow no value below it. Otherwise the window defines
+    black and white; without a window, black is 0 if no voxel of this volume lies below it. `inverted` is MONOCHROME1.
+    Raises ReadError unsupported_pixels where black would be a guess. In place, because a second volume would not fit
+    into a worker's memory.
     """
     unused = 8 * stored.dtype.itemsize - bits_stored
     # Shifting left and back extends the sign from BitsStored to the whole word; bits above it may hold anything.

@@ -54,7 +54,7 @@ class Part:
 
 
 def part_of(file: OpenFile) -> Part | None:
-    """The part that a file is; None for a file that is a volume by itself, which a single B-scan never is."""
+    """The part of a volume that this file is; None for a file that is read by itself."""
     dataset = file.dataset
     identity = text(dataset, "SOPInstanceUID")
     if concatenation := text(dataset, "ConcatenationUID"):
@@ -125,10 +125,10 @@ def merged(datasets: Sequence[Elements], frames: Sequence[int]) -> dict[str, Any
 
 
 def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) -> None:
-    """Check that parts are complete. Raises ReadError missing_part, which names them, and inconsistent_parts.
+    """Check that no part is missing. Raises ReadError missing_part, which names them, and inconsistent_parts.
 
-    Without `geometry` only what positions cannot excuse is checked: copies, and gaps in a concatenation. With it,
-    B-scans at even positions need no numbers: nothing can be missing between them.
+    Without `geometry`, only copies and gaps in a concatenation are found. With it, gaps in the numbers of single
+    B-scans are errors too, unless the B-scans are evenly spaced: then none can be missing between them.
     """
     uri, joined = parts[0].uri, parts[0].concatenated
     what = "parts of the concatenation" if joined else "B-scans of the series"

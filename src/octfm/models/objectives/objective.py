@@ -52,8 +52,8 @@ class ObjectiveConfig(Config):
         return False
 
     def check(self, model: ViTConfig, compiled: bool) -> None:
-        """Raise ValueError where these settings do not fit the encoder, or where the step is compiled (XLA) and cannot
-        be."""
+        """Raise ValueError if these settings do not fit the encoder, or if steps are `compiled` (XLA) and those of this
+        objective cannot be."""
 
     def shrunk(self, depth: int) -> Self:
         """The same objective for a small copy of the networks with an encoder of `depth` blocks (`--smoke`,
@@ -115,8 +115,8 @@ class Objective(nn.Module):
     encoder: VisionTransformer3D
     target_encoder: VisionTransformer3D | None
     gathers = False
-    """Whether a training step leaves more behind than gradients, which `update_target` takes in or `discard_step`
-    forgets."""
+    """Whether a training step gathers more than gradients, such as statistics; `update_target` applies them and
+    `discard_step` drops them."""
     compares_volumes = False
     """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive one does; else the
     monitors verify that it does not."""
@@ -143,12 +143,12 @@ class Objective(nn.Module):
         return index.target
 
     def update_target(self, momentum: float | Tensor) -> None:
-        """Move the target encoder after an update of the encoder, and take in what the step gathered."""
+        """Move the target encoder after an update of the encoder, and apply what the step has gathered."""
         if self.target_encoder is not None:
             move_average(self.target_encoder, self.encoder, momentum)
 
     def discard_step(self) -> None:
-        """Forget what this step gathered: its update will not be made."""
+        """Drop what this step has gathered: its update will not be made."""
 
     def connect(self, sum_over_ranks: Callable[..., None]) -> None:
         """Receive a function that sums tensors over all ranks in place, for statistics of the global batch."""

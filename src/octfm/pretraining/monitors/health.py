@@ -92,7 +92,10 @@ def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[T
 def cosine(
     start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0. `sum_shares_` as above."""
+    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0.
+
+    `sum_shares_`: as in `relative_distance`.
+    """
     pairs = zip(torch._foreach_sub(a, start), torch._foreach_sub(b, start), strict=True)
     sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in pairs]).sum(0)
     if sum_shares_ is not None:

@@ -32,8 +32,8 @@ NAMES = {
 def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
     """Give every training in this process a fault, from step `at` of its data until before step `until`.
 
-    Steps of data go on counting through a rollback: a fault that ends belongs to some batches, which a rollback
-    leaves behind.
+    `at` and `until` count the steps of the data, which continue through a rollback: a fault with an end is tied to
+    certain batches, which a rollback leaves behind.
     """
     if name not in NAMES:
         raise ConfigError(f"sabotage: expected one of {', '.join(NAMES)}; got {name!r}")

@@ -30,7 +30,7 @@ def checks(
     *,
     resumed: bool = False,
 ) -> list[Check]:
-    """All checks, in seconds. Wrong settings are found first, so that a later check never fails for an earlier reason.
+    """Run all checks, in seconds. Settings are checked first, so that no later check fails because of them.
 
     For a resumed run the slow checks are left out, since it passed them when it began: cohort, objective, memory,
     forecast.
@@ -78,11 +78,10 @@ def checks(
 def examine(
     config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
 ) -> list[Check]:
-    """All checks of a config whose store is named in `data.store`, for `octfm doctor`; `plot` names a PNG of its curves
-    and masks.
+    """Run all checks of a config whose store is named in `data.store`, for `octfm doctor`.
 
-    If `ranks` is more than one, they are the checks that one of so many ranks would make, each on a device like this
-    one.
+    `plot`: a PNG to draw the config's curves and masks in. `ranks`: make the checks that one of so many ranks would
+    make, each on a device like this one.
     """
     store = given_store(config)
     try:

@@ -25,8 +25,10 @@ class BlockSize:
 
 
 def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
-    """Every size of a block in a plane of so many tokens: the aspect is uniform, and rounding cuts its range into
-    pieces."""
+    """Every possible size of a block in a plane of `height` x `width` tokens, with its probability.
+
+    The aspect is drawn uniformly; rounding to whole tokens divides its range into intervals, one for each size.
+    """
     low, high = config.aspect
     edges = {low, high}
     for whole in range(max(height, width) + 1):
@@ -49,8 +51,8 @@ def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
 
 
 def first_rows(size: int, centres_H: np.ndarray) -> np.ndarray:
-    """Probability [H - size + 1] that a block of so many rows begins in each, when its centre is drawn in proportion to
-    `centres_H`.
+    """Probability [H - size + 1] that a block of `size` rows begins in each row, if its centre is drawn in proportion
+    to `centres_H`.
 
     The centre lies equally often in each of the block's rows, and the block stays within the volume.
     """

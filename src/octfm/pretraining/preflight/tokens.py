@@ -49,6 +49,7 @@ class Coverage:
     def worst(self, axis: str) -> tuple[int, float]:
         """(slice, relative departure) of the largest departure that is beyond chance; (-1, 0) when there is none."""
         difference = self.observed[axis] - self.expected[axis]
+        # Comparisons with NaN are false, so slices without kept tokens do not count.
         counts = np.abs(difference) > SIGNIFICANT * self.standard_error[axis]
         gap = np.where(counts, difference / np.maximum(self.expected[axis], 1e-3), 0.0)
         where = int(np.abs(gap).argmax())
@@ -107,8 +108,8 @@ def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]
 
 
 def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
-    """200 draws: context and target disjoint, no padding, few dead targets, every place as likely a target as it should
-    be."""
+    """Check 200 draws of masks: context and target are disjoint, neither contains padding, few targets are dead, and
+    every place is a target as often as it should be."""
     coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
     found = []
     if coverage.overlap or coverage.padded:
@@ -149,12 +150,12 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
 
 
 def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS) -> Coverage:
-    """Masks for token maps [n, d, h, w], each drawn equally often, against what the sampler should do.
+    """Draw masks for token maps [n, d, h, w], each equally often, and compare them with what the sampler should do.
 
     Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often;
     along the axis that it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore
-    a target with probability T / K, whatever its slice. Along H in the B-scan plane blocks follow tissue: there the law
-    of a block is enumerated (block_law.py).
+    a target with probability T / K, whatever its slice. Along H in the B-scan plane blocks follow tissue: there the
+    distribution of a block is enumerated (block_law.py).
     """
     volumes, grid = len(tokens), tokens.shape[1:]
     hits = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
