@@ -125,6 +125,7 @@ def read_labels(path: str | Path) -> LabelTable:
 
 
 def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
+    # Excel begins UTF-8 with a byte order mark, which would become part of the first column's name.
     with path.open(newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         file.seek(0)

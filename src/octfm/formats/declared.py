@@ -78,6 +78,7 @@ def read_declared(uri: str) -> Declared:
         except (FileNotFoundError, NotADirectoryError, ReadError):
             continue
         except OSError as error:
+            # Not skipped: what it states may contradict the file, or be all that is known about it.
             _refuse(f"{place}: cannot be read: {error.strerror or type(error).__name__}; check permissions")
         if len(content) > _MAX_BYTES:
             return Declared(flags=("sidecar_states_nothing",))

@@ -37,6 +37,7 @@ class Waiting:
 
     def for_(self, what: str) -> None:
         """Note what the step waits for from now on: `data`, `the device` or `the other ranks`."""
+        # No lock: assigning one reference is atomic, and training must not wait while a report is written.
         self._what = "the first step" if what == "the device" and self._steps == 0 else what
 
     def done(self) -> None:

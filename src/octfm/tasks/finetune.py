@@ -106,6 +106,7 @@ def _finetune(
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
     known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
+    # Without pretraining there is no key of a run; any fixed one serves.
     participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}
     # With other volumes, splits or labels it would be another run.
     used = np.r_[task.train, task.validation, task.test]

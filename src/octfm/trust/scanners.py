@@ -88,6 +88,7 @@ def training_sets(task: Task, study: Study, scanner: str) -> dict[str, list[tupl
 
     def cut(rounds: list[Round], side: int) -> list[tuple[Round, ...]]:
         """Reduce each training set to the smaller of its pair, by DRAWS random subsets if there is a choice."""
+        # More participants alone make a better probe, so both regimes of a pair learn from equally many.
         shares = [min(pair) / pair[side] for pair in sizes]
         draws = DRAWS if min(shares) < 1 else 1
         return [

@@ -108,6 +108,7 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
     h, w = (max(1, round(enough / mm)) for enough, mm in zip(BORDER_MM, spacing_mm[1:], strict=True))
     h, w = min(h, voxels.shape[1]), min(w, voxels.shape[2])
     depth, height, width = len(voxels), voxels.shape[1] // h, voxels.shape[2] // w
+    # Rows and columns that fill no whole block are left out.
     parts = voxels[:, : height * h, : width * w].reshape(depth, height, h, width, w)
     coarse = np.round(parts.mean((2, 4), dtype=np.float32)).astype(np.uint8)
     apart = max(spacing_mm[0] * (picked[1] - picked[0] if len(picked) > 1 else 1), APART_MM)

@@ -110,6 +110,7 @@ class Transform:
                 inside = np.isfinite(plane)
                 total[inside] += weight * plane[inside]
                 weights[inside] += weight
+            # At the edge only one of two B-scans may hold the place; divided by its weight, it keeps its brightness.
             np.divide(total, weights, out=total, where=weights > 0)
             out[d][weights > 0] = total[weights > 0]
         return self._flip_volume(out) if to_native else out

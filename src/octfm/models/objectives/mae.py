@@ -71,6 +71,7 @@ class MAE(Objective):
         num_context = index.context.shape[1]
         goal_BKP = averaged(target_patches_BKP, encoder.config.patch_size, self.goal_average)
         context_goal = own_contrast(take_tokens(goal_BKP, index.context))
+        # The predictor answers in the order of `places`: context first.
         context_loss_B = self.distance(predicted[:, :num_context], context_goal)
         masked_loss_B, masked_goal = hidden_voxels(predicted[:, num_context:], goal_BKP, index)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()

@@ -67,6 +67,7 @@ class Feed:
             for i in range(len(strips))
             for j in range(i)
         )
+        # Balanced scanners repeat the volumes of the rarer ones on purpose.
         repeated = 0 if excluded or self.config.data.balance_scanners else self._repeated(positions, rows)
         foreign = self._foreign(batch) if closely else -1
         fixed = self._fixed(micro_steps) or (
