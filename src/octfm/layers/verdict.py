@@ -49,8 +49,8 @@ ASCAN_UM = 20.0
 ZONE_UM = 15.0
 """A zone is withheld if the mean expected error within it is larger."""
 DOUBTFUL = 0.4
-"""Largest share of doubtful A-scans: 2 of 100 undisturbed phantoms have more, and half of those with axial millimetres
-that are wrong by a factor of 2."""
+"""Largest share of doubtful A-scans: 2 or 3 of 67 undisturbed phantoms have more, and most of those with axial
+millimetres that are wrong by a factor of 2."""
 REASONS = {
     "dark": "too dark or too little contrast to tell the layers apart",
     "upside_down": "upside down: the vitreous must be at the top",
