@@ -146,12 +146,14 @@ def pretrain(
             )
         settings = shrink(settings)
         if settings.data.store is None:
+            # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)
             store = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
     # A progress bar needs a terminal, and only rank 0 prints.
     if not sys.stdout.isatty() or os.environ.get("RANK", "0") != "0":
         train(settings, store, out, device, echo=opt.echo_line, override=override)
         return
+    # With epochs, the number of steps is known only when the store is open.
     bar = ProgressBar(settings.steps if settings.epochs is None else None)
     try:
         train(settings, store, out, device, echo=bar.echo, override=override, listeners=[bar])
@@ -237,6 +239,7 @@ def _phantom_store(folder: Path) -> "Store":
     from octfm.store.prepare import prepare as prepare_catalog
     from octfm.volume.preprocessing import Preprocessing
 
+    # write_phantom names the folder so only when it is complete.
     if not (folder / "clinic").is_dir():
         write_phantom(folder / "clinic", 12, 0, size=(16, 160, 128), fractions=(0.6, 0.25, 0.15))
     preprocessing = load(Preprocessing, {"image_size": SMOKE_IMAGE_SIZE, "target_spacing": SMOKE_SPACING})

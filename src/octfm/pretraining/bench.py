@@ -208,6 +208,7 @@ def _trial(
         * data.per_device_batch_size
     )
     learner = Learner(config, preprocessing, runtime)
+    # A rate so low that random weights stay finite; an update takes as long at any rate.
     learner.set_rates(1e-6, 0.0, 0.999)
     passes, updates = [], []
     try:

@@ -101,6 +101,7 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
         # Six ratios per volume, to the kind's median; the worst of them decides.
         ratio = measures / np.median(measures, axis=0)
         far = np.maximum(ratio, 1 / ratio)
+        # measures / ratio is the median again, once for every row.
         for row, values, unlike, usually in zip(rows, measures, far, measures / ratio, strict=True):
             worst = int(unlike.argmax())
             if unlike[worst] > UNLIKE:

@@ -78,6 +78,7 @@ def segment(
     data = volumes_digest(store, [*train_rows, *test_rows], taught)
     # A trained encoder is in the checkpoints; a frozen one is only named by its key.
     weights = None if config.lr_encoder else encoder.key
+    # The key is "" because None would draw one: no participants are hashed here.
     identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=weights)
     with (
         open_run(out, identity, encoder.runtime, echo=echo, check=_require_unfinished) as run,

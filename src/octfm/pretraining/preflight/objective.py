@@ -101,6 +101,7 @@ def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.n
     if not len(validation_rows):
         return []
     inputs = make_inputs(config, store.preprocessing, HOST, _batch(store, validation_rows[:1]), augmented=False)
+    # A volume with fewer image tokens than the budget repeats some; they count once.
     target, context = (len(np.unique(x[0])) for x in (inputs.masks.target, inputs.masks.context))
     distinct = len(np.unique(inputs.masks.kept[0]))
     if target < 0.5 * config.masks.mask_ratio * distinct or not context:
@@ -138,6 +139,7 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     with torch.no_grad():
         first = float(model(views, weight).loss)
     own, rise, steps = first, 0.0, 0
+    # `not >` instead of `<=`: a rise of NaN must not end the loop as a clear one.
     while steps < OVERFIT_STEPS and not rise > CLEAR_RISE:
         # Looks at the losses eight times at most, because each look takes two forward passes.
         for _ in range(OVERFIT_STEPS // 8):

@@ -92,6 +92,7 @@ def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
 def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
     """Tissue outside the budget, by scanner and diagnosis: a swollen retina has more tissue and must not lose it."""
     kept, _, _ = config.masks.counts(sample.tokens.shape[1:])
+    # The budget is the whole grid, so nothing can be left out.
     if kept == sample.tokens[0].size:
         return []
     dropped, rows = tissue_dropped(sample.tokens, kept), [store.rows[row] for row in sample.rows]
