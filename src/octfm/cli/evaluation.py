@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Volume
@@ -293,7 +294,7 @@ def segment(
             raise ConfigError("--sample: goes without --apply and --dicom; the scans are synthetic, not files")
         _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb))
         return
-    if apply is None and words and not any("=" in word for word in words):
+    if apply is None and words and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
         _segment_scans(_volumes_in(words, limits), out, dicom, limits)
         return
@@ -306,25 +307,41 @@ def segment(
         return
     folder = local_path(out)
     segmenter, limits = load_segmenter(apply, device), opt.limits_of(file_seconds, file_gb)
-    for file in [expect_place(word) for word in words or []]:
+    for file, stem in _stems(expect_place(word) for word in words or []).items():
         volume = read_volume(file, limits=limits)
         found = segmenter.segment(volume)
-        written = write_nifti(found, folder, Path(file).stem)
-        written += within(limits, functools.partial(write_dicom, found, folder=folder), file) if dicom else []
+        written = write_nifti(found, folder, stem)
+        write = functools.partial(write_dicom, found, folder=folder, stem=stem)
+        written += within(limits, write, file) if dicom else []
         for path in written:
             typer.echo(path)
 
 
+def _stems(sources: "Iterable[str]") -> dict[str, str]:
+    """Source → the stem of its results. Where files of several folders have one name, theirs end in a part of the hash
+    of the path, so that none overwrites another's."""
+    from octfm.io.hashing import hash_text
+
+    stems = {source: Path(source).stem for source in sources}
+    count = Counter(stems.values())
+    return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
+
+
 def _volumes_in(words: list[str], limits: "Limits") -> list[str]:
-    """The files named, and every volume in the folders named."""
-    from octfm.catalog.catalog import scan
+    """The files named, and every volume in the folders named; prints how many files there are left out."""
+    from octfm.catalog.volumes import volumes_below
 
     sources: list[str] = []
     for word in words:
         place = expect_place(word)
-        inside = Path(place).is_dir()
-        sources += [row.uri for row in scan(place, limits=limits).acquisitions] if inside else [place]
-    return sources
+        if not Path(place).is_dir():
+            sources.append(place)
+            continue
+        found, left_out = volumes_below(Path(os.path.abspath(place)), limits)  # noqa: PTH100
+        for code, count in sorted(Counter(reject.code for reject in left_out).items()):
+            opt.echo_line(f"{place}: {count} left out: {code}; octfm scan names files and reasons")
+        sources += found
+    return list(dict.fromkeys(sources))
 
 
 def _samples(names: list[str]) -> "list[Volume]":
@@ -338,6 +355,7 @@ def _samples(names: list[str]) -> "list[Volume]":
 
 def _segment_scans(sources: "Sequence[str | Volume]", out: Path, dicom: bool, limits: "Limits") -> None:
     """Segment files or volumes with the packaged network."""
+    from octfm.errors import ConfigError, ReadError, one_line
     from octfm.formats import read_volume, within
     from octfm.layers.segment import segment as segment_scan
     from octfm.layers.table import describe, read_table, write_table
@@ -346,19 +364,36 @@ def _segment_scans(sources: "Sequence[str | Volume]", out: Path, dicom: bool, li
     from octfm.tasks.segment_export import write_dicom, write_nifti
     from octfm.volume.volume import Volume
 
+    if dicom and (out == DEFAULT_SEGMENT or out.suffix == ".csv"):
+        raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
-        added = write_table(sources, out, limits=limits, also=sheet.add, echo=typer.echo)
+        added = write_table(sources, out, limits=limits, also=sheet.add, echo=opt.echo_line)
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
         typer.echo(sheet.write(read_table(out)))
         return
+    stems = _stems(each.source if isinstance(each, Volume) else each for each in sources)
+    unread = 0
     for source in sources:
-        volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
+        try:
+            volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
+        except ReadError as error:
+            if len(sources) == 1:
+                raise
+            typer.echo(one_line(error), err=True)
+            unread += 1
+            continue
         found = segment_scan(volume)
-        typer.echo(describe(found, None if isinstance(source, Volume) else device_grid_of(source, limits)))
+        device = None if isinstance(source, Volume) else device_grid_of(source, limits)
+        for line in describe(found, device).splitlines():
+            opt.echo_line(line)
         if out != DEFAULT_SEGMENT:
             name = source.source if isinstance(source, Volume) else source
-            written = write_nifti(found, out, Path(name).stem)
-            written += within(limits, functools.partial(write_dicom, found, folder=out), name) if dicom else []
+            written = write_nifti(found, out, stems[name])
+            write = functools.partial(write_dicom, found, folder=out, stem=stems[name])
+            written += within(limits, write, name) if dicom else []
             for path in written:
                 typer.echo(path)
+    if unread:
+        typer.echo(f"{unread} of {len(sources)} scans could not be read", err=True)
+        raise typer.Exit(1)

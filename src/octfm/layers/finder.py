@@ -25,8 +25,11 @@ MOST_PADDING = 0.2
 """Largest share of a B-scan that is taken for white padding."""
 LOWEST_DRUSE_UM = 20.0
 """Height below which what lies under the RPE is not reported as a druse: nearly every eye beyond 60 has some."""
-CHUNK = 4
-"""B-scans in memory at a time."""
+LARGEST = (2051, 1250)
+"""Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
+else make B-scans of gigabytes."""
+CHUNK, CHUNK_PIXELS = 4, 2**21
+"""B-scans in memory at a time, and the most pixels of the network in them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,11 @@ class LayerFinder:
         self.network = in_channels_last(network.eval())
         self.name, self.digest, self.masks = name, digest, masks
 
+    @property
+    def model(self) -> str:
+        """Name and the begin of the hash, as results state them."""
+        return f"{self.name} {self.digest[:12]}"
+
     @torch.no_grad()
     def find(self, volume: Volume) -> Layers:
         """Surfaces and lesions of every B-scan of a volume, one by one; layout and laterality do not matter."""
@@ -65,8 +73,9 @@ class LayerFinder:
         spread, near = np.empty_like(rows), np.empty_like(rows)
         disorder, present = np.empty((depth, width), np.float32), np.empty((depth, width), np.float32)
         lesions = np.zeros(volume.shape, np.uint8)
-        for first in range(0, depth, CHUNK):
-            part = slice(first, first + CHUNK)
+        chunk = max(1, min(CHUNK, CHUNK_PIXELS // math.prod(size)))
+        for first in range(0, depth, chunk):
+            part = slice(first, first + chunk)
             grey = without_white_padding(volume.voxels[part], white).astype(np.float32) * (255 / white)
             image = torch.from_numpy(grey)
             found = self.network(self._prepared(image[:, None], size))
@@ -150,4 +159,4 @@ def network_size(shape: Shape3, spacing_mm: tuple[float, float, float]) -> tuple
     rows = height if 1 / TOLERATED < rows < TOLERATED else max(1, round(height * rows))
     columns = 1000 * spacing_mm[2] / ASCAN_UM
     columns = width if 1 / TOLERATED < columns < TOLERATED else max(1, round(width * columns))
-    return rows, columns
+    return min(rows, LARGEST[0]), min(columns, LARGEST[1])

@@ -13,7 +13,7 @@ from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
 from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
-from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, measure_grid
+from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, lateral_scale, measure_grid
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
@@ -93,8 +93,9 @@ class ScanSegmentation(Segmentation):
         network does not report this mask."""
         if mask not in self.masks or self.volume.layout != "raster" or self.volume.shape[0] < 2:
             return None
-        # 1 mm³ is 1,000 nl.
-        return float(self.masks[mask].sum() * np.prod(self.spacing_mm) * 1000)
+        # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
+        scale = lateral_scale(self.axial_length_mm)
+        return float(self.masks[mask].sum() * np.prod(self.spacing_mm) * scale**2 * 1000)
 
 
 def segment(
@@ -120,6 +121,6 @@ def segment(
         volume=volume,
         found=found,
         verdict=judge(volume, found, finder),
-        model=f"{finder.name} {finder.digest[:12]}",
+        model=finder.model,
         axial_length_mm=axial_length_mm,
     )

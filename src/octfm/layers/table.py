@@ -3,13 +3,12 @@
 import csv
 import io
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from octfm.errors import EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
-from octfm.io.location import write_whole
+from octfm.io.location import Location, write_whole
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -58,7 +57,7 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
 
 def write_table(
     sources: Iterable[str | Volume],
-    out: Path,
+    out: Location,
     *,
     limits: Limits | None = None,
     finder: LayerFinder | None = None,
@@ -67,12 +66,17 @@ def write_table(
 ) -> int:
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
-    A file that cannot be read gets a row with its problem. `also` is called with each source and what was found in it,
-    before its row is written. Returns the number of new rows. Raises EvaluationError if
-    `out` is something else than such a table.
+    A file that cannot be read gets a row with its problem; one that is named twice has one row. `also` is called with
+    each source and what was found in it, before its row is written. Returns the number of new rows. Raises
+    EvaluationError if `out` is something else than such a table, or has rows of another network.
     """
     finder = finder or load_finder()
     rows = read_table(out) if out.exists() else []
+    if others := {row["model"] for row in rows} - {"", finder.model}:
+        raise EvaluationError(
+            f"{out}: has rows of another network ({', '.join(sorted(others))}; this is {finder.model}), whose numbers "
+            "must not be mixed with these; choose another --out"
+        )
     known, added = {row["source"] for row in rows}, 0
     for given in sources:
         source = given.source if isinstance(given, Volume) else given
@@ -87,24 +91,26 @@ def write_table(
                 also(source, found)
         except ReadError as error:
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
+        if not isinstance(given, Volume):  # volumes in memory may share a source
+            known.add(source)
         rows.append(row)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-        write_whole(out, text.getvalue().encode())
+        # Names of files that are not valid UTF-8 keep their bytes.
+        write_whole(out, text.getvalue().encode("utf-8", "surrogateescape"))
         added += 1
         echo(f"{source}: {row['problem'] or row['verdict']}")
     return added
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
+def read_table(path: Location) -> list[dict[str, str]]:
     """The rows of a table. Raises EvaluationError if it has other columns."""
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise EvaluationError(f"{path}: not a table of octfm segment of this version; choose another --out")
-        return list(reader)
+    reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8", "surrogateescape"), newline=""))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise EvaluationError(f"{path}: not a table of octfm segment of this version; choose another --out")
+    return list(reader)
 
 
 def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> str:

@@ -42,8 +42,7 @@ def why_no_zones(found: ScanSegmentation) -> str:
     """Empty if the scan has zones."""
     volume = found.volume
     if volume.layout != "raster":
-        kind = {"line": "line scan", "circle": "circle scan", "radial": "radial scan"}[volume.layout]
-        return f"no zones: a {kind}; the grid needs a raster of parallel B-scans over the macula"
+        return f"no zones: a {volume.layout} scan; the grid needs a raster of parallel B-scans over the macula"
     if volume.shape[0] == 1:
         return "no zones: a single B-scan; the grid needs a raster of parallel B-scans over the macula"
     if not found.verdict.accepted:

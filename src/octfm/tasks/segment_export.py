@@ -64,9 +64,9 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
     return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
 
 
-def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> list[Path]:
+def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, stem: str | None = None) -> list[Path]:
     """<stem>_seg.dcm and, with surfaces, <stem>_heights.dcm, both referring to the DICOM file `source` that was
-    segmented.
+    segmented, whose stem is the default.
 
     The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in
     FloatPixelData, laid out as in AI-READI; it has been read back with pydicom, not validated against the IOD.
@@ -78,13 +78,14 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> 
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
     source, folder = Path(source), local_path(folder)
+    stem = stem or source.stem
     image = dcmread(source)
     folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
     frames, rows = int(image.get("NumberOfFrames", 1)), int(image.Rows)
     whole = np.zeros((frames, rows, int(image.Columns)), np.uint8)
     whole[:, : labels.shape[1]] = labels[:, :rows]
-    target = folder / f"{source.stem}_seg.dcm"
+    target = folder / f"{stem}_seg.dcm"
     try:
         seg = highdicom.seg.Segmentation(
             source_images=[image],
@@ -108,7 +109,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path) -> 
         seg.SeriesDescription = seg.ContentDescription = found.note
         seg.ImageComments = found.comments
     _save(seg, target)
-    return [target, *([_height_map(image, found, folder / f"{source.stem}_heights.dcm")] if found.surfaces else [])]
+    return [target, *([_height_map(image, found, folder / f"{stem}_heights.dcm")] if found.surfaces else [])]
 
 
 def _segment(highdicom: Any, number: int, name: str) -> Any:

@@ -33,6 +33,10 @@ def scene_of(
     for line and circle scans in this case, and ReadError for a radial scan of too few lines.
     """
     if (encoder is not None or segmenter is not None) and volume.layout == "radial":
+        if found is not None:
+            raise EvaluationError(
+                f"{volume.source}: --layers shows a radial scan as it is, --run the raster made of it; give one of them"
+            )
         volume, surfaces = to_raster(volume), None  # the file's layers belong to the radial B-scans
     reverse = volume.superior_first is False
     overlays: list[Overlay] = []

@@ -87,6 +87,15 @@ class Field:
         return bscan, ascan
 
 
+def lateral_scale(axial_length_mm: float | None) -> float:
+    """By what lateral distances must be multiplied; 1, the instrument's nominal ones, if the length is not known.
+
+    By the formula of Bennett, Rudnicka and Edgar (Graefes Arch 1994;232:361-367) a length on the retina is proportional
+    to the axial length less 1.82 mm.
+    """
+    return 1.0 if axial_length_mm is None else (axial_length_mm - 1.82) / (REFERENCE_AXIAL_LENGTH_MM - 1.82)
+
+
 def field_of_volume(volume: Volume, axial_length_mm: float | None = None) -> Field:
     """The field of a raster volume, whose B-scans and A-scans are those of a thickness map; see `field_of`.
 
@@ -108,14 +117,12 @@ def field_of(
     """The field of a raster of `shape` (B-scans, A-scans): from the positions of its B-scans, else centred on (0, 0)
     with horizontal B-scans.
 
-    `axial_length_mm` rescales lateral distances by the formula of Bennett, Rudnicka and Edgar (Graefes Arch
-    1994;232:361-367), in which a length on the retina is proportional to the axial length less 1.82 mm; without it they
-    are the instrument's nominal ones. Raises ValueError if the B-scans do not have one direction, are not in the order
-    of their positions, or are not as many as `lines`.
+    `axial_length_mm` rescales lateral distances by `lateral_scale`. Raises ValueError if the B-scans do not have one
+    direction, are not in the order of their positions, or are not as many as `lines`.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
-    scale = 1.0 if axial_length_mm is None else (axial_length_mm - 1.82) / (REFERENCE_AXIAL_LENGTH_MM - 1.82)
+    scale = lateral_scale(axial_length_mm)
     if lines is not None and len(lines.start) != count:
         raise ValueError(f"{count} B-scans, but positions of {len(lines.start)}; select the same B-scans in both")
     if lines is not None and count > 1 and np.isfinite(lines.start).all() and np.isfinite(lines.end).all():

@@ -1,11 +1,12 @@
 """A contact sheet of the scans in a table of octfm segment, the most doubtful first."""
 
 import base64
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octfm.errors import one_line
+from octfm.io.hashing import hash_text
 from octfm.io.location import write_whole
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.segmented.pictures import bscan_picture
@@ -29,7 +30,7 @@ class ContactSheet:
         write_whole(self._path(source), bscan_picture(found))
 
     def _path(self, source: str) -> Path:
-        return self.folder / f"{hashlib.sha256(source.encode()).hexdigest()[:24]}.png"
+        return self.folder / f"{hash_text(source)[:24]}.png"
 
     def write(self, rows: Sequence[dict[str, str]], room: int = MAX_BYTES - 1_000_000) -> Path:
         """Write the page from the rows of the table. Where not all pictures fit, the least doubtful scans go without.
@@ -48,7 +49,8 @@ class ContactSheet:
             amounts = {name[:-3]: nl for name, nl in row.items() if name.endswith("_nl") and float(nl or 0) > 0}
             # Verdict sorts by doubt of at least 1 what has a reason against it.
             refused = float(row["doubt"] or 0) >= 1
-            cards.append({**row, "src": src, "refused": refused, "had": path.exists(), "amounts": amounts})
+            shown = {"source": one_line(row["source"]), "problem": one_line(row["problem"])}
+            cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "amounts": amounts})
         facts = {
             "cards": cards,
             "refused": sum(card["refused"] for card in cards),

@@ -31,10 +31,11 @@ THUMBNAIL = (320, 180)
 
 
 def thickness_pictures(found: "ScanSegmentation") -> list[Picture]:
-    """The thickness map of a raster that is believed, else nothing."""
-    if found.volume.layout != "raster" or found.volume.shape[0] < 2 or not found.verdict.accepted:
-        return []
-    return [thickness_picture(found, found.etdrs())]
+    """The thickness map of a scan that has zones and is believed, else nothing."""
+    from octfm.layers.zones import grid_of
+
+    grid = grid_of(found)
+    return [] if grid is None else [thickness_picture(found, grid)]
 
 
 def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
@@ -120,8 +121,9 @@ def _around(surfaces: dict[str, np.ndarray], d: int, height: int) -> slice:
     ilm, bm = surfaces["ilm"][d], surfaces["bm"][d]
     if not (np.isfinite(ilm).any() and np.isfinite(bm).any()):
         return slice(0, height)
-    margin = 0.15 * height
-    return slice(max(0, int(np.nanmin(ilm) - margin)), min(height, int(np.nanmax(bm) + margin)))
+    # In different A-scans, the ILM found may lie below the BM found.
+    both, margin = np.concatenate([ilm, bm]), 0.15 * height
+    return slice(max(0, int(np.nanmin(both) - margin)), min(height, int(np.nanmax(both) + margin) + 1))
 
 
 def _thumbnail(picture: np.ndarray, rows: slice) -> bytes:

@@ -1,0 +1,168 @@
+"""octfm segment on unusual input: tiny and unreadable scans, folders, files of one name, tables of other networks."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from octfm.catalog.volumes import volumes_below
+from octfm.cli.main import app
+from octfm.errors import ConfigError, EvaluationError
+from octfm.layers.finder import LARGEST, LayerFinder, network_size
+from octfm.layers.segment import segment
+from octfm.layers.table import describe, read_table, row_of, write_table
+from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
+from octfm.report.segmented.contact_sheet import ContactSheet
+from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
+from octfm.tasks.segment_export import label_map, write_nifti
+from octfm.tasks.view import scene_of
+from octfm.volume.segmentation import Segmentation
+from octfm.volume.volume import LAYOUTS, Lines, Volume
+from support.segmented import found_in
+from support.vendor_files import write_heyex_xml
+from support.volumes import telling_voxels
+
+
+@pytest.fixture
+def finder(monkeypatch) -> LayerFinder:
+    """An untrained network in place of the packaged one."""
+    torch.manual_seed(0)
+    made = LayerFinder(LayerNet(LayerNetConfig((8, 8))), digest="1" * 64)
+    for module in ("octfm.layers.segment", "octfm.layers.table"):
+        monkeypatch.setattr(f"{module}.load_finder", lambda: made)
+    return made
+
+
+def noise(shape=(3, 40, 32)) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+
+
+def saved(path, shape=(3, 40, 32)) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, volume=noise(shape), spacing_mm=(0.1, 0.0039, 0.016))
+    return str(path)
+
+
+def nothing_found(found):
+    blank = {name: np.full_like(rows, np.nan) for name, rows in found.surfaces.items()}
+    return replace(found, surfaces=blank, masks={})
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 5), (1, 5, 1), (3, 6, 7)])
+def test_tiny_scans_are_segmented_and_drawn(finder, shape):
+    found = segment(Volume(noise(shape), (0.12, 0.0039, 0.016)))
+    assert found.surfaces["ilm"].shape == (shape[0], shape[2]) and describe(found)
+    for rows in (0.0, shape[1] - 1.0):
+        at = replace(found, surfaces=dict.fromkeys(SURFACES, np.full((shape[0], shape[2]), rows, np.float32)))
+        assert Image.open(io.BytesIO(bscan_picture(at)))
+
+
+def test_a_picture_needs_no_order_between_surfaces_of_different_a_scans():
+    found = found_in(1)
+    surfaces = {name: np.full_like(rows, np.nan) for name, rows in found.surfaces.items()}
+    surfaces["ilm"][0, 5], surfaces["bm"][0, 90] = 190.0, 10.0
+    assert Image.open(io.BytesIO(bscan_picture(replace(found, surfaces=surfaces))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_a_row(layout):
+    found = found_in(3)
+    row = row_of(replace(found, volume=replace(found.volume, layout=layout)))
+    assert (layout == "raster") != (f"a {layout} scan" in row["zones_note"])
+
+
+def test_wrong_millimetres_do_not_make_gigantic_bscans():
+    assert network_size((1, 496, 512), (0.1, 0.1, 0.1)) == LARGEST
+    assert network_size((1, 2000, 1200), (0.1, 0.0039, 0.016)) == (2000, 1200)
+
+
+def test_label_maps_have_the_rows_of_the_image_whatever_was_found(tmp_path):
+    found = nothing_found(found_in(3))
+    labels, _ = label_map(found)
+    assert labels.shape == found.volume.shape and not labels.any()
+    pytest.importorskip("nibabel")
+    assert len(write_nifti(found, tmp_path, "a")) == 2
+    plain = Segmentation({"ilm": np.full((2, 4), np.nan)}, {}, (0.1, 0.004, 0.05))
+    assert not label_map(plain)[0].any(), "also without an image that tells its rows"
+    low = replace(found_in(3), masks={})
+    low.surfaces["bm"][:] = low.volume.shape[1] - 1
+    assert label_map(low)[0].shape == low.volume.shape
+
+
+def test_a_scan_of_contradicting_positions_is_viewed_without_a_map():
+    found = found_in(3)
+    lines = Lines(np.array([[0, 1], [0, 3], [0, 2.0]]), np.array([[6, 1], [6, 3], [6, 2.0]]))
+    assert thickness_pictures(replace(found, volume=replace(found.volume, lines=lines))) == []
+
+
+def test_axial_length_rescales_volumes_like_zones():
+    found = found_in(fluid_in=3)
+    longer = replace(found, axial_length_mm=1.82 + 1.1 * (24.46 - 1.82))
+    nominal = found.volume_nl("intraretinal_fluid")
+    assert longer.volume_nl("intraretinal_fluid") == pytest.approx(1.1**2 * nominal)
+
+
+def test_layers_of_a_star_are_not_drawn_on_the_raster_made_of_it():
+    found = found_in(6)
+    star = replace(found.volume, layout="radial")
+    with pytest.raises(EvaluationError, match="give one of them"):
+        scene_of(star, found=replace(found, volume=star), segmenter=object())
+
+
+def test_a_table_refuses_rows_of_another_network(finder, tmp_path):
+    files, out = [saved(tmp_path / f"{name}.npz") for name in "ab"], tmp_path / "table.csv"
+    assert write_table([files[0], files[0]], out, echo=lambda _: None) == 1, "one file named twice has one row"
+    other = LayerFinder(finder.network, "other", "2" * 64)
+    with pytest.raises(EvaluationError, match="rows of another network"):
+        write_table(files, out, finder=other, echo=lambda _: None)
+    assert len(read_table(out)) == 1 and write_table(files, out, echo=lambda _: None) == 1
+
+
+def test_names_that_are_not_utf8_survive_a_table_and_its_page(finder, tmp_path):
+    volume, out = Volume(noise(), (0.1, 0.0039, 0.016), source="eye\udcff.npz"), tmp_path / "table.csv"
+    sheet = ContactSheet(out)
+    assert write_table([volume], out, also=sheet.add, echo=lambda _: None) == 1
+    assert [row["source"] for row in read_table(out)] == ["eye\udcff.npz"]
+    assert "eye\\udcff.npz" in sheet.write(read_table(out)).read_text()
+    assert write_table([volume], out, echo=lambda _: None) == 0
+    (tmp_path / "picture.csv").write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(EvaluationError, match="not a table"):
+        read_table(tmp_path / "picture.csv")
+
+
+def test_a_folder_needs_no_participants_and_keeps_every_layout(finder, tmp_path):
+    clinic = tmp_path / "clinic"
+    saved(clinic / "scan1.npz"), saved(clinic / "scan2.npz", (3, 40, 33))
+    line = write_heyex_xml(clinic / "line", telling_voxels()[:1])
+    line.write_text(line.read_text().replace("<Type>Volume</Type>", "<Type>Line</Type>"))
+    (clinic / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
+    sources, left_out = volumes_below(clinic, workers=0)
+    assert not left_out
+    out = tmp_path / "table.csv"
+    assert write_table(sources, out, echo=lambda _: None) == 4
+    rows = {row["source"].removeprefix(f"{clinic}/"): row for row in read_table(out)}
+    assert {"scan1.npz", "scan2.npz", "broken.npz"} < set(rows) and rows["broken.npz"]["problem"]
+    assert sum("a line scan" in row["zones_note"] for row in rows.values()) == 1
+
+
+def test_an_unreadable_file_in_a_folder_does_not_stop_the_others(finder, tmp_path):
+    saved(tmp_path / "scan.npz"), (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
+    done = CliRunner().invoke(app, ["segment", str(tmp_path)])
+    assert done.exit_code == 1 and "1 of 2 scans could not be read" in done.output
+    assert "scan.npz: 3 B-scans" in done.output
+
+
+def test_results_of_files_of_one_name_do_not_overwrite_each_other(finder, tmp_path):
+    pytest.importorskip("nibabel")
+    files = [saved(tmp_path / person / "eye.npz") for person in ("p1", "p2")]
+    files.append(saved(tmp_path / "site=Basel.npz"))
+    done = CliRunner().invoke(app, ["segment", *files, "--out", str(tmp_path / "found")])
+    assert done.exit_code == 0, done.output
+    assert len(list((tmp_path / "found").glob("eye-*_labels.nii.gz"))) == 2
+    assert (tmp_path / "found" / "site=Basel_labels.nii.gz").exists(), "a file with = in its name is no setting"
+    refused = CliRunner().invoke(app, ["segment", files[0], "--dicom"])
+    assert isinstance(refused.exception, ConfigError)
