@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from octfm.layers.table import describe, read_table, row_of, write_table
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
+from octfm.report.viewer import view_facts, viewer
 from octfm.tasks.segment_export import label_map, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
@@ -99,18 +101,32 @@ def test_a_scan_of_contradicting_positions_is_viewed_without_a_map():
     assert thickness_pictures(replace(found, volume=replace(found.volume, lines=lines))) == []
 
 
+@pytest.mark.parametrize("vertical", [False, True])
+def test_ends_of_vertical_bscans_are_not_called_nasal_and_temporal(vertical):
+    found = found_in(3)
+    at = np.stack([np.zeros(3), np.arange(3.0)], axis=1)
+    lines = Lines(at, np.add(at, (6, 0)))
+    if vertical:
+        lines = Lines(lines.start[:, ::-1], lines.end[:, ::-1])
+    volume = replace(found.volume, lines=lines, superior_first=None if vertical else True)
+    scene = scene_of(volume, found=found)
+    told = dict(view_facts(volume, scene))
+    assert scene.vertical == vertical and ("Direction of B-scans" in told) == vertical
+    assert ('"sides":null' in viewer([scene]).body) == vertical
+
+
 def test_axial_length_rescales_volumes_like_zones():
     found = found_in(fluid_in=3)
     longer = replace(found, axial_length_mm=1.82 + 1.1 * (24.46 - 1.82))
-    nominal = found.volume_nl("intraretinal_fluid")
-    assert longer.volume_nl("intraretinal_fluid") == pytest.approx(1.1**2 * nominal)
+    before, after = (each.volume_nl("intraretinal_fluid") for each in (found, longer))
+    assert before and after == pytest.approx(1.1**2 * before)
 
 
 def test_layers_of_a_star_are_not_drawn_on_the_raster_made_of_it():
     found = found_in(6)
     star = replace(found.volume, layout="radial")
     with pytest.raises(EvaluationError, match="give one of them"):
-        scene_of(star, found=replace(found, volume=star), segmenter=object())
+        scene_of(star, found=replace(found, volume=star), segmenter=Mock())
 
 
 def test_a_table_refuses_rows_of_another_network(finder, tmp_path):
@@ -136,7 +152,8 @@ def test_names_that_are_not_utf8_survive_a_table_and_its_page(finder, tmp_path):
 
 def test_a_folder_needs_no_participants_and_keeps_every_layout(finder, tmp_path):
     clinic = tmp_path / "clinic"
-    saved(clinic / "scan1.npz"), saved(clinic / "scan2.npz", (3, 40, 33))
+    saved(clinic / "scan1.npz")
+    saved(clinic / "scan2.npz", (3, 40, 33))
     line = write_heyex_xml(clinic / "line", telling_voxels()[:1])
     line.write_text(line.read_text().replace("<Type>Volume</Type>", "<Type>Line</Type>"))
     (clinic / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
@@ -150,7 +167,8 @@ def test_a_folder_needs_no_participants_and_keeps_every_layout(finder, tmp_path)
 
 
 def test_an_unreadable_file_in_a_folder_does_not_stop_the_others(finder, tmp_path):
-    saved(tmp_path / "scan.npz"), (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
+    saved(tmp_path / "scan.npz")
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
     done = CliRunner().invoke(app, ["segment", str(tmp_path)])
     assert done.exit_code == 1 and "1 of 2 scans could not be read" in done.output
     assert "scan.npz: 3 B-scans" in done.output

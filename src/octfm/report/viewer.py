@@ -101,6 +101,8 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
                 f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond",
             ),
         ]
+    if volume.vertical:
+        return [*facts, ("Direction of B-scans", "vertical on the fundus, not from side to side")]
     if volume.superior_first is None:
         return [*facts, ("Order of B-scans", "the file does not tell which is superior")]
     return [*facts, ("Order of B-scans", order[volume.superior_first])]
@@ -114,6 +116,7 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
     """The data that viewer.js needs for one scene, in at most about `room` characters."""
     depth, height, width = scene.voxels.shape
     dz, dy, dx = scene.spacing_mm
+    horizontal = scene.is_raster and not scene.vertical
     facts: dict[str, Any] = {
         "title": scene.title,
         "eye": eye_of(scene),
@@ -122,7 +125,7 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         "hasMm": True,
         "shownMm": list(shown_spacing(scene.voxels.shape, scene.spacing_mm, 4)),
         # Other layouts have no sides: a circle ends where it began, and in a star they differ between B-scans.
-        "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or "") if scene.is_raster else None,
+        "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or "") if horizontal else None,
         "vertical": ["S", "I"] if scene.superior_first else None,
         "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,
     }

@@ -109,6 +109,8 @@ class Scene:
     """True if the first B-scan is known to be superior."""
     is_raster: bool = True
     """False if B-scans are not parallel, so that there is no en-face view."""
+    vertical: bool = False
+    """True if B-scans run up or down the fundus, so that their ends are not nasal and temporal."""
     scanner: str = "unknown"
     overlays: tuple[Overlay, ...] = ()
     placement: Placement | None = None

@@ -84,6 +84,7 @@ def scene_of(
         laterality=volume.laterality,
         superior_first=volume.superior_first is not None,
         is_raster=volume.layout == "raster",
+        vertical=volume.vertical,
         scanner=volume.scanner,
         overlays=tuple(overlays),
         placement=placement,

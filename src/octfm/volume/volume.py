@@ -90,6 +90,14 @@ class Volume:
         return z, y, x
 
     @property
+    def vertical(self) -> bool:
+        """Whether the B-scans of a raster run up or down the fundus: their ends are then not nasal and temporal."""
+        if self.layout != "raster" or self.lines is None:
+            return False
+        x, y = np.abs(np.nan_to_num(self.lines.end - self.lines.start).mean(axis=0))
+        return bool(y > x)
+
+    @property
     def eye_id(self) -> str:
         """Id of the eye: participant and laterality."""
         return f"{self.participant}_{self.laterality or 'unknown'}"
