@@ -16,6 +16,7 @@ from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
 from octfm.layers.segment import segment
 from octfm.layers.table import describe, read_table, row_of, write_table
+from octfm.layers.verdict import CONTRAST, measure
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
@@ -80,6 +81,21 @@ def test_every_layout_has_a_row(layout):
 def test_wrong_millimetres_do_not_make_gigantic_bscans():
     assert network_size((1, 496, 512), (0.1, 0.1, 0.1)) == LARGEST
     assert network_size((1, 2000, 1200), (0.1, 0.0039, 0.016)) == (2000, 1200)
+
+
+def test_white_padding_is_no_reason_against_a_scan():
+    found = found_in(2)
+    voxels = np.random.default_rng(0).integers(20, 40, found.volume.shape, dtype=np.uint8)
+    rows = np.arange(voxels.shape[1])[None, :, None]
+    retina = (rows > found.found.rows[0][:, None]) & (rows < found.found.rows[-1][:, None])
+    voxels[retina] += 80
+    padded = voxels.copy()
+    padded[:, :35] = 255  # less than a fifth, above the retina
+    plain, white = (measure(replace(found.volume, voxels=each), found.found) for each in (voxels, padded))
+    assert plain.contrast > CONTRAST and white.contrast > CONTRAST
+    bright = padded.astype(np.int16)
+    bright[:, :35] = 254  # not white, so no padding
+    assert measure(replace(found.volume, voxels=bright.astype(np.uint8)), found.found).contrast < CONTRAST
 
 
 def test_label_maps_have_the_rows_of_the_image_whatever_was_found(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from octfm.layers.finder import LayerFinder, Layers
+from octfm.layers.finder import LayerFinder, Layers, without_white_padding
 from octfm.models.layer_net import SURFACES
 from octfm.volume.volume import Volume
 
@@ -164,8 +164,10 @@ def measure(volume: Volume, found: Layers) -> Measures:
     white = 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
     ilm, bm = (found.rows[SURFACES.index(name)] for name in ("ilm", "bm"))
     here = found.present > 0.5
-    low, high = np.percentile(volume.voxels[:, ::3, ::3], (1, 99))
-    varied = volume.voxels[:, ::3, ::3].std(axis=(1, 2), dtype=np.float64)
+    # As the network saw them: white padding is neither vitreous nor a blink.
+    voxels = without_white_padding(volume.voxels, white)
+    low, high = np.percentile(voxels[:, ::3, ::3], (1, 99))
+    varied = voxels[:, ::3, ::3].std(axis=(1, 2), dtype=np.float64)
     lost = (here.mean(axis=1) < SEEN) | (varied < DARK * np.median(varied))
     kept = ~lost if not lost.all() else np.ones(depth, bool)
     both = np.isfinite(ilm) & np.isfinite(bm)
@@ -180,7 +182,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
         lost=int(lost.sum()),
         clipped=float(outside[kept].mean()),
         levels=float(high - low) * 255 / white,
-        contrast=_contrast(volume.voxels, ilm, bm),
+        contrast=_contrast(voxels, ilm, bm),
         field_mm=x,
         frame_mm=y,
         aspect=z / x if raster else 0.0,
