@@ -8,20 +8,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydicom import dcmread
 from typer.testing import CliRunner
 
 from octfm.catalog.volumes import volumes_below
 from octfm.cli.main import app
 from octfm.errors import ConfigError, EvaluationError
+from octfm.formats import read_volume
+from octfm.formats.dicom.surfaces import read_height_map, surfaces_of_volume
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
 from octfm.layers.segment import segment
 from octfm.layers.table import describe, read_table, row_of, write_table
 from octfm.layers.verdict import CONTRAST, measure
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
+from octfm.phantom import write_phantom
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
 from octfm.report.viewer import view_facts, viewer
-from octfm.tasks.segment_export import label_map, write_nifti
+from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import LAYOUTS, Lines, Volume
@@ -200,3 +204,29 @@ def test_results_of_files_of_one_name_do_not_overwrite_each_other(finder, tmp_pa
     assert (tmp_path / "found" / "site=Basel_labels.nii.gz").exists(), "a file with = in its name is no setting"
     refused = CliRunner().invoke(app, ["segment", files[0], "--dicom"])
     assert isinstance(refused.exception, ConfigError)
+
+
+def test_dicom_results_follow_frames_that_are_stored_out_of_order(tmp_path):
+    highdicom = pytest.importorskip("highdicom")
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], workers=1)
+    file, stored = next(iter(sorted(clinic.rglob("*.dcm")))), [3, 0, 5, 1, 4, 2]
+    in_order = read_volume(str(file))
+    dataset = dcmread(file)
+    groups = dataset.PerFrameFunctionalGroupsSequence
+    dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
+    dataset.PixelData = np.ascontiguousarray(dataset.pixel_array[stored]).tobytes()
+    dataset.save_as(file)
+    volume = read_volume(str(file))
+    np.testing.assert_array_equal(volume.superior_to_inferior().voxels, in_order.superior_to_inferior().voxels)
+    mask = np.zeros(volume.shape, bool)
+    mask[0, 20:30] = True
+    ilm = np.zeros((6, 48)) + np.arange(6)[:, None]
+    found = Segmentation({"ilm": ilm}, {"fluid": mask}, volume.spacing_mm)
+    seg, heights = write_dicom(found, file, tmp_path)
+    frames = highdicom.seg.segread(seg).get_pixels_by_source_frame(volume.acquisition, list(range(1, 7)))
+    stored_rows = np.frombuffer(dcmread(heights).FloatPixelData, "<f4").reshape(6, 48)[:, 0]
+    assert [bool(frame.any()) for frame in frames] == [row == 0 for row in stored_rows]
+    assert list(stored_rows) != sorted(stored_rows)
+    np.testing.assert_array_equal(surfaces_of_volume(file, read_height_map(heights)).heights_px[0], ilm)
+    with pytest.raises(EvaluationError, match="6 frames of 48 columns"):
+        write_dicom(Segmentation({}, {"fluid": mask[:4]}, volume.spacing_mm), file, tmp_path)

@@ -77,14 +77,23 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         from pydicom import dcmread
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
+    from octfm.formats.dicom.reader import read_geometry_of
+
     source, folder = Path(source), local_path(folder)
     stem = stem or source.stem
     image = dcmread(source)
     folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
-    frames, rows = int(image.get("NumberOfFrames", 1)), int(image.Rows)
-    whole = np.zeros((frames, rows, int(image.Columns)), np.uint8)
-    whole[:, : labels.shape[1]] = labels[:, :rows]
+    frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
+    if (frames, columns) != labels.shape[::2]:
+        raise EvaluationError(
+            f"{source}: has {frames} frames of {columns} columns, the segmentation {labels.shape[0]} of "
+            f"{labels.shape[2]}; a DICOM SEG refers to one file that holds the whole volume; use NIfTI"
+        )
+    # A volume has its B-scans in the order of position, a file perhaps in that of acquisition.
+    order = list(read_geometry_of(source)[1] or range(frames))
+    whole = np.zeros((frames, rows, columns), np.uint8)
+    whole[order, : labels.shape[1]] = labels[:, :rows]
     target = folder / f"{stem}_seg.dcm"
     try:
         seg = highdicom.seg.Segmentation(
@@ -109,7 +118,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         seg.SeriesDescription = seg.ContentDescription = found.note
         seg.ImageComments = found.comments
     _save(seg, target)
-    return [target, *([_height_map(image, found, folder / f"{stem}_heights.dcm")] if found.surfaces else [])]
+    return [target, *([_height_map(image, found, order, folder / f"{stem}_heights.dcm")] if found.surfaces else [])]
 
 
 def _segment(highdicom: Any, number: int, name: str) -> Any:
@@ -128,7 +137,8 @@ def _segment(highdicom: Any, number: int, name: str) -> Any:
     )
 
 
-def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
+def _height_map(image: Any, found: Segmentation, order: list[int], path: Path) -> Path:
+    """`order`: the stored frame of each B-scan."""
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.sequence import Sequence
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
@@ -154,7 +164,9 @@ def _height_map(image: Any, found: Segmentation, path: Path) -> Path:
         segment.SegmentNumber, segment.SegmentLabel, segment.SegmentAlgorithmType = number, name, "AUTOMATIC"
         segments.append(segment)
     ds.SegmentSequence = Sequence(segments)
-    heights = np.stack(list(found.surfaces.values())).astype("<f4")
+    in_order = np.stack(list(found.surfaces.values())).astype("<f4")
+    heights = np.empty_like(in_order)
+    heights[:, order] = in_order
     ds.NumberOfFrames, ds.Rows, ds.Columns = heights.shape
     ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.BitsAllocated = 1, "MONOCHROME2", 32
     # NaN marks A-scans outside the field that was analysed.
