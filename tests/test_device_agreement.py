@@ -36,7 +36,7 @@ def rows_of(people: int = 12, *, bias: float = 4.0) -> list[dict[str, str]]:
 
 
 def write(path: Path, rows: list[dict[str, str]], leave_out=()) -> Path:
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, [c for c in rows[0] if c not in leave_out], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
@@ -128,3 +128,12 @@ def test_the_page_says_what_it_counts(page):
 @needs_chromium
 def test_the_page_renders_offline(page, tmp_path):
     assert_renders(page, "Limits of agreement", tmp_path)
+
+
+def test_names_that_are_not_utf8_are_escaped_on_the_page(tmp_path):
+    rows = rows_of(bias=30.0)
+    rows[0]["source"] = "eye\udcff.xml"
+    table = write(tmp_path / "t.csv", rows)
+    done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
+    assert done.exit_code == 0, done.exception
+    assert "eye\\udcff.xml" in (tmp_path / "agree.html").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Metric, bootstrap
 from octfm.layers.table import ACCEPTED
@@ -109,7 +109,7 @@ def _large(used: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Zones that differ by more than LARGE_UM, the largest difference first."""
     found = [
         {
-            "source": each["row"]["source"],
+            "source": one_line(each["row"]["source"]),
             "zone": name,
             "ours": each["ours"][name],
             "device": each["device"][name],
@@ -124,7 +124,7 @@ def _large(used: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         reader = csv.DictReader(file)
         missing = [column for column in needed if column not in (reader.fieldnames or ())]
         if missing:
