@@ -53,6 +53,12 @@ def test_bias_and_limits_are_those_of_bland_and_altman(tmp_path):
     assert found["lower"]["low"] < found["lower"]["estimate"] < found["lower"]["high"]
 
 
+def test_scans_without_a_pit_are_counted(tmp_path):
+    rows = rows_of()
+    rows[0]["grid_centre"], rows[1]["grid_centre"] = "scan", "pit"
+    assert device_agreement(write(tmp_path / "t.csv", rows))["ours_not_on_fovea"] == 1
+
+
 def test_two_eyes_of_a_participant_do_not_count_as_two_participants(tmp_path):
     rows = rows_of()
     named = device_agreement(write(tmp_path / "a.csv", rows))

@@ -205,6 +205,10 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     rows = read_table(out)
     assert [bool(row["problem"]) for row in rows] == [False, True, False]
     assert all(row["note"].startswith("research use only") for row in rows if not row["problem"])
+    eye = tmp_path / "eye0.npz"
+    (tmp_path / "broken.npz").write_bytes(eye.read_bytes())  # the share is back
+    assert write_table(files, out, echo=lambda _: None) == 1
+    assert [bool(row["problem"]) for row in read_table(out)] == [False] * 3
     with (tmp_path / "other.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("a", "b"), (1, 2)])
     with pytest.raises(EvaluationError, match="not a table of octfm segment"):

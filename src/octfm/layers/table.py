@@ -49,7 +49,8 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         "note": NOTE,
     }
     for name in MASKS:
-        amount = found.volume_nl(name)
+        # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
+        amount = found.volume_nl(name) if found.verdict.accepted else None
         row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
     grid = grid_of(found)
     return row | zone_cells(found, grid) | device_cells(device, found, grid)
@@ -66,8 +67,9 @@ def write_table(
 ) -> int:
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
-    A file that cannot be read gets a row with its problem; one that is named twice has one row. `also` is called with
-    each source and what was found in it, before its row is written. Returns the number of new rows. Raises
+    A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
+    is named twice has one row. `also` is called with
+    each source and what was found in it, before its row is written. Returns the number of new or changed rows. Raises
     EvaluationError if `out` is something else than such a table, or has rows of another network.
     """
     finder = finder or load_finder()
@@ -77,7 +79,9 @@ def write_table(
             f"{out}: has rows of another network ({', '.join(sorted(others))}; this is {finder.model}), whose numbers "
             "must not be mixed with these; choose another --out"
         )
-    known, added = {row["source"] for row in rows}, 0
+    # What could not be read is tried again: a share may have been away.
+    failed = {row["source"]: i for i, row in enumerate(rows) if row["problem"]}
+    known, added = {row["source"] for row in rows} - failed.keys(), 0
     for given in sources:
         source = given.source if isinstance(given, Volume) else given
         if source in known:
@@ -91,9 +95,18 @@ def write_table(
                 also(source, found)
         except ReadError as error:
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
+        except (ValueError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
+            # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
+            problem = f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
+            row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": problem}
         if not isinstance(given, Volume):  # volumes in memory may share a source
             known.add(source)
-        rows.append(row)
+        if (place := failed.pop(source, None)) is None:
+            rows.append(row)
+        elif rows[place] == row:
+            continue
+        else:
+            rows[place] = row
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()

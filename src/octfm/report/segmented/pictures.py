@@ -89,7 +89,7 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     """(name, value) for the page of one scan: verdict, volumes of fluid, network and what it is not for."""
     from octfm.layers.packaged import NOTE
 
-    amounts = {name: found.volume_nl(name) for name in found.masks}
+    amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
     return [
         ("Verdict", "; ".join(found.verdict.reasons) or "nothing speaks against it"),
         ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
