@@ -30,12 +30,12 @@ def models(
 
 
 def agree(
-    table: Annotated[Path, opt.local_argument(metavar="TABLE.csv", help="Table of octfm segment --out TABLE.csv.")],
+    table: Annotated[Path, opt.local_argument(metavar="FILE", help="Table of octfm segment --out FILE.")],
     device: Annotated[
         Path | None,
         opt.local_option(
             help="CSV with the device's zones (device_centre_um or centre_um …), matched by source, else by "
-            "participant and laterality; default: the device's columns of TABLE.csv."
+            "participant and laterality; default: the device's columns of that table."
         ),
     ] = None,
     out: Annotated[Path, opt.local_option("--out", help="HTML file.")] = Path("agree.html"),
