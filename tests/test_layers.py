@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
-from octfm.layers.finder import LayerFinder, keep_plausible, network_size, without_white_padding
+from octfm.layers.finder import LayerFinder, keep_plausible, keep_sure_fluid, network_size, without_white_padding
 from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
@@ -47,7 +47,8 @@ def test_surfaces_of_unseen_phantoms_lie_within_rows_of_the_truth():
             off = found.rows[SURFACES.index(name)] - image.surfaces[DRAWN.index(name)]
             values.append(float(np.nanmean(np.abs(off)) * 1000 * image.spacing_mm[1]))
     medians = {name: np.median(values) for name, values in errors.items()}
-    assert all(median < 8 for median in medians.values()), medians
+    most = {"ilm": 4, "ez": 12, "rpe_peak": 7, "bm": 7}
+    assert all(median < most[name] for name, median in medians.items()), medians
 
 
 def test_a_mirrored_scan_has_the_mirrored_answer():
@@ -141,6 +142,16 @@ def test_a_mask_that_a_network_has_not_learned_is_not_reported():
     assert not LayerFinder(network, masks=()).find(image).lesions.any()
     found = octfm.segment(image, finder=LayerFinder(network, masks=("drusen",)))
     assert set(found.masks) == {"drusen"} and found.volume_nl("intraretinal_fluid") is None
+
+
+def test_fluid_without_a_sure_pixel_and_specks_of_fluid_are_not_reported():
+    lesions, sure = np.zeros((1, 40, 60), np.uint8), np.zeros((1, 40, 60), bool)
+    lesions[0, 5:15, 5:15], lesions[0, 5:15, 25:35], lesions[0, 30, 50] = 1, 2, 1
+    lesions[0, 30:38, 5:15] = 1 + MASKS.index("drusen")
+    sure[0, 7, 7] = sure[0, 30, 50] = True
+    keep_sure_fluid(lesions, sure, 0.0039 * 0.0115)
+    assert (lesions[0, 5:15, 5:15] == 1).all() and not lesions[0, 5:15, 25:35].any(), "nothing sure in the second"
+    assert not lesions[0, 30, 50] and (lesions[0, 30:38, 5:15] == 3).all(), "a speck; drusen are not touched"
 
 
 def test_areas_outside_the_retina_and_flat_drusen_are_not_reported():

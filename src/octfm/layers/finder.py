@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.ndimage import label
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +29,12 @@ LOWEST_DRUSE_UM = 20.0
 LARGEST = (2051, 1250)
 """Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
 else make B-scans of gigabytes."""
+FLUID = (MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid"))
+FLUID_SURE, FLUID_GROWS = 2.0, 1.4
+"""Fluid begins where its logit is above the first (a probability of .88) and reaches to where it falls below minus the
+second (.2): on real eyes, areas that are found are found too small, on phantoms not."""
+LEAST_FLUID_MM2 = 0.0015
+"""Smallest area of fluid in a B-scan, such as 50 µm by 40 µm: shadows below vessels give smaller ones."""
 CHUNK, CHUNK_PIXELS = 4, 2**21
 """B-scans in memory at a time, and the most pixels of the network in them."""
 
@@ -84,8 +91,12 @@ class LayerFinder:
             if self.masks:
                 logits = found.masks[:, :, : size[0], : size[1]].clone()
                 logits[:, [i for i, name in enumerate(MASKS) if name not in self.masks]] = -1e4
-                best, which = F.interpolate(logits, (height, width), mode="bilinear").max(dim=1)
+                logits = F.interpolate(logits, (height, width), mode="bilinear")
+                sure = (logits[:, list(FLUID)] > FLUID_SURE).any(dim=1).numpy()
+                logits[:, list(FLUID)] += FLUID_GROWS
+                best, which = logits.max(dim=1)
                 lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
+                keep_sure_fluid(lesions[part], sure, volume.spacing_mm[1] * volume.spacing_mm[2])
                 keep_plausible(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
         return Layers(rows, spread, near, disorder, present, lesions)
 
@@ -133,6 +144,18 @@ def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float)
     drusen = lesions_BHW == 1 + MASKS.index("drusen")
     drusen &= (drusen.sum(axis=1) * row_um < LOWEST_DRUSE_UM)[:, None]
     lesions_BHW[drusen] = 0
+
+
+def keep_sure_fluid(lesions_BHW: np.ndarray, sure_BHW: np.ndarray, pixel_mm2: float) -> None:
+    """Clear, in place, connected areas of fluid that hold no pixel in which the network is sure, or are smaller than
+    LEAST_FLUID_MM2."""
+    for bscan, sure in zip(lesions_BHW, sure_BHW, strict=True):
+        fluid = np.isin(bscan, [1 + i for i in FLUID])
+        areas, count = label(fluid)
+        if count:
+            sizes = np.bincount(areas.ravel(), minlength=count + 1) * pixel_mm2
+            kept = (sizes >= LEAST_FLUID_MM2) & (np.bincount(areas[sure], minlength=count + 1) > 0)
+            bscan[fluid & ~kept[areas]] = 0
 
 
 def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from octfm.errors import CheckpointError
 from octfm.layers.finder import LayerFinder
 from octfm.models.layer_net import LayerNet, LayerNetConfig
 
-CURRENT = "layers-1"
+CURRENT = "layers-2"
 """The network that `octfm segment` uses."""
 NOTE = "research use only; not a medical device; trained on synthetic images only"
 """Goes into every result of a packaged network."""

@@ -16,6 +16,8 @@ SEEN = 0.5
 """Least share of A-scans in which the retina must have been found, in a B-scan and in the whole scan."""
 SOME = 0.1
 """Least share of A-scans that must show a retina for its thickness to be judged."""
+BETTER = 0.15
+"""Share of A-scans by which more retina must be found upside down if some was found as it is."""
 TRIED = 8
 """B-scans that are tried upside down where hardly any retina was found."""
 DARK = 0.4
@@ -113,9 +115,9 @@ class Verdict:
 
 
 def judge(volume: Volume, found: Layers, finder: LayerFinder) -> Verdict:
-    """Judge what was found in a volume. Where hardly any retina was found, some B-scans are also tried upside down."""
+    """Judge what was found in a volume. Where retina is missing or cut off, some B-scans are also tried upside down."""
     measures = measure(volume, found)
-    if measures.seen < SEEN:
+    if measures.seen < SEEN or measures.clipped > CLIPPED:
         depth = len(volume.voxels)
         some = np.unique(np.linspace(0, depth - 1, min(TRIED, depth)).round().astype(int))
         turned = finder.find(replace(volume, voxels=volume.voxels[some, ::-1], lines=None))
@@ -128,7 +130,7 @@ def decide(measures: Measures) -> Verdict:
     m = measures
     wrong = {
         "dark": m.levels < LEVELS or (m.seen >= SEEN and m.contrast < CONTRAST),
-        "upside_down": m.seen < SEEN and m.turned >= SEEN,
+        "upside_down": m.turned >= SEEN and (m.seen < SEEN or m.turned > m.seen + BETTER),
         "no_retina": m.seen < SEEN and m.turned < SEEN,
         "blinked": m.seen >= SEEN and m.lost > LOST * m.bscans,
         "clipped": m.seen >= SEEN and m.clipped > CLIPPED,
