@@ -62,7 +62,7 @@ BUGS = (
     Bug(
         "F7-accumulated-gradients-are-summed",
         "pretraining/step.py",
-        "(output.loss / micro_steps).backward()",
+        "(output.loss / count).backward()",
         "output.loss.backward()",
         "test_pretrain.py::test_F7_accumulation_does_not_change_the_maths",
     ),
