@@ -16,6 +16,8 @@ import typer.main
 from octfm.cli.main import app
 from octfm.config import Config
 from octfm.errors import one_line
+from octfm.layers.table import ACCEPTED, COLUMNS
+from octfm.layers.zones import DEVICE_UNIT, UNIT
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -121,6 +123,8 @@ BASES: dict[str, tuple[str, ...]] = {
     "compare": ("{run}", "{copy}", "--no-pairs", "--out={out}"),
     "view": ("{clinic}/a_OD.npz", "--out={out}"),
     "card": ("{run}", "--out={out}"),
+    "models": ("layers-2",),
+    "agree": ("{table}", "--out={out}"),
 }  # fmt: skip
 """For each verb a command line that works and takes seconds. {out} does not exist yet."""
 
@@ -240,6 +244,10 @@ def make_world(folder: Path) -> dict[str, str]:
         for name in ("clinic", "catalog", "store", "run", "copy", "embeddings", "truth", "missing", "folder", "garbage")
     }
     world |= {"labels": str(folder / "labels.tsv"), "below": str(folder / "garbage" / "below")}
+    world["table"] = str(folder / "eyes.csv")
+    row = dict.fromkeys(COLUMNS, "") | {"source": "a.xml", "verdict": ACCEPTED, UNIT["centre"]: "270"}
+    row |= {DEVICE_UNIT["centre"]: "268"}
+    Path(world["table"]).write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
     rng = np.random.default_rng(0)
     rows = np.arange(96)[:, None]
     for name in ("a_OD", "a_OS", "b_OD"):

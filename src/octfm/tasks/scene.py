@@ -109,8 +109,6 @@ class Scene:
     """True if the first B-scan is known to be superior."""
     is_raster: bool = True
     """False if B-scans are not parallel, so that there is no en-face view."""
-    vertical: bool = False
-    """True if B-scans run up or down the fundus, so that their ends are not nasal and temporal."""
     scanner: str = "unknown"
     overlays: tuple[Overlay, ...] = ()
     placement: Placement | None = None
@@ -118,6 +116,8 @@ class Scene:
     features: np.ndarray | None = None
     """int8 [d, h, w, K]: token features reduced to K directions, for similarities between all scenes of a file."""
     about_features: str = ""
+    vertical: bool = False
+    """True if B-scans run up or down the fundus, so that their ends are not nasal and temporal."""
 
     def overlay(self, key: str) -> np.ndarray | None:
         """The values of one overlay."""
