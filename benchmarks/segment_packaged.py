@@ -58,7 +58,10 @@ def amd(finder: LayerFinder, data: Path, every: int) -> list[np.ndarray]:
     height = (drawn["bm"] - drawn["rpe"]) * ROW_UM
     for low, high in ((0, 20), (20, 40), (40, np.inf)):
         there = (height >= low) & (height < high)
-        show(f"rpe_peak where RPE and BM lie {low} to {high} µm apart", found.rows[7][there] - drawn["rpe"][there])
+        show(
+            f"rpe_peak where RPE and BM lie {low} to {high} µm apart",
+            found.rows[SURFACES.index("rpe_peak")][there] - drawn["rpe"][there],
+        )
     return [overlay(voxels[d], found, d) for d in (0, len(voxels) // 2)]
 
 
@@ -98,7 +101,7 @@ def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
     found = finder.find(Volume(voxels, (0.12, 0.00387, 0.0115)))
     ours = np.isin(found.lesions, (1, 2))
     shown = [[truth[d].any() for d in range(len(voxels))] for truth in graders]
-    seen = [ours[d].sum() >= 20 for d in range(len(voxels))]
+    seen = [ours[d].any() for d in range(len(voxels))]
     print(
         f"DME presence per B-scan agrees with graders in {np.mean(np.equal(seen, shown[0])):.2f} and "
         f"{np.mean(np.equal(seen, shown[1])):.2f}, they with each other in {np.mean(np.equal(*shown)):.2f}"

@@ -66,5 +66,9 @@ class TrainingError(OctfmError):
     """A run that cannot continue without doing harm."""
 
 
+BAD_INPUT = (OctfmError, ValueError, ArithmeticError, LookupError, RuntimeError, OSError, MemoryError)
+"""What a bad file can cause in a decoder or in numpy. Not TypeError and AttributeError: bugs stop the run."""
+
+
 class Preempted(OctfmError):
     """A run that was interrupted and has saved a checkpoint. The command line exits with code 75: run it again."""

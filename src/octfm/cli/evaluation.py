@@ -258,7 +258,10 @@ def segment(
         ),
     ] = None,
     dicom: Annotated[
-        bool, typer.Option("--dicom", help="With --apply: also write DICOM SEG and height maps; input must be DICOM.")
+        bool,
+        typer.Option(
+            "--dicom", help="Also write DICOM SEG and height maps into --out FOLDER; the scans must be DICOM files."
+        ),
     ] = False,
     sample: Annotated[
         bool,

@@ -28,7 +28,7 @@ from octfm.encoder.embed import HISTOGRAM_BINS, histogram, histogram_facts, writ
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.encoder.exported import refuse_inside_export
-from octfm.errors import BucketError, Echo, EvaluationError
+from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError
 from octfm.formats.reasons import REASONS
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
@@ -41,8 +41,8 @@ from octfm.models.pooling import VectorPool
 from octfm.run.runtime import Precision, start
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Arrays
-from octfm.store.prepare import BAD_INPUT, ProgressLines, code_of, prepare_acquisition, words
 from octfm.store.prepare import REASONS as PREPARE_REASONS
+from octfm.store.prepare import ProgressLines, code_of, prepare_acquisition, words
 from octfm.volume.preprocessing import Preprocessing
 
 FORMAT, VERSION = "octfm-embedding-job", 1

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable
 
-from octfm.errors import EvaluationError, ReadError
+from octfm.errors import BAD_INPUT, BucketError, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
@@ -68,9 +68,9 @@ def write_table(
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
-    is named twice has one row. `also` is called with
-    each source and what was found in it, before its row is written. Returns the number of new or changed rows. Raises
-    EvaluationError if `out` is something else than such a table, or has rows of another network.
+    is named twice has one row. `also` is called with each source and what was found in it, before its row is written.
+    Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, or
+    has rows of another network.
     """
     finder = finder or load_finder()
     rows = read_table(out) if out.exists() else []
@@ -91,14 +91,17 @@ def write_table(
             found = segment(volume, finder=finder)
             device = None if isinstance(given, Volume) else device_grid_of(given, limits)
             row = row_of(found, device) | {"source": source}
-            if also:
-                also(source, found)
         except ReadError as error:
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
-        except (ValueError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
+        except BucketError:
+            raise  # an unreachable bucket says nothing about the scan
+        except BAD_INPUT as error:
             # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
             problem = f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": problem}
+        else:
+            if also:
+                also(source, found)
         if not isinstance(given, Volume):  # volumes in memory may share a source
             known.add(source)
         if (place := failed.pop(source, None)) is None:

@@ -49,8 +49,7 @@ FACTS = {
     "licence": "Apache-2.0",
     "trained_on": "synthetic B-scans only (octfm.phantom.native); no patient's image. The appearance of phantoms was "
     "set with published values and with statistics of real development scans: one Spectralis volume with AMD "
-    "(MedVisBonn, eyepy), five Spectralis eyes with diabetic macular oedema (Chiu et al. 2015), one volume with a "
-    "macular hole",
+    "(MedVisBonn, eyepy), five Spectralis eyes with diabetic macular oedema (Chiu et al. 2015)",
     "limits": "Research use only; not a medical device, no clearance or CE mark; not for diagnosis, treatment or "
     "monitoring. Inner layers are experimental. Not measured in children or high myopia",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM
-from octfm.errors import BucketError, OctfmError, ReadError, StoreError
+from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
 from octfm.formats.declared import doubtful_way_up
 from octfm.formats.reasons import REASONS as READER_REASONS
 from octfm.io.bucket import Account
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from octfm.catalog.catalog import Acquisition, Catalog
     from octfm.formats.bscans import Reader
     from octfm.volume.preprocessing import Prepared, Preprocessing
-
-# Errors that a bad file can cause in a decoder or in numpy. Not TypeError and AttributeError: bugs stop the run.
-BAD_INPUT = (OctfmError, ValueError, ArithmeticError, LookupError, RuntimeError, OSError, MemoryError)
 
 REASONS: dict[str, str] = {
     "changed_since_scan": "the file is not the one that the catalog describes; scan again",

@@ -25,6 +25,9 @@ ZONES = (
     "outer inferior",
     "outer temporal",
 )
+SIDES = {"R": ("nasal", "temporal"), "L": ("temporal", "nasal"), None: ("right", "left")}
+"""What lies right and left of the fovea in the image, by laterality: the disc lies nasally, to the right in a right
+eye."""
 LEAST_COVERED = 0.9
 """Share of a zone that must have been measured for its mean to be given."""
 REFERENCE_AXIAL_LENGTH_MM = 24.46
@@ -282,8 +285,7 @@ def measure_grid(
 def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
     """Zone → bool mask over positions relative to the fovea."""
     r = np.hypot(x, y)
-    # The disc lies nasally: to the right of the fovea in a right eye's image.
-    right, left = {"R": ("nasal", "temporal"), "L": ("temporal", "nasal"), None: ("right", "left")}[laterality]
+    right, left = SIDES[laterality]
     sideways = np.abs(x) > np.abs(y)
     quadrants = {right: sideways & (x > 0), left: sideways & (x < 0)}
     if upright:

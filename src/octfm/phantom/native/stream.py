@@ -66,7 +66,7 @@ class Stream:
         acquisition = acquire(rng, scanner, count)
         if count == 1:
             scanner, acquisition = single_bscan(scanner, acquisition, float(rng.uniform(-2.8, 2.8)))
-            places = _lesion_heights(eye.lesions, lesions)
+            places = _lesion_positions(eye.lesions, lesions)
             # Lesions are small: a B-scan anywhere would miss most of them.
             if len(places) and rng.random() < self.through_lesions:
                 fixation = acquisition.fixation_mm[0], -float(rng.choice(places))
@@ -151,8 +151,8 @@ def _cystoid_oedema(rng: np.random.Generator, lesions: Lesions) -> Lesions:
     return Lesions(swelling=swollen, cysts=cysts, cyst_layer=layer.astype(np.int64))
 
 
-def _lesion_heights(lesions: Lesions, outer: OuterLesions) -> np.ndarray:
-    """y in mm of up to eight lesions of each kind, the widest first."""
+def _lesion_positions(lesions: Lesions, outer: OuterLesions) -> np.ndarray:
+    """y in mm, the direction across horizontal B-scans, of up to eight lesions of each kind, the widest first."""
     tables = (lesions.cysts, lesions.subretinal, lesions.drusen, outer.detachments, outer.material)
     return np.concatenate([table[np.argsort(-table[:, 2])[:8], 1] for table in tables])
 

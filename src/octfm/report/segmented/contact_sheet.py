@@ -38,6 +38,7 @@ class ContactSheet:
         room: bytes for pictures.
         """
         from octfm.layers.packaged import NOTE
+        from octfm.layers.table import ACCEPTED
 
         cards, size = [], 0
         for row in sorted(rows, key=lambda row: (not row["problem"], -float(row["doubt"] or 0))):
@@ -47,8 +48,7 @@ class ContactSheet:
                 size += len(coded)
                 src = f"data:image/png;base64,{coded}" if size <= room else ""
             amounts = {name[:-3]: nl for name, nl in row.items() if name.endswith("_nl") and float(nl or 0) > 0}
-            # Verdict sorts by doubt of at least 1 what has a reason against it.
-            refused = float(row["doubt"] or 0) >= 1
+            refused = row["verdict"] not in ("", ACCEPTED)
             shown = {"source": one_line(row["source"]), "problem": one_line(row["problem"])}
             cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "amounts": amounts})
         facts = {

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
 from octfm.report.images import RIM, Picture, to_png
-from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, field_of_volume, sample
+from octfm.volume.etdrs import RINGS_MM, SIDES, EtdrsGrid, field_of_volume, sample
 from octfm.volume.planes import eight_bit
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
         for side in (1, -1):
             axes.plot([side * inner, side * outer], [sign * inner, sign * outer], color="white", linewidth=0.8)
     style = {"color": "white", "ha": "center", "va": "center", "path_effects": RIM}
-    right, left = {"R": ("nasal", "temporal"), "L": ("temporal", "nasal"), None: ("right", "left")}[
-        found.volume.laterality
-    ]
+    right, left = SIDES[found.volume.laterality]
     places = {"superior": (0, -1), "inferior": (0, 1), right: (1, 0), left: (-1, 0)}
     for zone, mean in grid.mean_um.items():
         ring, _, side = zone.partition(" ")
@@ -88,10 +86,11 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
 def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     """(name, value) for the page of one scan: verdict, volumes of fluid, network and what it is not for."""
     from octfm.layers.packaged import NOTE
+    from octfm.layers.table import ACCEPTED
 
     amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
     return [
-        ("Verdict", "; ".join(found.verdict.reasons) or "nothing speaks against it"),
+        ("Verdict", "; ".join(found.verdict.reasons) or ACCEPTED),
         ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
         *((name.replace("_", " ").capitalize(), f"{nl:.1f} nl") for name, nl in amounts.items() if nl is not None),
         ("Found by", f"{found.model}; {NOTE}"),
