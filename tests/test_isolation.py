@@ -165,7 +165,7 @@ for name in ("examine", "read_header", "read_volume"):
 """
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_scan_survives_a_reader_that_crashes_and_names_the_file(tmp_path, monkeypatch, workers):
     """The reader crashes for real, in the child only: the interpreter of the child runs this hook when it starts."""
     for name in ("a", "crash", "hang", "z"):

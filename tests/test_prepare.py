@@ -198,7 +198,7 @@ ENDS = {3: "crashes", 4: "slow", 5: "hangs", 6: "swallows", 8: "aborts", 9: "kil
 CODES = {3: "decoder_crashed", 5: "decoder_timeout", 6: "decoder_memory", 8: "decoder_crashed", 9: "decoder_memory"}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_file_that_ends_its_process_is_named_and_the_rest_is_prepared(tmp_path, workers):
     files = [acquisition(n, ENDS.get(n, "reads")) for n in range(12)]
     store = run(files, tmp_path / "store", workers=workers, limits=Limits(seconds=3))

@@ -67,7 +67,8 @@ def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, worl
     assert_same_curves(alone, out)
     a, b = final(alone), final(out)
     for name, tensor in a["model"].items():
-        torch.testing.assert_close(tensor, b["model"][name], rtol=1e-3, atol=1e-5)
+        # AdamW turns the rounding of a gradient near zero into a step of up to the learning rate.
+        torch.testing.assert_close(tensor, b["model"][name], rtol=1e-3, atol=5e-5)
     assert [row["kind"] for row in timeless(alone)] == [row["kind"] for row in timeless(out)]
 
 

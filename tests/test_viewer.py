@@ -15,6 +15,7 @@ from octfm.tasks.view import scene_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Surfaces, Volume
 from support.browser import Browser, needs_chromium
+from support.waiting import wait_until
 
 D, H, W = 12, 48, 64
 GRID = (3, 6, 8)
@@ -202,8 +203,12 @@ def test_overlays_lie_on_their_tokens_and_come_and_go(page):
         page.key("ArrowDown")
     settled(page)
     page.wait("document.querySelector('[data-viewer]').dataset.overlays === 'lesions'")
-    orange = pixel(page, BSCAN, 45 / W, 24 / H)
-    assert orange[0] > orange[2] + 30
+
+    def orange() -> bool:
+        red, _, blue = pixel(page, BSCAN, 45 / W, 24 / H)
+        return red > blue + 30
+
+    wait_until(orange, "the lesion is drawn", 20)
     page.assert_quiet()
 
 
