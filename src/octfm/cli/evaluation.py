@@ -263,6 +263,13 @@ def segment(
             "--dicom", help="Also write DICOM SEG and height maps into --out FOLDER; the scans must be DICOM files."
         ),
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        opt.local_option(
+            help="CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants: "
+            "turns the ranges of the table --out into 90 % intervals for their scanner."
+        ),
+    ] = None,
     sample: Annotated[
         bool,
         typer.Option(
@@ -293,14 +300,18 @@ def segment(
     from octfm.tasks.segment_settings import SegmentConfig
 
     if sample:
-        if apply is not None or dicom:
-            raise ConfigError("--sample: goes without --apply and --dicom; the scans are synthetic, not files")
-        _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb))
+        if apply is not None or dicom or calibrate is not None:
+            raise ConfigError(
+                "--sample: goes without --apply, --dicom and --calibrate; the scans are synthetic, not files"
+            )
+        _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb), None)
         return
     if apply is None and words and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
-        _segment_scans(_volumes_in(words, limits), out, dicom, limits)
+        _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate)
         return
+    if calibrate is not None:
+        raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
     if apply is None:
         config = load(SegmentConfig, {}, words or [])
         result = run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
@@ -356,23 +367,35 @@ def _samples(names: list[str]) -> "list[Volume]":
     return [each.volume for each in made]
 
 
-def _segment_scans(sources: "Sequence[str | Volume]", out: Path, dicom: bool, limits: "Limits") -> None:
+def _segment_scans(
+    sources: "Sequence[str | Volume]", out: Path, dicom: bool, limits: "Limits", calibrate: Path | None
+) -> None:
     """Segment files or volumes with the packaged network."""
     from octfm.errors import ConfigError, ReadError, one_line
     from octfm.formats import read_volume, within
+    from octfm.layers.calibrate import calibrate_rows
     from octfm.layers.segment import segment as segment_scan
-    from octfm.layers.table import describe, read_table, write_table
-    from octfm.layers.zones import device_grid_of
+    from octfm.layers.table import describe, read_table, save_table, write_table
+    from octfm.layers.zones import device_grid_of, read_rows
     from octfm.report.segmented.contact_sheet import ContactSheet
     from octfm.tasks.segment_export import write_dicom, write_nifti
     from octfm.volume.volume import Volume
 
     if dicom and (out == DEFAULT_SEGMENT or out.suffix == ".csv"):
         raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
+    if calibrate is not None and out.suffix != ".csv":
+        raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
+    if calibrate is not None:
+        read_rows(calibrate, ("source", "participant"))  # before hours of work
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
         added = write_table(sources, out, limits=limits, also=sheet.add, echo=opt.echo_line)
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
+        if calibrate is not None:
+            rows, told = calibrate_rows(read_table(out), calibrate)
+            save_table(rows, out)
+            for line in told:
+                opt.echo_line(line)
         typer.echo(sheet.write(read_table(out)))
         return
     stems = _stems(each.source if isinstance(each, Volume) else each for each in sources)

@@ -47,8 +47,8 @@ class Packaged:
 
 def packaged() -> list[Packaged]:
     """All packaged networks, in the order of their names."""
-    found = sorted(path.name for path in files("octfm.weights").iterdir() if path.name.endswith(".json"))
-    return [_described(name.removesuffix(".json")) for name in found]
+    found = sorted(path.name for path in files("octfm.weights").iterdir() if path.name.endswith(".safetensors"))
+    return [_described(name.removesuffix(".safetensors")) for name in found]
 
 
 def find_packaged(name: str) -> Packaged:

@@ -11,6 +11,7 @@ from octfm.errors import EvaluationError
 from octfm.formats import read_volume
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
+from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, lateral_scale, measure_grid
@@ -32,6 +33,8 @@ class ScanSegmentation(Segmentation):
     note: ClassVar[str] = SHORT_NOTE
     axial_length_mm: float | None = field(default=None)
     """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
+    ranges: Ranges | None = field(default=None, repr=False)
+    """Of the network, None if it has none."""
 
     @property
     def spread_um(self) -> dict[str, np.ndarray]:
@@ -66,14 +69,32 @@ class ScanSegmentation(Segmentation):
         grid = measure_grid(self.thickness_um(upper, lower), place, self.volume.laterality, pit_map_um=inner)
         if keep_doubtful:
             return grid
-        error = expected_error_um(self.found, upper, lower)
-        # A map without a pit, so that the grid has the centre of the first.
-        flat = np.zeros_like(error)
-        expected = measure_grid(error, place, self.volume.laterality, grid.centre_mm, pit_map_um=flat)
+        expected = self._expected(upper, lower, grid)
         held = {name: mean if (expected.mean_um[name] or 0) <= ZONE_UM else None for name, mean in grid.mean_um.items()}
         area = np.pi * RINGS_MM[-1] ** 2
         trusted = (expected.volume_mm3 or 0) * 1000 / area <= ZONE_UM
         return replace(grid, mean_um=held, volume_mm3=grid.volume_mm3 if trusted else None)
+
+    def zone_ranges(self) -> dict[str, tuple[float, float]]:
+        """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
+
+        The true mean of a phantom's zone lies within it in 90 % of cases; how often that of a real eye does is not
+        known. Empty for networks without ranges. Raises EvaluationError as `etdrs` does.
+        """
+        if self.ranges is None:
+            return {}
+        grid = self.etdrs()
+        expected = self._expected("ilm", "bm", grid).mean_um
+        return {
+            name: self.ranges.of(mean, expected[name] or 0.0) for name, mean in grid.mean_um.items() if mean is not None
+        }
+
+    def _expected(self, upper: str, lower: str, grid: EtdrsGrid) -> EtdrsGrid:
+        """The expected error of the thickness between two surfaces, in the zones of its grid."""
+        error = expected_error_um(self.found, upper, lower)
+        # A map without a pit, so that the grid has the centre of the first.
+        flat = np.zeros_like(error)
+        return measure_grid(error, self.place(), self.volume.laterality, grid.centre_mm, pit_map_um=flat)
 
     def place(self) -> Field:
         """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
@@ -123,4 +144,5 @@ def segment(
         verdict=judge(volume, found, finder),
         model=finder.model,
         axial_length_mm=axial_length_mm,
+        ranges=packaged_ranges(finder.name, finder.digest),
     )

@@ -14,10 +14,12 @@ from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.zones import (
     DEVICE_COLUMNS,
+    RANGE_COLUMNS,
     ZONE_COLUMNS,
     device_cells,
     device_grid_of,
     grid_of,
+    range_cells,
     zone_cells,
     zone_lines,
 )
@@ -30,6 +32,7 @@ COLUMNS = (
     *("source", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
     *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
+    *RANGE_COLUMNS,
     *DEVICE_COLUMNS,
 )
 
@@ -53,7 +56,7 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         amount = found.volume_nl(name) if found.verdict.accepted else None
         row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
     grid = grid_of(found)
-    return row | zone_cells(found, grid) | device_cells(device, found, grid)
+    return row | zone_cells(found, grid) | range_cells(found, grid) | device_cells(device, found, grid)
 
 
 def write_table(
@@ -110,15 +113,20 @@ def write_table(
             continue
         else:
             rows[place] = row
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-        # Names of files that are not valid UTF-8 keep their bytes.
-        write_whole(out, text.getvalue().encode("utf-8", "surrogateescape"))
+        save_table(rows, out)
         added += 1
         echo(f"{source}: {row['problem'] or row['verdict']}")
     return added
+
+
+def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
+    """Write rows of COLUMNS, the file replaced whole."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
+    # Names of files that are not valid UTF-8 keep their bytes.
+    write_whole(out, text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def read_table(path: Location) -> list[dict[str, str]]:

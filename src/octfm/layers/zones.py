@@ -1,5 +1,8 @@
 """ETDRS zones of a scan for a table: ours with the reason for every blank, and those that the device measured."""
 
+import csv
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,7 @@ from octfm.errors import EvaluationError, ReadError
 from octfm.formats import read_device_grid
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
+from octfm.layers.ranges import SYNTHETIC
 from octfm.layers.segment import ScanSegmentation
 from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid
 
@@ -15,8 +19,12 @@ SIDES = ("inner left", "inner right", "outer left", "outer right")
 """Zones of an eye whose laterality is unknown."""
 UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
 """Zone → column of its mean thickness."""
+RANGE = {name: (column.replace("_um", "_low_um"), column.replace("_um", "_high_um")) for name, column in UNIT.items()}
+"""Zone → columns of the ends of its range."""
 DEVICE_UNIT = {name: f"device_{UNIT[name]}" for name in ZONES}
 ZONE_COLUMNS = ("grid_centre", *UNIT.values(), "volume_mm3", "withheld", "zones_note")
+RANGE_COLUMNS = (*(column for pair in RANGE.values() for column in pair), "range_kind", "range_factor")
+"""`range_kind` says what the ranges are worth; `range_factor` is by how much `--calibrate` has scaled them."""
 DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
 
 
@@ -30,6 +38,16 @@ def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str
         "withheld": "; ".join(_unsure(grid)),
         "zones_note": _note(found, grid),
         **{UNIT[name]: f"{mean:.1f}" for name, mean in grid.mean_um.items() if mean is not None},
+    }
+
+
+def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
+    """Cells of RANGE_COLUMNS."""
+    ranges = {} if grid is None else found.zone_ranges()
+    if not ranges:
+        return {}
+    return {"range_kind": SYNTHETIC} | {
+        column: f"{end:.1f}" for zone, ends in ranges.items() for column, end in zip(RANGE[zone], ends, strict=True)
     }
 
 
@@ -108,11 +126,16 @@ def zone_lines(row: dict[str, str]) -> list[str]:
         if ours or theirs:
             both = f"{float(ours) - float(theirs):+6.1f}" if ours and theirs else "     –"
             ours, theirs = (f"{float(cell):6.1f}" if cell else "     –" for cell in (ours, theirs))
-            lines.append(f"  {name:16} {ours} µm" + (f"   device {theirs} µm   difference {both} µm" if device else ""))
+            low, high = (row[end] for end in RANGE[name])
+            within = f" ({float(low):.0f} to {float(high):.0f})" if low and high else ""
+            beside = f"   device {theirs} µm   difference {both} µm" if device else ""
+            lines.append(f"  {name:16} {ours} µm{within}{beside}")
     if any(row[column] for column in UNIT.values()):
         lines.insert(0, f"  retina (ILM to BM) in ETDRS zones around the {row['grid_centre']}")
     elif device:
         lines.insert(0, "  retina (ILM to BM) in ETDRS zones of the device")
+    if row["range_kind"]:
+        lines.append(f"  in brackets: {row['range_kind']}")
     if row["volume_mm3"]:
         lines.append(f"  volume within 3 mm {row['volume_mm3']} mm³")
     if row["withheld"]:
@@ -120,3 +143,30 @@ def zone_lines(row: dict[str, str]) -> list[str]:
     if row["device_volume_mm3"]:
         lines.append(f"  volume by the device {row['device_volume_mm3']} mm³")
     return [*lines, *(f"  {row[name]}" for name in ("zones_note", "device_note") if row[name])]
+
+
+def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
+    """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else."""
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        reader = csv.DictReader(file)
+        missing = [column for column in needed if column not in (reader.fieldnames or ())]
+        if missing:
+            raise EvaluationError(f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}")
+        rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+    if not rows:
+        raise EvaluationError(f"{path}: holds no row")
+    return rows
+
+
+def zones_in(row: dict[str, str], columns: dict[str, str], path: Path) -> dict[str, float]:
+    """Zone → µm from the columns of a row of the CSV at `path`; blank ones are left out. Raises EvaluationError."""
+    found = {}
+    for name, column in columns.items():
+        if cell := row.get(column, "").strip():
+            try:
+                found[name] = float(cell)
+            except ValueError:
+                found[name] = math.nan
+            if not math.isfinite(found[name]):
+                raise EvaluationError(f"{path}: {row['source']}: {column} expected µm, got {cell!r}") from None
+    return found

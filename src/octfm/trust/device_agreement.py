@@ -1,7 +1,5 @@
 """Agreement of octfm segment with the device over many eyes: Bland-Altman limits of every ETDRS zone."""
 
-import csv
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Metric, bootstrap
 from octfm.layers.table import ACCEPTED
-from octfm.layers.zones import DEVICE_UNIT, UNIT
+from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, zones_in
 from octfm.trust.study import estimate
 from octfm.volume.etdrs import ZONES
 
@@ -20,6 +18,7 @@ LARGE_UM = 10.0
 """Differences above this are listed one by one."""
 RESAMPLES = 2000
 LEFT_OUT = ("could not be read", "refused by the verdict", "without the device's zones", "without ours")
+OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
 """Columns of which the first that exists names the participant of a row."""
 
@@ -32,14 +31,14 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     refused by the verdict or lack one side are left out and counted. Intervals are BCa bootstraps over participants
     where a column names them, else over rows; none with fewer than MIN_PARTICIPANTS. Raises EvaluationError.
     """
-    rows = _read(table, ("source", "verdict", "problem", UNIT["centre"]))
+    rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
     if device is not None:
-        rows = _with_device(rows, _read(device, ()), table, device)
+        rows = _with_device(rows, read_rows(device, ()), table, device)
     named = next((column for column in PARTICIPANT if column in rows[0]), None)
     left_out = dict.fromkeys(LEFT_OUT, 0)
     used = []
     for number, row in enumerate(rows):
-        ours, theirs = _zones(row, UNIT, table), _zones(row, DEVICE_UNIT, table)
+        ours, theirs = zones_in(row, OURS, table), zones_in(row, DEVICE_UNIT, table)
         if reason := _why_left_out(row, ours, theirs):
             left_out[reason] += 1
             continue
@@ -124,18 +123,6 @@ def _large(used: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted((f for f in found if abs(f["difference"]) > LARGE_UM), key=lambda f: -abs(f["difference"]))
 
 
-def _read(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        reader = csv.DictReader(file)
-        missing = [column for column in needed if column not in (reader.fieldnames or ())]
-        if missing:
-            raise EvaluationError(f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}")
-        rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
-    if not rows:
-        raise EvaluationError(f"{path}: holds no row")
-    return rows
-
-
 def _with_device(
     rows: list[dict[str, str]], others: list[dict[str, str]], table: Path, device: Path
 ) -> list[dict[str, str]]:
@@ -167,17 +154,3 @@ def _with_device(
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
     return joined
-
-
-def _zones(row: dict[str, str], columns: dict[str, str], path: Path) -> dict[str, float]:
-    """Zone → µm; blank zones are left out."""
-    found = {}
-    for name in ZONES:
-        if cell := row.get(columns[name], "").strip():
-            try:
-                found[name] = float(cell)
-            except ValueError:
-                found[name] = math.nan
-            if not math.isfinite(found[name]):
-                raise EvaluationError(f"{path}: {row['source']}: {columns[name]} expected µm, got {cell!r}") from None
-    return found

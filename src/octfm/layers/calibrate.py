@@ -1,0 +1,83 @@
+"""90 % intervals for the zones of a table, calibrated on a user's own corrected scans."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from octfm.errors import EvaluationError
+from octfm.layers.ranges import conformal_quantile
+from octfm.layers.zones import RANGE, UNIT, read_rows, zones_in
+
+LEAST_PARTICIPANTS = 50
+"""Participants with corrected zones that a range needs to be called a 90 % interval."""
+
+
+def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """Rows of a table of octfm segment, with 90 % intervals in place of synthetic-calibrated ranges, and what to tell.
+
+    corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …). Each
+    scanner of which at least LEAST_PARTICIPANTS participants were corrected has its ranges scaled by one factor, the
+    smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is none, or nothing was corrected.
+    """
+    fixed = read_rows(corrected, ("source", "participant"))
+    known = {row["source"]: row for row in rows if not row["problem"]}
+    scores: dict[str, dict[str, list[float]]] = {}
+    changed = False
+    for other in fixed:
+        if (row := known.get(other["source"])) is None or not other["participant"].strip():
+            continue
+        ours, theirs = zones_in(row, UNIT, corrected), zones_in(other, UNIT, corrected)
+        for zone in ours.keys() & theirs.keys():
+            if (reach := synthetic_reach(row, zone)) is not None:
+                changed |= ours[zone] != theirs[zone]
+                own = scores.setdefault(row["scanner"], {}).setdefault(other["participant"].strip(), [])
+                own.append(_score(theirs[zone] - ours[zone], reach))
+    counts = {scanner: len(people) for scanner, people in sorted(scores.items())}
+    enough = {scanner for scanner, count in counts.items() if count >= LEAST_PARTICIPANTS}
+    if not enough:
+        found = ", ".join(f"{count} of {scanner}" for scanner, count in counts.items()) or "none"
+        raise EvaluationError(
+            f"{corrected}: expected corrected zones of at least {LEAST_PARTICIPANTS} participants of one scanner whose "
+            f"scans are in the table, got {found}; correct more scans, or keep the synthetic-calibrated ranges"
+        )
+    if not changed:
+        raise EvaluationError(f"{corrected}: every zone equals the table's; expected zones that somebody has corrected")
+    factors = {scanner: conformal_quantile(list(scores[scanner].values())) for scanner in enough}
+    told = [
+        f"{scanner}: 90 % intervals from {counts[scanner]} participants, {factors[scanner]:.2f} times the "
+        "synthetic-calibrated ranges; they hold for this scanner and this population"
+        if scanner in enough
+        else f"{scanner}: {counts[scanner]} participants are too few (at least {LEAST_PARTICIPANTS}); ranges stay "
+        "synthetic-calibrated"
+        for scanner in counts
+    ]
+    return [
+        _scaled(row, factors[row["scanner"]], counts[row["scanner"]]) if row["scanner"] in enough else row
+        for row in rows
+    ], told
+
+
+def synthetic_reach(row: Mapping[str, str], zone: str) -> tuple[float, float] | None:
+    """µm by which the synthetic-calibrated range of a zone reaches below and above its mean; None without a range."""
+    low, high = (row[column] for column in RANGE[zone])
+    if not (low and high and row[UNIT[zone]]):
+        return None
+    mean, factor = float(row[UNIT[zone]]), float(row["range_factor"] or 1)
+    return (mean - float(low)) / factor, (float(high) - mean) / factor
+
+
+def _score(apart_um: float, reach: tuple[float, float]) -> float:
+    """Distance from the mean found in units of the range on that side."""
+    return abs(apart_um) / max(reach[apart_um > 0], 1e-3)
+
+
+def _scaled(row: dict[str, str], factor: float, participants: int) -> dict[str, str]:
+    cells = {}
+    for zone in UNIT:
+        if (reach := synthetic_reach(row, zone)) is not None:
+            mean = float(row[UNIT[zone]])
+            ends = mean - factor * reach[0], mean + factor * reach[1]
+            cells |= {column: f"{end:.1f}" for column, end in zip(RANGE[zone], ends, strict=True)}
+    if not cells:
+        return row
+    kind = f"90 % interval, calibrated on {participants} participants scanned by {row['scanner']}"
+    return row | cells | {"range_kind": kind, "range_factor": f"{factor:.4f}"}

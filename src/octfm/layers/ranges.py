@@ -1,0 +1,58 @@
+"""A range for every ETDRS zone, calibrated on phantoms, and the conformal quantile behind it.
+
+It is split conformal prediction for participants with several zones each (Lee, Barber and Willett, "Distribution-free
+inference with hierarchical data", 2023): a zone of a new participant lies in its range in 90 % of cases, if that
+participant comes from the population that the range was calibrated on.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+
+LEVEL = 0.9
+SYNTHETIC = "synthetic-calibrated range"
+"""What a range is called that was calibrated on phantoms: it promises nothing for real eyes."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How far the truth lies from a zone's mean, for one network, by the error that it expects there."""
+
+    below: tuple[float, float]
+    """The range begins below[0] + below[1] · E µm below the mean found, where E is the mean expected error in µm."""
+    above: tuple[float, float]
+    participants: int
+    """Phantom participants that it was calibrated on."""
+
+    def of(self, mean_um: float, expected_um: float) -> tuple[float, float]:
+        """Low and high end of the range in µm."""
+        low, high = (max(0.0, line[0] + line[1] * expected_um) for line in (self.below, self.above))
+        return mean_um - low, mean_um + high
+
+
+def packaged_ranges(name: str, digest: str) -> Ranges | None:
+    """The ranges of a packaged network; None for other networks, and if they are of other weights."""
+    file = files("octfm.weights") / f"{name}.ranges.json"
+    if not file.is_file():
+        return None
+    facts = json.loads(file.read_text())
+    if facts["sha256"] != digest:
+        return None
+    return Ranges(tuple(facts["below"]), tuple(facts["above"]), facts["participants"])
+
+
+def conformal_quantile(scores: Sequence[Sequence[float]], level: float = LEVEL) -> float:
+    """The smallest value that a score of a new participant exceeds with a probability of at most 1 − level.
+
+    scores: those of every participant, who count equally however many they have. Infinite if there are too few.
+    """
+    people = [np.asarray(own, float) for own in scores if len(own)]
+    values = np.concatenate([*people, [np.inf]])
+    # The new participant, whose score is unknown, counts as one more with the largest.
+    weights = np.concatenate([*(np.full(len(own), 1 / len(own)) for own in people), [1.0]]) / (len(people) + 1)
+    order = np.argsort(values, kind="stable")
+    place = np.searchsorted(np.cumsum(weights[order]), level - 1e-12)
+    return float(values[order][min(place, len(values) - 1)])

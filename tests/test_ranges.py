@@ -1,0 +1,141 @@
+"""Ranges of ETDRS zones: conformal quantiles, what a table says of them, and calibration on a user's own scans."""
+
+import csv
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from octfm.cli.main import app
+from octfm.errors import ConfigError, EvaluationError
+from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows
+from octfm.layers.packaged import load_finder
+from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile
+from octfm.layers.table import describe, read_table, row_of, save_table
+from octfm.layers.zones import RANGE, UNIT
+from octfm.volume.etdrs import ZONES
+from support.segmented import found_in
+
+RANGES = Ranges((2.0, 1.0), (4.0, 0.5), 1000)
+
+
+def table(participants: int, scanner: str = "heidelberg_spectralis") -> list[dict[str, str]]:
+    """Rows of scans that a network with RANGES has segmented."""
+    row = row_of(replace(found_in(9), ranges=RANGES))
+    return [row | {"source": f"{scanner}-{i}.e2e", "scanner": scanner} for i in range(participants)]
+
+
+def corrected(path, rows: list[dict[str, str]], off_um) -> None:
+    """A user's corrections: every zone `off_um(i)` µm off ours in scan i."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["source", "participant", *UNIT.values()])
+        writer.writeheader()
+        for i, row in enumerate(rows):
+            cells = {column: f"{float(row[column]) + off_um(i):.3f}" for column in UNIT.values() if row[column]}
+            writer.writerow({"source": row["source"], "participant": f"P{i}"} | cells)
+
+
+@given(st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=9), min_size=10, max_size=60))
+def test_a_conformal_quantile_covers_nine_participants_in_ten(scores):
+    """Every participant counts as one, and the new one as one more that no finite range needs to cover."""
+    bar = conformal_quantile(scores)
+    covered = np.mean([np.mean(np.asarray(own) <= bar) for own in scores])
+    assert covered * len(scores) / (len(scores) + 1) >= 0.9 - 1e-9 or np.isinf(bar)
+    lower = [value for own in scores for value in own if value < bar]
+    if lower and np.isfinite(bar):
+        short = np.mean([np.mean(np.asarray(own) <= max(lower)) for own in scores])
+        assert short * len(scores) / (len(scores) + 1) < 0.9 + 1e-9, "the smallest such value"
+
+
+def test_too_few_participants_have_no_finite_quantile():
+    assert np.isinf(conformal_quantile([[1.0]] * 8)) and conformal_quantile([[1.0]] * 9) == 1.0
+
+
+def test_conformal_ranges_cover_new_participants_as_promised():
+    """Of many draws, on average: participants with an offset of their own, which one zone alone would not show."""
+    rng = np.random.default_rng(0)
+    people = np.abs(rng.normal(0, 3, (400, 60, 1)) + rng.normal(0, 1, (400, 60, 9)))
+    covered = [np.mean(draw[50:] <= conformal_quantile(draw[:50])) for draw in people]
+    assert np.mean(covered) == pytest.approx(0.9, abs=0.015) and np.mean(covered) >= 0.89
+
+
+def test_rows_and_terminal_show_ranges_and_their_name():
+    found = replace(found_in(9), ranges=RANGES)
+    row, grid = row_of(found), found.etdrs()
+    low, high = (float(row[column]) for column in RANGE["centre"])
+    expected = found.zone_ranges()["centre"]
+    assert (low, high) == pytest.approx(expected, abs=0.06) and low < grid.mean_um["centre"] < high
+    assert row["range_kind"] == SYNTHETIC and "interval" not in SYNTHETIC and row["range_factor"] == ""
+    assert f"({low:.0f} to {high:.0f})" in describe(found) and SYNTHETIC in describe(found)
+    without = row_of(found_in(9))
+    assert not any(without[column] for pair in RANGE.values() for column in pair) and not without["range_kind"]
+
+
+def test_a_range_is_wider_where_the_network_is_less_sure():
+    sure = replace(found_in(9), ranges=RANGES)
+    layers = sure.found
+    unsure = replace(sure, found=replace(layers, near=layers.near * 0.5, spread_um=layers.spread_um * 10))
+    widths = [np.subtract(*found.zone_ranges()["centre"][::-1]) for found in (sure, unsure)]
+    assert widths[1] > widths[0] + 5
+
+
+def test_a_refused_scan_has_no_ranges():
+    row = row_of(replace(found_in(9, reasons=("no",)), ranges=RANGES))
+    assert not row["range_kind"] and not row[RANGE["centre"][0]]
+
+
+def test_own_corrections_turn_ranges_into_intervals(tmp_path):
+    """Half as wide where the corrections need no more, for their scanner only; doing it again changes nothing."""
+    rows, others = table(60), table(5, "zeiss_cirrus")
+    low, high = RANGE["centre"]
+    mean, reach = float(rows[0]["centre_um"]), float(rows[0][high]) - float(rows[0]["centre_um"])
+    corrected(tmp_path / "c.csv", rows + others, lambda i: reach * i / 120)
+    found, told = calibrate_rows(rows + others, tmp_path / "c.csv")
+    assert "60 participants" in found[0]["range_kind"] and found[0]["range_kind"].startswith("90 % interval")
+    # The 55th of 60 participants, since the new one counts, too.
+    assert float(found[0]["range_factor"]) == pytest.approx(54 / 120, rel=0.03)
+    assert float(found[0][high]) - mean == pytest.approx(reach * 54 / 120, abs=0.15)
+    assert found[-1] == others[-1] and found[-1]["range_kind"] == SYNTHETIC
+    assert len(told) == 2 and any("too few" in line for line in told)
+    again, _ = calibrate_rows(found, tmp_path / "c.csv")
+    assert float(again[0][low]) == pytest.approx(float(found[0][low]), abs=0.3)
+
+
+def test_intervals_need_enough_participants_and_corrections(tmp_path):
+    rows = table(60)
+    corrected(tmp_path / "few.csv", rows[: LEAST_PARTICIPANTS - 1], lambda i: 1.0)
+    with pytest.raises(EvaluationError, match=r"at least 50 participants of one scanner.* got 49 of heidelberg"):
+        calibrate_rows(rows, tmp_path / "few.csv")
+    corrected(tmp_path / "none.csv", table(60, "other"), lambda i: 1.0)
+    with pytest.raises(EvaluationError, match="got none"):
+        calibrate_rows(rows, tmp_path / "none.csv")
+    corrected(tmp_path / "same.csv", rows, lambda i: 0.0)
+    with pytest.raises(EvaluationError, match="every zone equals the table's"):
+        calibrate_rows(rows, tmp_path / "same.csv")
+    (tmp_path / "bad.csv").write_text(f"source,participant,centre_um\n{rows[0]['source']},a,thin\n")
+    with pytest.raises(EvaluationError, match="centre_um expected µm, got 'thin'"):
+        calibrate_rows(rows, tmp_path / "bad.csv")
+
+
+def test_the_command_calibrates_a_table(tmp_path):
+    rows, out = table(55), tmp_path / "table.csv"
+    for i, row in enumerate(rows):  # readable places, so that the table is complete and nothing is segmented
+        row["source"] = str(tmp_path / f"{i}.npz")
+        np.savez(row["source"], volume=np.zeros((2, 8, 8), np.uint8), spacing_mm=(0.1, 0.004, 0.05))
+    rows = [row | {"model": load_finder().model} for row in rows]
+    save_table(rows, out)
+    corrected(tmp_path / "c.csv", rows, lambda i: i / 10)
+    words = ["segment", *(row["source"] for row in rows), "--out", str(out), "--calibrate", str(tmp_path / "c.csv")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "55 participants" in done.output, done.output
+    assert all(row["range_kind"].startswith("90 % interval") for row in read_table(out))
+    for wrong in (["--sample"], [rows[0]["source"]]):
+        refused = CliRunner().invoke(app, ["segment", *wrong, "--calibrate", str(tmp_path / "c.csv")])
+        assert isinstance(refused.exception, ConfigError)
+
+
+def test_every_zone_has_columns_for_its_range():
+    assert set(ZONES) <= set(RANGE) and len({column for pair in RANGE.values() for column in pair}) == 2 * len(UNIT)
