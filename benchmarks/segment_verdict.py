@@ -107,7 +107,7 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
         measure_grid(values, place, "R", centre, pit_map_um=flat).mean_um
         for values in (np.nan_to_num(truth), np.isfinite(truth).astype(float))
     )
-    error, own = expected_error_um(found.found), field_of_volume(found.volume)
+    error, own = expected_error_um(found.found, found.spacing_mm), field_of_volume(found.volume)
     expected = measure_grid(error, own, "R", grid.centre_mm, pit_map_um=flat).mean_um
     zones = {}
     for name, mean in grid.mean_um.items():

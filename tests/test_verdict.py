@@ -8,7 +8,17 @@ import pytest
 import octfm
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.table import COLUMNS, describe, row_of
-from octfm.layers.verdict import ASCAN_UM, MOST_UM, REASONS, decide, expected_error_um, judge, measure
+from octfm.layers.verdict import (
+    ASCAN_UM,
+    MOST_UM,
+    OWN_SHARE,
+    REASONS,
+    decide,
+    expected_error_um,
+    judge,
+    measure,
+    waviness_um,
+)
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
@@ -96,21 +106,42 @@ def test_dark_images_and_images_without_contrast_are_refused(scan):
 
 def test_an_unsure_network_is_refused(scan):
     volume, found = scan
-    found.near[0, :, : W // 2], found.spread_um[0, :, : W // 2] = 0.5, 90
+    most = slice(0, W * 5 // 8)
+    found.near[0, :, most], found.spread_um[0, :, most] = 0.5, 90
     assert codes(volume, found) == ("unfamiliar",)
 
 
-def test_the_expected_error_is_the_share_of_the_distribution_times_its_distance(scan):
-    _, found = scan
-    assert expected_error_um(found).max() < ASCAN_UM / 4
-    found.near[-1, 0, 0], found.spread_um[-1, 0, 0] = 0.75, 80 * 0.25**0.5
+def test_the_expected_error_grows_with_what_the_distribution_implies(scan):
+    """The share of the distribution that lies elsewhere, times its distance."""
+    volume, found = scan
+    assert expected_error_um(found, volume.spacing_mm).max() < ASCAN_UM / 4
+    found.near[-1, 0, 0], found.spread_um[-1, 0, 0] = 0.75, 160 * 0.25**0.5
     found.disorder_um[1, 1], found.rows[0, 2, 2] = 90, np.nan
     found.near[3, 5, 5], found.spread_um[3, 5, 5] = 0.1, 200  # an inner layer, which thickness does not depend on
-    error = expected_error_um(found)
-    assert error[0, 0] == pytest.approx(80 * 0.25, abs=4) and error[1, 1] == pytest.approx(90, abs=4)
-    assert error[2, 2] == MOST_UM
+    error = expected_error_um(found, volume.spacing_mm)
+    share = OWN_SHARE
+    assert error[0, 0] == pytest.approx(160 * 0.25 * share, abs=2) and error[1, 1] == pytest.approx(90 * share, abs=2)
+    assert error[2, 2] == pytest.approx(MOST_UM * share)
     assert np.argwhere(error > ASCAN_UM).tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert expected_error_um(found, "ilm", SURFACES[3])[5, 5] == MOST_UM
+    assert expected_error_um(found, volume.spacing_mm, "ilm", SURFACES[3])[5, 5] == pytest.approx(MOST_UM * share)
+
+
+def test_a_wavy_membrane_is_unexpected_and_a_tilted_or_curved_one_is_not(scan):
+    """A network that follows another line for a while, and is sure of it."""
+    volume, found = scan
+    spacing, columns = volume.spacing_mm, np.arange(volume.shape[2])
+    tilted = 60 + 0.3 * columns + np.zeros((3, 1))
+    assert waviness_um(tilted, spacing).max() < 1e-6
+    half = spacing[2] * (columns - columns.mean())
+    curved = 60 + half**2 / (2 * 12 * spacing[1]) + np.zeros((3, 1))  # of an eyeball, mm
+    assert waviness_um(curved, spacing).max() < 8
+    found.rows[-1, 4, 22:28] += 60 / (1000 * spacing[1])  # 60 µm down over half a millimetre
+    error = expected_error_um(found, spacing)
+    assert (error[4, 22:28] > ASCAN_UM).all() and error[3].max() < ASCAN_UM / 4
+    gap = tilted.copy()
+    gap[:, 10:20] = np.nan
+    assert waviness_um(gap, spacing).max() < 1e-6 and not waviness_um(np.full((2, 50), np.nan), spacing).any()
+    assert not waviness_um(np.ones((2, 1)), spacing).any()
 
 
 def test_every_reason_is_a_sentence_of_what_was_measured(scan):

@@ -45,8 +45,8 @@ class ScanSegmentation(Segmentation):
     @cached_property
     def doubtful(self) -> np.ndarray:
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
-        error above 20 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
-        return expected_error_um(self.found) > ASCAN_UM
+        error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
+        return expected_error_um(self.found, self.spacing_mm) > ASCAN_UM
 
     @property
     def image_rows(self) -> int:
@@ -59,7 +59,7 @@ class ScanSegmentation(Segmentation):
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
 
-        Zones in which the network expects a mean error above 15 µm are None unless `keep_doubtful`.
+        Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
         scans, which do not cover zones, and for B-scans whose positions contradict each other.
         """
@@ -91,7 +91,7 @@ class ScanSegmentation(Segmentation):
 
     def _expected(self, upper: str, lower: str, grid: EtdrsGrid) -> EtdrsGrid:
         """The expected error of the thickness between two surfaces, in the zones of its grid."""
-        error = expected_error_um(self.found, upper, lower)
+        error = expected_error_um(self.found, self.spacing_mm, upper, lower)
         # A map without a pit, so that the grid has the centre of the first.
         flat = np.zeros_like(error)
         return measure_grid(error, self.place(), self.volume.laterality, grid.centre_mm, pit_map_um=flat)

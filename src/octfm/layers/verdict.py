@@ -7,10 +7,11 @@ what they refuse in vain, and prints the distribution of every measure: run it a
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from scipy.ndimage import uniform_filter1d
 
 from octfm.layers.finder import LayerFinder, Layers, without_white_padding
 from octfm.models.layer_net import SURFACES
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5
 """Least share of A-scans in which the retina must have been found, in a B-scan and in the whole scan."""
@@ -31,8 +32,9 @@ CONTRAST = 0.75
 """Least difference of mean brightness between retina and vitreous, in standard deviations of the vitreous."""
 EDGE_ROWS = 2.0
 """ILM or BM this close to the first or the last row may continue outside."""
-CLIPPED = 0.1
-"""Largest share of A-scans, in B-scans that show the retina, where ILM or BM leaves the frame."""
+CLIPPED = 0.2
+"""Largest share of A-scans, in B-scans that show the retina, where ILM or BM leaves the frame. Zones that lose more
+than a tenth of their A-scans are blank in any case."""
 FIELD_MM = (1.0, 20.0)
 """Width of a B-scan: the shortest in use is about 2 mm, the longest 16 mm."""
 WIDE_MM = 10.5
@@ -45,14 +47,18 @@ THICKNESS_UM = (190.0, 480.0)
 """Plausible medians of retinal thickness over a scan: 268 to 350 µm in phantoms. Wrong axial millimetres move it
 by their factor; so does extreme swelling, which no phantom has over a whole scan."""
 MOST_UM = 100.0
-"""Error that is expected where ILM or BM was not found, and the most that is expected anywhere."""
-ASCAN_UM = 20.0
+"""What the network's distribution counts where ILM or BM was not found, and the most that it counts anywhere."""
+WAVE_MM = 1.2
+"""Length over which Bruch's membrane should be straight."""
+OWN_SHARE, WAVE_SHARE = 1 / 3, 2 / 3
+"""Weights of the error that the distribution implies and of the waviness of Bruch's membrane in the expected error: on
+phantom zones their sum is about the mean absolute error."""
+ASCAN_UM = 12.0
 """An A-scan is doubtful if the expected error of its thickness is larger."""
-ZONE_UM = 15.0
+ZONE_UM = 12.0
 """A zone is withheld if the mean expected error within it is larger."""
-DOUBTFUL = 0.4
-"""Largest share of doubtful A-scans: 2 or 3 of 67 undisturbed phantoms have more, and most of those with axial
-millimetres that are wrong by a factor of 2."""
+DOUBTFUL = 0.5
+"""Largest share of doubtful A-scans."""
 REASONS = {
     "dark": "too dark or too little contrast to tell the layers apart",
     "upside_down": "upside down: the vitreous must be at the top",
@@ -147,17 +153,41 @@ def decide(measures: Measures) -> Verdict:
     return Verdict(reasons, 1 + doubt if codes else min(doubt, 0.99), codes, m)
 
 
-def expected_error_um(found: Layers, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-    """float32 [D, W]: the error of the thickness between two surfaces that the network's own distribution implies.
+def expected_error_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
+    """float32 [D, W]: the absolute error to expect of the thickness between two surfaces.
 
-    If a share q of a distribution lies at a distance L from the row that was chosen, its standard deviation is L √q and
-    the expected error L q. The sum over both surfaces, plus the distance by which surfaces were out of order; MOST_UM
-    where a surface is not in the image, and at most that.
+    It weighs two terms. What the network's own distribution implies: if a share q of it lies at a distance L from the
+    row that was chosen, its standard deviation is L √q and the expected error L q, summed over both surfaces, plus the
+    distance by which surfaces were out of order; MOST_UM where a surface is not in the image. And, if `lower` is "bm",
+    the waviness of Bruch's membrane, which is smooth in an eye: a network that has taken another line for it can be
+    sure. The weights were chosen for ILM to BM only.
     """
     pair = [SURFACES.index(name) for name in (upper, lower)]
-    error = (found.spread_um[pair] * np.sqrt(np.clip(1 - found.near[pair], 0, 1))).sum(axis=0) + found.disorder_um
+    own = (found.spread_um[pair] * np.sqrt(np.clip(1 - found.near[pair], 0, 1))).sum(axis=0) + found.disorder_um
     missing = np.isnan(found.rows[pair]).any(axis=0)
-    return np.where(missing, MOST_UM, np.minimum(error, MOST_UM)).astype(np.float32)
+    error = OWN_SHARE * np.where(missing, MOST_UM, np.minimum(own, MOST_UM))
+    if lower == "bm":
+        error = error + WAVE_SHARE * waviness_um(found.rows[pair[1]], spacing_mm)
+    return error.astype(np.float32)
+
+
+def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
+    """float [D, W]: distance of a surface from its mean over WAVE_MM along the B-scan, at most MOST_UM.
+
+    Rows that are NaN are interpolated. Beyond its ends a B-scan goes on as it began, so a tilt is no wave.
+    """
+    width = rows_DW.shape[1]
+    reach = max(1, round(WAVE_MM / spacing_mm[2] / 2))
+    if width <= reach + 1:
+        return np.zeros(rows_DW.shape)
+    depth_um, ascan = np.zeros(rows_DW.shape), np.arange(width)
+    for line, rows in zip(depth_um, rows_DW, strict=True):
+        known = np.isfinite(rows)
+        if known.any():
+            line[:] = np.interp(ascan, ascan[known], rows[known]) * 1000 * spacing_mm[1]
+    beyond = np.pad(depth_um, ((0, 0), (reach, reach)), mode="reflect", reflect_type="odd")
+    mean = uniform_filter1d(beyond, 2 * reach + 1, axis=1)[:, reach:-reach]
+    return np.minimum(np.abs(depth_um - mean), MOST_UM)
 
 
 def measure(volume: Volume, found: Layers) -> Measures:
@@ -189,7 +219,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
         frame_mm=y,
         aspect=z / x if raster else 0.0,
         thickness_um=float(np.median(thickness)) if len(thickness) else float("nan"),
-        doubtful=float((expected_error_um(found) > ASCAN_UM)[kept].mean()),
+        doubtful=float((expected_error_um(found, volume.spacing_mm) > ASCAN_UM)[kept].mean()),
         spread_um=float(np.median(spread)) if len(spread) else float("inf"),
     )
 

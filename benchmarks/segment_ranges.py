@@ -1,0 +1,212 @@
+"""Calibrate the ranges of ETDRS zones on phantom participants, and measure how often they hold.
+
+python benchmarks/segment_ranges.py --save people.jsonl            # 1,100 participants, resumable, hours
+python benchmarks/segment_ranges.py --save a.jsonl --part 0/2     # every other one, for a second process
+python benchmarks/segment_ranges.py --unseen --save unseen.jsonl  # the scanner that no training has seen
+python benchmarks/segment_ranges.py --fit people.jsonl --test unseen.jsonl [--write]
+
+A participant is one phantom volume of 13 B-scans; diseases and scanners are equally frequent. The verdict and the
+threshold above which zones are withheld are frozen first (octfm.layers.verdict). The first DEVELOPMENT participants
+give the shape of the range, all others one factor, by split conformal prediction; coverage is measured on folds that
+neither has seen. --write stores the ranges with the packaged network.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from sklearn.linear_model import QuantileRegressor
+
+import octfm.weights
+import segment_verdict
+from octfm.layers.finder import LayerFinder
+from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.ranges import LEVEL, Ranges, conformal_quantile
+from octfm.layers.segment import segment
+from octfm.layers.verdict import ZONE_UM, Measures, decide
+from octfm.phantom.native.stream import CONDITIONS, Stream
+from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
+
+SEED, BSCANS, DEVELOPMENT, FOLDS = 1000, 13, 84, 5
+UNSEEN = tuple(name for name in SCANNERS if name not in DEFAULT_SCANNERS)
+Person = dict
+
+
+def person(place: int, scanners: tuple[str, ...], finder: LayerFinder) -> Person:
+    """One participant: what was found, expected and true in every zone, and what the verdict depends on."""
+    condition = CONDITIONS[place % len(CONDITIONS)]
+    scanner = scanners[place // len(CONDITIONS) % len(scanners)]
+    looks = 0.1 if scanners == DEFAULT_SCANNERS else 0.0  # a randomised look may borrow any scanner
+    image = Stream(SEED, BSCANS, looks, conditions=(condition,), scanners=(scanner,))(place)
+    found = segment(segment_verdict.altered(image, "as drawn"), finder=finder)
+    assert found.verdict.measures is not None
+    return {
+        "place": place,
+        "condition": condition,
+        "scanner": scanner,
+        "accident": image.accident,
+        "measures": asdict(found.verdict.measures),
+        "zones": {name: list(zone) for name, zone in segment_verdict.zones_of(found, image).items()},
+    }
+
+
+def accepted(people: Iterable[Person]) -> list[Person]:
+    """Those whom the verdict accepts, with the zones that are given and whose truth is known."""
+    found = []
+    for one in people:
+        zones = {n: z for n, z in one["zones"].items() if z[2] <= ZONE_UM and np.isfinite(z[1])}
+        if zones and decide(Measures(**one["measures"])).accepted:
+            found.append(one | {"zones": zones})
+    return found
+
+
+def shape_of(people: list[Person]) -> Ranges:
+    """Lines through the quantiles of the error over the expected error, on the way to 90 % between them."""
+    zones = np.array([zone for one in people for zone in one["zones"].values()])
+    off, expected = zones[:, 0] - zones[:, 1], zones[:, 2:]
+    tail = (1 - LEVEL) / 2
+    lines = []
+    for quantile, sign in ((1 - tail, 1), (tail, -1)):
+        fit = QuantileRegressor(quantile=quantile, alpha=0.0).fit(expected, off)
+        lines.append((max(1.0, sign * float(fit.intercept_)), max(0.0, sign * float(fit.coef_[0]))))
+    return Ranges(lines[0], lines[1], 0)
+
+
+def scores_of(one: Person, shape: Ranges) -> list[float]:
+    """Distance of the truth from the mean found in units of the range on that side."""
+    scores = []
+    for found, true, expected in one["zones"].values():
+        low, high = shape.of(found, expected)
+        scores.append((found - true) / (found - low) if true < found else (true - found) / (high - found))
+    return scores
+
+
+def scaled(shape: Ranges, factor: float, participants: int) -> Ranges:
+    below, above = ((factor * a, factor * b) for a, b in (shape.below, shape.above))
+    return Ranges(below, above, participants)
+
+
+def calibrated(people: list[Person], shape: Ranges) -> Ranges:
+    return scaled(shape, conformal_quantile([scores_of(one, shape) for one in people]), len(people))
+
+
+def covered(one: Person, ranges: Ranges) -> float:
+    """Share of a participant's zones whose truth lies within the range."""
+    return float(np.mean([score <= 1 for score in scores_of(one, ranges)]))
+
+
+def held_out(people: list[Person], shape: Ranges, group: Callable[[Person], object]) -> list[float]:
+    """Coverage of every participant by ranges calibrated on all who are in other groups."""
+    ranges = {own: calibrated([p for p in people if group(p) != own], shape) for own in {group(p) for p in people}}
+    return [covered(one, ranges[group(one)]) for one in people]
+
+
+def report(everyone: list[Person], unseen: list[Person]) -> Ranges:
+    development, rest = everyone[:DEVELOPMENT], everyone[DEVELOPMENT:]
+    shape, people = shape_of(accepted(development)), accepted(rest)
+    ranges = calibrated(people, shape)
+    low, high = ranges.of(0.0, 5.0)
+    print(f"{len(people)} of {len(rest)} participants accepted; {ranges}")
+    print(f"where the network expects an error of 5 µm: {low:.1f} to +{high:.1f} µm")
+    given, possible = (sum(len(one["zones"]) for one in part) for part in (people, rest))
+    print(f"zones given: {given} of {possible} ({100 * (1 - given / possible):.0f} % withheld or refused)")
+    by_fold = held_out(people, shape, lambda one: one["place"] % FOLDS)
+    print(f"coverage of participants in folds not calibrated on: {100 * np.mean(by_fold):.1f} %")
+    without = held_out(people, shape, lambda one: one["condition"])
+    print(f"coverage of diseases absent from calibration: {100 * np.mean(without):.1f} %")
+    print(f"{'':24} {'n':>4} {'given':>6} {'covered':>8} {'absent':>7} {'width, µm':>9}   by scanner, %")
+    cells = []
+    for condition in CONDITIONS:
+        mine = [i for i, one in enumerate(people) if one["condition"] == condition]
+        every = [one for one in rest if one["condition"] == condition]
+        share = sum(len(people[i]["zones"]) for i in mine) / max(1, sum(len(one["zones"]) for one in every))
+        by_scanner = {}
+        for scanner in DEFAULT_SCANNERS:
+            here = [by_fold[i] for i in mine if people[i]["scanner"] == scanner]
+            by_scanner[scanner] = f"{100 * np.mean(here):.0f} ({len(here)})" if here else "–"
+            cells += [float(np.mean(here))] if here else []
+        print(
+            f"{condition:24} {len(mine):>4} {100 * share:>5.0f}% {mean_of(by_fold, mine):>7.1f}% "
+            f"{mean_of(without, mine):>6.1f}% {width(ranges, [people[i] for i in mine]):>9.1f}   "
+            + ", ".join(f"{name} {cell}" for name, cell in by_scanner.items())
+        )
+    print(
+        f"cells of disease x scanner: least {100 * min(cells):.0f} %, {sum(c < 0.8 for c in cells)} of {len(cells)} "
+        "below 80 %"
+    )
+    if unseen:
+        others = accepted(unseen)
+        share = sum(len(one["zones"]) for one in others) / sum(len(one["zones"]) for one in unseen)
+        print(
+            f"scanner never seen: {len(others)} of {len(unseen)} accepted, {100 * share:.0f} % of zones given, "
+            f"coverage {100 * np.mean([covered(one, ranges) for one in others]):.1f} %, "
+            f"width {width(ranges, others):.1f} µm"
+        )
+    return ranges
+
+
+def mean_of(values: list[float], places: list[int]) -> float:
+    return 100 * float(np.mean([values[i] for i in places])) if places else float("nan")
+
+
+def width(ranges: Ranges, people: list[Person]) -> float:
+    """Median width of the ranges in µm."""
+    ends = [ranges.of(zone[0], zone[2]) for one in people for zone in one["zones"].values()]
+    return float(np.median([high - low for low, high in ends])) if ends else float("nan")
+
+
+def read(path: Path) -> list[Person]:
+    """Participants of a file of --save in their order; a line that a kill has cut short is left out."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            one = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[one["place"]] = one
+    return [found[place] for place in sorted(found)]
+
+
+def collect(path: Path, count: int, scanners: tuple[str, ...], part: str) -> None:
+    """Add the participants that the file lacks, a line each."""
+    own, of = (int(word) for word in part.split("/"))
+    done, finder = {one["place"] for one in read(path)}, load_finder()
+    with path.open("a") as file:
+        for place in range(count):
+            if place % of == own and place not in done:
+                file.write("\n" * (file.tell() > 0) + json.dumps(person(place, scanners, finder)))
+                file.flush()
+
+
+def write(ranges: Ranges) -> None:
+    finder = load_finder()
+    facts = {"sha256": finder.digest, "level": LEVEL, **asdict(ranges)}
+    facts["made"] = f"benchmarks/segment_ranges.py: phantom participants of seed {SEED}, {BSCANS} B-scans each"
+    path = Path(octfm.weights.__path__[0]) / f"{CURRENT}.ranges.json"
+    path.write_text(json.dumps(facts, indent=2) + "\n")
+    print(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path, help="file of participants, extended")
+    parser.add_argument("--count", type=int, default=1100)
+    parser.add_argument("--part", default="0/1", help="every N-th participant, from the K-th: K/N")
+    parser.add_argument("--unseen", action="store_true", help="the scanner that training and calibration lack")
+    parser.add_argument("--fit", type=Path, help="calibrate on this file of --save, and report")
+    parser.add_argument("--test", type=Path, help="of --unseen, for the report")
+    parser.add_argument("--write", action="store_true", help="with --fit: store the ranges with the network")
+    arguments = parser.parse_args()
+    if arguments.save:
+        collect(arguments.save, arguments.count, UNSEEN if arguments.unseen else DEFAULT_SCANNERS, arguments.part)
+    if arguments.fit:
+        ranges = report(read(arguments.fit), read(arguments.test) if arguments.test else [])
+        if arguments.write:
+            write(ranges)
+
+
+if __name__ == "__main__":
+    main()
