@@ -3,12 +3,13 @@
 python benchmarks/segment_ranges.py --save people.jsonl            # 1,100 participants, resumable, hours
 python benchmarks/segment_ranges.py --save a.jsonl --part 0/2     # every other one, for a second process
 python benchmarks/segment_ranges.py --unseen --save unseen.jsonl  # the scanner that no training has seen
-python benchmarks/segment_ranges.py --fit people.jsonl --test unseen.jsonl [--write]
+python benchmarks/segment_verdict.py --bscans 13 --save shape.json  # seeds 0 to 99
+python benchmarks/segment_ranges.py --shape shape.json --fit people.jsonl --test unseen.jsonl [--write]
 
 A participant is one phantom volume of 13 B-scans; diseases and scanners are equally frequent. The verdict and the
-threshold above which zones are withheld are frozen first (octfm.layers.verdict). The first DEVELOPMENT participants
-give the shape of the range, all others one factor, by split conformal prediction; coverage is measured on folds that
-neither has seen. --write stores the ranges with the packaged network.
+threshold above which zones are withheld are frozen first (octfm.layers.verdict). Volumes of segment_verdict as they are
+drawn give the shape of the range, participants one factor, by split conformal prediction; coverage is measured on folds
+that the factor has not seen. --write stores the ranges with the packaged network.
 """
 
 import argparse
@@ -24,13 +25,13 @@ import octfm.weights
 import segment_verdict
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import CURRENT, load_finder
-from octfm.layers.ranges import LEVEL, Ranges, conformal_quantile
+from octfm.layers.ranges import LEVEL, SWOLLEN_UM, WET_UM, Ranges, conformal_quantile
 from octfm.layers.segment import segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
 from octfm.phantom.native.stream import CONDITIONS, Stream
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
 
-SEED, BSCANS, DEVELOPMENT, FOLDS = 1000, 13, 84, 5
+SEED, BSCANS, FOLDS = 1000, 13, 5
 UNSEEN = tuple(name for name in SCANNERS if name not in DEFAULT_SCANNERS)
 Person = dict
 
@@ -64,28 +65,29 @@ def accepted(people: Iterable[Person]) -> list[Person]:
 
 
 def shape_of(people: list[Person]) -> Ranges:
-    """Lines through the quantiles of the error over the expected error, on the way to 90 % between them."""
+    """Planes through the quantiles of the error over expected error and swelling, 90 % between them."""
     zones = np.array([zone for one in people for zone in one["zones"].values()])
-    off, expected = zones[:, 0] - zones[:, 1], zones[:, 2:]
+    off, swollen = zones[:, 0] - zones[:, 1], np.maximum(0, zones[:, 0] - SWOLLEN_UM) * (zones[:, 3] < WET_UM)
+    known = np.stack([zones[:, 2], swollen], axis=1)
     tail = (1 - LEVEL) / 2
-    lines = []
+    planes = []
     for quantile, sign in ((1 - tail, 1), (tail, -1)):
-        fit = QuantileRegressor(quantile=quantile, alpha=0.0).fit(expected, off)
-        lines.append((max(1.0, sign * float(fit.intercept_)), max(0.0, sign * float(fit.coef_[0]))))
-    return Ranges(lines[0], lines[1], 0)
+        fit = QuantileRegressor(quantile=quantile, alpha=0.0).fit(known, off)
+        planes.append((max(1.0, sign * float(fit.intercept_)), *(max(0.0, sign * float(c)) for c in fit.coef_)))
+    return Ranges(planes[0], planes[1], 0)
 
 
 def scores_of(one: Person, shape: Ranges) -> list[float]:
     """Distance of the truth from the mean found in units of the range on that side."""
     scores = []
-    for found, true, expected in one["zones"].values():
-        low, high = shape.of(found, expected)
+    for found, true, *known in one["zones"].values():
+        low, high = shape.of(found, *known)
         scores.append((found - true) / (found - low) if true < found else (true - found) / (high - found))
     return scores
 
 
 def scaled(shape: Ranges, factor: float, participants: int) -> Ranges:
-    below, above = ((factor * a, factor * b) for a, b in (shape.below, shape.above))
+    below, above = ((factor * a, factor * b, factor * c) for a, b, c in (shape.below, shape.above))
     return Ranges(below, above, participants)
 
 
@@ -104,11 +106,10 @@ def held_out(people: list[Person], shape: Ranges, group: Callable[[Person], obje
     return [covered(one, ranges[group(one)]) for one in people]
 
 
-def report(everyone: list[Person], unseen: list[Person]) -> Ranges:
-    development, rest = everyone[:DEVELOPMENT], everyone[DEVELOPMENT:]
+def report(development: list[Person], rest: list[Person], unseen: list[Person]) -> Ranges:
     shape, people = shape_of(accepted(development)), accepted(rest)
     ranges = calibrated(people, shape)
-    low, high = ranges.of(0.0, 5.0)
+    low, high = ranges.of(0.0, 5.0, 0.0)
     print(f"{len(people)} of {len(rest)} participants accepted; {ranges}")
     print(f"where the network expects an error of 5 µm: {low:.1f} to +{high:.1f} µm")
     given, possible = (sum(len(one["zones"]) for one in part) for part in (people, rest))
@@ -154,7 +155,7 @@ def mean_of(values: list[float], places: list[int]) -> float:
 
 def width(ranges: Ranges, people: list[Person]) -> float:
     """Median width of the ranges in µm."""
-    ends = [ranges.of(zone[0], zone[2]) for one in people for zone in one["zones"].values()]
+    ends = [ranges.of(zone[0], *zone[2:]) for one in people for zone in one["zones"].values()]
     return float(np.median([high - low for low, high in ends])) if ends else float("nan")
 
 
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1100)
     parser.add_argument("--part", default="0/1", help="every N-th participant, from the K-th: K/N")
     parser.add_argument("--unseen", action="store_true", help="the scanner that training and calibration lack")
+    parser.add_argument("--shape", type=Path, help="file of segment_verdict.py --save, for --fit")
     parser.add_argument("--fit", type=Path, help="calibrate on this file of --save, and report")
     parser.add_argument("--test", type=Path, help="of --unseen, for the report")
     parser.add_argument("--write", action="store_true", help="with --fit: store the ranges with the network")
@@ -203,7 +205,9 @@ def main() -> None:
     if arguments.save:
         collect(arguments.save, arguments.count, UNSEEN if arguments.unseen else DEFAULT_SCANNERS, arguments.part)
     if arguments.fit:
-        ranges = report(read(arguments.fit), read(arguments.test) if arguments.test else [])
+        cases = [segment_verdict.loaded(record) for record in json.loads(arguments.shape.read_text())]
+        drawn = [{"measures": asdict(c.measures), "zones": c.zones} for c in cases if c.kind == "as drawn"]
+        ranges = report(drawn, read(arguments.fit), read(arguments.test) if arguments.test else [])
         if arguments.write:
             write(ranges)
 

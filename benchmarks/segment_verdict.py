@@ -50,6 +50,8 @@ class Zone(NamedTuple):
     """NaN where the image does not show enough of it."""
     expected_um: float
     """Mean error that the network expects."""
+    fluid_um: float = 0.0
+    """Mean height of intraretinal fluid that was found."""
 
     @property
     def wrong(self) -> bool:
@@ -108,13 +110,15 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
         for values in (np.nan_to_num(truth), np.isfinite(truth).astype(float))
     )
     error, own = expected_error_um(found.found, found.spacing_mm), field_of_volume(found.volume)
-    expected = measure_grid(error, own, "R", grid.centre_mm, pit_map_um=flat).mean_um
+    expected, fluid = (
+        measure_grid(values, own, "R", grid.centre_mm, pit_map_um=flat).mean_um for values in (error, found.fluid_um())
+    )
     zones = {}
     for name, mean in grid.mean_um.items():
         if mean is not None:
             known = share[name] or 0.0
             true = (total[name] or 0.0) / known if known >= LEAST_TRUE else np.nan
-            zones[name] = Zone(mean, true, expected[name] or 0.0)
+            zones[name] = Zone(mean, true, expected[name] or 0.0, fluid[name] or 0.0)
     return zones
 
 

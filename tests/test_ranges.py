@@ -19,7 +19,7 @@ from octfm.layers.zones import RANGE, UNIT
 from octfm.volume.etdrs import ZONES
 from support.segmented import found_in
 
-RANGES = Ranges((2.0, 1.0), (4.0, 0.5), 1000)
+RANGES = Ranges((2.0, 1.0, 0.1), (4.0, 0.5, 0.0), 1000)
 
 
 def table(participants: int, scanner: str = "heidelberg_spectralis") -> list[dict[str, str]]:
@@ -80,6 +80,22 @@ def test_a_range_is_wider_where_the_network_is_less_sure():
     unsure = replace(sure, found=replace(layers, near=layers.near * 0.5, spread_um=layers.spread_um * 10))
     widths = [np.subtract(*found.zone_ranges()["centre"][::-1]) for found in (sure, unsure)]
     assert widths[1] > widths[0] + 5
+
+
+def test_a_swollen_zone_may_be_much_thinner_and_is_not_thicker():
+    (low, high), (lower, higher) = (RANGES.of(mean, 5.0, 0.0) for mean in (330.0, 430.0))
+    assert (330 - low, high - 330) == pytest.approx((7.0, 6.5)) and (430 - lower, higher - 430) == pytest.approx(
+        (17, 6.5)
+    )
+    wet = RANGES.of(430.0, 5.0, 20.0)
+    assert 430 - wet[0] == pytest.approx(7.0), "cysts explain the swelling"
+
+
+def test_fluid_of_an_a_scan_is_its_height():
+    """A cyst of 80 µm in one B-scan of nine."""
+    found = replace(found_in(9, fluid_in=4), ranges=RANGES)
+    assert found.fluid_um().max() == pytest.approx(80) and not found.fluid_um()[3].any()
+    assert not replace(found, masks={}).fluid_um().any()
 
 
 def test_a_refused_scan_has_no_ranges():

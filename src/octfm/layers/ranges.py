@@ -13,23 +13,30 @@ from importlib.resources import files
 import numpy as np
 
 LEVEL = 0.9
+SWOLLEN_UM = 330.0
+"""Mean thickness of a zone above which most are swollen; in healthy eyes the inner ring reaches it."""
+WET_UM = 3.0
+"""Mean height of intraretinal fluid from which on it explains swelling."""
 SYNTHETIC = "synthetic-calibrated range"
 """What a range is called that was calibrated on phantoms: it promises nothing for real eyes."""
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How far the truth lies from a zone's mean, for one network, by the error that it expects there."""
+    """How far the truth lies from a zone's mean, for one network: by the error that it expects there, and by how
+    swollen the zone is without cysts: membranes are where this network is sure and wrong."""
 
-    below: tuple[float, float]
-    """The range begins below[0] + below[1] · E µm below the mean found, where E is the mean expected error in µm."""
-    above: tuple[float, float]
+    below: tuple[float, float, float]
+    """The range begins a + b · E + c · S µm below the mean found, where E is the mean expected error in µm and S the µm
+    by which the mean lies above SWOLLEN_UM, 0 in zones with fluid."""
+    above: tuple[float, float, float]
     participants: int
     """Phantom participants that it was calibrated on."""
 
-    def of(self, mean_um: float, expected_um: float) -> tuple[float, float]:
-        """Low and high end of the range in µm."""
-        low, high = (max(0.0, line[0] + line[1] * expected_um) for line in (self.below, self.above))
+    def of(self, mean_um: float, expected_um: float, fluid_um: float) -> tuple[float, float]:
+        """Low and high end of the range in µm; `fluid_um` is the mean height of intraretinal fluid in the zone."""
+        swollen_um = max(0.0, mean_um - SWOLLEN_UM) if fluid_um < WET_UM else 0.0
+        low, high = (a + b * expected_um + c * swollen_um for a, b, c in (self.below, self.above))
         return mean_um - low, mean_um + high
 
 

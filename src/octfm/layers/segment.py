@@ -85,16 +85,28 @@ class ScanSegmentation(Segmentation):
             return {}
         grid = self.etdrs()
         expected = self._expected("ilm", "bm", grid).mean_um
+        fluid = self._means(self.fluid_um(), grid).mean_um
         return {
-            name: self.ranges.of(mean, expected[name] or 0.0) for name, mean in grid.mean_um.items() if mean is not None
+            name: self.ranges.of(mean, expected[name] or 0.0, fluid[name] or 0.0)
+            for name, mean in grid.mean_um.items()
+            if mean is not None
         }
 
     def _expected(self, upper: str, lower: str, grid: EtdrsGrid) -> EtdrsGrid:
         """The expected error of the thickness between two surfaces, in the zones of its grid."""
-        error = expected_error_um(self.found, self.spacing_mm, upper, lower)
+        return self._means(expected_error_um(self.found, self.spacing_mm, upper, lower), grid)
+
+    def _means(self, values_DW: np.ndarray, grid: EtdrsGrid) -> EtdrsGrid:
+        """Means of a map in the zones of a grid."""
         # A map without a pit, so that the grid has the centre of the first.
-        flat = np.zeros_like(error)
-        return measure_grid(error, self.place(), self.volume.laterality, grid.centre_mm, pit_map_um=flat)
+        flat = np.zeros_like(values_DW)
+        return measure_grid(values_DW, self.place(), self.volume.laterality, grid.centre_mm, pit_map_um=flat)
+
+    def fluid_um(self) -> np.ndarray:
+        """float32 [D, W]: height of intraretinal fluid in µm; 0 if the network does not report it."""
+        if "intraretinal_fluid" not in self.masks:
+            return np.zeros(self.found.present.shape, np.float32)
+        return self.masks["intraretinal_fluid"].sum(axis=1, dtype=np.float32) * np.float32(1000 * self.spacing_mm[1])
 
     def place(self) -> Field:
         """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
