@@ -3,13 +3,12 @@
 python benchmarks/segment_ranges.py --save people.jsonl            # 1,100 participants, resumable, hours
 python benchmarks/segment_ranges.py --save a.jsonl --part 0/2     # every other one, for a second process
 python benchmarks/segment_ranges.py --unseen --save unseen.jsonl  # the scanner that no training has seen
-python benchmarks/segment_verdict.py --bscans 13 --save shape.json  # seeds 0 to 99
-python benchmarks/segment_ranges.py --shape shape.json --fit people.jsonl --test unseen.jsonl [--write]
+python benchmarks/segment_ranges.py --fit people.jsonl --test unseen.jsonl [--write]
 
 A participant is one phantom volume of 13 B-scans; diseases and scanners are equally frequent. The verdict and the
-threshold above which zones are withheld are frozen first (octfm.layers.verdict). Volumes of segment_verdict as they are
-drawn give the shape of the range, participants one factor, by split conformal prediction; coverage is measured on folds
-that the factor has not seen. --write stores the ranges with the packaged network.
+threshold above which zones are withheld are frozen first (octfm.layers.verdict). Quantile
+regression gives the shape of the range, conformal prediction one factor; coverage is measured on participants of folds,
+and of diseases, that have given neither. --write stores the ranges with the packaged network.
 """
 
 import argparse
@@ -91,7 +90,9 @@ def scaled(shape: Ranges, factor: float, participants: int) -> Ranges:
     return Ranges(below, above, participants)
 
 
-def calibrated(people: list[Person], shape: Ranges) -> Ranges:
+def calibrated(people: list[Person]) -> Ranges:
+    """Ranges of the right shape that cover these participants and, as far as they are exchangeable, a new one."""
+    shape = shape_of(people)
     return scaled(shape, conformal_quantile([scores_of(one, shape) for one in people]), len(people))
 
 
@@ -100,23 +101,23 @@ def covered(one: Person, ranges: Ranges) -> float:
     return float(np.mean([score <= 1 for score in scores_of(one, ranges)]))
 
 
-def held_out(people: list[Person], shape: Ranges, group: Callable[[Person], object]) -> list[float]:
+def held_out(people: list[Person], group: Callable[[Person], object]) -> list[float]:
     """Coverage of every participant by ranges calibrated on all who are in other groups."""
-    ranges = {own: calibrated([p for p in people if group(p) != own], shape) for own in {group(p) for p in people}}
+    ranges = {own: calibrated([p for p in people if group(p) != own]) for own in {group(p) for p in people}}
     return [covered(one, ranges[group(one)]) for one in people]
 
 
-def report(development: list[Person], rest: list[Person], unseen: list[Person]) -> Ranges:
-    shape, people = shape_of(accepted(development)), accepted(rest)
-    ranges = calibrated(people, shape)
+def report(rest: list[Person], unseen: list[Person]) -> Ranges:
+    people = accepted(rest)
+    ranges = calibrated(people)
     low, high = ranges.of(0.0, 5.0, 0.0)
     print(f"{len(people)} of {len(rest)} participants accepted; {ranges}")
     print(f"where the network expects an error of 5 µm: {low:.1f} to +{high:.1f} µm")
     given, possible = (sum(len(one["zones"]) for one in part) for part in (people, rest))
     print(f"zones given: {given} of {possible} ({100 * (1 - given / possible):.0f} % withheld or refused)")
-    by_fold = held_out(people, shape, lambda one: one["place"] % FOLDS)
+    by_fold = held_out(people, lambda one: one["place"] % FOLDS)
     print(f"coverage of participants in folds not calibrated on: {100 * np.mean(by_fold):.1f} %")
-    without = held_out(people, shape, lambda one: one["condition"])
+    without = held_out(people, lambda one: one["condition"])
     print(f"coverage of diseases absent from calibration: {100 * np.mean(without):.1f} %")
     print(f"{'':24} {'n':>4} {'given':>6} {'covered':>8} {'absent':>7} {'width, µm':>9}   by scanner, %")
     cells = []
@@ -197,7 +198,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1100)
     parser.add_argument("--part", default="0/1", help="every N-th participant, from the K-th: K/N")
     parser.add_argument("--unseen", action="store_true", help="the scanner that training and calibration lack")
-    parser.add_argument("--shape", type=Path, help="file of segment_verdict.py --save, for --fit")
     parser.add_argument("--fit", type=Path, help="calibrate on this file of --save, and report")
     parser.add_argument("--test", type=Path, help="of --unseen, for the report")
     parser.add_argument("--write", action="store_true", help="with --fit: store the ranges with the network")
@@ -205,9 +205,7 @@ def main() -> None:
     if arguments.save:
         collect(arguments.save, arguments.count, UNSEEN if arguments.unseen else DEFAULT_SCANNERS, arguments.part)
     if arguments.fit:
-        cases = [segment_verdict.loaded(record) for record in json.loads(arguments.shape.read_text())]
-        drawn = [{"measures": asdict(c.measures), "zones": c.zones} for c in cases if c.kind == "as drawn"]
-        ranges = report(drawn, read(arguments.fit), read(arguments.test) if arguments.test else [])
+        ranges = report(read(arguments.fit), read(arguments.test) if arguments.test else [])
         if arguments.write:
             write(ranges)
 
