@@ -113,9 +113,9 @@ def test_a_second_call_reads_nothing_a_changed_file_alone_is_read_again(run, cli
     root, out, decoded = shutil.copytree(clinic, tmp_path / "clinic"), tmp_path / "out", []
     real = module.prepare_acquisition
 
-    def counted(acquisition, *rest):
+    def counted(acquisition, *rest, **settings):
         decoded.append(acquisition.participant)
-        return real(acquisition, *rest)
+        return real(acquisition, *rest, **settings)
 
     monkeypatch.setattr(module, "prepare_acquisition", counted)
     embed_files(run, root, out, workers=0, echo=quiet)
@@ -173,9 +173,9 @@ def counted(where, data):
     real(where, data)
 module.write_whole = counted
 decoded = module.prepare_acquisition
-def told(acquisition, *rest):
+def told(acquisition, *rest, **settings):
     with open(sys.argv[3] + ".decoded", "a") as file: file.write(acquisition.participant + "\\n")
-    return decoded(acquisition, *rest)
+    return decoded(acquisition, *rest, **settings)
 module.prepare_acquisition = told
 module.embed_files(sys.argv[1], sys.argv[2], sys.argv[3], workers=0, echo=print)
 """

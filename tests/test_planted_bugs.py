@@ -161,8 +161,8 @@ BUGS = (
     Bug(
         "F15-evaluation-normalises-in-its-own-way",
         "encoder/encoder.py",
-        "return self.preprocessing(volume)",
-        'return self.preprocessing.model_copy(update={"target_spacing": (0.1, 0.02, 0.02)})(volume)',
+        "return self.preprocessing(volume, ",
+        'return self.preprocessing.model_copy(update={"target_spacing": (0.1, 0.02, 0.02)})(volume, ',
         "test_encoder.py::test_F15_preprocessing_travels_with_the_weights",
     ),
     Bug(

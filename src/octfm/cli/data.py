@@ -240,7 +240,12 @@ def prepare(
         from octfm.encoder.encoder import preprocessing_of
 
         base = preprocessing_of(like)
-    preprocessing = load(Preprocessing, base, settings or [])
+    preprocessing, find_band = load(Preprocessing, base, settings or []), None
+    if preprocessing.band == "learned":
+        from octfm.layers.band import band_finder, with_network
+
+        preprocessing = with_network(preprocessing)
+        find_band = band_finder(preprocessing, str(like or "band"))
     scanned, locations = Catalog.load(catalog), None
     if key is not None or root is not None:
         from octfm.catalog.participants import pseudonyms
@@ -268,6 +273,7 @@ def prepare(
         cluster=dask,
         keep_upside_down=keep_upside_down,
         exclude=exclude,
+        find_band=find_band,
     )
     typer.echo(f"{store.path}: {len(store)} volumes")
 

@@ -37,13 +37,15 @@ from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, location, lock, write_whole
 from octfm.io.spread import stream
 from octfm.io.versions import listing_of, versions
+from octfm.layers.band import band_finder
 from octfm.models.pooling import VectorPool
 from octfm.run.runtime import Precision, start
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Arrays
 from octfm.store.prepare import REASONS as PREPARE_REASONS
-from octfm.store.prepare import ProgressLines, code_of, prepare_acquisition, words
+from octfm.store.prepare import ProgressLines, code_of, prepare_acquisition, with_finder, words
 from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.tissue import BandFinder
 
 FORMAT, VERSION = "octfm-embedding-job", 1
 SHARD = 32
@@ -111,10 +113,12 @@ def embed_files(
     Returns counts. Raises EvaluationError if `out` holds vectors of other weights, Preprocessing or precision, or if
     nothing could be embedded; BucketError if the bucket stops answering.
     """
-    out, limits = location(out), limits or Limits()
+    out = location(out)
     refuse_inside_export(out)
     runtime = start(precision, device)
     encoder = load_encoder(run, runtime=runtime).pooling(pool)
+    find_band = band_finder(encoder.preprocessing, encoder.source)
+    limits = limits or Limits()
     kinds = [_of_encoder("pretrained", encoder)]
     if baselines:
         kinds += [_of_encoder("random_init", load_encoder(run, random_init=True, runtime=runtime).pooling(pool))]
@@ -130,9 +134,10 @@ def embed_files(
         missing = [task for task in tasks if task.identity not in finished]
         if len(missing) < len(tasks):
             echo(f"{out}: {len(tasks) - len(missing):,} of {len(tasks):,} volumes are embedded already")
-        embed = functools.partial(_decode, preprocessing=encoder.preprocessing)
-        deadline = functools.partial(_deadline, limits)
-        decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=limits, deadline=deadline)
+        embed = functools.partial(_decode, preprocessing=encoder.preprocessing, find_band=find_band)
+        preparing = with_finder(limits, find_band)
+        deadline = functools.partial(_deadline, preparing)
+        decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=preparing, deadline=deadline)
         decoded = account.counted(decoded)
         progress = ProgressLines(len(missing), echo, "without a vector")
         for number, first in enumerate(range(0, len(missing), SHARD), next_part):
@@ -243,11 +248,11 @@ def _catalog(
 # ---- from a file to rows ---------------------------------------------------------------------------------------------
 
 
-def _decode(task: _Task, *, preprocessing: Preprocessing) -> Arrays | _Failure:
+def _decode(task: _Task, *, preprocessing: Preprocessing, find_band: BandFinder | None) -> Arrays | _Failure:
     """Read and prepare one file; runs in a worker."""
     acquisition = task.acquisition
     try:
-        prepared, *_ = prepare_acquisition(acquisition, acquisition.uri, preprocessing)
+        prepared, *_ = prepare_acquisition(acquisition, acquisition.uri, preprocessing, find_band=find_band)
     except BucketError:
         raise  # an unreachable bucket says nothing about the file
     except BAD_INPUT as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from octfm.encoder import exported
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location, location
+from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, pooled, width_of
@@ -167,7 +168,7 @@ class Encoder:
             raise EvaluationError(
                 f"{self.source}: trained on volumes that another octfm prepared differently; use that version (F15)"
             )
-        return self.preprocessing(volume)
+        return self.preprocessing(volume, band_finder(self.preprocessing, self.source))
 
 
 def load_encoder(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octfm.catalog.catalog import Acquisition, Catalog
     from octfm.formats.bscans import Reader
     from octfm.volume.preprocessing import Prepared, Preprocessing
+    from octfm.volume.tissue import BandFinder
 
 REASONS: dict[str, str] = {
     "changed_since_scan": "the file is not the one that the catalog describes; scan again",
@@ -57,6 +58,7 @@ def prepare(
     keep_upside_down: bool = False,
     exclude: str | Path | None = None,
     readers: "Sequence[Reader]" = (),
+    find_band: "BandFinder | None" = None,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet; rows are in catalog order for any `workers`.
 
@@ -73,11 +75,13 @@ def prepare(
     cluster: a dask scheduler (tcp://host:port), all of whose workers must see files and store at the same paths.
     exclude: a file naming volumes not to prepare (octfm.store.exclusion); those already in the store stay.
     readers: the custom readers that the catalog was scanned with.
-    Raises StoreError if `out` was prepared with other settings, is being written by another process or cannot be
-    written, and if nothing at all could be prepared.
+    find_band: the network of a learned band (octfm.layers.band.LearnedBand), pickled and sent to the workers.
+    Raises ConfigError if `find_band` is not what `preprocessing` names; StoreError if `out` was prepared with other
+    settings, is being written by another process or cannot be written, and if nothing at all could be prepared.
     """
     from octfm.catalog.participants.pseudonyms import is_pseudonymous
 
+    preprocessing.expect_finder(find_band)
     out = location(out)
     account = Account(out, catalog.root)
     if not catalog.acquisitions:
@@ -91,7 +95,7 @@ def prepare(
         )
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
-    limits = limits or Limits()
+    limits = with_finder(limits or Limits(), find_band)
     if cluster is not None:
         require_cluster(cluster)  # fails before anything is written
     included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
@@ -110,6 +114,7 @@ def prepare(
             compression=writer.compression,
             crc=writer.crc,
             keep_upside_down=keep_upside_down,
+            find_band=find_band,
         )
         # Start from the voxels already in the store, so that copies are found across calls as well.
         copies = PixelCopies()
@@ -159,6 +164,17 @@ def prepare(
         if progress:
             print(f"  bucket: {', '.join(f'{name} {count:,}' for name, count in spent.items())}", file=sys.stderr)
     return store
+
+
+def with_finder(limits: Limits, find_band: "BandFinder | None") -> Limits:
+    """`limits` with the memory and the time that a learned band takes in addition."""
+    if find_band is None:
+        return limits
+    return replace(
+        limits,
+        memory=limits.memory + find_band.memory,
+        seconds_per_megabyte=limits.seconds_per_megabyte + find_band.seconds_per_megabyte,
+    )
 
 
 def _unless_copy(
@@ -282,11 +298,18 @@ def _prepare_one(
     compression: Compression,
     crc: bool,
     keep_upside_down: bool,
+    find_band: "BandFinder | None",
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
         prepared, pixels, doubts = prepare_acquisition(
-            acquisition, task.location, preprocessing, read, keep_upside_down=keep_upside_down, readers=readers
+            acquisition,
+            task.location,
+            preprocessing,
+            read,
+            keep_upside_down=keep_upside_down,
+            readers=readers,
+            find_band=find_band,
         )
     except BucketError:
         raise  # an unreachable bucket says nothing about the file
@@ -325,6 +348,7 @@ def prepare_acquisition(
     *,
     keep_upside_down: bool = False,
     readers: "Sequence[Reader]" = (),
+    find_band: "BandFinder | None" = None,
 ) -> tuple["Prepared", str, tuple[str, ...]]:
     """Read and prepare the file at `where`.
 
@@ -358,7 +382,7 @@ def prepare_acquisition(
         acquisition=acquisition.sop_instance_uid,
         source=acquisition.uri,
     )
-    prepared = preprocessing(known)
+    prepared = preprocessing(known, find_band)
     keep = keep_upside_down or "looks_upside_down" in acquisition.flags
     doubts = doubtful_way_up(replace(known, source=where), prepared.confidence["ilm_support"], keep, acquisition.flags)
     if not prepared.confident:  # no need to flag both: without a confident tissue band the way up is never clear

@@ -134,7 +134,7 @@ class Segmenter:
 
     def segment(self, volume: Volume) -> Segmentation:
         """Surfaces and masks of any volume, in its native frame."""
-        prepared = self.encoder.preprocessing(volume)
+        prepared = self.encoder.preprocess(volume)
         return self.in_native(
             Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
         )

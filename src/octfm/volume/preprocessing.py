@@ -11,17 +11,24 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from octfm.config import Config, load
-from octfm.errors import ReadError
+from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.coverage import Coverage, coverage
 from octfm.volume.laterality import Side, disc_side
 from octfm.volume.planes import Planes, eight_bit
 from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
-from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
+from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import ADMISSIBLE, Shape3, Spacing3, Volume
 from octfm.volume.window import IN_CROP, window
@@ -66,6 +73,10 @@ class Preprocessing(Config):
     """The tissue band extends this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
     """Centre of the crop of a larger scan: `fovea` is the foveal pit if found, else the middle of the field."""
+    band: Literal["classic", "learned"] = "classic"
+    """What finds ILM and BM: `classic` follows borders and brightness, `learned` is a network trained on phantoms."""
+    band_network: str = Field("", pattern=r"^(\S+ [0-9a-f]{64})?$")
+    """Name and SHA-256 of the network behind a learned band; `octfm prepare` fills it in."""
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(65535, gt=0, le=65535)
@@ -96,17 +107,44 @@ class Preprocessing(Config):
             )
         return size
 
+    @model_validator(mode="after")
+    def _check_band(self) -> "Preprocessing":
+        if self.band == "learned" and self.algorithm == 2:
+            raise ValueError("band: learned needs algorithm 3, got 2")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _settings(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With a classic band, records and fingerprints are those of before bands could be learned."""
+        settings = handler(self)
+        if self.band == "classic":
+            settings.pop("band", None)
+            settings.pop("band_network", None)
+        return settings
+
     def fingerprint(self) -> str:
         """Stable hash of all settings and the algorithm's version; equal exactly if stores are interchangeable."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hash_text(text)[:16]
 
-    def __call__(self, volume: Volume) -> Prepared:
+    def expect_finder(self, find_band: BandFinder | None) -> None:
+        """Raises ConfigError unless `find_band` is the finder that these settings name: None for a classic band."""
+        given = find_band.network if find_band is not None else ""
+        if self.band == "classic" and given:
+            raise ConfigError(f"find_band: got the network {given}, but band is classic; set band to learned")
+        if self.band == "learned" and (not given or given != self.band_network):
+            raise ConfigError(
+                f"band: learned needs the network {self.band_network or '(band_network is empty)'}, got "
+                f"{given or 'none'}; pass find_band=LearnedBand() of octfm.layers.band with its settings"
+            )
+
+    def __call__(self, volume: Volume, find_band: BandFinder | None = None) -> Prepared:
         """Prepare one volume; a radial scan (star) is made a raster first.
 
-        Raises ReadError for other layouts, for a star of too few lines, for pixels that are not 8 or 16 bit, and for
-        volumes that are blank, or blank in the part that is kept.
+        `find_band` finds a learned band; see `expect_finder`. Raises ReadError for other layouts, for a star of too few
+        lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part that is kept.
         """
+        self.expect_finder(find_band)
         if volume.layout not in ADMISSIBLE:
             raise ReadError(
                 "not_raster", f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
@@ -120,6 +158,8 @@ class Preprocessing(Config):
         voxels = self._to_uint8(canonical)
         # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
         tissue = find_tissue(voxels, canonical.spacing_mm)
+        if find_band is not None:
+            tissue = find_band(voxels, canonical.spacing_mm, tissue)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))
         # Version 2 is kept to the bit, so that its stores and checkpoints can be continued.

@@ -8,6 +8,7 @@ trusted.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -82,11 +83,31 @@ class Tissue:
     """Whether the surfaces are trusted; if not, every row is kept."""
     confidence: dict[str, float]
     """The measurements behind `confident`, each with its floor in `FLOORS`."""
+    located: bool
+    """Whether the retina was found, even if Bruch's membrane may be deeper than estimated."""
+
+
+class BandFinder(Protocol):
+    """What finds a learned band; passed in by the caller, since this folder knows no network."""
 
     @property
-    def located(self) -> bool:
-        """Whether the retina was found, even if Bruch's membrane may be deeper than estimated."""
-        return _above_floors(self.confidence, except_for="bm_not_lifted")
+    def network(self) -> str:
+        """Name and SHA-256 of the network, as in `Preprocessing.band_network`."""
+        ...
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes in a worker."""
+        ...
+
+    @property
+    def seconds_per_megabyte(self) -> float:
+        """Seconds that a worker may take for it, per million voxels."""
+        ...
+
+    def __call__(self, voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, classic: Tissue) -> Tissue:
+        """The retina in a volume in which `find_tissue` has found `classic`: not confident where it is unsure."""
+        ...
 
 
 def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue:
@@ -99,7 +120,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     low, contrast, contrast_to_noise = _levels(coarse, blank)
     # Room for every displacement, and for surfaces that leave the frame by up to 0.3 mm.
     pad = int(np.ceil(np.abs(displacement).max() + 0.3 / dy))
-    searched = _searched(len(coarse), spacing_mm[0])
+    searched = searched_bscans(len(coarse), spacing_mm[0], BSCANS_MM)
     dz = spacing_mm[0] * (searched[1] - searched[0] if len(searched) > 1 else 1)
     signal, seen = _align(coarse, blank, displacement, searched, int(NEIGHBOURS_MM / spacing_mm[0]), pad)
     _normalise(signal, seen, low, contrast)
@@ -132,7 +153,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
     ilm_native, bm_native = (
         refine(between_bscans(surface, searched, displacement) - pad, block, width) for surface in (ilm, bm)
     )
-    fovea = _find_fovea((bm - ilm) * dy, (dz, dx))
+    fovea = find_fovea((bm - ilm) * dy, (dz, dx))
     return Tissue(
         ilm=ilm_native,
         bm=bm_native,
@@ -141,6 +162,7 @@ def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue
         displacement=displacement * block[0],
         confident=_above_floors(confidence),
         confidence=confidence,
+        located=_above_floors(confidence, except_for="bm_not_lifted"),
     )
 
 
@@ -197,9 +219,9 @@ def _levels(coarse: np.ndarray, blank: np.ndarray) -> tuple[float, float, float]
     return low, contrast, contrast / noise
 
 
-def _searched(depth: int, dz: float) -> np.ndarray:
-    """Indices of the B-scans to search, about 0.1 mm apart: closer neighbours show the same retina."""
-    step = max(1, int(BSCANS_MM / dz))
+def searched_bscans(depth: int, dz: float, apart_mm: float) -> np.ndarray:
+    """Indices of the B-scans to search, about `apart_mm` apart: closer neighbours show the same retina."""
+    step = max(1, int(apart_mm / dz))
     return np.arange((depth - 1) % step // 2, depth, step)
 
 
@@ -383,7 +405,7 @@ def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
     return out
 
 
-def _find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float] | None:
+def find_fovea(thickness_mm: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float] | None:
     """Index of the deepest pit in the middle half of the field; None if there is none.
 
     A pit is at least 0.03 mm thinner than the retina 0.9 mm away in every direction, which excludes places next to a
