@@ -2,16 +2,22 @@
 
 python benchmarks/bands.py                       # tuned on seeds 0-49, held out 50-99; one line per kind
 python benchmarks/bands.py --list                # also every volume that fails
+python benchmarks/bands.py --learned --first 200 --count 20 --data FOLDER
+                                                 # classic beside learned bands, on nine kinds of phantoms, real scans
 """
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
+from octfm.phantom.native.bscans import SURFACES
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
 
@@ -119,6 +125,11 @@ def drifted(scan: Scan, range_um: float, kind: str, rng: np.random.Generator) ->
 
 def held(prepared: Prepared, scan: Scan) -> float:
     """Share of retinal voxels of the native frame inside band and crop, over the A-scans inside the crop."""
+    return overlap(prepared, scan)[0]
+
+
+def overlap(prepared: Prepared, scan: Scan) -> tuple[float, float]:
+    """What `held` returns, and the rows of the band per row of the retina; NaN where nothing is known of the retina."""
     size = prepared.voxels.shape[1]
     # Rows extend half a pixel beyond their centres. Retina outside the native frame does not count.
     rows = scan.volume.shape[1]
@@ -127,7 +138,10 @@ def held(prepared: Prepared, scan: Scan) -> float:
     shown = (prepared.valid[1] > prepared.valid[0]) & np.isfinite(upper) & np.isfinite(lower)
     first, last = np.maximum(prepared.band[0], 0), np.minimum(prepared.band[1], size)
     inside = np.clip(np.minimum(lower, last) - np.maximum(upper, first), 0, None)
-    return float(inside[shown].sum() / np.clip(lower - upper, 1e-9, None)[shown].sum())
+    retina = np.clip(lower - upper, 1e-9, None)[shown].sum()
+    if not retina:
+        return float("nan"), float("nan")
+    return float(inside[shown].sum() / retina), float((last - first)[shown].sum() / retina)
 
 
 def cases(seeds: range, plain: int, warped: int) -> Iterator[tuple[str, str, Scan]]:
@@ -159,13 +173,107 @@ def cases(seeds: range, plain: int, warped: int) -> Iterator[tuple[str, str, Sca
         yield kind, words, scan
 
 
+ACCIDENTS = {"none": 13, "clipped": 7, "wrapped": 7, "upside_down": 7, "blink": 9}
+"""Of phantoms of version 4, with the B-scans rendered: fewer where hardly any band can be trusted."""
+
+
+def version_4(seed: int, accident: str) -> Scan:
+    """A phantom of the stream on native rows, with an accident whatever was drawn for it."""
+    from segment_verdict import drawn
+
+    image = drawn(seed, accident, ACCIDENTS[accident])
+    volume = Volume(image.voxels, image.spacing_mm, laterality="R", superior_first=True, source=accident)
+    ilm, rpe, bm = (image.surfaces[SURFACES.index(name)] for name in ("ilm", "rpe_inner", "bm"))
+    # Where one end of the retina is outside the frame, the image holds it up to the edge.
+    top = np.where(np.isnan(ilm) & np.isfinite(bm), -0.5, ilm)
+    bottom = np.where(np.isnan(bm) & np.isfinite(ilm), volume.shape[1] - 0.5, bm)
+    return Scan(volume, top, rpe, bottom, bottom)
+
+
+def real(folder: Path) -> Iterator[tuple[str, str, Scan]]:
+    """The AMD volume, between the expert's RPE and BM; a macular hole and five eyes with oedema, without truth."""
+    import segment_amd
+
+    volume, (rpe, bm) = segment_amd.read(folder)
+    yield "real, AMD, RPE to BM", "amd", Scan(replace(volume, laterality="R", superior_first=True), rpe, rpe, bm, bm)
+    nominal_mm = (0.12, 0.00387, 0.0115)
+    with np.load(folder / "macular_hole_49.npz") as file:
+        scans = {"macular hole": file["volume"]}
+    with np.load(folder / "chiu2015_dme_subjects1to5.npz") as file:
+        scans |= {f"DME {eye + 1}": file["bscans"][11 * eye : 11 * eye + 11] for eye in range(5)}
+    for name, voxels in scans.items():
+        volume = Volume(np.ascontiguousarray(voxels), nominal_mm, laterality="R", superior_first=True, source=name)
+        unknown = np.full((volume.shape[0], volume.shape[2]), np.nan)
+        yield f"real, {name.split()[0]}", name, Scan(volume, unknown, unknown, unknown, unknown)
+
+
+class Outcome(NamedTuple):
+    confident: bool
+    held: float
+    rows: float
+    """Of the band per row of the retina; of all rows where the band is not trusted."""
+    seconds: float
+    """CPU time of preparing the volume."""
+
+
+def compare(first: int, count: int, data: Path | None, only: str, listed: bool) -> None:
+    """Print a table of classic and learned bands: `count` volumes of each kind, of seeds from `first` on."""
+    from octfm.layers.band import LearnedBand
+
+    learned = LearnedBand()
+    classic = CROPS["2.0 mm"]
+    ways = {"classic": (classic, None), "learned": (classic.model_copy(update=learned.settings), learned)}
+    found: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for kind, words, scan in _compared(first, count, data, only):
+        for way, (preprocessing, find_band) in ways.items():
+            begin = time.process_time()
+            prepared = preprocessing(scan.volume, find_band)
+            seconds = time.process_time() - begin
+            outcome = Outcome(prepared.confident, *overlap(prepared, scan), seconds)
+            found[kind, way].append(outcome)
+            if listed:
+                facts = {name: round(value, 3) for name, value in prepared.confidence.items()}
+                print(f"{kind}: {words}: {way}: {outcome}, {facts}", flush=True)
+    print("| | volumes | low confidence | confident and failing | rows of band per row of retina | CPU s per volume |")
+    print("|---|---|---|---|---|---|")
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        both = [np.array(found[kind, way]) for way in ways]
+        cells = [
+            [f"{1 - way[:, 0].mean():.0%}" for way in both],
+            [str(int(((way[:, 0] > 0) & (way[:, 1] < HELD)).sum())) for way in both],
+            [f"{np.nanmean(way[:, 2]):.2f}" if np.isfinite(way[:, 2]).any() else "–" for way in both],
+            [f"{way[:, 3].mean():.1f}" for way in both],
+        ]
+        print(f"| {kind} | {len(both[0])} | {' | '.join(', '.join(pair) for pair in cells)} |")
+
+
+def _compared(first: int, count: int, data: Path | None, only: str) -> Iterator[tuple[str, str, Scan]]:
+    if "3" in only:
+        for kind, words, scan in cases(range(first, first + 3 * count), count, 3 * count):
+            yield f"version 3, {kind}", words, scan
+    if "4" in only:
+        for accident in ACCIDENTS:
+            for seed in range(first, first + count):
+                yield f"version 4, {accident.replace('_', ' ')}", f"seed {seed}", version_4(seed, accident)
+    if data is not None:
+        yield from real(data)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", type=int, default=175, help="volumes without a warp, of each half of the seeds")
     parser.add_argument("--warped", type=int, default=150, help="volumes with one")
     parser.add_argument("--list", action="store_true", help="name every volume that fails or is of low confidence")
     parser.add_argument("--half", choices=("tuned", "held-out"), help="only these seeds")
+    parser.add_argument("--learned", action="store_true", help="compare classic with learned bands")
+    parser.add_argument("--first", type=int, default=0, help="first seed of the comparison; report 200 and above")
+    parser.add_argument("--count", type=int, default=20, help="volumes of each kind in the comparison")
+    parser.add_argument("--data", type=Path, help="folder of the shared real scans, also compared")
+    parser.add_argument("--versions", default="34", help="of phantoms in the comparison: 3, 4 or 34")
     given = parser.parse_args()
+    if given.learned:
+        compare(given.first, given.count, given.data, given.versions, given.list)
+        return
     for half, seeds in (("tuned", range(50)), ("held-out", range(50, 100))):
         if given.half not in (None, half):
             continue

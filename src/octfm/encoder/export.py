@@ -56,7 +56,7 @@ def export(
     try:
         settings = settings_of(encoder, tuned, content.get("step"))
         write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"])
-        write_whole(partial / exported.CARD, (card or _plain_card(out.name, tuned)).encode())
+        write_whole(partial / exported.CARD, (card or _plain_card(out.name, encoder, tuned)).encode())
         if onnx:
             from octfm.encoder.onnx_graph import write_onnx
 
@@ -151,11 +151,15 @@ features = module(voxels)                           # prepared voxels [B, 1, D, 
 ```"""
 
 
-def _plain_card(name: str, tuned: TunedModel | None) -> str:
+def _plain_card(name: str, encoder: Encoder, tuned: TunedModel | None) -> str:
     """A minimal model card, for an export without the files of its run."""
+    needs = ""
+    if encoder.preprocessing.band == "learned":
+        network = encoder.preprocessing.band_network
+        needs = f"To read scans it needs an octfm that has the network {network}, which finds their tissue bands.\n\n"
     what = f"fine-tuned for {tuned.answer.target}" if tuned is not None else "pretrained without labels"
     return (
         "---\nlibrary_name: octfm\ntags:\n- medical\n- oct\n- retina\n- pytorch_model_hub_mixin\n---\n\n"
         f"# {name}\n\nA 3-D encoder of retinal OCT volumes, {what} with octfm {__version__}. Not a medical device.\n\n"
-        f"{usage(name, tuned is not None)}\n"
+        f"{needs}{usage(name, tuned is not None)}\n"
     )

@@ -24,6 +24,8 @@ from octfm.volume.volume import Spacing3, Volume
 
 BSCANS_MM = 0.24
 """B-scans closer than this are not all given to the network: between them the surfaces are interpolated."""
+ALIKE_MM = 0.25
+"""B-scans this close show nearly the same retina."""
 THICKNESS_MM = (0.1, 1.5)
 """Plausible distances of BM from the ILM; the upper one leaves room for detachments of 800 µm."""
 FLOORS = {
@@ -44,8 +46,8 @@ class LearnedBand:
 
     name: str = CURRENT
     """A packaged network."""
-    memory = 700_000_000
-    """Bytes of PyTorch, the weights and one B-scan in the network."""
+    memory = 1_300_000_000
+    """Bytes of PyTorch and the largest B-scan that the network takes; a usual one, of 496 x 512, needs 300 million."""
     seconds_per_megabyte = 10.0
     """Ten times what the network takes."""
 
@@ -117,7 +119,8 @@ def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, clas
     # A surface that is not in the image lies beyond the frame: the band then reaches to its edge.
     edges = np.array([-0.5, height - 0.5])[:, None, None]
     registered = np.where(np.isfinite(rows), rows, edges) - classic.displacement[at, None]
-    ilm, bm = (median_of_bscans(surface, apart) for surface in registered)
+    # Neighbours outvote a B-scan in which the network went astray, where they show nearly the same retina.
+    ilm, bm = (median_of_bscans(surface, apart) if apart <= ALIKE_MM else surface for surface in registered)
     jumps = (np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(bm, axis=0))) * dy
     thickness = (bm - ilm) * dy
     # As in the classic search: BM is smooth, so where it rises above the bowl fitted to the rest it is the RPE.

@@ -128,10 +128,11 @@ class StoreWriter:
             header["digest"] = header_digest(header)
             write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
         if header["fingerprint"] != self._preprocessing.fingerprint():
-            # Headers that do not name the algorithm were written by version 2.
-            before = {"algorithm": 2, **header["preprocessing"]}
-            keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
-            differing = [f"{key} {before.get(key)} there, {settings.get(key)} here" for key in keys]
+            # Version 2 did not name the algorithm, and classic bands are not named.
+            before = {"algorithm": 2, "band": "classic", **header["preprocessing"]}
+            now = {"band": "classic", **settings}
+            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+            differing = [f"{key} {before.get(key)} there, {now.get(key)} here" for key in keys]
             what = "; ".join(differing) or "by another version of the algorithm"
             remedy = "use the settings in its store.json" if differing else "continue with the octfm that made it"
             raise StoreError(

@@ -1,0 +1,193 @@
+"""The learned band of `prepare`: named with its hash, the same wherever volumes are prepared, and doubted where the
+network is unsure."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import octfm
+from octfm.catalog.catalog import scan
+from octfm.cli.main import app
+from octfm.config import load
+from octfm.encoder.embed_files import embed_files
+from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.encoder import load_encoder
+from octfm.encoder.export import export
+from octfm.errors import CheckpointError, ConfigError, StoreError
+from octfm.io.isolation import Limits, Lost, each
+from octfm.layers.band import LearnedBand, band_finder, with_network
+from octfm.layers.packaged import find_packaged
+from octfm.phantom import phantom_volume
+from octfm.run import checkpoint
+from octfm.store.layout import read_header
+from octfm.store.prepare import with_finder
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.tissue import MARGIN_MM, find_tissue
+from octfm.volume.volume import Volume
+from support.dicom_files import write_oct_dicom
+from support.small_store import SIZE, small_preprocessing, small_store
+from support.store_samples import content
+from support.tiny_runs import config, quick_pretrain, quiet
+
+FIXTURES = Path(__file__).parent / "fixtures"
+BAND = LearnedBand()
+GRID = {"image_size": list(SIZE), "target_spacing": [0.7, 0.03, 0.18]}
+"""That of small_preprocessing."""
+LEARNED = load(Preprocessing, GRID | BAND.settings)
+LOST_NETWORK = f"layers-0 {'0' * 64}"
+
+
+@pytest.fixture(scope="module")
+def retina():
+    """A few wide-spaced B-scans of an eye with drusen, and its truth."""
+    return phantom_volume(3, scanner="heidelberg_spectralis", diagnosis="drusen", size=(4, 256, 160))
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory, retina) -> Path:
+    root = tmp_path_factory.mktemp("clinic")
+    for n, voxels in enumerate((retina[0].voxels, retina[0].voxels[:, :, ::-1])):
+        write_oct_dicom(
+            root / f"{n}.dcm", np.ascontiguousarray(voxels), retina[0].spacing_mm, laterality="R", participant=f"P{n}"
+        )
+    return root
+
+
+def test_settings_with_a_classic_band_are_what_they_were():
+    """Stores, checkpoints and exports from before bands could be learned stay valid, and readable by older octfm."""
+    assert Preprocessing().fingerprint() == "280539577be3ae15"
+    assert not {"band", "band_network"} & Preprocessing().model_dump(mode="json").keys()
+    of_store = Preprocessing.recorded(json.loads((FIXTURES / "store_v1" / "store.json").read_text())["preprocessing"])
+    of_run = Preprocessing.recorded(checkpoint.load(FIXTURES / "checkpoint_v1.pt")["preprocessing"])
+    assert (of_store.fingerprint(), of_store.band) == ("ec2b25402126066b", "classic")
+    assert (of_run.fingerprint(), of_run.band) == ("21c01a4aeeca396f", "classic")
+
+
+def test_a_learned_band_is_named_with_its_hash():
+    named = with_network(load(Preprocessing, GRID, ["band=learned"]))
+    assert named == LEARNED == Preprocessing.recorded(named.model_dump(mode="json"))
+    assert named.band_network == f"{BAND.name} {find_packaged(BAND.name).digest}"
+    other = named.model_copy(update={"band_network": LOST_NETWORK})
+    assert with_network(other) == other, "a network that is named is never exchanged"
+    assert len({p.fingerprint() for p in (named, other, small_preprocessing())}) == 3
+    with pytest.raises(ConfigError, match="learned needs algorithm 3"):
+        load(Preprocessing, {"band": "learned", "algorithm": 2})
+    with pytest.raises(ConfigError, match="band_network"):
+        load(Preprocessing, {"band_network": "layers-2"})
+
+
+def test_the_learned_band_holds_the_retina_and_is_tight(retina):
+    """With the margin it holds every row of the retina, in the frame of the volume it was given."""
+    volume, truth = retina
+    classic = find_tissue(volume.voxels, volume.spacing_mm)
+    found = BAND(volume.voxels, volume.spacing_mm, classic)
+    assert found.confident and found.located, found.confidence
+    assert set(classic.confidence) < set(found.confidence), "the way up is judged by the classic measurements"
+    margin = MARGIN_MM / volume.spacing_mm[1]
+    ilm, bm = truth.surface("ilm"), truth.surface("bm")
+    assert (found.ilm - margin < ilm).mean() > 0.99 and (found.bm + margin > bm).mean() > 0.99
+    thick = {name: (t.bm - t.ilm).mean() for name, t in (("classic", classic), ("learned", found))}
+    assert abs(thick["learned"] - (bm - ilm).mean()) < 0.02 / volume.spacing_mm[1], thick
+
+
+def test_where_the_network_is_unsure_the_band_is_doubted(retina):
+    volume, _ = retina
+    noise = np.random.default_rng(0).gamma(2, 20, volume.shape).clip(0, 255).astype(np.uint8)
+    half_dark = np.where(np.arange(4)[:, None, None] < 2, volume.voxels, 3).astype(np.uint8)
+    for voxels in (np.ascontiguousarray(volume.voxels[:, ::-1]), half_dark):
+        classic = find_tissue(voxels, volume.spacing_mm)
+        found = BAND(voxels, volume.spacing_mm, classic)
+        assert not found.confident and np.array_equal(found.bm, classic.bm), found.confidence
+    prepared = LEARNED(replace(volume, voxels=noise), BAND)
+    assert not prepared.confident and np.array_equal(prepared.band, prepared.valid)
+
+
+def test_workers_prepare_what_this_process_prepares(clinic, tmp_path):
+    """In children of the default memory limit, torch included; with the settings that `octfm prepare` fills in."""
+    catalog = scan(clinic, workers=0)
+    here = octfm.prepare(catalog, tmp_path / "here", LEARNED, workers=0, progress=False, find_band=BAND)
+    catalog.save(tmp_path / "catalog")
+    settings = [f"{name}={value}" for name, value in GRID.items()]
+    command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "there"), "--workers", "2"]
+    done = CliRunner().invoke(app, [*command, *settings, "band=learned"])
+    assert done.exit_code == 0, done.output
+    assert content(tmp_path / "there") == content(tmp_path / "here")
+    header = read_header(tmp_path / "there")
+    assert header["preprocessing"]["band_network"] == BAND.network and header["fingerprint"] == LEARNED.fingerprint()
+    assert all(row.confident and row.confidence["learned_sure"] > 0.9 for row in here.rows)
+    classic = octfm.prepare(catalog, tmp_path / "classic", small_preprocessing(), workers=0, progress=False)
+    assert not np.array_equal(classic.read([0]).band, here.read([0]).band)
+    with pytest.raises(StoreError, match="band classic there, learned here"):
+        octfm.prepare(catalog, tmp_path / "classic", LEARNED, workers=0, progress=False, find_band=BAND)
+
+
+def test_settings_and_finder_must_name_the_same_network(clinic, tmp_path):
+    catalog = scan(clinic, workers=0)
+    for settings, finder, message in (
+        (LEARNED, None, f"learned needs the network {BAND.network}, got none"),
+        (small_preprocessing(), BAND, "but band is classic"),
+        (LEARNED.model_copy(update={"band_network": LOST_NETWORK}), BAND, "learned needs the network layers-0 0000"),
+        (LEARNED.model_copy(update={"band_network": ""}), BAND, "band_network is empty"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            octfm.prepare(catalog, tmp_path / "store", settings, workers=0, progress=False, find_band=finder)
+    assert not (tmp_path / "store").exists()
+    assert band_finder(small_preprocessing(), "x") is None and with_finder(Limits(), None) == Limits()
+
+
+def test_an_export_prepares_with_the_network_that_it_names(clinic, retina, tmp_path):
+    run = quick_pretrain(
+        config(steps=2), small_store(tmp_path / "store", preprocessing=LEARNED), tmp_path / "run", echo=quiet
+    )
+    folder = export(run, tmp_path / "export", echo=quiet)
+    assert json.loads((folder / "config.json").read_text())["preprocessing"]["band_network"] == BAND.network
+    assert BAND.network in (folder / "README.md").read_text()
+    encoder, volume = load_encoder(folder), octfm.read_volume(clinic / "0.dcm")
+    np.testing.assert_array_equal(encoder.prepare(volume).band[0], LEARNED(volume, BAND).band)
+    vector = encoder.embed(volume)
+    np.testing.assert_array_equal(vector, load_encoder(run).embed(volume))
+    embed_files(folder, clinic, tmp_path / "vectors", workers=1, echo=quiet)
+    np.testing.assert_allclose(
+        read_embeddings(tmp_path / "vectors" / "pretrained.parquet").vectors[0], vector, atol=1e-5
+    )
+
+
+def test_a_network_that_is_not_here_is_one_clear_error(clinic, tmp_path):
+    lost = LEARNED.model_copy(update={"band_network": LOST_NETWORK})
+    run = quick_pretrain(
+        config(steps=2), small_store(tmp_path / "store", preprocessing=lost), tmp_path / "run", echo=quiet
+    )
+    encoder = load_encoder(run)
+    encoder.require_prepared(octfm.Store.open(tmp_path / "store"))  # what is prepared needs no network
+    message = f"needs the network layers-0 000000000000 .* has {BAND.name} {find_packaged(BAND.name).digest[:12]}"
+    with pytest.raises(CheckpointError, match=message):
+        encoder.embed(octfm.read_volume(clinic / "0.dcm"))
+    with pytest.raises(CheckpointError, match=message):
+        embed_files(run, clinic, tmp_path / "vectors", workers=0, echo=quiet)
+    scan(clinic, workers=0).save(tmp_path / "catalog")
+    command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "new"), "--like", str(run)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and isinstance(done.exception, CheckpointError), done.output
+    assert not (tmp_path / "new").exists()
+
+
+def prepare_noise(shape) -> bool:
+    """Whether the band is trusted, of course not."""
+    voxels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    return LEARNED(Volume(voxels, (0.7, 0.00387, 0.0115)), BAND).confident
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces the memory limit")
+def test_a_worker_gets_the_memory_for_the_largest_bscans(tmp_path):
+    """Next to nothing is left for the volume, so what `with_finder` adds must hold PyTorch and the network."""
+    little = Limits(memory=300_000_000)
+    largest = [(1, 2048, 1700)]
+    assert list(each(prepare_noise, largest, with_finder(little, BAND), lambda _: 600.0)) == [False]
+    (lost,) = each(prepare_noise, largest, little, lambda _: 600.0)
+    assert isinstance(lost, Lost) and lost.code == "decoder_memory"
