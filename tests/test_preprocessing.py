@@ -347,8 +347,10 @@ def test_F15_preprocessing_has_one_home():
         "algorithm": 2,
         "intensity_mean": 0.21,
         "intensity_std": 0.21,
+        "band": "learned",
     }
-    assert set(changed) == set(Preprocessing.model_fields)
+    # The network of a learned band: tests/test_learned_band.py.
+    assert {*changed, "band_network"} == set(Preprocessing.model_fields)
     prints = {load(Preprocessing, {key: value}).fingerprint() for key, value in changed.items()}
     assert len(prints | {settings_.fingerprint()}) == len(changed) + 1
     with pytest.raises(ConfigError, match="did you mean target_spacing"):

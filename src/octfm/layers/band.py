@@ -121,7 +121,8 @@ def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, clas
     registered = np.where(np.isfinite(rows), rows, edges) - classic.displacement[at, None]
     # Neighbours outvote a B-scan in which the network went astray, where they show nearly the same retina.
     ilm, bm = (median_of_bscans(surface, apart) if apart <= ALIKE_MM else surface for surface in registered)
-    jumps = (np.abs(np.diff(ilm, axis=0)) + np.abs(np.diff(bm, axis=0))) * dy
+    some = apart > 1.5 * dz
+    jumps = (np.abs(_steps(ilm, whole=some)) + np.abs(_steps(bm, whole=some))) * dy
     thickness = (bm - ilm) * dy
     # As in the classic search: BM is smooth, so where it rises above the bowl fitted to the rest it is the RPE.
     lifted = ((bowl(bm, inside) - bm) * dy > MARGIN_MM) & inside
@@ -146,6 +147,13 @@ def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, clas
         located=True,
         confidence={**classic.confidence, **measured},
     )
+
+
+def _steps(surface: np.ndarray, whole: bool) -> np.ndarray:
+    """Steps from B-scan to B-scan, in rows. Unless `whole`, without what moves all A-scans of a B-scan alike: a retina
+    that drifts is no error, but B-scans between them would lie elsewhere."""
+    steps = np.diff(surface, axis=0)
+    return steps if whole else steps - np.median(steps, axis=1, keepdims=True)
 
 
 def _unsure(classic: Tissue, measured: dict[str, float]) -> Tissue:
