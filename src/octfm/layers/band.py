@@ -14,7 +14,7 @@ import torch
 from octfm.errors import CheckpointError
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import CURRENT, find_packaged, load_finder, packaged
-from octfm.layers.verdict import SEEN, expected_error_um
+from octfm.layers.verdict import SEEN, own_error_um
 from octfm.models.layer_net import SURFACES
 from octfm.volume.planes import Planes
 from octfm.volume.preprocessing import Preprocessing
@@ -76,7 +76,7 @@ class Found:
     present: np.ndarray
     """float32 [S, W]: probability that the retina is in the image."""
     error_um: np.ndarray
-    """float32 [S, W]: expected error of the thickness."""
+    """float32 [S, W]: error of the thickness that the network's own distribution implies."""
 
 
 def _find(finder: LayerFinder, voxels_DHW: np.ndarray | Planes, at: np.ndarray, spacing_mm: Spacing3) -> Found:
@@ -92,7 +92,7 @@ def _find(finder: LayerFinder, voxels_DHW: np.ndarray | Planes, at: np.ndarray, 
     return Found(
         rows=np.concatenate([layers.rows[ends] for layers in found], axis=1),
         present=np.concatenate([layers.present for layers in found]),
-        error_um=np.concatenate([expected_error_um(layers) for layers in found]),
+        error_um=np.concatenate([own_error_um(layers) for layers in found]),
     )
 
 

@@ -156,19 +156,27 @@ def decide(measures: Measures) -> Verdict:
 def expected_error_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
     """float32 [D, W]: the absolute error to expect of the thickness between two surfaces.
 
-    It weighs two terms. What the network's own distribution implies: if a share q of it lies at a distance L from the
-    row that was chosen, its standard deviation is L √q and the expected error L q, summed over both surfaces, plus the
-    distance by which surfaces were out of order; MOST_UM where a surface is not in the image. And, if `lower` is "bm",
-    the waviness of Bruch's membrane, which is smooth in an eye: a network that has taken another line for it can be
-    sure. The weights were chosen for ILM to BM only.
+    It weighs two terms: what the network's own distribution implies, and, if `lower` is "bm", the waviness of Bruch's
+    membrane, which is smooth in an eye: a network that has taken another line for it can be sure. The weights were
+    chosen for ILM to BM only.
+    """
+    error = OWN_SHARE * own_error_um(found, upper, lower)
+    if lower == "bm":
+        error = error + WAVE_SHARE * waviness_um(found.rows[SURFACES.index(lower)], spacing_mm)
+    return error.astype(np.float32)
+
+
+def own_error_um(found: Layers, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
+    """float32 [D, W]: the error of the thickness between two surfaces that the network's own distribution implies.
+
+    If a share q of a distribution lies at a distance L from the row that was chosen, its standard deviation is L √q and
+    the expected error L q. The sum over both surfaces, plus the distance by which surfaces were out of order; MOST_UM
+    where a surface is not in the image, and at most that.
     """
     pair = [SURFACES.index(name) for name in (upper, lower)]
     own = (found.spread_um[pair] * np.sqrt(np.clip(1 - found.near[pair], 0, 1))).sum(axis=0) + found.disorder_um
     missing = np.isnan(found.rows[pair]).any(axis=0)
-    error = OWN_SHARE * np.where(missing, MOST_UM, np.minimum(own, MOST_UM))
-    if lower == "bm":
-        error = error + WAVE_SHARE * waviness_um(found.rows[pair[1]], spacing_mm)
-    return error.astype(np.float32)
+    return np.where(missing, MOST_UM, np.minimum(own, MOST_UM)).astype(np.float32)
 
 
 def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
