@@ -124,11 +124,13 @@ def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, clas
     some = apart > 1.5 * dz
     jumps = (np.abs(_steps(ilm, whole=some)) + np.abs(_steps(bm, whole=some))) * dy
     thickness = (bm - ilm) * dy
-    # As in the classic search: BM is smooth, so where it rises above the bowl fitted to the rest it is the RPE.
-    lifted = ((bowl(bm, inside) - bm) * dy > MARGIN_MM) & inside
+    # As in the classic search: BM is smooth, so where it rises above the bowl fitted to the rest it is the RPE. A bowl
+    # for each B-scan, because those of a volume may be displaced or tilted against each other.
+    bottom = np.concatenate([bowl(bscan[None], known[None]) for bscan, known in zip(bm, inside, strict=True)])
+    lifted = ((bottom - bm) * dy > MARGIN_MM) & inside
     measured |= {
         "learned_found": float(inside.mean()),
-        "learned_sure": float((found.error_um[kept] <= 1000 * MARGIN_MM).mean()),
+        "learned_sure": float((found.error_um[kept][inside] <= 1000 * MARGIN_MM).mean()) if inside.any() else 0.0,
         "learned_smoothness": float((jumps < 0.06 + 0.25 * apart).mean()) if jumps.size else 1.0,
         "learned_thickness": float(((thickness > THICKNESS_MM[0]) & (thickness < THICKNESS_MM[1])).mean()),
         "learned_bm_not_lifted": 1 - float(lifted.sum() / max(inside.sum(), 1)),
