@@ -108,12 +108,12 @@ def test_where_the_network_is_unsure_the_band_is_doubted(retina):
 
 
 def test_workers_prepare_what_this_process_prepares(clinic, tmp_path):
-    """In children of the default memory limit, torch included; with the settings that `octfm prepare` fills in."""
+    """In a child of the default memory limit, torch included; with the settings that `octfm prepare` fills in."""
     catalog = scan(clinic, workers=0)
     here = octfm.prepare(catalog, tmp_path / "here", LEARNED, workers=0, progress=False, find_band=BAND)
     catalog.save(tmp_path / "catalog")
     settings = [f"{name}={value}" for name, value in GRID.items()]
-    command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "there"), "--workers", "2"]
+    command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "there"), "--workers", "1"]
     done = CliRunner().invoke(app, [*command, *settings, "band=learned"])
     assert done.exit_code == 0, done.output
     assert content(tmp_path / "there") == content(tmp_path / "here")
@@ -140,37 +140,43 @@ def test_settings_and_finder_must_name_the_same_network(clinic, tmp_path):
     assert band_finder(small_preprocessing(), "x") is None and with_finder(Limits(), None) == Limits()
 
 
-def test_an_export_prepares_with_the_network_that_it_names(clinic, retina, tmp_path):
-    run = quick_pretrain(
-        config(steps=2), small_store(tmp_path / "store", preprocessing=LEARNED), tmp_path / "run", echo=quiet
-    )
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run on volumes with learned bands."""
+    folder = tmp_path_factory.mktemp("run")
+    store = small_store(folder / "store", preprocessing=LEARNED)
+    return quick_pretrain(config(steps=2), store, folder / "run", echo=quiet)
+
+
+def test_an_export_prepares_with_the_network_that_it_names(run, clinic, tmp_path):
     folder = export(run, tmp_path / "export", echo=quiet)
     assert json.loads((folder / "config.json").read_text())["preprocessing"]["band_network"] == BAND.network
     assert BAND.network in (folder / "README.md").read_text()
     encoder, volume = load_encoder(folder), octfm.read_volume(clinic / "0.dcm")
-    np.testing.assert_array_equal(encoder.prepare(volume).band[0], LEARNED(volume, BAND).band)
-    vector = encoder.embed(volume)
-    np.testing.assert_array_equal(vector, load_encoder(run).embed(volume))
-    embed_files(folder, clinic, tmp_path / "vectors", workers=1, echo=quiet)
-    np.testing.assert_allclose(
-        read_embeddings(tmp_path / "vectors" / "pretrained.parquet").vectors[0], vector, atol=1e-5
-    )
+    prepared = encoder.prepare(volume)
+    np.testing.assert_array_equal(prepared.band[0], LEARNED(volume, BAND).band)
+    vector = load_encoder(run).embed_arrays(prepared)[0]
+    embed_files(folder, clinic, tmp_path / "vectors", workers=0, echo=quiet)
+    found = read_embeddings(tmp_path / "vectors" / "pretrained.parquet").vectors
+    np.testing.assert_allclose(found[0], vector, atol=1e-5)
 
 
-def test_a_network_that_is_not_here_is_one_clear_error(clinic, tmp_path):
-    lost = LEARNED.model_copy(update={"band_network": LOST_NETWORK})
-    run = quick_pretrain(
-        config(steps=2), small_store(tmp_path / "store", preprocessing=lost), tmp_path / "run", echo=quiet
-    )
-    encoder = load_encoder(run)
-    encoder.require_prepared(octfm.Store.open(tmp_path / "store"))  # what is prepared needs no network
+def test_a_network_that_is_not_here_is_one_clear_error(run, clinic, tmp_path):
+    """As after an export by an octfm with another network."""
+    folder = export(run, tmp_path / "export", echo=quiet)
+    facts = json.loads((folder / "config.json").read_text())
+    facts["preprocessing"]["band_network"] = LOST_NETWORK
+    facts["fingerprint"] = Preprocessing.recorded(facts["preprocessing"]).fingerprint()
+    (folder / "config.json").write_text(json.dumps(facts))
+    encoder = load_encoder(folder)
+    encoder.embed_arrays(octfm.Store.open(run.parent / "store").read([0]))  # what is prepared needs no network
     message = f"needs the network layers-0 000000000000 .* has {BAND.name} {find_packaged(BAND.name).digest[:12]}"
     with pytest.raises(CheckpointError, match=message):
         encoder.embed(octfm.read_volume(clinic / "0.dcm"))
     with pytest.raises(CheckpointError, match=message):
-        embed_files(run, clinic, tmp_path / "vectors", workers=0, echo=quiet)
+        embed_files(folder, clinic, tmp_path / "vectors", workers=0, echo=quiet)
     scan(clinic, workers=0).save(tmp_path / "catalog")
-    command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "new"), "--like", str(run)]
+    command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "new"), "--like", str(folder)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1 and isinstance(done.exception, CheckpointError), done.output
     assert not (tmp_path / "new").exists()
