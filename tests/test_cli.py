@@ -23,7 +23,7 @@ WRONG = {
         ["pretrain", "vit_xxl"],
         "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa",
     ),
-    "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected cpu or cuda"),
+    "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected auto, cpu, cuda"),
     "patches that do not tile": (
         ["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"],
         "FAIL  token grid",

@@ -239,7 +239,7 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
 def small_finder(monkeypatch):
     """An untrained network in place of the packaged one, where only the plumbing is tested."""
     for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda: LayerFinder(LayerNet(SMALL)))
+        monkeypatch.setattr(f"{module}.load_finder", lambda **_: LayerFinder(LayerNet(SMALL)))
 
 
 def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):

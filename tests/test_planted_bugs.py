@@ -193,6 +193,20 @@ BUGS = (
         "for _ in range(6)",
         "test_objectives.py::test_F19_prototype_preset_counts_its_29_457_million_parameters",
     ),
+    Bug(
+        "a-tensor-of-the-host-beside-those-of-the-device",
+        "pretraining/augment.py",
+        "source_BH = torch.arange(height, device=voxels.device)",
+        "source_BH = torch.arange(height)",
+        "test_other_device.py::test_pretraining_on_another_device_mixes_none_and_never_waits",
+    ),
+    Bug(
+        "the-host-reads-a-number-within-the-update",
+        "pretraining/step.py",
+        "    return Outcome(loss, grad_norm,",
+        "    grad_norm.item()\n    return Outcome(loss, grad_norm,",
+        "test_other_device.py::test_pretraining_on_another_device_mixes_none_and_never_waits",
+    ),
 )
 
 

@@ -117,7 +117,7 @@ def test_a_scan_in_which_nothing_was_found_is_exported_empty(tmp_path):
 
 def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
     for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda: LayerFinder(LayerNet(LayerNetConfig((8, 8)))))
+        monkeypatch.setattr(f"{module}.load_finder", lambda **_: LayerFinder(LayerNet(LayerNetConfig((8, 8)))))
     uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels()))
     assert read_volume(uri).shape[0] > 1
     out = tmp_path / "eyes.csv"

@@ -40,7 +40,7 @@ def finder(monkeypatch) -> LayerFinder:
     torch.manual_seed(0)
     made = LayerFinder(LayerNet(LayerNetConfig((8, 8))), digest="1" * 64)
     for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda: made)
+        monkeypatch.setattr(f"{module}.load_finder", lambda **_: made)
     return made
 
 

@@ -304,11 +304,11 @@ def segment(
             raise ConfigError(
                 "--sample: goes without --apply, --dicom and --calibrate; the scans are synthetic, not files"
             )
-        _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb), None)
+        _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb), None, device)
         return
     if apply is None and words and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
-        _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate)
+        _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate, device)
         return
     if calibrate is not None:
         raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
@@ -368,7 +368,12 @@ def _samples(names: list[str]) -> "list[Volume]":
 
 
 def _segment_scans(
-    sources: "Sequence[str | Volume]", out: Path, dicom: bool, limits: "Limits", calibrate: Path | None
+    sources: "Sequence[str | Volume]",
+    out: Path,
+    dicom: bool,
+    limits: "Limits",
+    calibrate: Path | None,
+    device: str | None,
 ) -> None:
     """Segment files or volumes with the packaged network."""
     from octfm.errors import ConfigError, ReadError, one_line
@@ -389,7 +394,7 @@ def _segment_scans(
         read_rows(calibrate, ("source", "participant"))  # before hours of work
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
-        added = write_table(sources, out, limits=limits, also=sheet.add, echo=opt.echo_line)
+        added = write_table(sources, out, limits=limits, device=device, also=sheet.add, echo=opt.echo_line)
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
         if calibrate is not None:
             rows, told = calibrate_rows(read_table(out), calibrate)
@@ -409,9 +414,9 @@ def _segment_scans(
             typer.echo(one_line(error), err=True)
             unread += 1
             continue
-        found = segment_scan(volume)
-        device = None if isinstance(source, Volume) else device_grid_of(source, limits)
-        for line in describe(found, device).splitlines():
+        found = segment_scan(volume, device=device)
+        grid = None if isinstance(source, Volume) else device_grid_of(source, limits)
+        for line in describe(found, grid).splitlines():
             opt.echo_line(line)
         if out != DEFAULT_SEGMENT:
             name = source.source if isinstance(source, Volume) else source

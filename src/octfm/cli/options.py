@@ -68,7 +68,9 @@ OutPlace = Annotated[
     Place, typer.Option("--out", parser=place, metavar="PLACE", help="Output folder, or s3:// or gs:// address.")
 ]
 Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: one per CPU core.", min=0, max=1024)]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if available.")]
+Device = Annotated[
+    str | None, typer.Option(help="auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
+]
 ParticipantFrom = Annotated[
     list[str] | None,
     typer.Option(

@@ -148,7 +148,7 @@ def view(
         from octfm.layers.segment import segment as segment_scan
         from octfm.report.segmented.pictures import facts_of, thickness_pictures
 
-        found = segment_scan(volume)
+        found = segment_scan(volume, device=device)
         pictures, said = thickness_pictures(found), facts_of(found)
     scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found)
     detail = "As it lies in its file."

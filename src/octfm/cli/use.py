@@ -80,6 +80,7 @@ def embed(
             segmenter=segment,
             pool=pool,
             exclude=exclude,
+            device=device,
             echo=typer.echo,
         ):
             typer.echo(path)

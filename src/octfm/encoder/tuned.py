@@ -169,9 +169,9 @@ class TrainedHead:
         return _log_odds(before[predicted]) - _log_odds(after[predicted])
 
 
-def load_head(run: str | Location, encoder: Encoder) -> TrainedHead:
+def load_head(run: str | Location, encoder: Encoder, device: str | None = None) -> TrainedHead:
     """The head of an `octfm finetune` run. Raises EvaluationError if it was not trained on `encoder`'s weights."""
-    model = load_tuned(run)
+    model = load_tuned(run, device)
     if model.encoder.key != encoder.key:
         raise EvaluationError(
             f"{run}: its head was trained on {model.encoder.source}, not on {encoder.source}; "

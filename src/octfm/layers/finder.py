@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.layer_net import ASCAN_UM, MASKS, ROW_UM, SURFACES, LayerNet, in_channels_last, standardise
+from octfm.run.runtime import Runtime
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Volume
 
@@ -29,7 +30,7 @@ LOWEST_DRUSE_UM = 20.0
 LARGEST = (2051, 1250)
 """Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
 else make B-scans of gigabytes."""
-FLUID = (MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid"))
+FLUID = slice(MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid") + 1)
 FLUID_SURE, FLUID_GROWS = 2.0, 1.4
 """An area of fluid begins where the probability is above .88 (a logit of FLUID_SURE) and extends to where it falls to
 .2 (a logit of −FLUID_GROWS). With a plain .5 for both, areas on real eyes were a third of the graders'."""
@@ -60,9 +61,18 @@ class Layers:
 class LayerFinder:
     """A trained LayerNet and what identifies it."""
 
-    def __init__(self, network: LayerNet, name: str = "untrained", digest: str = "", masks: tuple[str, ...] = MASKS):
-        """`masks` are those that the network has learned; others are not reported."""
-        self.network = in_channels_last(network.eval())
+    def __init__(
+        self,
+        network: LayerNet,
+        name: str = "untrained",
+        digest: str = "",
+        masks: tuple[str, ...] = MASKS,
+        runtime: Runtime | None = None,
+    ):
+        """`masks` are those that the network has learned; others are not reported. `runtime`: the device, by
+        default the CPU."""
+        self.runtime = runtime or Runtime(torch.device("cpu"))
+        self.network = in_channels_last(network.eval()).to(self.runtime.device)
         for module in network.modules():
             if isinstance(module, nn.SiLU):
                 module.inplace = True  # nothing needs its input again, and it takes a third of the time
@@ -87,18 +97,20 @@ class LayerFinder:
         for first in range(0, depth, chunk):
             part = slice(first, first + chunk)
             grey = without_white_padding(volume.voxels[part], white).astype(np.float32) * (255 / white)
-            image = torch.from_numpy(grey)
+            image = self.runtime.tensor(grey)
             found = self.network(self._prepared(image[:, None], size))
             surfaces = self._surfaces(found.rows, size, volume)
             rows[:, part], spread[:, part], near[:, part], disorder[part], present[part] = surfaces
             if self.masks:
                 logits = found.masks[:, :, : size[0], : size[1]].clone()
-                logits[:, [i for i, name in enumerate(MASKS) if name not in self.masks]] = -1e4
+                for i, name in enumerate(MASKS):
+                    if name not in self.masks:
+                        logits[:, i] = -1e4
                 logits = F.interpolate(logits, (height, width), mode="bilinear")
-                sure = (logits[:, list(FLUID)] > FLUID_SURE).any(dim=1).numpy()
-                logits[:, list(FLUID)] += FLUID_GROWS
+                sure = (logits[:, FLUID] > FLUID_SURE).any(dim=1).cpu().numpy()
+                logits[:, FLUID] += FLUID_GROWS
                 best, which = logits.max(dim=1)
-                lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).numpy()
+                lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).cpu().numpy()
                 keep_sure_fluid(lesions[part], sure, volume.spacing_mm[1] * volume.spacing_mm[2])
                 keep_plausible(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
         return Layers(rows, spread, near, disorder, present, lesions)
@@ -118,11 +130,11 @@ class LayerFinder:
         log_p = log_p[:, :, :height]
         count, surfaces = log_p.shape[:2]
         ratio = (volume.shape[1] * volume.spacing_mm[1] / height) / (volume.shape[2] * volume.spacing_mm[2] / width)
-        score = log_p.flatten(0, 1).transpose(1, 2).numpy()
-        path = torch.from_numpy(best_path(score, max(1, math.ceil(STEEPEST / ratio)), PATH_PENALTY))
+        score = log_p.flatten(0, 1).transpose(1, 2).cpu().numpy()
+        path = self.runtime.tensor(best_path(score, max(1, math.ceil(STEEPEST / ratio)), PATH_PENALTY))
         path = path.view(count, surfaces, 1, width)
         p = (log_p - log_p.logsumexp(2, keepdim=True)).exp()
-        row = torch.arange(height, dtype=p.dtype).view(1, 1, -1, 1)
+        row = torch.arange(height, dtype=p.dtype, device=p.device).view(1, 1, -1, 1)
         near = p * ((row - path).abs() <= WINDOW_ROWS)
         held = near.sum(2)
         own = (near * row).sum(2) / held.clamp_min(1e-12)
@@ -131,7 +143,7 @@ class LayerFinder:
         scale = volume.shape[1] / height
         moved = (found - own).amax(1, keepdim=True).expand_as(found)
         native = [_columns(values, volume.shape[2]) for values in (found, spread, held, moved, absent)]
-        rows, spread, held, moved, gone = torch.stack(native).transpose(1, 2).numpy()
+        rows, spread, held, moved, gone = torch.stack(native).transpose(1, 2).cpu().numpy()
         rows = (rows + 0.5) * scale - 0.5
         um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
@@ -153,7 +165,7 @@ def keep_sure_fluid(lesions_BHW: np.ndarray, sure_BHW: np.ndarray, pixel_mm2: fl
     """Clear, in place, connected areas of fluid that hold no pixel in which the network is sure, or are smaller than
     LEAST_FLUID_MM2."""
     for bscan, sure in zip(lesions_BHW, sure_BHW, strict=True):
-        fluid = np.isin(bscan, [1 + i for i in FLUID])
+        fluid = np.isin(bscan, [1 + i for i in range(len(MASKS))[FLUID]])
         areas, count = label(fluid)
         if count:
             sizes = np.bincount(areas.ravel(), minlength=count + 1) * pixel_mm2

@@ -9,6 +9,7 @@ from importlib.resources import files
 from octfm.errors import CheckpointError
 from octfm.layers.finder import LayerFinder
 from octfm.models.layer_net import LayerNet, LayerNetConfig
+from octfm.run.runtime import start
 
 CURRENT = "layers-2"
 """The network that `octfm segment` uses."""
@@ -69,8 +70,8 @@ def _described(name: str) -> Packaged:
 
 
 @functools.cache
-def load_finder(name: str = CURRENT) -> LayerFinder:
-    """The packaged network of this name. Raises CheckpointError if its file is damaged or missing."""
+def load_finder(name: str = CURRENT, device: str | None = None) -> LayerFinder:
+    """The packaged network of this name on a device. Raises CheckpointError if its file is damaged or missing."""
     from safetensors.torch import load
 
     about = find_packaged(name)
@@ -83,4 +84,4 @@ def load_finder(name: str = CURRENT) -> LayerFinder:
         )
     network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
     network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
-    return LayerFinder(network, name, digest, about.masks)
+    return LayerFinder(network, name, digest, about.masks, start(device=device))

@@ -137,14 +137,15 @@ def segment(
     spacing_mm: Spacing3 | None = None,
     axial_length_mm: float | None = None,
     finder: LayerFinder | None = None,
+    device: str | None = None,
 ) -> ScanSegmentation:
     """Segment a scan of any layout and format, single B-scans too, with the packaged network.
 
     spacing_mm: as for octfm.read_volume, for files that state none.
-    finder: another network; default: the packaged one.
+    finder: another network; default: the packaged one, on `device` (auto, cpu, cuda, mps).
     Raises ReadError if the file cannot be read.
     """
-    finder = finder or load_finder()
+    finder = finder or load_finder(device=device)
     volume = source if isinstance(source, Volume) else read_volume(source, spacing_mm=spacing_mm, raster_only=False)
     found = finder.find(volume)
     return ScanSegmentation(

@@ -65,17 +65,19 @@ def write_table(
     *,
     limits: Limits | None = None,
     finder: LayerFinder | None = None,
+    device: str | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     echo=print,
 ) -> int:
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
-    is named twice has one row. `also` is called with each source and what was found in it, before its row is written.
+    is named twice has one row. `finder` and `device` are those of `segment`. `also` is called with each source and what
+    was found in it, before its row is written.
     Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, or
     has rows of another network.
     """
-    finder = finder or load_finder()
+    finder = finder or load_finder(device=device)
     rows = read_table(out) if out.exists() else []
     if others := {row["model"] for row in rows} - {"", finder.model}:
         raise EvaluationError(
@@ -92,8 +94,8 @@ def write_table(
         try:
             volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
             found = segment(volume, finder=finder)
-            device = None if isinstance(given, Volume) else device_grid_of(given, limits)
-            row = row_of(found, device) | {"source": source}
+            grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
+            row = row_of(found, grid) | {"source": source}
         except ReadError as error:
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
         except BucketError:

@@ -69,8 +69,9 @@ class TokenGrid:
     def positions_mm(self, index_BM: Tensor) -> Tensor:
         """Token centres [B, M, 3] in mm from the first token, in float32."""
         _, h, w = self.shape
-        axes = torch.stack((index_BM // (h * w), index_BM // w % h, index_BM % w), dim=-1)
-        return axes.float() * torch.tensor(self.pitch_mm, device=index_BM.device)
+        axes = (index_BM // (h * w), index_BM // w % h, index_BM % w)
+        # Axis by axis: a tensor made of the three distances would be a copy that the device is waited for.
+        return torch.stack([axis.float() * mm for axis, mm in zip(axes, self.pitch_mm, strict=True)], dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,13 +63,14 @@ class Whitening(nn.Module):
         """Update the running moments, and when due the matrix, from what was accumulated since the last update."""
         if not self._gathered:
             return
-        total = torch.tensor(float(sum(count for _, _, count in self._gathered)), device=self.mean_LD.device)
+        total = torch.full((), float(sum(count for _, _, count in self._gathered)), device=self.mean_LD.device)
         sum_LD = torch.stack([s for s, _, _ in self._gathered]).sum(0)
         product_LDD = torch.stack([m for _, m, _ in self._gathered]).sum(0)
         self._gathered.clear()
         self.over_ranks(total, sum_LD, product_LDD)
         mean_LD, moment_LDD = sum_LD / total, product_LDD / total
         self.updates += 1
+        # Waits for the device, as the eigendecomposition does.
         updates = int(self.updates)
         # 1 at the first update, which replaces the initial moments; then a plain mean until the window is full.
         share = 1 / min(updates, self.window)

@@ -78,6 +78,20 @@ class PretrainConfig(Config):
         # Through `load` and not model_copy, so that validators compare it with the other settings.
         return load(PretrainConfig, dict(self) | {"objective": objective})
 
+    def on_device(self, device: str | None) -> tuple["PretrainConfig", str | None]:
+        """The same run on this device, and the device to name to the runtime: `xla` is an engine (runtime.parallel).
+
+        Raises ConfigError if the run cannot be compiled for XLA, or if its settings name another engine.
+        """
+        if device != "xla" or self.runtime.parallel == "xla_spmd":
+            return self, None if device == "xla" else device
+        if self.runtime.parallel != "ddp":
+            raise ConfigError(
+                f"device xla is runtime.parallel=xla_spmd, and the settings say {self.runtime.parallel}; leave one out"
+            )
+        engine = self.runtime.model_copy(update={"parallel": "xla_spmd"})
+        return load(PretrainConfig, dict(self) | {"runtime": engine}), None
+
     @model_validator(mode="after")
     def _one_length(self) -> "PretrainConfig":
         if self.epochs is not None and self.steps != DEFAULT_STEPS:

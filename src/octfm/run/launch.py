@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from octfm.errors import ConfigError, TrainingError
-from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named
+from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named, precision_on
 
 
 def join(config: RuntimeConfig, precision: Precision, device: str | None = None) -> Runtime:
@@ -27,7 +27,8 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
         )
     tpu = config.parallel == "tpu"
     if world == 1:
-        return Runtime(torch.device("tpu", 0) if tpu else device_named(device), precision)
+        chosen = torch.device("tpu", 0) if tpu else device_named(device)
+        return Runtime(chosen, precision_on(chosen, precision))
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -57,4 +58,5 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
             f"rank {rank} of {world}: the ranks did not find each other at {host}:{port} within {config.timeout_s:g} s "
             f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
         ) from None
+    precision = precision_on(chosen, precision)
     return Runtime(chosen, precision, rank, world, sharded, config.timeout_s, background)

@@ -1,4 +1,4 @@
-"""Host memory queries and out-of-memory detection."""
+"""Memory of host and device, and out-of-memory detection."""
 
 import os
 import re
@@ -37,9 +37,13 @@ def host_bytes_available() -> int:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out: on CUDA by its type, on CPU by the allocator's words."""
+    """Whether an error means that memory ran out: on CUDA by its type, on CPU and Apple's GPU by the allocator's
+    words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The last two are oneDNN's, whose own allocations fail without saying so.
-    words = "DefaultCPUAllocator|can't allocate memory|bad_alloc|could not create a primitive|could not create a memory"
+    words = (
+        "DefaultCPUAllocator|can't allocate memory|bad_alloc|could not create a primitive|could not create a memory|"
+        "MPS backend out of memory"
+    )
     return isinstance(error, RuntimeError) and re.search(words, str(error)) is not None

@@ -9,6 +9,7 @@ each (FSDP2). Another engine implements the same calls; see `Runtime.place`.
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ Precision = Literal["fp32", "bf16"]
 Result = TypeVar("Result")
 BUCKET = 32 * 2**20
 """Bytes of gradients per all-reduce."""
+WITHOUT_FLOAT64 = {"mps"}
+"""Kinds of devices that do not compute in float64."""
+PLAIN_ADAMW = {"tpu", "mps"}
+"""Kinds of devices without a fused AdamW that knows `found_inf`."""
 
 
 class RuntimeConfig(Config):
@@ -109,7 +114,7 @@ class Runtime:
         """AdamW with `found_inf`: if that is 1, a step changes nothing."""
         if self.sharded:
             return ShardedAdamW(groups, lr, betas, self.local)
-        if self.device.type == "tpu":
+        if self.device.type in PLAIN_ADAMW:
             return CompiledAdamW(groups, lr, betas, lambda tensor: tensor.to(self.device))
         return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True)
 
@@ -117,30 +122,35 @@ class Runtime:
         """Start on these inputs only once the gradients of the micro-batch before are there; needed for XLA only."""
 
     def peak_memory_gb(self) -> float:
-        """Device memory on CUDA, resident memory of the process on CPU, in GB (1e9 bytes)."""
+        """Device memory on CUDA, what Apple's GPU holds now, else resident memory of the process, in GB (1e9 bytes)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory() / 1e9
         return host_bytes_at_peak() / 1e9
 
     def release(self) -> None:
         """Free cached device memory, after an allocation failed."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        elif self.device.type == "mps":
+            torch.mps.empty_cache()
 
     def free_memory_gb(self) -> float:
         """Memory that this rank can still allocate, in GB (1e9 bytes); ranks on one host share its memory."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0] / 1e9
-        return host_bytes_available() / 1e9 / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.world > 1 else 1)
+        host = host_bytes_available() / 1e9
+        if self.device.type == "mps":  # it shares the host's memory
+            return min(host, (torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()) / 1e9)
+        return host / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.world > 1 else 1)
 
     def hardware(self) -> str:
         """Name of the device, for run.json."""
-        name = (
-            torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else platform.processor() or platform.machine()
-        )
-        return f"{self.device.type} ({name})"
+        if self.device.type == "cuda":
+            kind = "rocm" if torch.version.hip else "cuda"
+            return f"{kind} ({torch.cuda.get_device_name(self.device)})"
+        return f"{self.device.type} ({platform.processor() or platform.machine()})"
 
     def measures(self, inspected: bool) -> bool:
         """Whether a step computes what an inspection needs: if it is `inspected`, and always if steps are compiled,
@@ -348,31 +358,74 @@ def _failed_together(error: RuntimeError) -> bool:
 
 
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
-    """A single device: the named one, else CUDA if there is one, else CPU. Raises ConfigError under torchrun (F10)."""
+    """A single device (see `device_named`). Raises ConfigError under torchrun (F10)."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world}: only octfm pretrain and finetune share work among ranks; start everything else "
             "without torchrun"
         )
-    return Runtime(device_named(device), precision)
+    chosen = device_named(device)
+    return Runtime(chosen, precision_on(chosen, precision))
 
 
 def device_named(name: str | None, local_rank: int | None = None) -> torch.device:
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device: expected cpu or cuda (cuda:1 for the second), got {name!r}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name}: torch {torch.__version__} finds no CUDA device here; use device cpu")
-    if local_rank is not None and name.startswith("cuda"):
-        if local_rank >= torch.cuda.device_count():
+    """The device of this name; None and `auto` are CUDA if there is one, which ROCm counts as, else the CPU.
+
+    `mps` and other accelerators that torch finds are never chosen by themselves: octfm is not tested on them. With a
+    `local_rank`, that rank's own CUDA device. Raises ConfigError if there is no such device.
+    """
+    name = name if name not in (None, "auto") else "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if kind == "xla":
+        raise ConfigError(
+            "device xla: only octfm pretrain trains on XLA devices, as with runtime.parallel=xla_spmd; use auto, cpu "
+            "or cuda here"
+        )
+    known = kind in ("cpu", "cuda", "mps") or (found is not None and kind == found.type)
+    if not known or (number and not number.isdecimal()):
+        raise ConfigError(f"device: expected auto, cpu, cuda (cuda:1 for the second), mps or xla, got {name!r}")
+    if kind != "cpu" and (found is None or kind != found.type):
+        what = {"cuda": "CUDA device", "mps": "Apple GPU"}[kind]
+        raise ConfigError(f"device {name}: torch {torch.__version__} finds no {what} here; use device cpu")
+    count = 1 if kind == "cpu" else torch.accelerator.device_count()
+    if int(number or 0) >= count:
+        raise ConfigError(f"device {name}: there are {count} of this kind here, counted from 0")
+    if local_rank is not None and kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name}: several ranks train on cpu or cuda only; start one process without torchrun")
+    if local_rank is not None and kind == "cuda":
+        if local_rank >= count:
             raise ConfigError(
-                f"rank {local_rank} of this host has no CUDA device: there are {torch.cuda.device_count()}; start "
-                "fewer ranks"
+                f"rank {local_rank} of this host has no CUDA device: there are {count}; start fewer ranks"
             )
         torch.cuda.set_device(local_rank)
         name = f"cuda:{local_rank}"
     return torch.device(name)
+
+
+def widest_on(device: torch.device) -> torch.dtype:
+    """The most exact type of numbers that a device computes with."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def precision_on(device: torch.device, precision: Precision) -> Precision:
+    """The precision that a device computes in. Says in one line on stderr where it is not the one wanted, or slow."""
+    if precision == "bf16" and device.type == "mps":
+        try:
+            torch.zeros(1, dtype=torch.bfloat16, device=device)
+        except (RuntimeError, TypeError):  # before macOS 14
+            _warn(f"device {device}: no bfloat16 in this version of macOS; computing in float32 instead")
+            return "fp32"
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        _warn(f"device {device}: {name} emulates bfloat16, which is slow; precision=fp32 may be faster")
+    return precision
+
+
+def _warn(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"octfm: {line}\n")
 
 
 def environment(runtime: Runtime) -> dict[str, str]:

@@ -25,6 +25,7 @@ def embed_all(
     segmenter: str | Path | None = None,
     pool: VectorPool | None = None,
     exclude: str | Path | None = None,
+    device: str | None = None,
     echo: Echo = print,
 ) -> list[Path]:
     """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a
@@ -44,7 +45,7 @@ def embed_all(
         )
     if out is not None:
         refuse_inside_export(out)
-    encoder, opened = load_encoder(run).pooling(pool), without_excluded(Store.open(store), exclude)
+    encoder, opened = load_encoder(run, device=device).pooling(pool), without_excluded(Store.open(store), exclude)
     if len(opened) == 0:
         raise EvaluationError(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
@@ -52,22 +53,21 @@ def embed_all(
     if out is None and not isinstance(home, Path):
         raise EvaluationError(f"{run}: the run is in a bucket; name a folder for its embeddings with --out")
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
-    trained = load_head(head, encoder) if head is not None else None
-    finder = _segmenter(segmenter, opened)  # before anything is computed, in case it is refused
+    trained = load_head(head, encoder, device) if head is not None else None
+    finder = _segmenter(segmenter, opened, device)  # before anything is computed, in case it is refused
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
-        written.append(
-            embed_store(load_encoder(run, random_init=True).pooling(pool), opened, folder, "random_init", echo)
-        )
+        untrained = load_encoder(run, random_init=True, device=device).pooling(pool)
+        written.append(embed_store(untrained, opened, folder, "random_init", echo))
         written.append(histogram_baseline(opened, folder))
     save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
     return written
 
 
-def _segmenter(run: str | Path | None, store: Store) -> Segmenter | None:
+def _segmenter(run: str | Path | None, store: Store, device: str | None) -> Segmenter | None:
     if run is None:
         return None
-    found = load_segmenter(run)
+    found = load_segmenter(run, device)
     if found.encoder.fingerprint != store.fingerprint:
         raise EvaluationError(
             f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octfm.models.token_map import token_grid
 from octfm.pretraining.learner import Learner
+from octfm.run.runtime import widest_on
 
 ROWS = 16
 """Rows followed in each matrix; a copy of all weights would cost memory and time."""
@@ -65,13 +66,14 @@ class Audit:
         keep = 1 - group["lr"] * learner.weight_decay
         decayed = {id(p) for p in learner.decayed}
         sums, counted = [], []
+        widest = widest_on(learner.runtime.device)
         parts = zip(_matrices(learner).values(), self.passes, self.final, self.weights, self.mean, strict=True)
         for p, passes, final, weights, mean in parts:
             state = learner.optimizer.state.get(p, {})
             now, first, second = _rows(learner, p), _moment(learner, p, "exp_avg"), _moment(learner, p, "exp_avg_sq")
             # The weights after decay alone, so that `actual` is the gradient's part of the movement.
             (before,) = torch._foreach_mul([weights], keep if id(p) in decayed else torch.ones_like(learner.lr))
-            count = state.get("step", torch.zeros(()))
+            count = state["step"] if "step" in state else torch.zeros_like(learner.lr)
             counted.append(count.detach().to(learner.lr).reshape(()))
             actual = now - before
             # AdamW's step from its own moments (arXiv:1711.05101), with bias correction.
@@ -79,7 +81,7 @@ class Audit:
             ideal = -(rate / bias1) * first / (second.sqrt() / bias2.sqrt() + eps)
             expected = beta1 * mean + (1 - beta1) * final
             sums.append(
-                torch.stack([x.double() for x in (
+                torch.stack([x.to(widest) for x in (
                     (passes * final).sum(), final.square().sum(),
                     (actual * ideal).sum(), actual.square().sum(), ideal.square().sum(),
                     (first - expected).square().sum(), ((first - beta1 * mean) * final).sum() / (1 - beta1),
@@ -102,7 +104,7 @@ def summary(names: list[str], audit: Tensor) -> dict[str, Any]:
     not move, or by decay only. `untaught`: matrices of which at least FROZEN gets no gradient. `frozen`: names of the
     encoder's matrices of which at least FROZEN gets no gradient or does not move.
     """
-    s = dict(zip(SUMS, audit.double().cpu().unbind(1), strict=True))
+    s = dict(zip(SUMS, audit.cpu().double().unbind(1), strict=True))
     least = 1e-60
     # Averaging over ranks leaves 1, clipping makes it more. Matrices without gradient have nothing to compare.
     agrees = (s["passes_final"] / s["final_final"].clamp_min(least))[s["final_final"] > 0]

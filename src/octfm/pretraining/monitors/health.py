@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from octfm.config import Config
+from octfm.run.runtime import widest_on
 
 
 class HealthConfig(Config):
@@ -64,6 +65,8 @@ def effective_rank(features_MD: Tensor) -> float:
     1 is collapse; the width D is the maximum.
     """
     # float64: the Gram matrix squares the condition number, and float32 noise would pass for rank.
+    if widest_on(features_MD.device) is not torch.float64:
+        features_MD = features_MD.cpu()
     centred = features_MD.double() - features_MD.double().mean(0)
     singular = torch.linalg.eigvalsh(centred.T @ centred).clamp_min(0).sqrt()
     share = singular / singular.sum().clamp_min(1e-12)

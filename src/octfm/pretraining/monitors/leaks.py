@@ -23,7 +23,8 @@ def leak(learner: Learner, views: Sequence[View]) -> Tensor | None:
         hidden, gradient = learner.model.hidden_from_encoder(view.index), view.patches_BKP.grad
         if hidden is not None:
             # No gradient at all: the loss does not depend on the patches.
-            found.append(take_tokens(gradient, hidden).abs().max() if gradient is not None else torch.zeros(()))
+            none = torch.zeros((), device=view.patches_BKP.device)
+            found.append(take_tokens(gradient, hidden).abs().max() if gradient is not None else none)
     return torch.stack(found).max() if found else None
 
 

@@ -57,7 +57,7 @@ def exchange_results(
     number = float(signal.Signals[signal_name]) if signal_name else 0.0
     # One row per rank: both losses of each volume, `fed`, three extremes, micro-batch, signal. float64 holds them all.
     own = np.concatenate(
-        [torch.cat(losses).double().cpu().numpy(), [*fed, *extremes, float(learner.micro_batch), number]]
+        [torch.cat(losses).cpu().double().numpy(), [*fed, *extremes, float(learner.micro_batch), number]]
     )
     rows = runtime.exchange(own)
     share = len(losses[0])
