@@ -58,9 +58,8 @@ def pretrain(
     Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts
     the run's. `listeners` get everything that metrics.jsonl gets, for example a progress bar. Raises Preempted after
     SIGTERM or SIGINT, once the step is finished and saved. `objective`: settings of an objective of your own instead
-    of the config's section (docs/guide/plug-ins.md). `device`: auto (CUDA if there is one, else the CPU), cpu, cuda,
-    mps, or xla, which is the same as runtime.parallel=xla_spmd. Under torchrun every rank makes this call; only rank 0
-    prints and writes.
+    of the config's section (docs/guide/plug-ins.md). `device`: as --device of the command (docs/guide/scale-out.md).
+    Under torchrun every rank makes this call; only rank 0 prints and writes.
     """
     if objective is not None:
         config = config.with_objective(objective)
