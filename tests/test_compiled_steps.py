@@ -1,4 +1,5 @@
-"""What compiled steps (XLA) are made of, as far as it can be seen without XLA; the rest is in tests/xla."""
+"""Compiled steps: torch.compile on a CPU, and what XLA's are made of as far as it can be seen without XLA; the rest is in
+tests/xla."""
 
 import importlib.util
 
@@ -18,7 +19,10 @@ from octfm.run.launch import join
 from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import RuntimeConfig
 from octfm.volume.preprocessing import Preprocessing
+from support.small_store import small_store
+from support.tiny_runs import config, final, quick_pretrain, quiet
 
+LOOKED_AT_ONCE = {"log_every_steps": 100, "health": {"check_every_steps": 100}, "validate_every_steps": 10}
 HERE = importlib.util.find_spec("torch_xla") is not None
 
 
@@ -116,3 +120,38 @@ def test_what_does_not_fit_a_tpu_becomes_smaller_step_by_step():
         and tried[3][1].masks.budget == 3072
     )
     assert not list(smaller_steps(tried[3][1], Preprocessing()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("objective", ["vjepa2", "mae"])
+def test_a_compiled_step_is_one_program_and_gives_the_same_losses(objective, tmp_path):
+    """Whole, without a graph break, which fullgraph=True would refuse, and never compiled anew in 20 steps, of which the
+    first and the last are looked at and so not compiled."""
+    from torch._dynamo.utils import counters  # takes a second
+
+    store, losses = small_store(tmp_path / "store"), []
+    torch._dynamo.reset()
+    counters.clear()
+    for compiled in (False, True):
+        settings = config(steps=20, objective={"name": objective}, runtime={"compile": compiled}, **LOOKED_AT_ONCE)
+        run = quick_pretrain(settings, store, tmp_path / f"run-{compiled}", "cpu", echo=quiet)
+        losses.append(final(run)["state"]["losses"])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert len(losses[0]) == 20 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[1] != losses[0], "bit for bit the same: nothing was compiled"
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    settings = config(steps=3, runtime={"compile": True}, **LOOKED_AT_ONCE)
+    with pytest.raises(ConfigError, match=r"runtime\.compile: torch .* could not compile the step .*compile=false"):
+        quick_pretrain(settings, small_store(tmp_path / "store"), tmp_path / "run", "cpu", echo=quiet)
+
+
+def test_compiled_steps_are_refused_for_engines_of_their_own():
+    with pytest.raises(ValueError, match=r"compile true goes with parallel ddp .* got fsdp"):
+        PretrainConfig.model_validate({"runtime": {"parallel": "fsdp", "compile": True}})

@@ -185,6 +185,20 @@ def test_a_loop_that_lets_go_of_its_batches_reads_into_the_same_memory(store):
         assert sum(len(idle) for idle in loader._memory._idle.values()) <= 3 * loader._memory._spare
 
 
+def test_batches_are_read_into_memory_that_the_caller_allocates(store):
+    """With CUDA that is page-locked, so that copies to the device need not wait."""
+    given: list[np.ndarray] = []
+
+    def allocate(size: int) -> np.ndarray:
+        given.append(np.empty(size, np.uint8))
+        return given[-1]
+
+    with Loader(store, range(len(store)), 2, 0, prefetch=0, allocate=allocate) as loader:
+        batch = loader.batches(0)
+    for array in (batch.voxels, batch.band, batch.valid):
+        assert any(np.shares_memory(array, memory) for memory in given)
+
+
 def test_close_joins_the_thread(store):
     loader = Loader(store, range(VOLUMES), 2, 0)
     loader.batches(0)

@@ -72,6 +72,8 @@ class Learner:
             [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
         )
         self.step, self.state = 0, RunState()
+        self.compiled = self.runtime.compiled(self.model)
+        """The networks, for steps that nothing is inspected of."""
 
     @property
     def trained(self) -> list[Tensor]:

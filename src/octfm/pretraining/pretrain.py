@@ -134,6 +134,7 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
         runtime.world,
         config.data.prefetch,
         config.data.balance_scanners,
+        runtime.host_memory,
     )
     data_step = learner.step + learner.state.offset
     require_disjoint(runtime, loader, data_step)

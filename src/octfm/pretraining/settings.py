@@ -124,6 +124,7 @@ MAY_CHANGE = {
     "data.prefetch",
     "model.activation_checkpointing",
     "runtime.parallel",
+    "runtime.compile",
     "runtime.timeout_s",
     "tracking.tensorboard",
     "tracking.wandb",

@@ -84,7 +84,8 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
         for view in inputs.views:
             view.patches_BKP.requires_grad_(examined)
         with runtime.autocast():
-            output = model(inputs.views, context_weight)
+            # What is inspected is not compiled: another program for it, and slopes within the loss would be lost.
+            output = (model if everything else learner.compiled)(inputs.views, context_weight)
         if inspected:
             output.masked_loss_B.retain_grad()
         # Divided here, so that gradients add up to those of the mean over the whole share.

@@ -28,7 +28,7 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     tpu = config.parallel == "tpu"
     if world == 1:
         chosen = torch.device("tpu", 0) if tpu else device_named(device)
-        return Runtime(chosen, precision_on(chosen, precision))
+        return Runtime(chosen, precision_on(chosen, precision), compiles=config.compile)
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -59,4 +59,4 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
             f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
         ) from None
     precision = precision_on(chosen, precision)
-    return Runtime(chosen, precision, rank, world, sharded, config.timeout_s, background)
+    return Runtime(chosen, precision, rank, world, sharded, config.timeout_s, background, compiles=config.compile)

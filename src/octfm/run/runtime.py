@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from octfm.config import Config, Seconds
@@ -41,9 +42,18 @@ class RuntimeConfig(Config):
     parallel: Literal["ddp", "fsdp", "xla_spmd", "tpu"] = "ddp"
     """`ddp`: every rank holds the whole model. `fsdp`: every rank holds a share of weights, gradients and optimizer
     (FSDP2), for models that do not fit one device; checkpoints are then folders of shards."""
+    compile: bool = False
+    """Compile networks and loss (torch.compile) for steps that are not looked at: the same to rounding, and meant for
+    GPUs. The first such step takes a minute or more; CUDA needs Triton, a CPU a C++ compiler. With `ddp` only."""
     timeout_s: Seconds = 600.0
     """If another rank does not answer for so long, the job ends with a message, and torchrun restarts it. Must be
     longer than the slowest checkpoint, validation and start."""
+
+    @model_validator(mode="after")
+    def _compiles(self) -> "RuntimeConfig":
+        if self.compile and self.parallel != "ddp":
+            raise ValueError(f"compile true goes with parallel ddp (also on one device), got {self.parallel}")
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +71,8 @@ class Runtime:
     """Process group of the threads that write sharded checkpoints."""
     devices: int = 1
     """Devices that share this process's volumes."""
+    compiles: bool = False
+    """Steps that are not looked at run compiled (runtime.compile)."""
     steady: bool = False
     """Steps are compiled once: all must do the same work on the same shapes."""
 
@@ -88,8 +100,21 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def tensor(self, array: np.ndarray) -> Tensor:
+        """A copy on the device. The host does not wait for it, so it must leave the array as it is until it has waited
+        for a result that depends on it."""
         # torch accepts no negative strides, which a mirrored view has.
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return self._pinned(torch.from_numpy(np.ascontiguousarray(array))).to(self.device, non_blocking=True)
+
+    def host_memory(self, size: int) -> np.ndarray:
+        """uint8 [size] of the host that a device copies from without waiting: page-locked with CUDA."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # the system grants only so much
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        return np.empty(size, np.uint8)
+
+    def _pinned(self, host: Tensor) -> Tensor:
+        """The tensor in page-locked memory with CUDA: from any other it would first wait for all work before."""
+        return host.pin_memory() if self.device.type == "cuda" and not host.is_pinned() else host
 
     def scalar(self) -> Tensor:
         """A number on the device, for `set`: values that change from step to step must not be constants of a
@@ -103,7 +128,7 @@ class Runtime:
 
     def numbers(self, *values: float) -> Tensor:
         """float32 [n] on the device, for values that change from step to step."""
-        return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
+        return self._pinned(torch.tensor(values, dtype=torch.float32)).to(self.device, non_blocking=True)
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
         """The parts of tensors that belong to this process's volumes, for the host to read. If steps are compiled, this
@@ -176,6 +201,25 @@ class Runtime:
             model,
         ):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+    def compiled(self, model: nn.Module) -> Callable[..., Any]:
+        """The networks as steps that are not looked at call them; shares their weights."""
+        # Shapes never change within a stage of masks, so each shape gets a program of its own.
+        if not self.compiles:
+            return model
+        program = torch.compile(model, fullgraph=True, dynamic=False)
+
+        def call(*inputs: Any) -> Any:
+            try:
+                return program(*inputs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ConfigError(
+                    f"runtime.compile: torch {torch.__version__} could not compile the step ({reason}); set "
+                    "runtime.compile=false"
+                ) from error
+
+        return call
 
     def last_pass(self, model: nn.Module, last: bool) -> None:
         """Reduce the gradients of shards with the last micro-batch of a step only."""

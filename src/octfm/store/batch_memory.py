@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,8 +16,9 @@ class BatchMemory:
     when the last view is gone. At most `spare` batches are kept idle; further buffers are freed.
     """
 
-    def __init__(self, image_size: Sequence[int], spare: int):
-        self._shapes, self._spare = shapes(image_size), spare
+    def __init__(self, image_size: Sequence[int], spare: int, allocate: Callable[[int], np.ndarray] | None = None):
+        """`allocate` gives uint8 [n] for a number of bytes; default: ordinary memory."""
+        self._shapes, self._spare, self._allocate = shapes(image_size), spare, allocate or _ordinary
         self._idle: dict[int, list[np.ndarray]] = {}
         """Idle buffers by size in bytes."""
 
@@ -35,12 +36,16 @@ class BatchMemory:
         try:
             memory = idle.pop()
         except IndexError:
-            memory = np.empty(size, np.uint8)
+            memory = self._allocate(size)
         # The base of every view of `lent` is `lent` itself, not `memory`, because it wraps a foreign buffer. So `lent`
         # is collected when the last view is, and its finalizer can return `memory`.
         lent = np.frombuffer(memory.data, dtype)
         weakref.finalize(lent, _take_back, idle, memory, self._spare).atexit = False
         return lent.reshape(shape)
+
+
+def _ordinary(size: int) -> np.ndarray:
+    return np.empty(size, np.uint8)
 
 
 def _take_back(idle: list[np.ndarray], memory: np.ndarray, spare: int) -> None:

@@ -1,7 +1,7 @@
 """Batches by step: the global batch is a pure function of (seed, step), and each rank prefetches its share of it."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Self
@@ -85,7 +85,9 @@ class Loader:
         world: int = 1,
         prefetch: int = 2,
         balance: bool = False,
+        allocate: Callable[[int], np.ndarray] | None = None,
     ):
+        """`allocate`: see BatchMemory."""
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
         self.global_batch_size, self.seed, self.prefetch = global_batch_size, seed, prefetch
         self.rank, self.world = rank, world
@@ -101,7 +103,7 @@ class Loader:
         # One thread is enough: the store reads the volumes of a batch in parallel, and steps are needed in order.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
         # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read.
-        self._memory = BatchMemory(store.image_size, spare=prefetch + 3)
+        self._memory = BatchMemory(store.image_size, spare=prefetch + 3, allocate=allocate)
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed = False
         self._excluded: frozenset[int] = frozenset()
