@@ -162,7 +162,7 @@ def bench(
                 variant,
                 preprocessing,
                 _batch(variant, preprocessing, store, rows),
-                start(variant.precision, device),
+                replace(start(variant.precision, device), compiles=config.runtime.compile),
                 steps,
             )
         )

@@ -207,12 +207,14 @@ class Runtime:
         # Shapes never change within a stage of masks, so each shape gets a program of its own.
         if not self.compiles:
             return model
+        from torch._dynamo.exc import TorchDynamoException  # takes a second
+
         program = torch.compile(model, fullgraph=True, dynamic=False)
 
         def call(*inputs: Any) -> Any:
             try:
                 return program(*inputs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except TorchDynamoException as error:
                 reason = " ".join(str(error).split())[:200]
                 raise ConfigError(
                     f"runtime.compile: torch {torch.__version__} could not compile the step ({reason}); set "

@@ -252,14 +252,16 @@ class FineTuning:
         position = self.loader.positions(step)
         rows = self.loader.indices(position)
         model.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
+        losses = []
         for i in range(0, len(rows), self.config.per_device_batch_size):
             part = slice(i, i + self.config.per_device_batch_size)
             answers = model.answers(self.source, rows[part], position[part])
             # Each part is a sum over volumes divided by all of them: together the gradient of the mean.
             part_loss = self.target.loss(answers, rows[part]) / len(rows)
             part_loss.backward()
-            loss += float(part_loss.detach())
+            losses.append(part_loss.detach())
+        # Read after the last part: the device works on while the next volumes are read.
+        loss = sum(torch.stack(losses).tolist())
         session.waiting.for_("the other ranks")
         loss, signal_name = _agree(self.runtime, loss, interruption.signal_name)
         if not math.isfinite(loss):
