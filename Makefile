@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
+GPU_OUT ?= gpu-results
 
-.PHONY: weights demo test test-all test-xla lint docs wheel clean
+.PHONY: weights demo test test-all test-xla gpu lint docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/octfm demo --out demo
@@ -27,6 +28,11 @@ test-xla: $(XLA)/.installed
 $(XLA)/.installed: tests/xla/environment.sh tests/xla/empty_cuda.py
 	PYTHON=$(PYTHON) tests/xla/environment.sh $(XLA)
 	touch $@
+
+# On a machine with a GPU: tests/gpu, then benchmarks/gpu.py, in at most eight minutes; again with the same GPU_OUT, it
+# goes on. PYTHON is an interpreter whose torch sees the device; PEER a clone of facebookresearch/vjepa2.
+gpu:
+	PYTHON=$(PYTHON) launch/gpu.sh --out $(GPU_OUT) $(if $(PEER),--peer $(PEER))
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs

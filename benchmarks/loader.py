@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.phantom import phantom_volume
 from octfm.store.layout import Arrays, StoreRow
 from octfm.store.loader import Loader
 from octfm.store.store import Store
@@ -30,8 +29,10 @@ from octfm.volume.preprocessing import Prepared, Preprocessing
 WORDS = {"uri": "", "eye_id": "", "laterality": None, "scanner": "phantom", "protocol": "", "split": "train"}
 
 
-def write(path: Path, prepared: list[Prepared], volumes: int, compression) -> Store:
-    with StoreWriter(path, Preprocessing(), compression) as writer:
+def write(
+    path: Path, prepared: list[Prepared], volumes: int, compression, preprocessing: Preprocessing | None = None
+) -> Store:
+    with StoreWriter(path, preprocessing or Preprocessing(), compression) as writer:
         for number in range(volumes):
             one = prepared[number % len(prepared)]
             # A few phantoms, each shifted differently, so that no two volumes are identical.
@@ -91,6 +92,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4, help="per figure")
     parser.add_argument("--usual", action="store_true", help="compare with the usual way, too")
     asked = parser.parse_args()
+    from octfm.phantom import phantom_volume
+
     preprocessing = Preprocessing()
     prepared = [
         preprocessing(phantom_volume(seed, scanner="topcon_maestro2", size=(64, 442, 512))[0]) for seed in (1, 2)
@@ -108,6 +111,7 @@ def main() -> None:
 
 def usual_seconds(preprocessing: Preprocessing) -> tuple[float, float]:
     """Wall and CPU seconds per volume, median of three."""
+    from octfm.phantom import phantom_volume
     from prepare import save
     from usual_way import usual_way
 

@@ -62,7 +62,7 @@ def draw_masks(size, batch: int, budget: int | None, seed: int = 0):
     return np.array(kept), np.array(seen), np.array(asked)
 
 
-def build_peer(path: str, size, batch: int):
+def build_peer(path: str, size, batch: int, device: str = "cpu"):
     """A function that runs one step of the peer."""
     import torch
     from torch.nn import functional as F
@@ -91,16 +91,17 @@ def build_peer(path: str, size, batch: int):
         "use_rope": True,
         "use_sdpa": True,
     }
-    encoder = VisionTransformer(**shape, in_chans=1, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS)
-    predictor = vit_predictor(
-        **shape,
-        embed_dim=WIDTH,
-        predictor_embed_dim=PREDICTOR_WIDTH,
-        depth=PREDICTOR_DEPTH,
-        num_heads=6,
-        use_mask_tokens=True,
-        num_mask_tokens=2,
-    )
+    with torch.device(device):
+        encoder = VisionTransformer(**shape, in_chans=1, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS)
+        predictor = vit_predictor(
+            **shape,
+            embed_dim=WIDTH,
+            predictor_embed_dim=PREDICTOR_WIDTH,
+            depth=PREDICTOR_DEPTH,
+            num_heads=6,
+            use_mask_tokens=True,
+            num_mask_tokens=2,
+        )
     target = deepcopy(encoder).requires_grad_(False)
     named = [(n, p) for module in (encoder, predictor) for n, p in module.named_parameters()]
     groups = [
@@ -108,8 +109,8 @@ def build_peer(path: str, size, batch: int):
         {"params": [p for n, p in named if "bias" in n or p.ndim == 1], "weight_decay": 0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-4)
-    _, seen, asked = (torch.from_numpy(m) for m in draw_masks(size, batch, None))
-    voxels = torch.rand(batch, 1, *size)
+    _, seen, asked = (torch.from_numpy(m).to(device) for m in draw_masks(size, batch, None))
+    voxels = torch.rand(batch, 1, *size, device=device)
 
     def step() -> None:
         with torch.no_grad():
@@ -127,7 +128,7 @@ def build_peer(path: str, size, batch: int):
     return step
 
 
-def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing: bool = False):
+def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing: bool = False, device: str = "cpu"):
     """A function that runs one step of octfm; `checkpointing` recomputes activations instead of keeping them."""
     import torch
 
@@ -140,11 +141,12 @@ def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing:
     predictor = PredictorConfig(width=PREDICTOR_WIDTH, depth=PREDICTOR_DEPTH, heads=6 if equal else 3)
     grid = TokenGrid(grid_of(size), (0.375, 0.083, 0.25))
     encoder = ViTConfig(width=WIDTH, depth=DEPTH, heads=HEADS, activation_checkpointing=checkpointing)
-    model = JEPA(encoder, predictor, grid)
+    with torch.device(device):
+        model = JEPA(encoder, predictor, grid)
     decayed, free = optimizer_groups(model)
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=1e-4, fused=True)
-    index = TokenIndex(*(torch.from_numpy(m) for m in draw_masks(size, batch, budget)))
-    voxels = torch.rand(batch, 1, *size)
+    index = TokenIndex(*(torch.from_numpy(m).to(device) for m in draw_masks(size, batch, budget)))
+    voxels = torch.rand(batch, 1, *size, device=device)
 
     def step() -> None:
         patches = take_patches(voxels, index.kept, PATCH)

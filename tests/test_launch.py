@@ -15,7 +15,7 @@ from support import ROOT
 LAUNCH = ROOT / "launch"
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 SCRIPTS = [
-    *(LAUNCH / name for name in ("torchrun.sh", "slurm.sbatch", "tpu_pod.sh")),
+    *(LAUNCH / name for name in ("torchrun.sh", "slurm.sbatch", "tpu_pod.sh", "gpu.sh", "gpu_bundle.sh")),
     ROOT / "tests/xla/environment.sh",
     ROOT / ".ci/run",
 ]

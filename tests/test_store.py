@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import StoreError
-from octfm.store.layout import Arrays, checksum
+from octfm.store.layout import ARRAYS, Arrays, checksum, shapes
 from octfm.store.store import Store
-from octfm.store.writer import StoreWriter, _encode_by_zarr, encode
+from octfm.store.writer import StoreWriter, _encode_by_tensorstore, _encode_by_zarr, encode
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.transform import Transform
 from support.store_samples import SMALL, prepared, write_store
@@ -94,6 +94,17 @@ def test_uncompressed_shards_are_what_zarr_writes(size):
         array = getattr(volume, name)
         for values, crc in product((array, np.zeros_like(array)), (True, False)):
             assert encode(name, values, size, "none", crc) == _encode_by_zarr(name, values, size, "none", crc)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_without_zarr_the_same_shards_are_written(compression):
+    """As on machines that only train: tensorstore writes them."""
+    rng = np.random.default_rng(0)
+    for name, shape in shapes((8, 64, 32)).items():
+        for values in (rng.integers(0, 200, shape).astype(ARRAYS[name]), np.zeros(shape, ARRAYS[name])):
+            for crc in (True, False):
+                plain = _encode_by_tensorstore(name, values, (8, 64, 32), compression, crc)
+                assert plain == encode(name, values, (8, 64, 32), compression, crc), name
 
 
 def test_given_memory_is_filled(store):

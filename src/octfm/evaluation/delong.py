@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr, ndtri
-from scipy.stats import rankdata
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +18,15 @@ class Areas:
 
     def interval(self, which: int = 0, level: float = 0.95) -> tuple[float, float]:
         """Wald interval, clipped to 0..1. Too narrow near 1 and for few cases; reports show the bootstrap interval."""
+        from scipy.special import ndtri
+
         half = ndtri((1 + level) / 2) * np.sqrt(self.covariance[which, which])
         return float(max(0, self.area[which] - half)), float(min(1, self.area[which] + half))
 
     def p(self, a: int = 0, b: int = 1) -> float:
         """Two-sided p value for a difference between two of the areas; 1 if their difference has no variance."""
+        from scipy.special import ndtr
+
         variance = self.covariance[a, a] + self.covariance[b, b] - 2 * self.covariance[a, b]
         difference = abs(self.area[a] - self.area[b])
         return 1.0 if variance <= 1e-15 else float(2 * ndtr(-difference / np.sqrt(variance)))
@@ -37,6 +39,8 @@ def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | Non
     clusters, and with the covariance of a cluster's positive and negative cases (Obuchowski, Biometrics 1997). Clusters
     of one case give DeLong's variance. Raises ValueError for fewer than two cases, or clusters, of either class.
     """
+    from scipy.stats import rankdata
+
     positive = np.asarray(positive, bool)
     scores_nM = np.asarray(scores_nM, float).reshape(len(positive), -1)
     m, n = int(positive.sum()), int((~positive).sum())

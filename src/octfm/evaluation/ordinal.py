@@ -1,7 +1,6 @@
 """Proportional-odds regression (McCullagh 1980) for ordered grades: one direction and K − 1 thresholds."""
 
 import numpy as np
-from scipy.special import expit
 
 
 def proportional_odds(
@@ -13,6 +12,7 @@ def proportional_odds(
     regression. Every grade must occur.
     """
     from scipy.optimize import minimize
+    from scipy.special import expit
 
     w = np.ones(len(x)) if weight is None else weight
     share = np.cumsum(np.bincount(grade, weights=w, minlength=num_grades))[:-1] / w.sum()
@@ -45,5 +45,7 @@ def proportional_odds(
 
 def grade_probability(x: np.ndarray, direction: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     """[n, K] probabilities of the grades."""
+    from scipy.special import expit
+
     below = expit(thresholds[None, :] - (x @ direction)[:, None])
     return np.diff(np.hstack([np.zeros((len(x), 1)), below, np.ones((len(x), 1))]), axis=1).clip(1e-12)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.special import ndtr, ndtri
 
 Metric = Callable[[np.ndarray], np.ndarray]
 """A function from case weights [R, n] to the metric on each of R resamples, [R]."""
@@ -69,6 +68,8 @@ def bootstrap(
 
 def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> tuple[float, float]:
     """Percentile or BCa interval (bias-corrected, accelerated; Efron 1987), which covers better near AUROC 0 and 1."""
+    from scipy.special import ndtr, ndtri
+
     values = result.resampled[np.isfinite(result.resampled)]
     if values.size == 0:
         return float("nan"), float("nan")

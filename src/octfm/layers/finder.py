@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.ndimage import label
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -164,6 +163,8 @@ def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float)
 def keep_sure_fluid(lesions_BHW: np.ndarray, sure_BHW: np.ndarray, pixel_mm2: float) -> None:
     """Clear, in place, connected areas of fluid that hold no pixel in which the network is sure, or are smaller than
     LEAST_FLUID_MM2."""
+    from scipy.ndimage import label
+
     for bscan, sure in zip(lesions_BHW, sure_BHW, strict=True):
         fluid = np.isin(bscan, [1 + i for i in range(len(MASKS))[FLUID]])
         areas, count = label(fluid)

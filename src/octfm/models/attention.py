@@ -24,12 +24,13 @@ LEAST_TOKENS = 192
 def attend(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, H, N, K]."""
     tokens, needs_grad = q_BHNK.shape[2], torch.is_grad_enabled() and q_BHNK.requires_grad
-    if q_BHNK.is_cpu and q_BHNK.dtype is torch.bfloat16:
+    if torch.compiler.is_compiling():
+        blocked = False
+    elif q_BHNK.is_cpu and q_BHNK.dtype is torch.bfloat16:
         # Recomputing the weights block by block is no faster than the fused kernel's backward pass in bfloat16.
         blocked = not needs_grad or tokens <= KEPT_TOKENS
     else:
         blocked = tokens >= LEAST_TOKENS and q_BHNK.is_cpu and q_BHNK.dtype is torch.float32 and onednn_is_faster()
-        blocked = blocked and not torch.compiler.is_compiling()
     if not blocked:
         return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
     if needs_grad:

@@ -37,7 +37,13 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
         )
     local = int(os.environ["LOCAL_RANK"])
     chosen = torch.device("tpu", local) if tpu else device_named(device, local)
-    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=config.timeout_s)
+    return meet(config, precision, chosen, int(os.environ["RANK"]), world)
+
+
+def meet(config: RuntimeConfig, precision: Precision, device: torch.device, rank: int, world: int) -> Runtime:
+    """The runtime of a rank that has found the others at MASTER_ADDR and MASTER_PORT. Raises TrainingError if it has
+    not."""
+    timeout = timedelta(seconds=config.timeout_s)
     # After a restart the launcher's store still holds what the last attempt wrote, so every attempt uses keys of its
     # own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -47,7 +53,7 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     try:
         store = dist.TCPStore(host, port, world, serves, timeout=timeout)
         # gloo as well, because `Runtime.exchange` sends tensors of the host, which NCCL cannot.
-        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}.get(chosen.type, "gloo")
+        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}.get(device.type, "gloo")
         prefixed = dist.PrefixStore(f"octfm/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
         sharded = config.parallel == "fsdp"
@@ -58,5 +64,5 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
             f"rank {rank} of {world}: the ranks did not find each other at {host}:{port} within {config.timeout_s:g} s "
             f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
         ) from None
-    precision = precision_on(chosen, precision)
-    return Runtime(chosen, precision, rank, world, sharded, config.timeout_s, background, compiles=config.compile)
+    precision = precision_on(device, precision)
+    return Runtime(device, precision, rank, world, sharded, config.timeout_s, background, compiles=config.compile)

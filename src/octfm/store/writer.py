@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -288,6 +289,8 @@ def encode(
             f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, "
             f"got {array.dtype} {array.shape}"
         )
+    if find_spec("zarr") is None:
+        return _encode_by_tensorstore(name, array, image_size, compression, crc)
     if compression == "none":
         # Uncompressed shards are assembled here instead of by zarr, byte for byte the same.
         step = _bscans_per_chunk(array.shape) if name == "voxels" else len(array)
@@ -329,6 +332,22 @@ def _encode_by_zarr(
     with zarr.config.set({"array.write_empty_chunks": True}):
         zarr.open_array(MemoryStore(memory), mode="r+")[0] = array
     return memory[shard_key(0)].to_bytes()
+
+
+def _encode_by_tensorstore(
+    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
+) -> bytes:
+    """The same shard without zarr, as on machines that only train."""
+    import tensorstore
+
+    metadata = array_metadata(name, 1, image_size, compression, crc)
+    context = tensorstore.Context()
+    memory = tensorstore.KvStore.open({"driver": "memory"}, context=context).result()
+    memory["zarr.json"] = json.dumps(metadata).encode()
+    # By default a shard of zeros is not written either.
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "store_data_equal_to_fill_value": True}
+    tensorstore.open(spec, context=context).result()[0] = array
+    return bytes(memory[shard_key(0)])
 
 
 def write_durably(file: Path, data: bytes) -> None:

@@ -134,7 +134,7 @@ class Objective(nn.Module):
     def baseline(self, goal_BMD: Tensor) -> Tensor:
         """Loss [B] of the best answer that does not depend on the volume: here the per-channel median of all goals, the
         best constant for an absolute error. A loss near it has learned nothing of the content."""
-        constant_D = goal_BMD.float().flatten(0, 1).median(0).values
+        constant_D = median(goal_BMD.float().flatten(0, 1))
         return self.distance(constant_D.expand_as(goal_BMD), goal_BMD)
 
     def hidden_from_encoder(self, index: TokenIndex) -> Tensor | None:
@@ -162,6 +162,14 @@ class Objective(nn.Module):
         encoder, total = count_parameters(self.encoder), count_parameters(self)
         teacher = count_parameters(self.target_encoder) if self.target_encoder is not None else 0
         return {"encoder": encoder, "target_encoder": teacher, "predictor": total - encoder - teacher, "total": total}
+
+
+def median(rows_ND: Tensor) -> Tensor:
+    """[D]: the median of every column, the lower one of two."""
+    if torch.are_deterministic_algorithms_enabled():
+        # On CUDA torch refuses its own then, because of the places that it returns beside the values.
+        return rows_ND.sort(0).values[(len(rows_ND) - 1) // 2]
+    return rows_ND.median(0).values
 
 
 @torch.no_grad()

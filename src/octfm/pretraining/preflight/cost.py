@@ -99,7 +99,7 @@ def _step_cost(
         )
         with ledger, counter:
             views = [
-                _view(config, preprocessing, micro_batch, kept, num_context, num_target)
+                fake_view(config, preprocessing, micro_batch, kept, num_context, num_target)
                 for _ in range(config.objective.num_views)
             ]
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
@@ -149,7 +149,7 @@ def _gathered(model: torch.nn.Module) -> int:
     return 4 * (2 * (count_parameters(model) - sum(blocks)) + 4 * max(blocks, default=0))
 
 
-def _view(
+def fake_view(
     config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int
 ) -> View:
     """What `make_inputs` allocates on the device for one view of a micro-batch, call by call."""
