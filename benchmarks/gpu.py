@@ -1,4 +1,4 @@
-"""What the GPU path costs, cell by cell: `python benchmarks/gpu.py --out OUT [--peer VJEPA2_CLONE] [--minutes 3]`.
+"""What the GPU path costs, cell by cell: `python benchmarks/gpu.py --out OUT [--peer VJEPA2_CLONE]`.
 
 Cells come in order of what they tell. Each has a time limit and is written to OUT/cells as soon as it is there; a rerun
 goes on with those that are missing. All are computed by one worker process, which is replaced if a cell outlasts its
@@ -8,7 +8,7 @@ roofline.py, and one row for docs/log. --rehearse: tiny sizes, on the CPU.
 Cells:
   peak     rates of a matrix product and of a copy
   update   one update with inputs that are there already: network, size, tokens, mode, batch, in bf16
-  peer     the same of facebookresearch/vjepa2, eager, beside octfm at equal work (step.py)
+  peer     the same of facebookresearch/vjepa2 beside octfm at equal work (equal; step.py)
   train    octfm's loop with a store on the local disk: waiting for data, stall of checkpoints
   inputs   patches and masks of a micro-batch with and without augmentation
   embed    volumes/s of a frozen encoder
@@ -82,6 +82,8 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     found += [
         replace(each, mode=mode, **slow) for each in (budget, small, whole) for mode in ("compiled", "compiled graph")
     ]
+    if peer:
+        found += [Cell(kind, LARGE, mode="compiled", limit_s=120) for kind in ("peer", "equal")]
     found += [replace(budget, network="ViT-B"), replace(budget, network="ViT-B", mode="compiled", **slow)]
     found += [replace(each, batch=n) for n in BATCHES for each in (budget, whole, small, few)]
     found += [
@@ -218,12 +220,17 @@ class Worker:
     def peer(self, cell: Cell) -> dict[str, Any]:
         from step import build_peer
 
-        return self._step(cell, build_peer(self.chosen.peer, cell.image, cell.batch, self.device))
+        return self._step(
+            cell, build_peer(self.chosen.peer, cell.image, cell.batch, self.device, cell.mode == "compiled")
+        )
 
     def equal(self, cell: Cell) -> dict[str, Any]:
         from step import build_ours
 
-        return self._step(cell, build_ours(cell.image, cell.batch, cell.budget, equal=True, device=self.device))
+        return self._step(
+            cell,
+            build_ours(cell.image, cell.batch, cell.budget, True, device=self.device, compiled=cell.mode == "compiled"),
+        )
 
     def _step(self, cell: Cell, bare: Callable[[], None]) -> dict[str, Any]:
         torch = self.torch
@@ -421,6 +428,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, dict]:
         temporary.write_text(json.dumps(answer))
         temporary.replace(folder / f"{cell.name}.json")
         done[cell.name] = answer
+        if "CUDA error" in answer.get("trouble", ""):
+            remote.end()  # nothing works in that process any more
         print(f"{cell.name:<52}{told(answer)}", flush=True)
     if remote is not None:
         remote.end()
@@ -548,7 +557,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=Path("gpu-results"))
     arguments.add_argument("--peer", default="", help="a clone of facebookresearch/vjepa2")
-    arguments.add_argument("--minutes", type=float, default=3.0, help="for measuring; a rerun goes on")
+    arguments.add_argument("--minutes", type=float, default=2.5, help="for measuring; a rerun goes on")
     arguments.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     arguments.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = arguments.parse_args()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octfm.models.vit3d import Block
 from octfm.pretraining.inputs import make_inputs
@@ -15,12 +15,12 @@ WARM_UP = 3
 """Updates before a graph is recorded: AdamW makes its moments, libraries their handles."""
 
 
-def compile_blocks(learner: Learner) -> None:
+def compile_blocks(model: nn.Module, device: str) -> None:
     """Compile every transformer block: all blocks of one shape share one program."""
     torch.compiler.reset()
     # The CPU's is for rehearsals: the same graphs, executed by torch.
-    backend = "inductor" if learner.runtime.device.type == "cuda" else "aot_eager"
-    for module in learner.model.modules():
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    for module in model.modules():
         if isinstance(module, Block):
             module.compile(fullgraph=True, dynamic=False, backend=backend)
 
@@ -36,7 +36,7 @@ def update_of(learner: Learner, batch: Batch, context_weight: float, mode: str =
     views = make_inputs(learner.config, learner.preprocessing, runtime, batch).views
     (weight,), made = runtime.numbers(context_weight), torch.ones((), dtype=torch.bool, device=runtime.device)
     if "compiled" in mode:
-        compile_blocks(learner)
+        compile_blocks(learner.model, runtime.device.type)
 
     def update() -> Tensor:
         with runtime.autocast():

@@ -292,9 +292,13 @@ def summary() -> list[str]:
             cells = []
             for gpu in GPUS:
                 both = [predict(config, pre, gpu, micro, passes, compiled) for compiled in (False, True)]
-                cells += [f"{p.step_ms:.3g} ms, {p.mfu:.0%}, {p.bounded_by}" for p in both] + ["not yet"]
+                cells += [f"{number(p.step_ms)} ms, {p.mfu:.0%}, {p.bounded_by}" for p in both] + ["not yet"]
             lines.append(f"| {name} | {list(image)}, {tokens:,}, {passes} × {micro} | " + " | ".join(cells) + " |")
     return [*lines, ""]
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def step_work(build: Callable[[], Callable[[], None]]) -> list[Work]:
@@ -332,7 +336,7 @@ def beside_peer(path: str) -> list[str]:
             devices = [1e3 * sum(gpu.seconds(each) for each in work) for work in works]
             peer, own = (max(pair) for pair in zip(devices, hosts, strict=True))
             said = [
-                f"{ms:.3g} ({'host' if host > device else 'device'})"
+                f"{number(ms)} ({'host' if host > device else 'device'})"
                 for ms, host, device in zip((peer, own), hosts, devices, strict=True)
             ]
             cells += [*said, f"{peer / own:.2f}", "not yet"]

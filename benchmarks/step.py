@@ -62,8 +62,8 @@ def draw_masks(size, batch: int, budget: int | None, seed: int = 0):
     return np.array(kept), np.array(seen), np.array(asked)
 
 
-def build_peer(path: str, size, batch: int, device: str = "cpu"):
-    """A function that runs one step of the peer."""
+def build_peer(path: str, size, batch: int, device: str = "cpu", compiled: bool = False):
+    """A function that runs one step of the peer; `compiled` as its training loop can."""
     import torch
     from torch.nn import functional as F
 
@@ -103,6 +103,8 @@ def build_peer(path: str, size, batch: int, device: str = "cpu"):
             num_mask_tokens=2,
         )
     target = deepcopy(encoder).requires_grad_(False)
+    for network in (encoder, target, predictor) if compiled else ():
+        network.compile()
     named = [(n, p) for module in (encoder, predictor) for n, p in module.named_parameters()]
     groups = [
         {"params": [p for n, p in named if "bias" not in n and p.ndim != 1]},
@@ -128,7 +130,15 @@ def build_peer(path: str, size, batch: int, device: str = "cpu"):
     return step
 
 
-def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing: bool = False, device: str = "cpu"):
+def build_ours(
+    size,
+    batch: int,
+    budget: int | None,
+    equal: bool,
+    checkpointing: bool = False,
+    device: str = "cpu",
+    compiled: bool = False,
+):
     """A function that runs one step of octfm; `checkpointing` recomputes activations instead of keeping them."""
     import torch
 
@@ -143,6 +153,10 @@ def build_ours(size, batch: int, budget: int | None, equal: bool, checkpointing:
     encoder = ViTConfig(width=WIDTH, depth=DEPTH, heads=HEADS, activation_checkpointing=checkpointing)
     with torch.device(device):
         model = JEPA(encoder, predictor, grid)
+    if compiled:
+        from gpu_step import compile_blocks
+
+        compile_blocks(model, device)
     decayed, free = optimizer_groups(model)
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=1e-4, fused=True)
     index = TokenIndex(*(torch.from_numpy(m).to(device) for m in draw_masks(size, batch, budget)))

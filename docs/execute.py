@@ -52,8 +52,9 @@ def printed(command: str, folder: Path) -> str:
 
 
 def shape(text: str) -> str:
-    """A page without its numbers, which differ between machines."""
-    return re.sub(r" +", " ", re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "N", text))
+    """A page without its numbers and units of time, which differ between machines."""
+    plain = re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "N", text)
+    return re.sub(r" +", " ", re.sub(r"\bN (ms|s|min)\b", "N s", plain))
 
 
 if __name__ == "__main__":

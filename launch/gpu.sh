@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can prove, in at most eight minutes: tests/gpu, then benchmarks/gpu.py.
 #
-#   launch/gpu.sh [--out gpu-results] [--peer VJEPA2_CLONE] [--minutes 3] [--rehearse]
+#   launch/gpu.sh [--out gpu-results] [--peer VJEPA2_CLONE] [--minutes 2.5] [--rehearse]
 #
 # PYTHON names an interpreter whose torch sees the device. Packages that it lacks are taken from wheels/, where
 # launch/gpu_bundle.sh has put them. Run it again with the same --out to measure what is missing; tests that have passed

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from octfm.pretraining import pretrain as loop
 from octfm.run.launch import meet
-from support.tiny_runs import config, final, quick_pretrain, quiet, rows
+from support.tiny_runs import assert_nearly_the_same, config, final, quick_pretrain, quiet, rows
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ def group(device, monkeypatch):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_run_of_one_rank_is_that_of_one_process(device, store, tmp_path, monkeypatch, group, parallel):
+def test_a_run_of_one_rank_is_that_of_one_process(device, store, tmp_path, monkeypatch, group, deterministic, parallel):
     settings = config(runtime={"parallel": parallel, "timeout_s": 60})
     alone = quick_pretrain(settings, store, tmp_path / "alone", device, echo=quiet)
     calls, reduce = [], dist.all_reduce
@@ -61,8 +61,7 @@ def test_a_run_of_one_rank_is_that_of_one_process(device, store, tmp_path, monke
     assert (run / "checkpoints" / "step-00000008.dcp").is_dir() == (parallel == "fsdp")
     found, expected = final(run), final(alone)
     assert found["step"] == 8 and len(rows(run)) == 8
-    for name, tensor in expected["model"].items():
-        torch.testing.assert_close(found["model"][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    assert_nearly_the_same(found["model"], expected["model"])
 
 
 def test_shards_are_read_again_by_the_rank_and_by_a_single_process(device, store, tmp_path, monkeypatch, group):

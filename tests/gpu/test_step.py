@@ -16,7 +16,7 @@ from support.tiny_runs import TINY, config, quick_pretrain, quiet, rows
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu_step import WARM_UP, update_of
+from gpu_step import WARM_UP, compile_blocks, update_of
 
 pytestmark = pytest.mark.gpu
 LR, DECAY, EMA, CONTEXT = 1e-3, 0.05, 0.99, 0.5
@@ -35,9 +35,9 @@ def batch_of(store, size=4):
         return loader.batches(0)
 
 
-def gradients(learner, batch):
+def gradients(learner, batch, everything=False):
     """Results of the first micro-batch and the gradients on the host."""
-    done = accumulate(learner, batch, CONTEXT, everything=True)
+    done = accumulate(learner, batch, CONTEXT, everything=everything)
     return done[0], {name: p.grad.cpu() for name, p in learner.model.named_parameters() if p.grad is not None}
 
 
@@ -54,7 +54,7 @@ def assert_alike(found, expected, tolerance):
 def test_step_and_gradients_are_the_cpus_to_1e_4(device, store, objective):
     one, other = (learner_on(name, store, objective={"name": objective}) for name in ("cpu", device))
     batch = batch_of(store)
-    (expected, on_cpu), (found, on_device) = gradients(one, batch), gradients(other, batch)
+    (expected, on_cpu), (found, on_device) = gradients(one, batch, True), gradients(other, batch, True)
     torch.testing.assert_close(found.loss.cpu(), expected.loss, rtol=1e-4, atol=0)
     torch.testing.assert_close(found.masked_loss_B.cpu(), expected.masked_loss_B, rtol=1e-4, atol=0)
     assert found.leak is not None and float(found.leak) == 0, "and hidden voxels are hidden there as well"
@@ -88,12 +88,14 @@ def test_fifty_steps_in_bf16_stay_near_those_in_fp32(device, store, tmp_path):
     assert (curves[0] != curves[1]).any(), "bf16 was not used"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_compiled_step_is_the_eager_one(device, store, precision):
+@pytest.mark.parametrize(("precision", "what"), [("fp32", "blocks"), ("bf16", "blocks"), ("fp32", "whole")])
+def test_the_compiled_step_is_the_eager_one(device, store, precision, what):
     batch = batch_of(store)
     eager, compiled = learner_on(device, store, precision), learner_on(device, store, precision)
-    # Without a compiler for the CPU at hand: the same graphs, executed by torch.
-    compiled.model.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    if what == "blocks":
+        compile_blocks(compiled.model, device)
+    else:
+        compiled.model.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     (expected, exact), (found, own) = gradients(eager, batch), gradients(compiled, batch)
     tolerance = 1e-4 if precision == "fp32" else 2e-2
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance, atol=0)

@@ -4,10 +4,14 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
 from octfm.encoder.encoder import load_encoder
+from octfm.layers.finder import LayerFinder
+from octfm.models.layer_net import MASKS, LayerNet, LayerNetConfig
 from octfm.run.runtime import start
 from octfm.tasks import finetune as tuning
+from octfm.volume.volume import Volume
 from support.finetune_runs import settings, write_labels
 from support.small_store import darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet, rows
@@ -38,6 +42,29 @@ def test_vectors_and_tokens_are_those_of_the_cpu(device, graded, run, precision)
         np.testing.assert_allclose(
             found.encode_grid(arrays.voxels), exact.encode_grid(arrays.voxels), rtol=1e-3, atol=1e-4
         )
+
+
+def bscans() -> Volume:
+    """Three B-scans with a bright band on a dark ground."""
+    rng, row = np.random.default_rng(0), np.arange(192)[None, :, None]
+    middle = 90 + 10 * np.sin(np.arange(160) / 30)[None, None, :] + np.arange(3)[:, None, None]
+    voxels = 200 * np.exp(-(((row - middle) / 25) ** 2)) + rng.normal(30, 8, (3, 192, 160))
+    return Volume(voxels.clip(0, 255).astype(np.uint8), (0.2, 0.0039, 0.0113))
+
+
+def test_layers_are_found_where_the_cpu_finds_them(device):
+    torch.manual_seed(0)
+    network = LayerNet(LayerNetConfig((16, 16, 16)))
+    # Lesions need scipy.
+    masks = MASKS if find_spec("scipy") else ()
+    expected = LayerFinder(network, masks=masks).find(bscans())
+    found = LayerFinder(network, masks=masks, runtime=start(device=device)).find(bscans())
+    assert np.isfinite(expected.rows).mean() > 0.5, "an untrained network finds something, too"
+    both = np.isfinite(expected.rows) & np.isfinite(found.rows)
+    # Convolutions round differently (TF32); where two paths are as likely, another one may win.
+    assert (np.isfinite(expected.rows) == np.isfinite(found.rows)).mean() > 0.99
+    assert (np.abs(expected.rows - found.rows)[both] < 0.1).mean() > 0.98
+    assert (expected.lesions == found.lesions).mean() > 0.98
 
 
 @pytest.mark.parametrize("way", ["finetune", "frozen", "lora"])
