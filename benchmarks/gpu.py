@@ -84,6 +84,7 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     ]
     if peer:
         found += [Cell(kind, LARGE, mode="compiled", limit_s=120) for kind in ("peer", "equal")]
+    found += [replace(budget, mode="whole compiled", limit_s=150)]
     found += [replace(budget, network="ViT-B"), replace(budget, network="ViT-B", mode="compiled", **slow)]
     found += [replace(each, batch=n) for n in BATCHES for each in (budget, whole, small, few)]
     found += [
@@ -196,7 +197,8 @@ class Worker:
         from octfm.run.runtime import start
 
         config, preprocessing = settings_of(cell, self.chosen.rehearse, **changes)
-        learner = Learner(config, preprocessing, start("bf16", self.device))
+        runtime = replace(start("bf16", self.device), compiles=cell.mode == "whole compiled")
+        learner = Learner(config, preprocessing, runtime)
         # A rate so low that random weights stay finite; an update takes as long at any rate.
         learner.set_rates(1e-6, 0.0, 0.999)
         return learner, _batch(config, preprocessing, None, np.arange(0))

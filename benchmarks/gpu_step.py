@@ -1,4 +1,4 @@
-"""One update on inputs that are on the device already: eager, with compiled blocks, or replayed as a CUDA graph."""
+"""One update on inputs that are on the device already: eager, compiled, or replayed as a CUDA graph."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,9 @@ from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.store.loader import Batch
 
-MODES = ("eager", "compiled", "graph", "compiled graph")
+MODES = ("eager", "compiled", "graph", "compiled graph", "whole compiled")
+"""`compiled`: every transformer block. `whole compiled`: networks and loss at once, for a learner whose runtime
+compiles (runtime.compile)."""
 WARM_UP = 3
 """Updates before a graph is recorded: AdamW makes its moments, libraries their handles."""
 
@@ -35,12 +37,12 @@ def update_of(learner: Learner, batch: Batch, context_weight: float, mode: str =
     runtime = learner.runtime
     views = make_inputs(learner.config, learner.preprocessing, runtime, batch).views
     (weight,), made = runtime.numbers(context_weight), torch.ones((), dtype=torch.bool, device=runtime.device)
-    if "compiled" in mode:
+    if mode.startswith("compiled"):
         compile_blocks(learner.model, runtime.device.type)
 
     def update() -> Tensor:
         with runtime.autocast():
-            loss = learner.model(views, weight).loss
+            loss = learner.compiled(views, weight).loss
         loss.backward()
         runtime.clip(learner.trained, learner.config.clip_grad_norm)
         learner.update(made)
