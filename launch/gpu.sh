@@ -7,7 +7,7 @@
 # launch/gpu_bundle.sh has put them. Run it again with the same --out to measure what is missing; tests that have passed
 # are not run again. Ends with 1 if a test failed. --rehearse: tiny sizes, on the CPU.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 out=gpu-results
 options=()
@@ -15,6 +15,10 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --out)
             out=$2
+            shift
+            ;;
+        --peer)
+            options+=("$1" "$(realpath "$2")")
             shift
             ;;
         --rehearse)
@@ -25,23 +29,41 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ ${#options[@]} -gt 0 ] || [ ! -d peer ] || options=(--peer peer)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+cd "$root" || exit 1
+if [ -d peer ] && [[ " ${options[*]} " != *" --peer "* ]]; then
+    options+=(--peer peer)
+fi
 
 export PYTHONPATH=$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-if ! "$python" -c 'import numpy, pydantic, pytest, tensorstore, torch, yaml' 2>"$out/missing.txt"; then
-    if ! compgen -G 'wheels/*.whl' >/dev/null; then
-        tail -1 "$out/missing.txt" >&2
-        echo "install it, or make a bundle with wheels: launch/gpu_bundle.sh" >&2
+wheels=()
+for module in torch numpy yaml tensorstore pydantic pytest; do
+    "$python" -c "import $module" 2>/dev/null && continue
+    case "$module" in
+        pydantic) wheels+=(wheels/pydantic*.whl wheels/annotated_types*.whl wheels/typing_*.whl) ;;
+        pytest) wheels+=(wheels/pytest*.whl wheels/pluggy*.whl wheels/iniconfig*.whl wheels/packaging*.whl wheels/pygments*.whl) ;;
+        *)
+            echo "$python has no $module; name another interpreter with PYTHON=" >&2
+            exit 1
+            ;;
+    esac
+done
+for wheel in "${wheels[@]}"; do
+    if [ ! -f "$wheel" ]; then
+        echo "$python lacks packages, and there is no $wheel; install pydantic and pytest, or use launch/gpu_bundle.sh" >&2
         exit 1
     fi
-    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$out/site" wheels/*.whl || exit 1
+done
+if [ ${#wheels[@]} -gt 0 ]; then
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$out/site" "${wheels[@]}" || exit 1
     export PYTHONPATH=$out/site:$PYTHONPATH
 fi
-rm -f "$out/missing.txt"
-"$python" -c 'import torch; print("torch", torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA")'
+if [ "${OCTFM_GPU_TESTS_ON:-cuda}" = cuda ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "torch of $python finds no CUDA device; --rehearse runs everything in tiny sizes on the CPU" >&2
+    exit 1
+fi
 
 code=0
 if [ ! -f "$out/tests-passed" ]; then
