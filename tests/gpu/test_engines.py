@@ -57,7 +57,7 @@ def test_a_run_of_one_rank_is_that_of_one_process(device, store, tmp_path, monke
         patch.setattr(loop, "join", lambda *_: group(settings))
         patch.setattr(dist, "all_reduce", counted)
         run = quick_pretrain(settings, store, tmp_path / "run", device, echo=quiet)
-    assert calls and set(calls) == {device}
+    assert device in calls, "gradients of ddp and sums over shards go through the group"
     assert (run / "checkpoints" / "step-00000008.dcp").is_dir() == (parallel == "fsdp")
     found, expected = final(run), final(alone)
     assert found["step"] == 8 and len(rows(run)) == 8
