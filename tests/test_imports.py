@@ -29,6 +29,9 @@ TRAINING_PATH = [
     "octfm.store.store",
     "octfm.volume.preprocessing",
     "octfm.pretraining.masks",
+    "octfm.pretraining.bench",
+    "octfm.encoder.encoder",
+    "octfm.tasks.finetune",
 ]
 LIGHT = {"torch", "numpy", "yaml", "pydantic", "tensorstore"}
 

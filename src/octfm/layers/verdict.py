@@ -7,7 +7,6 @@ what they refuse in vain, and prints the distribution of every measure: run it a
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.ndimage import uniform_filter1d
 
 from octfm.layers.finder import LayerFinder, Layers, without_white_padding
 from octfm.models.layer_net import SURFACES
@@ -184,6 +183,8 @@ def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
 
     Rows that are NaN are interpolated. Beyond its ends a B-scan goes on as it began, so a tilt is no wave.
     """
+    from scipy.ndimage import uniform_filter1d
+
     width = rows_DW.shape[1]
     reach = max(1, round(WAVE_MM / spacing_mm[2] / 2))
     if width <= reach + 1:
