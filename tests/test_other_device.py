@@ -13,7 +13,7 @@ import torch
 from octfm.config import load
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run.runtime import device_named
+from octfm.run.runtime import device_named, precision_on
 from support.device_traces import TRACES, metrics_of
 
 SCRIPT = Path(__file__).parent / "support" / "device_traces.py"
@@ -82,6 +82,15 @@ def test_a_device_that_is_not_there_is_one_clear_line(name, message):
     with pytest.raises(ConfigError, match=message):
         device_named(name)
     assert device_named("auto") == device_named(None) == device_named("cpu") == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has what is missed here")
+def test_a_device_without_bfloat16_computes_in_float32_and_says_so(capsys):
+    assert precision_on(torch.device("mps"), "bf16") == "fp32"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no bfloat16" in line and line.endswith("computing in float32 instead")
+    assert precision_on(torch.device("mps"), "fp32") == "fp32" and precision_on(torch.device("cpu"), "bf16") == "bf16"
+    assert capsys.readouterr().err == ""
 
 
 def test_device_xla_is_the_engine_of_that_name():
