@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from octfm.errors import EvaluationError
+from octfm.report.figures import efficiency_plots, overview_forest, training_charts
 from octfm.report.html import summary_lines, write_report
-from octfm.report.images import example_pictures, pca_pictures
-from octfm.report.words import key_result
+from octfm.report.images import example_pictures
+from octfm.report.overview import data_flow, next_step
+from octfm.report.sources import gather
+from octfm.report.words import interval, key_result, verdict
 from octfm.tasks.scene import Overlay, Placement, Scene
-from support.browser import assert_renders, needs_chromium
+from support.browser import Browser, assert_renders, needs_chromium
 from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
 
 
@@ -28,19 +31,32 @@ def page(tmp_path_factory) -> Path:
 
 
 class Elements(HTMLParser):
-    """Every tag with its attributes, every id, and the visible text."""
+    """Every tag with its attributes, the text, and the part of it that is visible before anything is unfolded."""
+
+    HIDDEN = ("style", "script", "title")
 
     def __init__(self, text: str):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
+        self.unfolded: list[str] = []
+        self.open: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        if tag in (*self.HIDDEN, "details", "summary"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
 
     def handle_data(self, data):
         self.text.append(data)
+        folded = self.open.count("details") > (self.open[-1:] == ["summary"])
+        if not folded and not set(self.HIDDEN) & set(self.open):
+            self.unfolded.append(data)
 
 
 def test_page_loads_nothing_from_anywhere(page):
@@ -79,7 +95,7 @@ def test_every_picture_and_chart_has_a_text_for_those_who_cannot_see_it(page):
     tags = Elements(page.read_text()).tags
     assert all(a.get("alt") for t, a in tags if t == "img")
     assert all(a.get("aria-label") for t, a in tags if t == "svg")
-    assert sum(t == "img" for t, _ in tags) == 3 * 5 + 3 * 3
+    assert sum(t == "img" for t, _ in tags) == 1 + 2 * 6
     assert sum(t == "svg" for t, _ in tags) >= 10
 
 
@@ -89,18 +105,18 @@ def test_page_says_what_happened(page):
         "among 126 participants it had never seen, the pretrained encoder reaches AUROC 0.91 (0.86 to 0.95)",
         "better than the same encoder at random initialisation: AUROC +0.11 (+0.06 to +0.16)",
         "That is with 174 labelled participants to learn from; with 44: +0.13 (+0.08 to +0.18), better; with 87: +0.02 (-0.03 to +0.07)",
-        "What pretraining saves in labels",
-        "40 OCT volumes of 20 participants were accepted",
-        "truncated_pixel_data 3",
+        "what pretraining saves in labels",
+        "20 participants",
+        "40 volumes",
+        "1 skipped, 3 rejected",
+        "truncated_pixel_data",
         "0 are shared between splits",
         "this one is broken",
         "iop was not probed",
         "AUROC of disease with nested shares of the training participants",
         "octfm pretrain demo data.store=prepared --out run",
         "5,900,000",
-        "right in 91 (86 to 95) pairs out of 100 (guessing: 50)",
-        "Predicting central retinal thickness: 62 (50 to 71) % of the differences",
-        "Diagnosis, screening, triage or any decision about a patient",
+        "Not for diagnosis, screening, triage or any decision about a patient",
         "better than the same encoder at random initialisation",
     ):
         assert sentence in text, sentence
@@ -134,7 +150,7 @@ def test_missing_parts_give_a_sentence(tmp_path):
         "No training step has been logged yet",
         "No health verdict",
         "No example pictures",
-        "No token map",
+        "octfm embed",
     ):
         assert sentence in text, sentence
 
@@ -252,7 +268,7 @@ def corner_scene(laterality: str) -> Scene:
 @pytest.mark.parametrize("laterality", ["R", "L"])
 def test_F13_pictures_have_true_orientation_proportions_and_laterality(laterality):
     (example,) = example_pictures([corner_scene(laterality)])
-    bscan, *_, enface = (decoded(p) for p in example.pictures)
+    bscan, enface = (decoded(p) for p in example.pictures if p.caption in ("Prepared B-scan", "En face"))
     if laterality == "L":
         bscan, enface = bscan[:, ::-1], enface[:, ::-1]
     assert ("left" in example.detail) == (laterality == "L") and "mirrored" not in example.detail
@@ -268,7 +284,8 @@ def test_F13_pictures_have_true_orientation_proportions_and_laterality(lateralit
 
 @pytest.mark.parametrize("laterality", ["R", "L"])
 def test_F13_token_map_has_the_orientation_of_the_volume(laterality):
-    _, bscan, enface = (decoded(p) for p in pca_pictures([corner_scene(laterality)])[0].pictures)
+    (example,) = example_pictures([corner_scene(laterality)])
+    bscan, enface = (decoded(p) for p in example.pictures if "PCA" in p.caption)
     if laterality == "L":
         bscan, enface = bscan[:, ::-1], enface[:, ::-1]
     h, w = bscan.shape[:2]
@@ -285,6 +302,127 @@ def test_report_never_imports_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
+def test_at_most_600_words_before_unfolding_and_nothing_twice(page):
+    elements = Elements(page.read_text())
+    shown = " ".join(" ".join(elements.unfolded).split())
+    assert 150 < len(shown.split()) <= 600
+    assert len(" ".join(elements.text).split()) > len(shown.split()) + 200, "the rest is folded"
+    sentences = [s for s in re.split(r"(?<=[.:])\s", shown) if len(s.split()) > 5]
+    assert len(sentences) == len(set(sentences))
+    assert shown.count("0.91 (0.86 to 0.95)") == 2, "in the verdict and in the forest plot, nowhere else"
+    details = [a for t, a in elements.tags if t == "details"]
+    assert len(details) >= 9 and not any("open" in a for a in details)
+
+
+def test_the_verdict_is_two_sentences():
+    result = probe_result()
+    for low in (-0.01, None):
+        text = verdict(result)[1]
+        assert len(re.findall(r"[.](?=\s|$)", text)) == 2, text
+        for c in result["comparisons"]:
+            c.update(low=low, verdict="inconclusive")
+    assert len(re.findall(r"[.](?=\s|$)", verdict(result)[1])) == 2
+    assert len(re.findall(r"[.](?=\s|$)", verdict(None)[1])) == 1
+
+
+def test_counts_of_the_data_flow_agree(tmp_path):
+    run, catalog = write_run(tmp_path), write_catalog(tmp_path)
+    found = data_flow(gather(run, catalog))
+    assert [box.counts for box in found.boxes] == [("44 files",), ("20 participants", "40 volumes")]
+    assert found.boxes[0].lost == "1 skipped, 3 rejected"
+    for i, total in enumerate((20, 40)):
+        assert sum(int(box.counts[i].split()[0]) for box in found.splits) == total
+    store = write_store(tmp_path)
+    found = data_flow(gather(run, catalog, store))
+    accepted, prepared = found.boxes[1:]
+    assert prepared.label == "Prepared" and accepted.lost == "1 not prepared"
+    volumes = [int(box.counts[1].split()[0]) for box in (prepared, *found.splits)]
+    assert volumes[0] == sum(volumes[1:])
+
+
+def test_next_step_follows_from_the_result(tmp_path):
+    run = write_run(tmp_path)
+    assert next_step(gather(run), "runs/a", "prepared")[1] == ("octfm trust runs/a --store prepared --target disease",)
+    assert next_step(gather(write_run(tmp_path / "b", probe=False)), "runs/a", None)[1] == (
+        "octfm embed runs/a --store STORE",
+        "octfm probe runs/a --labels LABELS.csv",
+    )
+
+
+def test_forest_plot_has_every_target_once_and_scanner_last():
+    result = probe_result()
+    for r in [dict(r) for r in result["results"] if r["encoder"] == "histogram"]:
+        result["results"].append(r | {"encoder": "tissue_map"})
+    svg = overview_forest(result["results"]).svg
+    titles = [
+        "Disease or healthy",
+        "Which diagnosis",
+        "Which study group",
+        "Which scanner",
+        "Central retinal thickness",
+    ]
+    places = [svg.index(title) for title in titles]
+    assert places == sorted(places)
+    assert all(svg.count(title) == 1 for title in titles)
+    assert svg.count(">tissue map<") == svg.count(">untrained<") == 5
+    assert "balanced" not in svg and overview_forest([]) is None
+
+
+def test_efficiency_plot_says_what_its_intervals_mean():
+    rows = [r | {"design": "k-fold"} for r in probe_result()["label_efficiency"]]
+    (chart,) = efficiency_plots(rows)
+    assert "drawn anew for every fold" in chart.caption
+    assert "up to a third too narrow where probes are weak" in chart.caption
+    assert ">guessing<" in chart.svg and ">untrained<" in chart.svg
+    (bare,) = efficiency_plots([r | {"low": None, "high": None} for r in rows])
+    assert "too few participants for intervals" in bare.caption and "95" not in bare.caption
+
+
+def test_numbers_near_0_have_three_decimals():
+    assert interval({"difference": 0.15, "low": 0.003, "high": 0.31}) == "+0.150 (+0.003 to +0.310)"
+    assert interval({"difference": 0.15, "low": 0.03, "high": 0.31}) == "+0.15 (+0.03 to +0.31)"
+    assert interval({"difference": -0.0001, "low": None, "high": None}) == "+0.000"
+    assert interval({"estimate": 0.004, "low": None, "high": None}) == "0.004"
+
+
+def test_no_curve_of_what_the_objective_does_not_have(tmp_path):
+    """Masked voxels have neither a context loss nor a teacher, though their columns are logged."""
+    run = write_run(tmp_path, figures=False)
+    absent = {"Context loss over baseline", "Teacher movement", "EMA momentum"}
+    assert absent <= {chart.title for chart in training_charts(gather(run))}
+    record = json.loads((run / "run.json").read_text())
+    record["parameters"]["target_encoder"] = 0
+    (run / "run.json").write_text(json.dumps(record))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"kind": "train"', '"kind": "train", "context_weight": 0.0'))
+    found = {chart.title for chart in training_charts(gather(run))}
+    assert not absent & found and "Masked loss over baseline" in found
+
+
 @needs_chromium
 def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
     assert_renders(page, "Frozen probe", tmp_path)
+
+
+@needs_chromium
+def test_first_picture_on_the_first_screen_and_few_printed_pages(page, tmp_path):
+    import base64
+
+    with Browser(tmp_path) as browser:
+        browser.open(page)
+        for width, height in ((1440, 900), (390, 844)):
+            browser.call(
+                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            )
+            browser.wait(f"window.innerWidth === {width}")
+            top, bottom = browser.js(
+                "(({top, bottom}) => [top, bottom])(document.querySelector('main img').getBoundingClientRect())"
+            )
+            assert 0 < top < bottom <= height, f"{width} px"
+            assert browser.js("document.documentElement.scrollWidth") <= width, "nothing to scroll sideways"
+        assert browser.js("document.querySelector('#probe table').checkVisibility()") is False
+        printed = base64.b64decode(browser.call("Page.printToPDF")["data"])
+        assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 6
+        browser.js("document.querySelector('#look > summary').click()")
+        browser.wait("document.querySelector('#look canvas').getBoundingClientRect().width > 200")
+        browser.assert_quiet()

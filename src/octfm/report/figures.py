@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octfm.report.sources import Sources, number, series
-from octfm.report.words import METRICS
+from octfm.report.sources import Sources, lookup, number, series
+from octfm.report.words import METRICS, interval, short
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -67,19 +67,30 @@ class Line:
 @contextmanager
 def canvas(key: str, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
     """A figure in the page's style, in inches; call `to_svg` with the same key before leaving the context."""
+    with panels(key, width, height, (1,)) as (figure, (axes,)):
+        yield figure, axes
+
+
+@contextmanager
+def panels(key: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
+    """As `canvas`, with one axes below the other for each of these relative heights."""
     # The salt makes ids in the SVG the same in every rendering.
     with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, figure.subplots()
+        yield figure, list(figure.subplots(len(ratios), height_ratios=ratios, squeeze=False)[:, 0])
 
 
 def training_charts(sources: Sources) -> list[Chart]:
-    """One chart per question that a training curve answers; charts without data are left out."""
+    """One chart per question that a training curve answers; charts without data are left out, and so are those of a
+    context loss or teacher that the objective does not have."""
     train, validation = sources.train, sources.validation
-    loss = (
-        "The error of predicting hidden tissue, over the error of the best answer that never looks at the volume. "
-        "1 = learned nothing."
-    )
+    loss = "The error of predicting hidden tissue, over that of a constant prediction. 1 = learned nothing."
+    if not lookup(sources.settings, "objective", "context_loss") and train and "context_weight" in train[-1]:
+        train, validation = ([_without(row, "context_over_baseline") for row in rows] for rows in (train, validation))
+    if lookup(sources.record, "parameters", "target_encoder") == 0:
+        train = [_without(row, "ema", "teacher_step", "teacher_distance") for row in train]
+    if len(set(series(train, "weight_decay")[1])) == 1:
+        train = [_without(row, "weight_decay") for row in train]  # constant, and in the settings
     charts = [
         _chart(
             "Masked loss over baseline",
@@ -96,8 +107,8 @@ def training_charts(sources: Sources) -> list[Chart]:
         ),
         _chart(
             "Context loss over baseline",
-            "The same for the tokens that were visible: this term keeps features from collapsing. Its target moves, so "
-            "it may rise; where its weight (objective.context_loss) is 0, nothing lowers it.",
+            "The same for the visible tokens: this term keeps features from collapsing. Its target moves, so it may "
+            "rise.",
             [*_lines(train, {"context_over_baseline": "training"}), *_validation(validation, "context")],
             1,
         ),
@@ -193,6 +204,72 @@ def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
+TITLES = {
+    "disease": "Disease or healthy",
+    "diagnosis": "Which diagnosis",
+    "study_group": "Which study group",
+    "cst_um": "Central retinal thickness",
+    "scanner": "Which scanner (leakage: less is better)",
+}
+GUESSING = {"auroc": "AUROC: 0.5 is guessing, 1 perfect", "kappa": "quadratic kappa: 0 is guessing, 1 perfect",
+            "r2": "R²: 0 is guessing the mean, 1 perfect"}  # fmt: skip
+LOWEST = -0.5
+"""Left end of an axis for scores; further left, an arrow says that the interval goes on."""
+
+
+def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
+    """Every encoder on every target by one metric each, with the numbers beside: the first that was measured of AUROC,
+    R² and kappa. Narrow enough for a telephone."""
+    known = [r for r in results if r["estimate"] is not None]
+    chosen = {r["target"]: m for m in ("kappa", "r2", "auroc") for r in known if r["metric"] == m}
+    groups = {
+        m: [[r for r in known if (r["target"], r["metric"]) == (t, m)] for t in dict.fromkeys(chosen) if chosen[t] == m]
+        for m in GUESSING
+        if m in chosen.values()
+    }
+    if not groups:
+        return None
+    # Leakage last: it is no question that anybody asks of a scan.
+    groups = {m: sorted(own, key=lambda rows: rows[0]["leakage"]) for m, own in groups.items()}
+    encoders = list(dict.fromkeys(r["encoder"] for r in known))
+    heights = [sum(len(rows) + 1.25 for rows in own) for own in groups.values()]
+    key = "forest"
+    with panels(key, 4.3, 0.17 * sum(heights) + 0.42 * len(groups), heights) as (figure, parts):
+        for (metric, own), height, axes in zip(groups.items(), heights, parts, strict=True):
+            y, ticks, names = 0.0, [], []
+            for rows in own:
+                style = {"transform": axes.get_yaxis_transform(), "va": "center"}
+                axes.text(0, y, title_of(rows[0]["target"]), **style, fontweight="bold")
+                for i, row in enumerate(rows):
+                    ticks.append(y + 1 + i)
+                    names.append(plain(short(row["encoder"])))
+                    draw_interval(axes, ticks[-1], row["estimate"], row, encoders.index(row["encoder"]), None)
+                    axes.text(1.02, ticks[-1], interval(row), **style, fontsize=8)
+                    if min(row["estimate"], row["low"] or 0) < LOWEST:
+                        axes.plot([0], [ticks[-1]], "<", color=INK, markersize=4, transform=axes.get_yaxis_transform())
+                chance = rows[0]["chance"]
+                axes.plot([chance, chance], [y + 0.5, y + len(rows) + 0.5], **REFERENCE)
+                y += len(rows) + 1.25
+            axes.set_yticks(ticks, names)
+            axes.set_ylim(height - 0.4, -0.6)
+            ends = [number(r[end]) for rows in own for r in rows for end in ("low", "estimate", "chance")]
+            least = float(np.nanmin(ends))
+            axes.set_xlim(max(LOWEST, least - 0.05 * (1 - least)), 1.02)
+            axes.grid(axis="y", visible=False)
+            axes.set_xlabel(GUESSING[metric])
+        shown = [r for own in groups.values() for rows in own for r in rows]
+        svg = to_svg(figure, key, "Forest plot: " + "; ".join(_spoken(r) for r in shown))
+    untrained = "Untrained: the same network before its first update. " if "random_init" in encoders else ""
+    hollow = " Hollow: too few participants for an interval." if any(r["low"] is None for r in shown) else ""
+    caption = f"{untrained}Bars: 95\u00a0% intervals. Dashed: guessing.{hollow}"
+    return Chart("How well frozen features answer", caption, svg)
+
+
+def title_of(target: str) -> str:
+    """A target as the heading of a chart."""
+    return TITLES.get(target, plain(target))
+
+
 def forest_plots(results: Sequence[dict[str, Any]], metrics: Sequence[str] = ("auroc", "kappa", "r2")) -> list[Chart]:
     """A forest plot for each of these metrics that was measured."""
     return [chart for metric in metrics if (chart := _forest_plot(results, metric)) is not None]
@@ -254,37 +331,51 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
         if not own:
             continue
         key = re.sub(r"\W+", "-", f"efficiency-{target}-{metric}")
-        with canvas(key, 4.2, 2.35) as (figure, axes):
-            for e, encoder in enumerate(dict.fromkeys(r["encoder"] for r in own)):
+        encoders = list(dict.fromkeys(r["encoder"] for r in own))
+        with canvas(key, 4.3, 3.1) as (figure, axes):
+            axes.set_xscale("log")
+            for e, encoder in enumerate(encoders):
                 points = [r for r in own if r["encoder"] == encoder]
-                # Encoders are shifted by 3 % each so that their intervals do not overlap.
-                people = np.array([r["n_train_participants"] for r in points]) * 1.03**e
-                color, dash, marker = SERIES[e % len(SERIES)], DASHES[e % len(DASHES)], MARKERS[e % len(MARKERS)]
-                scores = [r["estimate"] for r in points]
-                axes.plot(people, scores, dash, marker=marker, markersize=4, color=color, label=encoder)
+                # Beside each other, so that intervals of equal numbers do not hide one another.
+                people = np.array([r["n_train_participants"] for r in points]) * 1.05 ** (e - (len(encoders) - 1) / 2)
+                color, marker = SERIES[e % len(SERIES)], MARKERS[e % len(MARKERS)]
+                style: dict[str, Any] = {"color": color, "linestyle": DASHES[e % len(DASHES)], "linewidth": 1.4}
+                name = plain(short(encoder))
+                axes.plot(people, [r["estimate"] for r in points], marker=marker, markersize=6, label=name, **style)
                 for x, r in zip(people, points, strict=True):
                     if r["low"] is not None:
-                        axes.plot([x, x], [r["low"], r["high"]], color=color, linewidth=1.0)
-            axes.axhline(own[0]["chance"], **REFERENCE)
-            axes.set_xscale("log")
-            ticks = sorted({r["n_train_participants"] for r in own})
-            axes.set_xticks(ticks, [str(n) for n in ticks])
+                        axes.plot([x, x], [r["low"], r["high"]], color=color, linewidth=1.8, solid_capstyle="round")
+            axes.axhline(own[0]["chance"], **REFERENCE, label="guessing")
+            axes.set_xticks(*_log_ticks(sorted({r["n_train_participants"] for r in own})))
             axes.minorticks_off()
             axes.set_xlabel("participants with a label")
-            axes.legend(loc="best")
+            axes.set_ylabel(str(METRICS.get(metric, metric)))
+            # Above the plot: inside, it would cover a curve.
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2, handlelength=3.2)
             spoken = "; ".join(f"{r['encoder']} {r['fraction']:.0%}: {number(r['estimate']):.2f}" for r in own)
             svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
         shared, weak = "training participants", ""
         if own[0].get("design") == "k-fold":
             shared = "participants that each fold's probe learns from, drawn anew for every fold"
             weak = ", up to a third too narrow where probes are weak"
+        bars = f"; 95\u00a0% intervals over draws and participants together{weak}"
+        bars = bars if any(r["low"] is not None for r in own) else "; too few participants for intervals"
         caption = (
             f"{METRICS.get(metric, metric)} of {plain(target)} with nested shares of the {shared}; those tested stay "
-            f"the same. Mean of {own[0]['seeds']} draws; 95\u00a0% intervals over draws and participants "
-            f"together{weak}. The dashed line is chance."
+            f"the same. Mean of {own[0]['seeds']} draws{bars}."
         )
-        charts.append(Chart(f"Label efficiency: {plain(target)}", caption, svg))
+        charts.append(Chart(f"Label efficiency: {title_of(target)}", caption, svg))
     return charts
+
+
+def _log_ticks(numbers: Sequence[int]) -> tuple[list[int], list[str]]:
+    """The largest number and those below it that leave their labels room on a logarithmic axis."""
+    least = (numbers[-1] / numbers[0]) ** 0.1 if len(numbers) > 1 else 1
+    kept: list[int] = []
+    for n in reversed(numbers):
+        if not kept or kept[-1] / n > least:
+            kept.append(n)
+    return kept, [f"{n:,}" for n in kept]
 
 
 def _chart(
@@ -373,6 +464,10 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return steps[kept], values[kept]
 
 
+def _without(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
+
+
 def _lines(rows: list[dict[str, Any]], names: dict[str, str]) -> list[Line]:
     return [Line(label, *series(rows, name)) for name, label in names.items()]
 
@@ -401,13 +496,18 @@ def to_svg(figure: Figure, key: str, alt: str) -> str:
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{key}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
-    svg = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", svg)
+    svg = re.sub(r"font: (?:(\d+) )?([\d.]+)px [^;\"]+", _font, svg)
     svg = re.sub(r"font-family: [^;\"]+;?", "", svg)
     # Fixed colours would not follow the page's dark scheme.
     svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     for i, color in enumerate(SERIES):
         svg = svg.replace(color, f"var(--series-{i + 1})")
     return svg.replace("<svg", f'<svg role="img" aria-label={quoteattr(alt)}', 1)
+
+
+def _font(found: re.Match[str]) -> str:
+    weight = f"font-weight: {found[1]}; " if found[1] else ""
+    return f"{weight}font-size: {found[2]}px"
 
 
 def plain(name: str) -> str:

@@ -8,12 +8,16 @@ from typing import Any
 from octfm.errors import EvaluationError
 from octfm.io.location import Location, location
 from octfm.report import figures, images, words
-from octfm.report.overview import two_minutes
+from octfm.report.overview import NOT_FOR, about, data_flow, next_step
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
+from octfm.report.participants import by_split, characteristics
 from octfm.report.shareable import NAME, shareable, shareable_command
 from octfm.report.sources import Sources, flat, gather
 from octfm.report.viewer import Viewer, viewer
 from octfm.run.bucket import local_run
+
+COUNTED = ("Participants", "Volumes")
+"""Rows of `characteristics` that the page has elsewhere."""
 
 
 def write_report(
@@ -37,12 +41,16 @@ def write_report(
     command = ["octfm", "report", str(run)]
     for option, value in (("--catalog", catalog), ("--store", store_path)):
         command += [option, str(value)] if value is not None else []
-    facts = _facts(sources if images else shareable(sources), shlex.join(command))
+    shown = sources if images else shareable(sources)
+    facts = _facts(shown, shlex.join(command))
+    why, commands = next_step(shown, str(run), str(store_path) if store_path is not None else None)
     if not images:
         facts |= {"commands": list(dict.fromkeys(map(shareable_command, facts["commands"])))}
+        commands = tuple(map(shareable_command, commands))
+    facts |= {"next": (why, commands)}
     page = ""
-    for per_scanner in (2, 1, 0) if images else (0,):
-        facts |= _pictures(sources, per_scanner) | {"viewer": None}
+    for pictures in (True, False) if images else (False,):
+        facts |= _pictures(sources, pictures) | {"viewer": None}
         page = render("report.html.jinja", facts)
         if images:
             # The viewer gets the room that the rest of the page leaves.
@@ -60,18 +68,24 @@ def summary_lines(run: Path, *, catalog: Location | None = None, store_path: Loc
 
 
 def _facts(sources: Sources, command: str) -> dict[str, Any]:
-    tone, key = words.key_result(sources.probe)
+    tone, key = words.verdict(sources.probe)
     name = sources.run.resolve().name
     return {
         "title": name,
         "subtitle": words.subtitle(sources, name if name == NAME else f"Run folder {name}"),
         "tone": tone,
         "key": key,
-        "minutes": two_minutes(sources),
-        "five": words.five_lines(sources),
+        "forest": figures.overview_forest(sources.probe["results"]) if sources.probe is not None else None,
+        "flow": data_flow(sources),
+        "not_for": NOT_FOR,
+        "p": words.p_value,
+        "about": about(sources),
         "data": _data(sources),
         "charts": figures.training_charts(sources),
+        "training": words.training_line(sources),
+        "advice": words.checkpoint_advice([*sources.online, *sources.validation]),
         "health": words.latest_health(sources.health),
+        "health_line": words.health_line(sources),
         "probe": _probe(sources.probe),
         "record": _record(sources),
         "config": sources.config,
@@ -79,10 +93,11 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
     }
 
 
-def _pictures(sources: Sources, per_scanner: int) -> dict[str, Any]:
+def _pictures(sources: Sources, examples: bool) -> dict[str, Any]:
+    first = sources.scenes[0] if sources.scenes else None
     return {
-        "examples": images.example_pictures(sources.scenes, per_scanner) if per_scanner else [],
-        "pca": images.pca_pictures(sources.scenes, per_scanner) if per_scanner else [],
+        "scan": (first, images.tissue_picture(first)) if examples and first is not None else None,
+        "examples": images.example_pictures(sources.scenes) if examples else [],
     }
 
 
@@ -122,23 +137,23 @@ def _data(sources: Sources) -> dict[str, Any]:
                 "unsure": f"{unsure / len(rows):.0%} ({unsure})" if rows else None,
             }
         )
-    members: dict[str, set[str]] = {}
-    volumes: Counter[str] = Counter()
-    for a in accepted or prepared:
-        split = a.split or "none"
-        members.setdefault(split, set()).add(a.participant)
-        volumes[split] += 1
-    order = [s for s in ("train", "val", "test", "none") if s in members]
+    members = {split: {a.participant for a in own} for split, own in by_split(sources).items()}
+    order = list(members)
     # File names without folders: pages are passed around, and rejects.parquet has the whole path. The first of a code.
     rejects = reversed(catalog.rejects) if catalog else ()
     first_of_code = {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in rejects}
     summary = catalog.summary() if catalog else {}
     unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
+    rejected = (
+        "" if catalog is None else f"{len(catalog.rejects) or 'no'} file{'s' * (len(catalog.rejects) != 1)} rejected"
+    )
     return {
+        "state": rejected,
         "has_catalog": catalog is not None,
         "has_store": store is not None,
         "scanners": scanners,
-        "splits": [{"name": s, "participants": len(members[s]), "volumes": volumes[s]} for s in order],
+        "splits": order,
+        "people": [row for row in characteristics(sources) if not row[0].startswith(COUNTED)],
         "shared": sum(len(members[a] & members[b]) for i, a in enumerate(order) for b in order[i + 1 :]),
         "rejects": [
             {"code": code, "count": n, "sentence": first_of_code[code]}
@@ -153,12 +168,14 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
     if probe is None:
         return None
     encoders = {r["encoder"]: words.encoder(r["encoder"]) for r in probe["results"]}
+    targets = list(dict.fromkeys(r["target"] for r in probe["results"]))
     return {
+        "state": f"{len(targets)} target{'s' * (len(targets) != 1)}, {len(encoders)} encoders, every number",
         "encoders": encoders,
         "rows": words.score_rows(probe["results"], encoders),
         "comparisons": words.comparison_rows(probe["comparisons"]),
         "by_labels": words.comparison_rows(probe.get("label_efficiency_comparisons", [])),
-        "forests": figures.forest_plots(probe["results"]),
+        "fewer": words.with_fewer_labels(probe),
         "efficiency": figures.efficiency_plots(probe.get("label_efficiency", [])),
         "skipped": probe.get("skipped", []),
         "settings": probe.get("settings", {}),

@@ -20,7 +20,6 @@ from octfm.volume.volume import Volume
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito's sky blue, orange, green and yellow; each has a contrast of 3:1 or more on a dark OCT background."""
 WIDTH_PX = 660
-PER_SCANNER = 2
 # White text with a dark rim is readable on tissue, vitreous and PCA colours.
 RIM = [withStroke(linewidth=2.5, foreground="black")]
 
@@ -41,51 +40,58 @@ class Example:
     pictures: list[Picture]
 
 
-def example_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> list[Example]:
-    """Per scanner: a prepared B-scan, the same with tissue band, tokens and a training mask, and the en-face view."""
+def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
+    """The first volume of each scanner: prepared B-scan, tissue, a training mask, token features, en-face views."""
     examples = []
-    for scene in _some_of_each(scenes, per_scanner):
+    for scene in {scene.scanner: scene for scene in reversed(scenes)}.values():
         seen, spacing, k, scanner = scene.as_seen(), scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
-        voxels, band = seen.voxels, seen.overlay("band")
-        tokens, mask = _token_slice(scene, "tokens", k), _token_slice(scene, "mask", k)
+        voxels, mask = seen.voxels, _token_slice(scene, "mask", k)
         alt = f"Middle B-scan of a {scanner} volume, without overlays"
-        pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", alt)]
-        if band is not None:
-            alt = "The same B-scan between the two surfaces of its tissue band"
-            pictures.append(_bscan(voxels[k], spacing, "Tissue band", alt, band=band[:, k]))
-        if tokens is not None:
-            alt = f"The same B-scan, tissue tokens tinted green, {np.mean(tokens == 0):.0%} of this slice"
-            pictures.append(_bscan(voxels[k], spacing, "Tokens: tissue", alt, tint=_tint(tokens, {0: TISSUE})))
+        pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", alt), tissue_picture(scene)]
         if mask is not None:
             alt = "The same B-scan under one training mask: context blue, target orange, unused dark"
             tint = _tint(mask, {0: CONTEXT, 1: TARGET}, dark=True)
             pictures.append(_bscan(voxels[k], spacing, "Mask: context, target", alt, tint=tint))
+        pictures += _pca_pictures(scene, seen.voxels, k)
         alt = f"Tissue brightness seen from the front, {scanner}"
         pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
-        examples.append(Example(scanner, _eye(scene), pictures))
-    return examples
+        examples.append(Example(scanner, _eye(scene), [picture for picture in pictures if picture is not None]))
+    return examples[::-1]
 
 
-def pca_pictures(scenes: Sequence[Scene], per_scanner: int = PER_SCANNER) -> list[Example]:
-    """The first three principal components of tokens as red, green and blue, over a B-scan and en face."""
-    examples = []
-    for scene in _some_of_each(scenes, per_scanner):
-        seen, spacing, k, scanner = scene.as_seen(), scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
-        pca = _tokens(scene, "pca")
-        if pca is None:
-            continue
-        pca = pca[..., :3] / 255 * (pca[..., 3:] > 0)  # tokens outside tissue are black
-        token_slice = min(k * len(pca) // len(seen.voxels), len(pca) - 1)
-        weight = _token_brightness(seen.voxels, pca.shape[:3])
-        enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
-        depth, height, width = seen.voxels.shape
-        plain = _bscan(seen.voxels[k], spacing, "B-scan", f"Middle B-scan of a {scanner} volume")
-        alt = "Colours of the tokens of the same B-scan"
-        coloured = _bscan(pca[token_slice], spacing, "PCA of its tokens", alt, size=(height, width))
-        alt = f"Token colours averaged over depth, seen from the front, {scanner}"
-        above = _enface(enface, spacing, scene.laterality, "PCA en face", alt, size=(depth, width))
-        examples.append(Example(scanner, _eye(scene), [plain, coloured, above]))
-    return examples
+def tissue_picture(scene: Scene) -> Picture | None:
+    """The middle B-scan with its tissue band and tinted tissue tokens; None if the scene has neither."""
+    seen, k = scene.as_seen(), len(scene.voxels) // 2
+    band, tokens = seen.overlay("band"), _token_slice(scene, "tokens", k)
+    if band is None and tokens is None:
+        return None
+    lines = " between the two yellow surfaces of its tissue band" if band is not None else ""
+    tinted = f", tissue tokens tinted green, {np.mean(tokens == 0):.0%} of this slice" if tokens is not None else ""
+    return _bscan(
+        seen.voxels[k],
+        scene.spacing_mm,
+        "Tissue band and tokens",
+        f"Middle B-scan of a {scene.scanner} volume{lines}{tinted}",
+        band=None if band is None else band[:, k],
+        tint=None if tokens is None else _tint(tokens, {0: TISSUE}),
+    )
+
+
+def _pca_pictures(scene: Scene, voxels: np.ndarray, k: int) -> list[Picture]:
+    """The first three principal components of tokens as red, green and blue, in B-scan `k` and en face."""
+    pca = _tokens(scene, "pca")
+    if pca is None:
+        return []
+    spacing = scene.spacing_mm
+    pca = pca[..., :3] / 255 * (pca[..., 3:] > 0)  # tokens outside tissue are black
+    token_slice = min(k * len(pca) // len(voxels), len(pca) - 1)
+    weight = _token_brightness(voxels, pca.shape[:3])
+    enface = (pca * weight[..., None]).sum(1) / weight.sum(1)[..., None]
+    depth, height, width = voxels.shape
+    alt = "Colours of the tokens of the same B-scan"
+    coloured = _bscan(pca[token_slice], spacing, "PCA of its tokens", alt, size=(height, width))
+    alt = f"Token colours averaged over depth, seen from the front, {scene.scanner}"
+    return [coloured, _enface(enface, spacing, scene.laterality, "PCA en face", alt, size=(depth, width))]
 
 
 def front(scene: Scene) -> np.ndarray:
@@ -135,13 +141,6 @@ def shown_spacing(
 def prepared_picture(voxels: np.ndarray, spacing: tuple[float, float, float], what: str) -> Picture:
     """Middle B-scan of a prepared volume [D, H, W]; `what` names the volume in its alternative text."""
     return _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of {what}")
-
-
-def _some_of_each(scenes: Sequence[Scene], count: int) -> list[Scene]:
-    by_scanner: dict[str, list[Scene]] = {}
-    for scene in scenes:
-        by_scanner.setdefault(scene.scanner, []).append(scene)
-    return [scene for own in by_scanner.values() for scene in own[:count]]
 
 
 def _tokens(scene: Scene, key: str) -> np.ndarray | None:

@@ -1,116 +1,157 @@
-"""The report's two-minute overview for clinicians: what the encoder is, its data, how good, how certain, and its
-limits."""
+"""What the report shows before anything is unfolded: how scans became results, what to do next, and the limits."""
 
-from typing import Any
+import shlex
+from dataclasses import dataclass
 
-from octfm.evaluation.scoring import HEADLINE
 from octfm.report import words
-from octfm.report.participants import by_split, characteristics
+from octfm.report.participants import Step, by_split, flow
 from octfm.report.sources import Sources
 
-PLAIN = {
-    "disease": "a participant with a disease from a healthy one",
-    "diagnosis": "the diagnoses from each other",
-    "study_group": "the study groups from each other",
-}
 NOT_FOR = (
-    "Diagnosis, screening, triage or any decision about a patient: this is research software, not a medical device. "
-    "Other scanners, protocols or populations than those named here, without a new test. A good number here says that "
+    "Not for diagnosis, screening, triage or any decision about a patient: this is research software, not a medical "
+    "device. Test it anew before you use it with other scanners, protocols or populations. A good number says that "
     "features hold information, not that a model built on them is safe."
 )
 
-
-def two_minutes(sources: Sources) -> list[tuple[str, str]]:
-    """Five questions and answers; every number comes from the run's files."""
-    return [
-        ("What is it?", _what(sources)),
-        ("On whom?", _whom(sources)),
-        ("How good?", _good(sources.probe)),
-        ("How sure?", _sure(sources)),
-        ("Not for", NOT_FOR),
-    ]
+WHAT = (
+    "A program that turns a 3-D OCT scan into a list of numbers (features). It learned without any label, by "
+    "predicting hidden parts of the retina. It answers no clinical question by itself: small models are fitted on its "
+    "features, and this page shows how well they do."
+)
 
 
-def _what(sources: Sources) -> str:
-    trained = (sources.record.get("store") or {}).get("train_participants")
-    on = f"the scans of {trained:,} participants" if isinstance(trained, int) else "scans"
-    return (
-        f"A program that turns a 3-D OCT scan into a list of numbers (features). It learned from {on} without any "
-        "label, by predicting hidden parts of the retina. It answers no clinical question by itself: small models are "
-        "fitted on its features, and this page says how well they do."
+@dataclass(frozen=True)
+class Box:
+    """One box of the data flow."""
+
+    label: str
+    counts: tuple[str, ...]
+    lost: str = ""
+    """What does not reach the next box."""
+
+
+@dataclass(frozen=True)
+class DataFlow:
+    boxes: tuple[Box, ...]
+    """One after the other: files, accepted, prepared."""
+    splits: tuple[Box, ...]
+    """Parts of the last of them."""
+    sentence: str
+
+
+def data_flow(sources: Sources) -> DataFlow:
+    """From the files that were found to the participants that were tested, by the counts of `participants.flow`."""
+    steps = flow(sources)
+    boxes: list[Box] = []
+    lost: list[str] = []
+    for step in (s for s in steps if s.kind != "part"):
+        if step.kind == "lost":
+            lost.append(f"{step.volumes:,} {_why_lost(step)}")
+            continue
+        if boxes and lost:
+            last = boxes[-1]
+            boxes[-1] = Box(last.label, last.counts, ", ".join(lost))
+            lost = []
+        # Nothing was lost since the box before, and its counts are the same.
+        if boxes and step.label == "Prepared" and _counts(step) == boxes[-1].counts and not boxes[-1].lost:
+            boxes[-1] = Box("Accepted and prepared", boxes[-1].counts)
+            continue
+        boxes.append(Box(step.label, _counts(step)))
+    parts = [step for step in steps if step.kind == "part" and step.label.endswith("split")]
+    splits = tuple(Box(step.label.removesuffix(" split"), _counts(step)) for step in parts)
+    return DataFlow(
+        tuple(boxes), splits, " ".join(filter(None, (_whose(sources), _trained(sources), _tested(sources))))
     )
 
 
-def _whom(sources: Sources) -> str:
-    splits = by_split(sources)
-    if not splits:
-        return "Not known to this page: neither a catalog nor a prepared store was given to it."
-    people = {a.participant for own in splits.values() for a in own}
-    scanners = sorted({a.scanner.replace("_", " ") for own in splits.values() for a in own})
-    kind = "Synthetic eyes, no patients:" if sources.is_phantom else "Scans:"
-    volumes = sum(map(len, splits.values()))
-    text = f"{kind} {volumes:,} volumes of {len(people):,} participants from {', '.join(scanners)}"
-    ages = next((cells for name, cells in characteristics(sources) if name.startswith("Age")), None)
-    known = [f"{split} {cell}" for split, cell in zip(splits, ages or (), strict=False) if not cell.startswith("fewer")]
-    text += f"; age, median and quartiles: {', '.join(known)}." if known else "."
-    probe = sources.probe or {}
-    if probe.get("settings", {}).get("design") == "k-fold":
-        tested = max((r["n_test_participants"] for r in probe["results"]), default=0)
-        text += f" Each of {tested:,} participants was tested by a model that had learned from others."
-    elif "test" in splits:
-        others = len({a.participant for a in splits["test"]})
-        text += f" Models were tested on {others:,} other participants than they learned from."
-    return text
+def _why_lost(step: Step) -> str:
+    if step.label.startswith("Skipped"):
+        return "skipped"
+    return "rejected" if step.label.startswith("Rejected") else "not prepared"
 
 
-def _good(probe: dict[str, Any] | None) -> str:
+def _counts(step: Step) -> tuple[str, ...]:
+    if step.participants is None:
+        return (_count(step.volumes or 0, "file"),)
+    volumes = () if step.volumes is None else (_count(step.volumes, "volume"),)
+    return (_count(step.participants, "participant"), *volumes)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _whose(sources: Sources) -> str:
+    return "Synthetic eyes, no patients." if sources.is_phantom else ""
+
+
+def _trained(sources: Sources) -> str:
+    """The number of participants that pretraining used, if it is not that of the training split."""
+    trained = (sources.record.get("store") or {}).get("train_participants")
+    known = {row.participant for row in by_split(sources).get("train", ())}
+    if not isinstance(trained, int) or trained == len(known):
+        return ""
+    return f"The encoder was pretrained on {_count(trained, 'participant')}."
+
+
+def _tested(sources: Sources) -> str:
+    probe = sources.probe
     if probe is None:
-        return "Not measured yet: no probe has been run."
-    results = [r for r in probe["results"] if r["estimate"] is not None and not r.get("leakage")]
-    if not results:
-        return "No question could be measured; the probe section says why."
-    first, sentences = results[0]["encoder"], []
-    for target in dict.fromkeys(r["target"] for r in results):
-        own = {r["metric"]: r for r in results if r["target"] == target and r["encoder"] == first}
-        if row := own.get("auroc"):
-            what = PLAIN.get(target, f"{target.replace('_', ' ')}")
-            sentences.append(f"Telling {what}: right in {_of_100(row)} pairs out of 100 (guessing: 50).")
-        elif row := own.get("r2"):
-            what = "central retinal thickness" if target == "cst_um" else target.replace("_", " ")
-            off = own.get("mae")
-            unit = " µm" if target.endswith("_um") else ""
-            miss = f", off by {off['estimate']:.3g}{unit} on average" if off is not None else ""
-            sentences.append(
-                f"Predicting {what}: {_of_100(row)} % of the differences between people explained{miss} "
-                "(guessing: 0 %)."
-            )
-    # Of the key result, only what follows the numbers: its comparison with the baseline.
-    _, key = words.key_result(probe)
-    compared = [part for part in key.split(". ")[1:] if part.startswith(("That is", "The difference", "Against"))]
-    return " ".join([*sentences[:4], *(f"{part.rstrip('.')}." for part in compared)])
+        return ""
+    counts = sorted({r["n_test_participants"] for r in probe["results"] if not r.get("leakage")})
+    if not counts:
+        return ""
+    people = _count(counts[-1], "participant")
+    people = people if len(counts) == 1 else f"{counts[0]:,} to {people}, by target"
+    if probe.get("settings", {}).get("design") == "k-fold":
+        return f"The probe tested {people}, each by a model that had learned from others."
+    return f"The probe tested {people}; none of them was learned from."
 
 
-def _of_100(row: dict[str, Any]) -> str:
-    text = f"{100 * row['estimate']:.0f}"
-    return text if row["low"] is None else f"{text} ({100 * row['low']:.0f} to {100 * row['high']:.0f})"
+def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple[str, ...]]:
+    """(sentence, commands): what to do with this result; `run` and `store` are where they lie."""
+    store = store or "STORE"
+    probe = sources.probe
+    if probe is None:
+        commands = (["embed", run, "--store", store], ["probe", run, "--labels", "LABELS.csv"])
+        return "Measure what the features are worth, with a table of labels per participant:", _shell(*commands)
+    if words.tested_before(probe["results"]):
+        text = "Tested participants had been seen in pretraining. Probe again on others:"
+        return text, _shell(["probe", run, "--design", "k-fold"])
+    tone, _ = words.verdict(probe)
+    if sources.is_phantom:
+        text = "These eyes are synthetic: whether pretraining helps you is a question to your own scans."
+        return text, _shell(["demo", "--data", "FOLDER", "--out", "own"])
+    key = next((r["column"] for r in probe["results"] if not r.get("leakage")), None)
+    trust = ["trust", run, "--store", store, *(["--target", key] if key else [])]
+    why = {
+        "better": "Before you build on it, compare it with thickness alone, across scanners and subgroups:",
+        "worse": "A simpler method does better: do not build on these features. See what they miss:",
+    }.get(tone, "Nothing is decided yet. Compare with more baselines, and test more participants if you can:")
+    return why, _shell(trust)
+
+
+def _shell(*commands: list[str]) -> tuple[str, ...]:
+    return tuple(shlex.join(["octfm", *command]) for command in commands)
+
+
+def about(sources: Sources) -> list[tuple[str, str]]:
+    """Questions and answers on what was measured and how certain it is."""
+    return [("What is it?", WHAT), ("How sure?", _sure(sources))]
 
 
 def _sure(sources: Sources) -> str:
     probe = sources.probe
     if probe is None:
         return "Nothing is sure before a probe has been run."
-    parts = [
-        "The numbers in brackets are 95\u00a0% intervals: with other participants the result would probably lie there."
-    ]
-    compared = [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in HEADLINE]
+    parts = ["A 95\u00a0% interval shows how far a number could move with other participants."]
+    compared = words.planned(probe)
     undecided = sum(c["verdict"] == "inconclusive" for c in compared)
     if compared:
-        parts.append(f"Of {len(compared)} comparisons with simpler methods, {undecided} are inconclusive.")
+        parts.append(f"Inconclusive: {undecided} of {_count(len(compared), 'planned comparison')}.")
     few = sorted({r["target"].replace("_", " ") for r in probe["results"] if r["low"] is None})
     if few:
         parts.append(f"Too few participants for an interval: {', '.join(few)}.")
-    if seen := words.tested_before(probe["results"]):
-        parts.append(f"Caution: {seen} tested participants had been seen in training, so the numbers are too good.")
     leak = words.leakage(probe["results"])
     if leak is not None and leak["estimate"] > 0.6:
         parts.append(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.evaluation.scoring import HEADLINE
+from octfm.evaluation.scoring import HEADLINE, PLANNED
 from octfm.report.sources import Sources, number, series
 
 METRICS = {
@@ -25,6 +25,14 @@ ENCODERS = {
     "random_init": "the same encoder at random initialisation",
     "histogram": "a plain intensity histogram",
 }
+SHORT = {
+    "pretrained": "pretrained",
+    "random_init": "untrained",
+    "histogram": "histogram",
+    "tissue_map": "tissue map",
+    "map_and_encoder": "map + encoder",
+}
+"""Names of encoders on charts."""
 TARGETS = {
     "disease": "telling healthy participants from those with any disease",
     "diagnosis": "telling the diagnoses apart",
@@ -43,6 +51,11 @@ POOLS = {
 
 def encoder(name: str) -> str:
     return ENCODERS.get(name, name)
+
+
+def short(name: str) -> str:
+    """The name of an encoder on charts."""
+    return SHORT.get(name, name)
 
 
 def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:
@@ -70,6 +83,18 @@ def comparison_rows(comparisons: Iterable[dict[str, Any]]) -> list[dict[str, Any
     ]
 
 
+def planned(probe: dict[str, Any]) -> list[dict[str, Any]]:
+    """The comparisons that answer a question: one metric per target, without leakage; the others only describe."""
+    return [c for c in probe["comparisons"] if c["metric"] in PLANNED and not c.get("leakage")]
+
+
+def p_value(p: float | None) -> str:
+    """`0.012`, `< 0.001`, or a dash if there is none."""
+    if p is None:
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def tested_before(results: Iterable[dict[str, Any]]) -> int:
     """Number of test participants that were used in pretraining."""
     return max((r["seen_test_participants"] for r in results), default=0)
@@ -81,59 +106,62 @@ def leakage(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def interval(row: dict[str, Any], *, digits: int = 2) -> str:
-    """`0.91 (0.87 to 0.95)`, the estimate alone if it has no interval, or a signed difference with its interval."""
+    """`0.91 (0.87 to 0.95)`, the estimate alone if it has no interval, or a signed difference with its interval.
+
+    All numbers get one more digit if one of them is so near 0 that `digits` would show nothing but zeros.
+    """
     signed = "difference" in row
     value = row["difference"] if signed else row.get("estimate")
     if value is None:
         return "not measurable"
-    sign = "+" if signed else ""
-    form = f"{sign}.{digits}f"
-    if row.get("low") is None:
-        return f"{value:{form}}"
-    return f"{value:{form}} ({row['low']:{form}} to {row['high']:{form}})"
+    numbers = [value] if row.get("low") is None else [value, row["low"], row["high"]]
+    near_zero = any(abs(n) < 10**-digits for n in numbers)
+    # z: no sign before a number that is rounded to 0.
+    form = f"{'+' if signed else ''}z.{digits + near_zero}f"
+    estimate, *ends = (format(n, form) for n in numbers)
+    return f"{estimate} ({' to '.join(ends)})" if ends else estimate
 
 
 def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
-    """(tone, text): tone is better, worse, inconclusive or none."""
+    """(tone, text) of the verdict, followed by the same comparison with fewer labels if it was made."""
+    tone, text = verdict(probe)
+    return tone, f"{text} {fewer}" if (fewer := with_fewer_labels(probe)) else text
+
+
+def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
+    """(tone, text of at most two sentences): tone is better, worse, inconclusive or none."""
     if probe is None:
-        return (
-            "none",
-            "No probe has been run on this encoder yet, so nothing can be said about what its features are worth. Run "
-            "octfm probe.",
-        )
-    results = [r for r in probe["results"] if r["estimate"] is not None]
-    row = next(
-        (r for key in MAIN for r in results if (r["target"], r["metric"]) == key), results[0] if results else None
-    )
+        return "none", "No probe has been run on this encoder yet, so nothing can be said about its features."
+    row = _key_row(probe)
     if row is None:
-        return "none", "The probe found no target that could be measured; the probe section says why."
+        return "none", "The probe found no target that could be measured; its results below give the reasons."
     what = TARGETS.get(row["target"], f"predicting {row['target']}")
     metric = METRICS.get(row["metric"], row["metric"])
     seen = row["seen_test_participants"]
     people = f"{row['n_test_participants']} participants"
     people += f", {seen} of whom the encoder had seen" if seen else " it had never seen"
     text = f"In {what} among {people}, {encoder(row['encoder'])} reaches {metric} {interval(row)}"
-    text += ", 95\u00a0% interval in brackets." if row["low"] is not None else f". {row['note']}"
-    key = row["target"], row["metric"], row["encoder"]
-    compared = next((c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == key), None)
+    text += "." if row["low"] is None else ", 95\u00a0% interval in brackets."
+    compared = _key_comparison(probe, row)
     if compared is None:
-        return "none", text + " There is nothing to compare it with."
-    gap = f"{metric} {interval(compared)}"
+        return "none", f"{text} There is nothing to compare it with."
+    other, gap = encoder(compared["b"]), f"{metric} {interval(compared)}"
     if compared["low"] is None:
-        return (
-            "inconclusive",
-            f"{text} Against {encoder(compared['b'])} the result is inconclusive: too few participants for an "
-            "interval.",
-        )
+        text += f" Against {other} the result is inconclusive: too few participants for an interval."
+        return "inconclusive", text
     if compared["verdict"] == "inconclusive":
-        text += f" The difference to {encoder(compared['b'])} is inconclusive: {gap}; the interval includes 0."
+        text += f" The difference to {other} is inconclusive: {gap}; the interval includes 0."
     else:
-        text += f" That is {compared['verdict']} than {encoder(compared['b'])}: {gap}; the interval excludes 0."
-    return compared["verdict"], text + _with_fewer_labels(probe, row, compared)
+        text += f" That is {compared['verdict']} than {other}: {gap}; the interval excludes 0."
+    return compared["verdict"], text
 
 
-def _with_fewer_labels(probe: dict[str, Any], row: dict[str, Any], compared: dict[str, Any]) -> str:
-    """The same comparison with fewer labelled participants, one clause per number of them."""
+def with_fewer_labels(probe: dict[str, Any] | None) -> str:
+    """The key comparison with fewer labelled participants, one clause per number of them; empty if not measured."""
+    row = _key_row(probe) if probe is not None else None
+    compared = _key_comparison(probe, row) if probe is not None and row is not None else None
+    if probe is None or row is None or compared is None or compared["low"] is None:
+        return ""
     same = ("target", "metric", "a", "b")
     with_fewer = [
         c
@@ -143,7 +171,18 @@ def _with_fewer_labels(probe: dict[str, Any], row: dict[str, Any], compared: dic
     if not with_fewer:
         return ""
     clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {_after_holm(c)}" for c in with_fewer)
-    return f" That is with {row['n_train_participants']} labelled participants to learn from; {clauses}."
+    return f"That is with {row['n_train_participants']} labelled participants to learn from; {clauses}."
+
+
+def _key_row(probe: dict[str, Any]) -> dict[str, Any] | None:
+    results = [r for r in probe["results"] if r["estimate"] is not None]
+    first = results[0] if results else None
+    return next((r for key in MAIN for r in results if (r["target"], r["metric"]) == key), first)
+
+
+def _key_comparison(probe: dict[str, Any], row: dict[str, Any]) -> dict[str, Any] | None:
+    key = row["target"], row["metric"], row["encoder"]
+    return next((c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == key), None)
 
 
 def _after_holm(c: dict[str, Any]) -> str:
@@ -174,9 +213,9 @@ def five_lines(sources: Sources) -> list[tuple[str, str]]:
     return [
         ("Data", _data(sources)),
         ("Preparation", _preparation(sources)),
-        ("Training", _training(sources)),
+        ("Training", training_line(sources)),
         ("Probe", _probe(sources.probe)),
-        ("Health", _health(sources)),
+        ("Health", health_line(sources)),
         *([("Checkpoint", advice)] if (advice := checkpoint_advice([*sources.online, *sources.validation])) else []),
     ]
 
@@ -244,13 +283,17 @@ def _preparation(sources: Sources) -> str:
     return text + (f"; in the other {unsure} every row was kept." if unsure else " of them.")
 
 
-def _training(sources: Sources) -> str:
+def training_line(sources: Sources) -> str:
+    """Number of steps and last loss, relative to a constant prediction."""
     steps, ratio = series(sources.train, "masked_over_baseline")
     if not len(steps):
         return "No training step has been logged yet."
     held_out = series(sources.validation, "masked_over_baseline")[1]
-    error = f"{ratio[-1]:.0%} of the error of an answer that never looks"
-    error += f", {held_out[-1]:.0%} on held-out participants." if len(held_out) else "; no validation was logged."
+    error = f"{100 * ratio[-1]:.0f}\u00a0% of a constant prediction's error"
+    if len(held_out):
+        error += f", {100 * held_out[-1]:.0f}\u00a0% on held-out participants."
+    else:
+        error += "; no validation was logged."
     return f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {error}"
 
 
@@ -258,7 +301,7 @@ def _probe(probe: dict[str, Any] | None) -> str:
     if probe is None:
         return "Not run."
     results = probe["results"]
-    compared = [c for c in probe["comparisons"] if not c.get("leakage") and c["metric"] in ("auroc", "r2")]
+    compared = planned(probe)
     text = f"{len({r['target'] for r in results})} targets, {len({r['encoder'] for r in results})} encoders."
     counts = Counter(c["verdict"] for c in compared)
     if verdicts := ", ".join(f"{counts[v]} {v}" for v in ("better", "worse", "inconclusive") if counts[v]):
@@ -267,9 +310,10 @@ def _probe(probe: dict[str, Any] | None) -> str:
     return text + (f" Caution: {seen} test participants had been seen in pretraining." if seen else "")
 
 
-def _health(sources: Sources) -> str:
+def health_line(sources: Sources) -> str:
+    """How many checks there are, and which of them need attention."""
     latest = latest_health(sources.health)
     if not latest:
         return "No health verdict has been logged yet."
     troubled = ", ".join(f"{row['what']} ({row['verdict']})" for row in latest if row["verdict"] != "ok")
-    return f"{len(latest)} checks; " + (f"to look at: {troubled}." if troubled else "all fine at the last look.")
+    return f"{len(latest)} checks; " + (f"look at {troubled}." if troubled else "all ok.")
