@@ -310,6 +310,7 @@ def test_at_most_600_words_before_unfolding_and_nothing_twice(page):
     sentences = [s for s in re.split(r"(?<=[.:])\s", shown) if len(s.split()) > 5]
     assert len(sentences) == len(set(sentences))
     assert shown.count("0.91 (0.86 to 0.95)") == 2, "in the verdict and in the forest plot, nowhere else"
+    assert "watch" in shown.split() and "look at effective rank (watch)" in shown, "trouble is not folded away"
     details = [a for t, a in elements.tags if t == "details"]
     assert len(details) >= 9 and not any("open" in a for a in details)
 
