@@ -13,6 +13,7 @@ ORDER = (
         "addresses",
         "config",
         "version",
+        "display",
         "io",
         "volume",
         "formats",

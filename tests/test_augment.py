@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.models.token_map import token_map
+from octfm.models.vit3d import normalise
 from octfm.pretraining import augment
 from octfm.pretraining.augment import AugmentConfig
 from octfm.pretraining.inputs import make_inputs
@@ -76,7 +77,7 @@ def test_the_same_generators_draw_the_same_augmentation():
 def test_identity_recolouring_is_plain_normalisation():
     patches = torch.arange(256, dtype=torch.uint8).reshape(1, 4, 64)
     one = torch.ones(1)
-    torch.testing.assert_close(augment.recolour(patches, one, one, 0.2, 0.3), augment.normalise(patches, 0.2, 0.3))
+    torch.testing.assert_close(augment.recolour(patches, one, one, 0.2, 0.3), normalise(patches, 0.2, 0.3))
 
 
 def warp(voxels, drawn):

@@ -1,6 +1,7 @@
 """The data-health page says what the scan found, names nobody, and a pipeline can stop on it."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -224,7 +225,7 @@ def test_a_scan_that_accepts_nothing_hides_names_under_a_key(tmp_path):
     assert not catalog.acquisitions and len(catalog.rejects) == 2
     page = (tmp_path / "catalog" / "data_health.html").read_text()
     for secret in ("Meyer", "19580312", "Kanarie7", "leer", "Geheim"):
-        assert secret not in repr(catalog) + page, secret
+        assert secret not in str(asdict(catalog)) + page, secret
 
 
 def test_rejects_parquet_says_what_would_fix_each_file(catalog, tmp_path):

@@ -11,6 +11,7 @@ import octfm
 
 ROOT = Path(octfm.__file__).parent
 NO_TORCH = (
+    "display",
     "errors",
     "addresses",
     "config",

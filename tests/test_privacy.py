@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tm
     catalog, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
     assert len(catalog.acquisitions) == len(store) == 4 and len(catalog.rejects) == 4
     # Parquet is compressed: its rows are looked at as text, everything else as bytes.
-    found = repr(catalog) + repr(store.rows) + repr(store.unprepared()) + str(said)
+    found = str(asdict(catalog)) + repr(store.rows) + repr(store.unprepared()) + str(said)
     raw = everything_in(tmp_path / "catalog") + everything_in(tmp_path / "prepared")
     for secret in SECRETS:
         assert secret not in found and secret.encode() not in raw, secret

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octfm.encoder.tuned import TunedModel, load_tuned
     from octfm.errors import OctfmError
     from octfm.evaluation.probe import probe
+    from octfm.evaluation.results import Result, read_result
     from octfm.formats import read_volume
     from octfm.layers.segment import ScanSegmentation, segment
     from octfm.phantom import write_phantom
@@ -52,6 +53,8 @@ _HOME = {
     "export": "octfm.encoder.export",
     "OctEncoder": "octfm.encoder.hub",
     "probe": "octfm.evaluation.probe",
+    "read_result": "octfm.evaluation.results",
+    "Result": "octfm.evaluation.results",
     "write_report": "octfm.report.html",
     "pretrain": "octfm.pretraining.pretrain",
     "PretrainConfig": "octfm.pretraining.settings",

@@ -22,6 +22,7 @@ from octfm.catalog.participants.people import Pattern, Scan, find_people
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
+from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, file_size, unpack
@@ -70,6 +71,40 @@ class Catalog:
     pixels: bool = False
     """Whether pixels were checked (octfm.catalog.inspection). If so, the optic disc of a row without a flag about it
     agrees with the laterality tag."""
+
+    def __repr__(self) -> str:
+        people = number(len({a.participant for a in self.acquisitions}), "participant")
+        left_out = f"{number(len(self.rejects), 'file')} rejected, {len(self.skipped):,} skipped"
+        return brief("Catalog", f"{number(len(self.acquisitions), 'volume')} of {people}", left_out)
+
+    def _repr_html_(self) -> str:
+        facts = self.summary()
+        shown = {
+            "accepted": f"{number(facts['accepted'], 'volume')} of {number(facts['participants'], 'participant')}",
+            "scanners": counted(facts["scanners"]),
+            "protocols": counted(facts["protocols"]),
+            "layouts": counted(facts["layouts"]) if set(facts["layouts"]) - {"raster"} else "",
+            "eyes": counted(facts["lateralities"]),
+            "participants per split": counted(facts["participants_per_split"]),
+            "flags": counted(facts["flags"]),
+            "skipped on purpose": counted(facts["skips"]),
+        }
+        why = [(code, f"{count:,}", REASONS[code].fix) for code, count in facts["rejects"].items()]
+        return box("Catalog", shown, table=(("rejected because", "files", "what to do"), why))
+
+    def to_pandas(self, *, rejects: bool = False) -> Any:
+        """A DataFrame with one row per accepted volume and a column for every label of its participant; or, with
+        `rejects`, one per file that was rejected or skipped, with code, sentence and what to do.
+
+        Raises ConfigError without pandas.
+        """
+        if rejects:
+            return data_frame(self._left_out(), [*Reject.__dataclass_fields__, "fix", "skipped"])
+        rows = []
+        for a in self.acquisitions:
+            own = {name: getattr(a, name) for name in Acquisition.__dataclass_fields__ if name != "participant_labels"}
+            rows.append(with_labels(own, a.participant_labels))
+        return data_frame(rows)
 
     def save(self, folder: str | Path | BucketPath) -> Location:
         """Write catalog.parquet and rejects.parquet, each atomically; `load` refuses a pair from two scans."""

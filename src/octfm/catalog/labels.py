@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octfm.errors import EvaluationError
 
@@ -94,12 +95,16 @@ class LabelTable:
             )
 
 
-def read_labels(path: str | Path) -> LabelTable:
-    """Read a CSV or TSV with a header line.
+def read_labels(table: Any) -> LabelTable:
+    """Read a CSV or TSV with a header line, or take a pandas DataFrame.
 
     It needs a column participant_id (or person_id) or sop_instance_uid; laterality is optional.
     """
-    path = Path(path)
+    if hasattr(table, "columns") and hasattr(table, "to_dict"):
+        names = tuple(str(name) for name in table.columns)
+        cells = [[_text(cell) for cell in row] for row in table.itertuples(index=False, name=None)]
+        return _label_table("DataFrame", names, [dict(zip(names, row, strict=True)) for row in cells])
+    path = Path(table)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
     try:
@@ -108,6 +113,10 @@ def read_labels(path: str | Path) -> LabelTable:
         raise EvaluationError(
             f"{path}: expected a CSV or TSV in UTF-8, got other bytes ({error}); export the table as text"
         ) from None
+    return _label_table(str(path), names, rows)
+
+
+def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) -> LabelTable:
     participant = next((c for c in PARTICIPANT_COLUMNS if c in names), None)
     acquisition = next((c for c in ACQUISITION_COLUMNS if c in names), None)
     laterality = "laterality" if "laterality" in names else None
@@ -119,9 +128,7 @@ def read_labels(path: str | Path) -> LabelTable:
     if not rows:
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
     ids = {participant, acquisition, laterality}
-    return LabelTable(
-        str(path), tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition
-    )
+    return LabelTable(path, tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
 
 
 def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
@@ -156,6 +163,12 @@ def as_number(value: str | None) -> float | None:
 def _value(text: str) -> str | None:
     text = text.strip()
     return None if text.lower() in MISSING else text
+
+
+def _text(cell: object) -> str:
+    """A cell of a DataFrame as a file would have it."""
+    text = str(cell)
+    return "" if cell is None or text in ("nan", "NaN", "NaT", "<NA>") else text
 
 
 def _id(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
 from octfm.store.exclusion import excluded, to_stderr
@@ -36,6 +37,21 @@ class Embeddings:
     participant_labels: tuple[dict[str, str], ...]
     vectors: np.ndarray
     """float64 [N, width]"""
+
+    def __repr__(self) -> str:
+        people = number(len(set(self.participant.tolist())), "participant")
+        count, width = self.vectors.shape
+        return brief("Embeddings", self.name, f"{number(count, 'vector')} of {width}", people)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per acquisition, which is its index: participant, eye, scanner, split, a column for
+        every label of the participant, and the vector as columns v0, v1, … Raises ConfigError without pandas."""
+        names = [name for name in (*TEXTS, *OTHERS) if name != "participant_labels"]
+        rows = []
+        for i, labels in enumerate(self.participant_labels):
+            vector = {f"v{k}": value for k, value in enumerate(self.vectors[i])}
+            rows.append(with_labels({name: getattr(self, name)[i] for name in names} | vector, labels))
+        return data_frame(rows).set_index("acquisition")
 
 
 def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:

@@ -1,24 +1,27 @@
 """A frozen encoder with its preprocessing: volumes in, vectors or grids of tokens out."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octfm.display import box, brief, times
 from octfm.encoder import exported
+from octfm.encoder.sources import find
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.formats import read_volume
 from octfm.io.location import Location, location
 from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, pooled, width_of
 from octfm.models.token_map import TISSUE, token_map
-from octfm.models.vit3d import VisionTransformer3D, take_patches
-from octfm.pretraining.augment import normalise
+from octfm.models.vit3d import VisionTransformer3D, count_parameters
 from octfm.pretraining.learner import build_objective, config_of, grid_of
 from octfm.pretraining.masks import select_tokens
 from octfm.pretraining.resume import load_newest
@@ -26,11 +29,15 @@ from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start
+from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
 
+Scan = str | Path | Volume | StoredVolume
+"""What `Encoder.embed` takes for one scan; a str is a path or an address."""
+EMBEDDED_AT_ONCE = 16
 SELECTION_SEED = 0
 """Seed for selecting tokens as in training, so that the same volume always gives the same vector."""
 
@@ -40,6 +47,8 @@ class Encoder:
     """The frozen encoder of a run (objective.frozen) with the Preprocessing that its weights expect (F15)."""
 
     network: VisionTransformer3D
+    """A torch module for a loop of one's own: `forward_features(voxels)`, `feature_map(voxels)`, `num_features`. What
+    trains it changes this encoder."""
     config: PretrainConfig
     preprocessing: Preprocessing
     runtime: Runtime
@@ -49,6 +58,33 @@ class Encoder:
     own_zscore: bool = False
     """Standardise each volume by its own mean and standard deviation, as the prototype did, instead of by the
     Preprocessing's fixed ones."""
+
+    def __post_init__(self):
+        pre = self.preprocessing
+        self.network.intensity = "own" if self.own_zscore else (pre.intensity_mean, pre.intensity_std)
+
+    def __repr__(self) -> str:
+        facts = self._described()
+        return brief("Encoder", facts["network"], facts["vectors"], f"for {facts['volumes']}", facts["device"])
+
+    def _repr_html_(self) -> str:
+        return box("Encoder", self._described())
+
+    def _described(self) -> dict[str, str]:
+        model, grid = self.config.model, self.network.grid
+        kept, _, _ = self.config.masks.counts(grid.shape)
+        spacing = " × ".join(f"{mm:g}" for mm in self.preprocessing.target_spacing)
+        size = self.preprocessing.image_size
+        millions = f"{count_parameters(self.network) / 1e6:.3g} M parameters"
+        return {
+            "network": f"ViT of {model.depth} blocks × {model.width} channels, {millions}",
+            "vectors": f"vectors of {self.vector_width}",
+            "pooling": f"{self.config.objective.pool} of the tissue tokens among {kept:,} of {grid.size:,}",
+            "tokens": f"grid of {times(grid.shape)}, patches of {times(model.patch_size)} voxels",
+            "objective": self.config.objective.name,
+            "volumes": f"volumes of {times(size)} voxels of {spacing} mm",
+            "device": f"{self.runtime.device}, {self.runtime.precision}",
+        }
 
     @property
     def width(self) -> int:
@@ -85,14 +121,43 @@ class Encoder:
     def require_prepared(self, store: Store) -> None:
         """Raises EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
         if store.fingerprint != self.fingerprint:
-            raise EvaluationError(
-                f"{store.path}: prepared with other settings than {self.source} was trained on; prepare the volumes "
-                "with its own Preprocessing (octfm prepare --like RUN) (F15)"
-            )
+            raise EvaluationError(_prepared_otherwise(str(store.path), self.source))
 
-    def embed(self, volume: Volume) -> np.ndarray:
-        """float32 [vector_width]: pooled tissue tokens of one acquisition in any native geometry (objective.pool)."""
-        return self.embed_arrays(self.prepare(volume))[0]
+    def embed(self, scans: "Scan | Store | Iterable[Scan]") -> np.ndarray:
+        """Pooled tissue tokens (objective.pool): float32 [vector_width] of one scan, [N, vector_width] of many.
+
+        scans: a file or folder that octfm.read_volume reads, a Volume in any native geometry, or `store[i]`; a list of
+        these, or a Store, in its order. Volumes of a store are taken as they were prepared.
+
+        Raises ReadError for a file that cannot be read, EvaluationError for a store that was prepared otherwise.
+        """
+        if isinstance(scans, Store):
+            self.require_prepared(scans)
+            starts = range(0, len(scans), EMBEDDED_AT_ONCE)
+            rows = [np.arange(first, min(first + EMBEDDED_AT_ONCE, len(scans))) for first in starts]
+            return self._stacked([self.embed_arrays(scans.read(part)) for part in rows])
+        if isinstance(scans, Scan):
+            return self.embed_arrays(self._arrays_of(scans))[0]
+        if not isinstance(scans, Iterable) or isinstance(scans, np.ndarray | Tensor | dict | bytes):
+            raise TypeError(
+                f"embed: expected a path, a Volume, a volume of a store, a list of these or a Store, got "
+                f"{type(scans).__name__}; voxels that are prepared already go to embed_arrays"
+            )
+        return self._stacked([self.embed_arrays(self._arrays_of(scan)) for scan in scans])
+
+    def _stacked(self, parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([*parts, np.zeros((0, self.vector_width), np.float32)])
+
+    def _arrays_of(self, scan: "Scan") -> Arrays:
+        if isinstance(scan, StoredVolume):
+            if scan.fingerprint != self.fingerprint:
+                raise EvaluationError(_prepared_otherwise("this volume", self.source))
+            return scan.arrays
+        if isinstance(scan, str | Path):
+            return self.prepare(read_volume(scan))
+        if isinstance(scan, Volume):
+            return self.prepare(scan)
+        raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
 
     def embed_tokens(self, volume: Volume) -> np.ndarray:
         """float32 [d, h, w, width]: every token of the full grid, padding included."""
@@ -147,15 +212,8 @@ class Encoder:
         return self._encode(voxels, everything).unflatten(1, grid.shape).cpu().numpy()
 
     def _encode(self, voxels: np.ndarray, index: Tensor) -> Tensor:
-        # Normalised after selection: most voxels are never used.
-        patches = take_patches(self.runtime.tensor(voxels).unsqueeze(1), index, self.config.model.patch_size)
-        if self.own_zscore:
-            whole = self.runtime.tensor(voxels).flatten(1).float()
-            patches = (patches.float() - whole.mean(1)[:, None, None]) / whole.std(1).clamp_min(1e-6)[:, None, None]
-        else:
-            patches = normalise(patches, self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
         with self.runtime.autocast():
-            return self.network(patches, index).float()
+            return self.network.forward_features(self.runtime.tensor(voxels), index).float()
 
     def prepare(self, volume: Volume) -> Arrays:
         """One acquisition in any native geometry as a batch of one prepared volume."""
@@ -179,8 +237,10 @@ def load_encoder(
     runtime: Runtime | None = None,
     objective: type[ObjectiveConfig] | None = None,
 ) -> Encoder:
-    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an export, on a disk or in a bucket.
+    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an export, on a disk or in a bucket; or of a
+    hub id or a packaged name (octfm.encoder.sources).
 
+    `run`: "hf://owner/name" is fetched from the Hugging Face hub, "owner/name" is only looked up in the hub's cache.
     `random_init`: with the weights before the first update. `runtime`: device and precision, by default one device and
     float32. `objective`: settings class of a custom objective, needed only with `random_init`, to draw the weights. The
     low-rank updates of a fine-tuned encoder are merged into its weights.
@@ -199,6 +259,13 @@ def load_encoder(
     return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], runtime)
 
 
+def _prepared_otherwise(what: str, encoder: str) -> str:
+    return (
+        f"{what}: prepared with other settings than {encoder} was trained on; prepare the volumes with its own "
+        "Preprocessing (octfm prepare --like RUN) (F15)"
+    )
+
+
 def _frozen_weights(config: PretrainConfig, model: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the encoder that `objective.frozen` names; objectives without a teacher have only one."""
     has_teacher = any(name.startswith("target_encoder.") for name in model)
@@ -213,8 +280,9 @@ def assemble(
     fingerprint: str,
     runtime: Runtime,
 ) -> Encoder:
-    """An Encoder on the device of `runtime`, in evaluation mode."""
-    return Encoder(network.to(runtime.device).eval(), config, preprocessing, runtime, source, fingerprint)
+    """An Encoder on the device of `runtime`, in evaluation mode. Its weights can be trained."""
+    network = network.to(runtime.device).eval().requires_grad_(True)
+    return Encoder(network, config, preprocessing, runtime, source, fingerprint)
 
 
 def empty_network(config: PretrainConfig, preprocessing: Preprocessing) -> VisionTransformer3D:
@@ -267,7 +335,7 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
 
 
 def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
-    where = location(run)
+    where = find(run)
     if exported.is_export(where):
         return where, exported.read_export(where)
     return load_newest(local_run(where))
@@ -294,7 +362,6 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, r
         return replace(base, source=f"{path} on {base.source}")
     network = empty_network(config, preprocessing)
     fill(network, merged(part_of(best["model"], "encoder.")), path)
-    network.requires_grad_(False)
     return assemble(network, config, preprocessing, _source(path, False), content["fingerprint"], runtime)
 
 

@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, arange, nn
+from torch import Tensor, nn
 
 from octfm.encoder import exported
 from octfm.encoder.encoder import Encoder, assemble
 from octfm.encoder.export import write_files
+from octfm.encoder.sources import FILES
 from octfm.encoder.tuned import heads_of
 from octfm.errors import ConfigError
 from octfm.io.location import write_whole
 from octfm.models.heads import TaskHead
-from octfm.models.vit3d import VisionTransformer3D, take_patches
-from octfm.pretraining.augment import normalise
+from octfm.models.vit3d import VisionTransformer3D
 from octfm.pretraining.learner import grid_of
 from octfm.pretraining.settings import stored_config
 from octfm.run.runtime import start
@@ -44,6 +44,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         self.run = stored_config(facts["settings"])
         self.preprocessing = Preprocessing.recorded(facts["preprocessing"])
         self.network = VisionTransformer3D(self.run.model, grid_of(self.preprocessing, self.run.model.patch_size))
+        self.network.intensity = (self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
         self.head = None
         if "answer" in facts:
             outputs = len(facts["answer"]["classes"]) or 1
@@ -66,18 +67,11 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
 
         `voxels`: prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255. Raises ConfigError on another shape.
         """
-        voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
-        expected = (1, *self.preprocessing.image_size)
-        if tuple(voxels.shape[1:]) != expected:
-            raise ConfigError(
-                f"OctEncoder: expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; "
-                "prepare them first"
-            )
-        grid = self.network.grid
-        index = arange(grid.size, device=voxels.device).expand(voxels.shape[0], -1)
-        patches = take_patches(voxels, index, self.run.model.patch_size)
-        patches = normalise(patches, self.preprocessing.intensity_mean, self.preprocessing.intensity_std)
-        return self.network(patches, index).unflatten(1, grid.shape).movedim(-1, 1)
+        return self.network.feature_map(voxels)
+
+    def forward_features(self, voxels: Tensor) -> Tensor:
+        """float32 [B, d·h·w, width]: the same tokens as a sequence, as timm's backbones give them."""
+        return self.network.forward_features(voxels)
 
     @property
     def encoder(self) -> Encoder:
@@ -102,12 +96,10 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     ) -> "OctEncoder":
         folder = Path(model_id)
         if not folder.is_dir():
-            # Not the ONNX graph, which is as large as the weights.
-            files = [exported.CONFIG, exported.WEIGHTS, exported.SEEN, exported.KEY]
             folder = Path(
                 snapshot_download(
                     model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
-                    local_files_only=local_files_only, token=token, allow_patterns=files,
+                    local_files_only=local_files_only, token=token, allow_patterns=list(FILES),
                 )
             )  # fmt: skip
         content = exported.read_export(folder)

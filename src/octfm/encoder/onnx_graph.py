@@ -27,8 +27,7 @@ from octfm.encoder.encoder import Encoder
 from octfm.errors import EvaluationError
 from octfm.models.heads import TaskHead
 from octfm.models.pooling import VectorPool, pooled
-from octfm.models.vit3d import take_patches
-from octfm.pretraining.augment import normalise
+from octfm.models.vit3d import normalise, take_patches
 
 TOLERANCE = 1e-4
 """Largest allowed difference in an output, relative to its largest magnitude if that is above 1."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octfm.display import box, brief
 from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder, part_of
 from octfm.encoder.tokens import draw_tissue
 from octfm.errors import CheckpointError, EvaluationError
@@ -60,6 +61,16 @@ class TunedModel:
     tokens_per_volume: int | None
     """Tissue tokens per volume that the head was trained on, from cached features; None if it was trained on all
     that are kept."""
+
+    def __repr__(self) -> str:
+        return brief("TunedModel", *self._described().values())
+
+    def _repr_html_(self) -> str:
+        return box("Fine-tuned model", self._described())
+
+    def _described(self) -> dict[str, str]:
+        classes = ", ".join(self.answer.classes) or "a number"
+        return {"predicts": f"{self.answer.target}: {classes}", "encoder": repr(self.encoder)}
 
     @torch.inference_mode()
     def answers(self, arrays: Arrays) -> np.ndarray:

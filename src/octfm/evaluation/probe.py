@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,6 +13,7 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, fit_predict
+from octfm.evaluation.results import Result
 from octfm.evaluation.scoring import BUILT_IN, HEADLINE, Predictions, Scored, compare_scored, correct, score
 from octfm.evaluation.statistics import interval, mean_of
 from octfm.io.location import Location, location, write_whole
@@ -34,7 +34,7 @@ the other way (0–3 %)."""
 
 def probe(
     embeddings: Sequence[str | Location | Embeddings],
-    labels: str | Path | None = None,
+    labels: Any = None,
     *,
     targets: Sequence[str] | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
@@ -48,9 +48,10 @@ def probe(
     seed: int = 0,
     commands: Sequence[str] = (),
     metrics: Sequence[ExtraMetric] = (),
-) -> dict[str, Any]:
+) -> Result:
     """Probe every encoder on every target, and compare the first with each of the others; returns probe.json's content.
 
+    labels: a table (CSV, TSV or DataFrame), joined by id; by default the participants' labels in the embeddings.
     seen: participants that any encoder was pretrained on. In `recommended_split`, a seen test participant raises
         EvaluationError, or is counted in the result if `allow_seen`. In `k-fold`, seen participants are in every
         training part, and the folds are made of the others.
@@ -100,27 +101,29 @@ def probe(
         per_encoder = [_over_labels(name, [labels_[e] for labels_ in label_scores]) for e in range(len(encoders))]
         scored += per_encoder
         comparisons += against_the_first(per_encoder, False)
-    return {
-        "format": "octfm-probe",
-        "version": 1,
-        "results": [s.row for per_metric in scored for s in per_metric],
-        "comparisons": correct(comparisons),
-        "skipped": skipped,
-        "settings": {
-            "design": chosen,
-            "readout": readout,
-            "folds": folds if chosen == "k-fold" else None,
-            "seeds": seeds,
-            "resamples": resamples,
-            "seed": seed,
-            "allow_seen": allow_seen,
-            "level": 0.95,
-        },
-        "interval_meaning": INTERVAL_MEANING[chosen],
-        "labels": table.path if table else None,
-        "embeddings": [{**e.metadata, "name": e.name, "path": e.path} for e in encoders],
-        "commands": list(commands),
-    }
+    return Result(
+        {
+            "format": "octfm-probe",
+            "version": 1,
+            "results": [s.row for per_metric in scored for s in per_metric],
+            "comparisons": correct(comparisons),
+            "skipped": skipped,
+            "settings": {
+                "design": chosen,
+                "readout": readout,
+                "folds": folds if chosen == "k-fold" else None,
+                "seeds": seeds,
+                "resamples": resamples,
+                "seed": seed,
+                "allow_seen": allow_seen,
+                "level": 0.95,
+            },
+            "interval_meaning": INTERVAL_MEANING[chosen],
+            "labels": table.path if table else None,
+            "embeddings": [{**e.metadata, "name": e.name, "path": e.path} for e in encoders],
+            "commands": list(commands),
+        }
+    )
 
 
 def write_probe(path: str | Location, result: dict[str, Any]) -> Location:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octfm.display import fields_line
 from octfm.models.layer_net import ASCAN_UM, MASKS, ROW_UM, SURFACES, LayerNet, in_channels_last, standardise
 from octfm.run.runtime import Runtime
 from octfm.volume.surface import best_path
@@ -55,6 +56,8 @@ class Layers:
     """float32 [D, W]: probability that the retina is in the image, the least of ILM and BM."""
     lesions: np.ndarray
     """uint8 [D, H, W]: 0, or 1 + index in MASKS."""
+
+    __repr__ = fields_line
 
 
 class LayerFinder:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from octfm.display import Picture, box, brief, picture
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
 from octfm.layers.finder import LayerFinder, Layers
@@ -15,6 +16,7 @@ from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, lateral_scale, measure_grid
+from octfm.volume.planes import eight_bit
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
@@ -35,6 +37,40 @@ class ScanSegmentation(Segmentation):
     """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
     ranges: Ranges | None = field(default=None, repr=False)
     """Of the network, None if it has none."""
+
+    def __repr__(self) -> str:
+        return brief("ScanSegmentation", *self._described().values())
+
+    def _repr_html_(self) -> str:
+        facts, amounts = self._described(), [(name, self.volume_nl(name)) for name in self.masks]
+        found = [f"{name.replace('_', ' ')} {nl:.1f} nl" for name, nl in amounts if nl]
+        # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
+        facts["found"] = ", ".join(found) if self.verdict.accepted else ""
+        facts["network"] = self.model
+        try:
+            grid = self.etdrs() if self.verdict.accepted else None
+        except EvaluationError:
+            grid = None
+        means = grid.mean_um if grid is not None else {}
+        zones = [(name, f"{mean:.0f} µm" if mean is not None else "not given") for name, mean in means.items()]
+        columns = ("ETDRS zone", "retina, ILM to BM")
+        return box("Layers of a scan", facts, pictures=self.pictures(), table=(columns, zones), note=f"{self.note}.")
+
+    def _described(self) -> dict[str, str]:
+        reasons = "; ".join(self.verdict.reasons)
+        return super()._described() | {
+            "verdict": f"do not believe it: {reasons}" if reasons else "nothing speaks against it",
+            "doubtful": f"{self.doubtful.mean():.0%} of A-scans are doubtful",
+        }
+
+    def pictures(self) -> list[Picture]:
+        """The middle B-scan with surfaces and masks; for notebooks."""
+        _, y, x = self.volume.extent_mm
+        middle = len(self.volume.voxels) // 2
+        grey = eight_bit(self.volume)[middle]
+        lines = [rows[middle] for rows in self.surfaces.values()]
+        masks = [mask[middle] for mask in self.masks.values()]
+        return [picture(grey, (y, x), "middle B-scan with surfaces and areas", lines=lines, masks=masks)]
 
     @property
     def spread_um(self) -> dict[str, np.ndarray]:

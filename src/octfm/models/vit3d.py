@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from octfm.config import Config, LocalPlace
+from octfm.errors import ConfigError
 from octfm.models.attention import attend
 from octfm.models.products import Linear
 from octfm.models.recompute import through
@@ -20,6 +21,8 @@ from octfm.volume.volume import Shape3
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of `rotary`, or factors of `turn_qkv`."""
+Intensity = tuple[float, float] | Literal["own"]
+"""Mean and standard deviation of grey values from 0 to 1; `own`: those of each volume, as in the prototype."""
 Side = Annotated[int, Field(ge=1, le=1024)]
 """Voxels along one axis of a patch."""
 
@@ -97,6 +100,12 @@ def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor
     _, _, h, w = blocks.shape[:4]
     batch = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
     return blocks[batch, index_BM // (h * w), index_BM // w % h, index_BM % w].flatten(2)
+
+
+def normalise(patches_BMP: Tensor, mean: float, std: float) -> Tensor:
+    """Patches of grey values, 0 to 255, as normalised float32, without augmentation; a float32 input is changed in
+    place. `mean` and `std` are those of values from 0 to 1."""
+    return patches_BMP.float().div_(255).sub_(mean).div_(std)
 
 
 def take_tokens(tokens_BND: Tensor, index_BM: Tensor) -> Tensor:
@@ -185,6 +194,8 @@ class VisionTransformer3D(nn.Module):
     def __init__(self, config: ViTConfig, grid: TokenGrid):
         super().__init__()
         self.config, self.grid = config, grid
+        self.intensity: Intensity | None = None
+        """How `forward_features` normalises grey values; None in networks that are not part of an encoder."""
         self.patch_embed = Linear(prod(config.patch_size), config.width)
         if config.positions == "learned":
             self.position = nn.Parameter(torch.randn(1, grid.size, config.width) * 0.02)
@@ -195,6 +206,39 @@ class VisionTransformer3D(nn.Module):
     @property
     def head_width(self) -> int:
         return self.config.width // self.config.heads
+
+    @property
+    def num_features(self) -> int:
+        """Channels of a token, under timm's name."""
+        return self.config.width
+
+    def forward_features(self, voxels: Tensor, index_BM: Tensor | None = None) -> Tensor:
+        """Tokens [B, N, D] of prepared volumes, as in timm: all of the grid, or those at flat grid indices [B, M].
+
+        `voxels`: [B, 1, D, H, W] or [B, D, H, W], 0 to 255, uint8 or float, as stores and `Encoder.prepare` hold them;
+        they are normalised here. Raises ConfigError on another shape, and in a network that is not part of an encoder.
+        """
+        voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
+        expected = [1, *(n * p for n, p in zip(self.grid.shape, self.config.patch_size, strict=True))]
+        if list(voxels.shape[1:]) != expected:
+            raise ConfigError(
+                f"expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; "
+                "prepare volumes first (encoder.prepare, octfm prepare)"
+            )
+        if self.intensity is None:
+            raise ConfigError("this network does not know its intensities; take the one of an octfm.Encoder")
+        if index_BM is None:
+            index_BM = torch.arange(self.grid.size, device=voxels.device).expand(voxels.shape[0], -1)
+        patches_BMP = take_patches(voxels, index_BM, self.config.patch_size)
+        if self.intensity == "own":
+            whole = voxels.flatten(1).float()
+            mean, std = whole.mean(1)[:, None, None], whole.std(1).clamp_min(1e-6)[:, None, None]
+            return self((patches_BMP.float() - mean) / std, index_BM)
+        return self(normalise(patches_BMP, *self.intensity), index_BM)
+
+    def feature_map(self, voxels: Tensor) -> Tensor:
+        """All tokens of prepared volumes as an image, channels first, [B, D, d, h, w], as decoders of MONAI take it."""
+        return self.forward_features(voxels).unflatten(1, self.grid.shape).movedim(-1, 1)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octfm.models.objectives.objective import View
 from octfm.models.token_map import TooFewTokens, token_map
-from octfm.models.vit3d import TokenIndex, take_patches
+from octfm.models.vit3d import TokenIndex, normalise, take_patches
 from octfm.pretraining import augment
 from octfm.pretraining.augment import Augmentation
 from octfm.pretraining.masks import TokenMasks, sample_masks
@@ -90,14 +90,14 @@ def _view(
     index = TokenIndex(kept, context, target, runtime.tensor(masks.tissue))
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     if drawn is None:
-        patches = augment.normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
+        patches = normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
         return View(patches, patches, index)
     *_, height, width = voxels.shape
     moves = drawn.on_device(runtime.tensor, height, width, preprocessing.target_spacing)
     raw = take_patches(augment.move(voxels, moves), kept, config.model.patch_size)
     # Only the encoder that learns sees recoloured voxels: features then gain nothing from brightness and contrast,
     # which reveal the scanner, not the eye.
-    return View(augment.recoloured(raw, kept, moves, mean, std), augment.normalise(raw, mean, std), index)
+    return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index)
 
 
 def draw_masks(

@@ -1,6 +1,7 @@
 """Read shards of prepared volumes into memory, by tensorstore or by zarr-python."""
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class TensorStoreArrays:
 
 
 class ZarrArrays:
-    """The arrays of a local folder, read by zarr-python on platforms without tensorstore."""
+    """The arrays of a local folder, read by zarr-python: on platforms without tensorstore, and in forked processes."""
 
     def __init__(self, path: Path, threads: int | None):
         import zarr
@@ -71,9 +72,25 @@ class ZarrArrays:
         list(self._pool.map(one, range(len(index))))
 
 
+class _Forked:
+    """Whether this process was forked from one that had imported tensorstore, which then ends it at the first read."""
+
+    inherited_tensorstore = False
+
+    @classmethod
+    def note(cls) -> None:
+        cls.inherited_tensorstore = cls.inherited_tensorstore or "tensorstore" in sys.modules
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Forked.note)
+
+
 def open_arrays(path: Path, threads: int | None) -> TensorStoreArrays | ZarrArrays:
     """Open the arrays of a store in a local folder. Raises StoreError if they cannot be opened."""
     try:
+        if _Forked.inherited_tensorstore:
+            return ZarrArrays(path, threads)
         try:
             return TensorStoreArrays(path, threads)
         except ImportError:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from octfm.display import fields_line
 from octfm.errors import StoreError
 from octfm.io.location import Location
 
@@ -90,6 +91,8 @@ class Arrays:
     """int16 [B, 2, D, W]: first image row and one past the last, per A-scan; both 0 where the A-scan is padding."""
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
+
+    __repr__ = fields_line
 
     @staticmethod
     def empty(count: int, image_size: Sequence[int]) -> "Arrays":

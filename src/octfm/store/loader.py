@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from octfm.config import Config, LocalPlace, Place
+from octfm.display import fields_line
 from octfm.errors import ConfigError, StoreError
 from octfm.store.batch_memory import BatchMemory
 from octfm.store.batch_sizes import accumulation
@@ -64,6 +65,8 @@ class Batch:
     """R, L or None if unknown, for each volume; empty if all are known."""
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
+
+    __repr__ = fields_line
 
     def __len__(self) -> int:
         return len(self.index)

@@ -1,18 +1,23 @@
 """Read prepared volumes: zarr v3 arrays with one shard per volume, and one row of metadata per volume."""
 
+import operator
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from octfm.display import box, brief, counted, data_frame, number, times, with_labels
 from octfm.errors import ConfigError, StoreError
 from octfm.io.location import Location, location
 from octfm.store.arrays import open_arrays
+from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
     SHARD_CHECKSUM,
@@ -47,6 +52,7 @@ class Store:
         self._compared = np.zeros(len(rows), bool)
         """Rows whose voxels this object has compared with the checksum in rows.jsonl."""
         self._hashers: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
         self.requests: dict[str, int] = {}
         """Requests that `prepare` made to buckets, and how many of them were retries."""
 
@@ -67,6 +73,85 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredVolume: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Store": ...
+
+    def __getitem__(self, index: int | slice) -> "StoredVolume | Store":
+        """One volume, counted from the end if negative, or for a slice a store of these rows. Raises IndexError."""
+        if isinstance(index, slice):
+            return self.part(np.arange(len(self))[index])
+        row = operator.index(index)
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"{self.path}: no volume {row}; the store has {len(self)}, numbered from 0")
+        row %= len(self)
+        arrays = self.read([row])
+        spacing = self.preprocessing.target_spacing
+        return StoredVolume(
+            self.rows[row], arrays.voxels[0], arrays.band[0], arrays.valid[0], spacing, self.fingerprint
+        )
+
+    def __iter__(self) -> Iterator[StoredVolume]:
+        return (self[row] for row in range(len(self)))
+
+    def __repr__(self) -> str:
+        facts = self._described()
+        return brief("Store", facts["volumes"], facts["size"], facts["volumes per split"])
+
+    def _repr_html_(self) -> str:
+        pictures = []
+        # Showing a store must not download from a bucket, and must not fail where a volume is damaged.
+        first = {row.scanner: row.index for row in reversed(self.rows)} if isinstance(self.path, Path) else {}
+        for scanner, row in sorted(first.items())[:3]:
+            try:
+                pictures.append((self[row].pictures()[0][0], scanner.replace("_", " ")))
+            except StoreError:
+                continue
+        return box("Store", self._described(), pictures=pictures)
+
+    def _described(self) -> dict[str, str]:
+        spacing = self._settings.get("target_spacing") or ()
+        facts = self.summary()
+        scanners = {name: counts["volumes"] for name, counts in facts["by_scanner"].items()}
+        millimetres = f" of {' × '.join(f'{mm:g}' for mm in spacing)} mm" if spacing else ""
+        return {
+            "volumes": f"{number(len(self), 'volume')} of {number(facts['participants'], 'participant')}",
+            "size": f"{times(self.image_size)} voxels{millimetres}",
+            "scanners": counted(scanners),
+            "volumes per split": counted(Counter(row.split or "no split" for row in self.rows)),
+            "tissue band": f"of low confidence in {facts['low_confidence']:,}" if facts["low_confidence"] else "",
+            "could not be prepared": counted(facts["unprepared"]),
+        }
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per volume, in the order of the store: ids, eye, scanner, split, flags, and a column
+        for every label of its participant. Raises ConfigError without pandas."""
+        hidden = {"participant_labels", "transform", "confidence", "checksum", "pixels"}
+        rows = []
+        for row in self.rows:
+            own = {name: value for name, value in asdict(row).items() if name not in hidden}
+            rows.append(with_labels(own, row.participant_labels))
+        return data_frame(rows).set_index("index") if rows else data_frame(rows)
+
+    def as_torch(
+        self, labels: Any = None, *, target: str | None = None, split: str | None = None, transform: Any = None
+    ) -> Any:
+        """A `torch.utils.data.Dataset` of these volumes; see octfm.evaluation.dataset.VolumeDataset for its items.
+
+        labels: a table of labels (CSV, TSV or DataFrame), joined by id as `octfm probe` joins it.
+        target: its column, or one of the participants' own labels; may be left out if the table has only one.
+        split: train, val or test, by participant; None for all volumes.
+        transform: a function applied to every item, in the worker that has read it.
+
+        Raises EvaluationError for labels that do not fit, ConfigError for a split that the store does not have.
+        """
+        # By name: it needs torch and the evaluation, which nothing on the data side imports.
+        return import_module("octfm.evaluation.dataset").dataset_of(
+            self, labels, target=target, split=split, transform=transform
+        )
 
     def part(self, rows: Sequence[int] | np.ndarray) -> "Store":
         """A store of these rows only, renumbered from 0."""
@@ -148,6 +233,11 @@ class Store:
 
     def _read_intact(self, index: np.ndarray, out: Arrays) -> None:
         """Fill `out`; a damaged cached copy of a volume in a bucket is downloaded once more. Raises _Damaged."""
+        if self._process != os.getpid():
+            # After a fork, as in a worker of torch's DataLoader: threads of the parent do not exist here. Its readers
+            # are kept, because the end of one deletes files that the parent uses.
+            self._inherited = self._arrays, self._hashers
+            self._arrays, self._hashers, self._process = None, None, os.getpid()
         renewed: set[int] = set()
         while True:
             try:

@@ -19,8 +19,7 @@ from octfm.formats.arrays import named_arrays
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
-from octfm.models.vit3d import take_patches
-from octfm.pretraining.augment import normalise
+from octfm.models.vit3d import normalise, take_patches
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start

@@ -1,7 +1,6 @@
 """Train segmenters and score them: µm and Dice in the native frame of test participants, with baselines and
 intervals."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from octfm.encoder.encoder import seen_by
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.metrics import mae
 from octfm.evaluation.probe import RESAMPLES, write_probe
+from octfm.evaluation.results import Result
 from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
 from octfm.io.hashing import hash_file
@@ -54,7 +54,7 @@ def segment(
     allow_seen: bool = False,
     resamples: int = RESAMPLES,
     echo: Echo = print,
-) -> dict[str, Any]:
+) -> Result:
     """Train on the store's train and val participants, judge on its test participants; the result is what segment.json
     holds.
 
@@ -124,7 +124,7 @@ def _judge(
     predictors: dict[str, Predictor],
     facts: dict[str, int],
     resamples: int,
-) -> dict[str, Any]:
+) -> Result:
     """What segment.json holds: errors of every predictor on the test volumes, and comparisons with the encoder's."""
 
     def errors(predictor: Predictor) -> list[dict[str, Any]]:
@@ -145,13 +145,13 @@ def _judge(
         for b in others
         if (a.row["target"], a.metric) == (b.row["target"], b.metric)
     ]
-    return {
-        "format": "octfm-segment",
-        "version": 1,
-        "results": [s.row for per in scored.values() for s in per],
-        "comparisons": correct(comparisons),
-        "settings": config.model_dump(mode="json"),
-    }
+    return Result(
+        format="octfm-segment",
+        version=1,
+        results=[s.row for per in scored.values() for s in per],
+        comparisons=correct(comparisons),
+        settings=config.model_dump(mode="json"),
+    )
 
 
 def _require_unfinished(folder: Path) -> None:
@@ -266,11 +266,6 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             numbers = f"{c['difference']:+.2f} ({between}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
             lines.append(f"{c['target']:<12} {c['metric']:<5} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
     return lines
-
-
-def read_result(out: str | Path) -> dict[str, Any]:
-    """The segment.json of a finished run."""
-    return json.loads((Path(out) / "segment.json").read_text())
 
 
 def _rows(store: Store, config: SegmentConfig) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ from octfm.encoder.encoder import Encoder
 from octfm.encoder.tokens import TokenFeatures
 from octfm.encoder.tuned import heads_of
 from octfm.models.heads import TaskHead, add_low_rank, depth_of
-from octfm.models.vit3d import take_patches
+from octfm.models.vit3d import normalise, take_patches
 from octfm.pretraining import augment
 from octfm.pretraining.inputs import AUGMENT, generators
 from octfm.pretraining.schedule import Schedule, ScheduleConfig
@@ -63,7 +63,7 @@ class Live:
         patches = take_patches(voxels, index, patch_size)
         mean, std = pre.intensity_mean, pre.intensity_std
         if moves is None:
-            patches = augment.normalise(patches, mean, std)
+            patches = normalise(patches, mean, std)
         else:
             patches = augment.recoloured(patches, index, moves, mean, std)
         return encoder.network(patches, index), runtime.tensor(tissue)

@@ -5,11 +5,12 @@ four from 3 to 6 mm.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.ndimage import gaussian_filter, map_coordinates
 
+from octfm.display import box, brief, data_frame
 from octfm.volume.volume import Laterality, Lines, Volume
 
 RINGS_MM = (0.5, 1.5, 3.0)
@@ -37,6 +38,7 @@ CELL_MM = 0.025
 PIT_UM = 20.0
 """The least depth below its surroundings at which a depression counts as the foveal pit."""
 
+_AROUND = {"pit": "foveal pit", "device": "device's fixation centre", "scan": "middle of the scan"}
 Centre = Literal["pit", "device", "scan"]
 """What the grid is centred on: the foveal pit that was found, the fixation centre the device recorded, or the centre of
 the scan."""
@@ -248,6 +250,27 @@ class EtdrsGrid:
     centre: Centre
     centre_mm: tuple[float, float]
     """Where the grid lies, (x, y) in the field's coordinates."""
+
+    def __repr__(self) -> str:
+        known = sum(mean is not None for mean in self.mean_um.values())
+        return brief("EtdrsGrid", f"centre {_um(self.mean_um.get('centre'))}", f"{known} of {len(self.mean_um)} zones",
+                     f"around the {_AROUND[self.centre]}")  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        volume = "" if self.volume_mm3 is None else f"{self.volume_mm3:.2f} mm³ within 3 mm"
+        rows = [(name, _um(mean), f"{self.coverage[name]:.0%}") for name, mean in self.mean_um.items()]
+        facts = {"centred on": f"the {_AROUND[self.centre]}", "volume": volume}
+        return box("ETDRS grid", facts, table=(("zone", "mean", "measured"), rows))
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row per zone: mean_um (None if it was not measured, or is withheld) and coverage in
+        [0, 1]. Raises ConfigError without pandas."""
+        rows = [{"zone": name, "mean_um": mean, "coverage": self.coverage[name]} for name, mean in self.mean_um.items()]
+        return data_frame(rows).set_index("zone")
+
+
+def _um(mean: float | None) -> str:
+    return "not given" if mean is None else f"{mean:.0f} µm"
 
 
 def measure_grid(

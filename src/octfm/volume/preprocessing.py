@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from octfm.config import Config, load
+from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.coverage import Coverage, coverage
@@ -54,6 +55,8 @@ class Prepared:
     transform: Transform
     disc: Side = "unclear"
     """Side of the optic disc in the canonical frame: right in every eye whose stated laterality is correct."""
+
+    __repr__ = fields_line
 
 
 MAX_SIDE, MAX_VOXELS = 32_767, 4 * 10**9

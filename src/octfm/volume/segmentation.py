@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from octfm.display import box, brief, number
 from octfm.volume.volume import Spacing3
 
 
@@ -19,6 +20,22 @@ class Segmentation:
     spacing_mm: Spacing3
     note: ClassVar[str] = ""
     """What exported files must say about it, in at most 64 characters, as DICOM's long strings."""
+
+    def __repr__(self) -> str:
+        return brief(type(self).__name__, *self._described().values())
+
+    def _repr_html_(self) -> str:
+        return box(type(self).__name__, self._described())
+
+    def _described(self) -> dict[str, str]:
+        shape = next((rows.shape for rows in self.surfaces.values()), None) or next(
+            ((len(mask), mask.shape[2]) for mask in self.masks.values()), (0, 0)
+        )
+        return {
+            "surfaces": ", ".join(self.surfaces),
+            "masks": ", ".join(name.replace("_", " ") for name in self.masks),
+            "size": f"{number(shape[0], 'B-scan')} of {number(shape[1], 'A-scan')}",
+        }
 
     @property
     def comments(self) -> str:

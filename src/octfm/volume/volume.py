@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from octfm.display import Picture, box, brief, fields_line, number, picture, stretched, times
+
 Laterality = Literal["R", "L"]
 Layout = Literal["raster", "line", "circle", "radial", "repeated"]
 """Arrangement of B-scans on the fundus. Only a raster, of parallel B-scans one behind the other, is a volume in
@@ -31,6 +33,8 @@ class Lines:
 
     start: np.ndarray
     end: np.ndarray
+
+    __repr__ = fields_line
 
     def __getitem__(self, bscans: slice | Sequence[int]) -> "Lines":
         """Some of the B-scans, or all in another order."""
@@ -77,6 +81,34 @@ class Volume:
             )
         if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
             raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
+
+    def __repr__(self) -> str:
+        return brief("Volume", *self._described().values())
+
+    def _repr_html_(self) -> str:
+        return box("Volume", self._described(), pictures=self.pictures())
+
+    def _described(self) -> dict[str, str]:
+        d, h, w = self.shape
+        return {
+            "size": f"{number(d, 'B-scan')} of {h} × {w}, {self.voxels.dtype}",
+            "extent": f"{times(self.extent_mm)} mm" if self.layout == "raster" else f"{times(self.extent_mm[1:])} mm",
+            "scanner": self.scanner.replace("_", " "),
+            "eye": {"R": "right eye", "L": "left eye", None: "eye unknown"}[self.laterality],
+            "layout": self.layout if self.layout != "raster" else "",
+        }
+
+    def pictures(self) -> list[Picture]:
+        """The middle B-scan and, of a raster, the mean over depth seen from the front; for notebooks."""
+        z, y, x = self.extent_mm
+        white = 255 if self.voxels.dtype == np.uint8 else self.full_scale
+        middle = self.voxels[len(self.voxels) // 2].astype(np.float32) * (255 / white)
+        shown = [picture(middle.clip(0, 255).astype(np.uint8), (y, x), "middle B-scan")]
+        if self.layout == "raster" and len(self.voxels) > 1:
+            # Every fourth row is enough for a picture of a few hundred pixels.
+            front = stretched(self.voxels[:, ::4].mean(axis=1))
+            shown.append(picture(front if self.superior_first is not False else front[::-1], (z, x), "from the front"))
+        return shown
 
     @property
     def shape(self) -> Shape3:
@@ -147,6 +179,11 @@ class Surfaces:
                 f"{self.source}: expected heights [{len(self.names)} surfaces, B-scan, lateral], "
                 f"got {self.heights_px.shape}"
             )
+
+    def __repr__(self) -> str:
+        _, depth, width = self.heights_px.shape
+        where = f"{number(depth, 'B-scan')} of {number(width, 'A-scan')}"
+        return brief("Surfaces", ", ".join(self.names), f"in {where}")
 
     @property
     def heights_mm(self) -> np.ndarray:

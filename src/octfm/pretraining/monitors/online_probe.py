@@ -17,8 +17,7 @@ from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.models.pooling import VectorPool, pooled, width_of
 from octfm.models.token_map import TISSUE, token_map
-from octfm.models.vit3d import VisionTransformer3D, take_patches
-from octfm.pretraining.augment import normalise
+from octfm.models.vit3d import VisionTransformer3D, normalise, take_patches
 from octfm.pretraining.masks import select_tokens
 from octfm.run.runtime import Runtime
 from octfm.store.store import Store

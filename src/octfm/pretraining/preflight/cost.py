@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octfm.models.objectives.objective import View
 from octfm.models.token_map import token_grid
-from octfm.models.vit3d import TokenIndex, count_parameters, take_patches
+from octfm.models.vit3d import TokenIndex, count_parameters, normalise, take_patches
 from octfm.pretraining import augment
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.settings import PretrainConfig
@@ -162,7 +162,7 @@ def fake_view(
     voxels = augment.move(voxels, moves)
     raw = take_patches(voxels, index.kept, config.model.patch_size)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
-    target_patches = augment.normalise(raw, mean, std)
+    target_patches = normalise(raw, mean, std)
     return View(augment.recoloured(raw, index.kept, moves, mean, std), target_patches, index)
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from octfm.models.objectives.objective import Objective, View
 from octfm.models.token_map import token_map
-from octfm.models.vit3d import TokenIndex, take_patches
-from octfm.pretraining import augment
+from octfm.models.vit3d import TokenIndex, normalise, take_patches
 from octfm.pretraining.inputs import generators, make_inputs
 from octfm.pretraining.learner import build_objective, optimizer_groups
 from octfm.pretraining.masks import sample_masks
@@ -222,7 +221,7 @@ def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> Vie
     masks = sample_masks(config.masks, maps[:1], generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
     index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(_index(masks)).values()))
     raw = take_patches(torch.from_numpy(batch.voxels).unsqueeze(1), index.kept, patch)
-    patches = augment.normalise(raw, pre.intensity_mean, pre.intensity_std)
+    patches = normalise(raw, pre.intensity_mean, pre.intensity_std)
     return View(patches, patches, index)
 
 

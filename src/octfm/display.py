@@ -1,0 +1,156 @@
+"""What notebooks and terminals show of an object: one line, a small HTML table with pictures, a pandas table.
+
+Nothing here shows names, ids or paths: notebooks are saved and passed on with what they printed.
+"""
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from octfm.errors import ConfigError
+
+BOX = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:56em;overflow-x:auto;text-align:left"
+CELL = "text-align:left;vertical-align:top;padding:2px 14px 2px 0;border:0;overflow-wrap:break-word;max-width:34em"
+TABLE = "border-collapse:collapse;margin:4px 0;font-size:13px"
+PICTURE_WIDTH = 260
+"""Pixels across of a picture; two stand side by side, and one below the other on a phone."""
+LINES = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+"""Colours of Okabe and Ito for surfaces, in turn; masks take them from the end."""
+
+Picture = tuple[str, str]
+"""A data: URI and what it shows."""
+
+
+def brief(name: str, *facts: str) -> str:
+    """`Name(fact, fact)`, without the empty ones."""
+    return f"{name}({', '.join(fact for fact in facts if fact)})"
+
+
+def fields_line(self: Any) -> str:
+    """The fields of a dataclass on one line, arrays as type and shape: for classes that hold little but arrays."""
+    return brief(type(self).__name__, *(f"{f.name} {_short(getattr(self, f.name))}" for f in fields(self)))
+
+
+def _short(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, Mapping | Sequence | set | frozenset) and not isinstance(value, str):
+        return f"{len(value)} entries"
+    return str(value) if isinstance(value, bool | int | float | None) else type(value).__name__
+
+
+def number(count: int, what: str) -> str:
+    """`1 volume`, `2,000 volumes`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def times(shape: Iterable[float]) -> str:
+    """`64 × 384 × 384`, or with one decimal for lengths."""
+    return " × ".join(f"{side:.1f}" if isinstance(side, float) else f"{side:,}" for side in shape)
+
+
+def counted(counts: Mapping[str, int], most: int = 8) -> str:
+    """`train 16, val 4`; of many, the first and how many are left out."""
+    named = [f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()]
+    return ", ".join([*named[:most], *([f"and {len(named) - most} more"] if len(named) > most else [])])
+
+
+def box(
+    title: str,
+    facts: Mapping[str, str],
+    *,
+    pictures: Sequence[Picture] = (),
+    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None,
+    note: str = "",
+) -> str:
+    """HTML of an object: a title, one row per fact that is not empty, pictures, a table (columns, rows), a last line.
+
+    Colours are the page's own, so that it can be read on a light and on a dark one.
+    """
+    lines = "".join(
+        f'<tr style="background:none"><th scope="row" style="{CELL};font-weight:400;opacity:.75">{escape(name)}</th>'
+        f'<td style="{CELL}">{escape(value)}</td></tr>'
+        for name, value in facts.items()
+        if value
+    )
+    parts = [f"<b>{escape(title)}</b>", f'<table style="{TABLE}">{lines}</table>' if lines else ""]
+    parts += [_figures(pictures)] if pictures else []
+    parts += [_table(*table)] if table is not None and table[1] else []
+    parts += [f'<div style="opacity:.75">{escape(note)}</div>'] if note else []
+    return f'<div style="{BOX}">{"".join(parts)}</div>'
+
+
+def _figures(pictures: Sequence[Picture]) -> str:
+    each = "".join(
+        f'<figure style="margin:0"><img src="{src}" alt="{escape(what, quote=True)}" '
+        f'style="display:block;max-width:100%"><figcaption style="opacity:.75">{escape(what)}</figcaption></figure>'
+        for src, what in pictures
+    )
+    return f'<div style="display:flex;flex-wrap:wrap;gap:10px;align-items:flex-end;margin:6px 0">{each}</div>'
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    row_of = '<tr style="background:none">{}</tr>'.format
+    cell_of = f'<td style="{CELL};border-top:1px solid rgba(128,128,128,.4)">{{}}</td>'.format
+    head = "".join(f'<th scope="col" style="{CELL};font-weight:600">{escape(name)}</th>' for name in columns)
+    body = "".join(row_of("".join(cell_of(escape(cell)) for cell in row)) for row in rows)
+    return f'<table style="{TABLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def picture(
+    grey: np.ndarray,
+    size_mm: tuple[float, float],
+    what: str,
+    *,
+    lines: Sequence[np.ndarray] = (),
+    masks: Sequence[np.ndarray] = (),
+) -> Picture:
+    """A PNG of `grey` uint8 [H, W] in the proportions of `size_mm` (height, width), between 1:4 and 4:3.
+
+    `lines` are drawn at these rows [W], NaN where there is none; `masks` bool [H, W] are tinted.
+    """
+    from PIL import Image, ImageDraw
+
+    height, width = grey.shape
+    share = float(np.clip(size_mm[0] / size_mm[1], 1 / 4, 4 / 3))
+    shown = (PICTURE_WIDTH, round(PICTURE_WIDTH * share))
+    image = Image.fromarray(np.ascontiguousarray(grey)).resize(shown, Image.Resampling.BILINEAR).convert("RGB")
+    for mask, colour in zip(masks, LINES[::-1], strict=False):
+        over = Image.fromarray(mask.astype(np.uint8) * 140).resize(shown, Image.Resampling.BILINEAR)
+        image.paste(Image.new("RGB", shown, colour), (0, 0), over)
+    draw = ImageDraw.Draw(image)
+    columns = np.linspace(0, width - 1, shown[0])
+    for place, rows in enumerate(lines):
+        y = (np.interp(columns, np.arange(width), rows) + 0.5) * shown[1] / height
+        for x in range(shown[0] - 1):
+            if np.isfinite(y[x : x + 2]).all():
+                draw.line([(x, y[x]), (x + 1, y[x + 1])], fill=LINES[place % len(LINES)])
+    content = io.BytesIO()
+    # In 64 colours: a third of the bytes, which stay in every notebook that shows it.
+    image.quantize(64).save(content, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}", what
+
+
+def stretched(values: np.ndarray) -> np.ndarray:
+    """uint8 [H, W] of numbers whose first and last percent become black and white, so that vessel shadows show."""
+    low, high = np.percentile(values, (1, 99))
+    return np.clip(255 * (values - low) / max(float(high - low), 1e-6), 0, 255).astype(np.uint8)
+
+
+def with_labels(row: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    """A row with its participant's labels as columns; one that is called like a column of the row gets a prefix."""
+    return {**row, **{f"participant_labels.{name}" if name in row else name: label for name, label in labels.items()}}
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> Any:
+    """A pandas DataFrame of these rows. Raises ConfigError without pandas, which octfm itself does not need."""
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("to_pandas() needs pandas, which octfm itself does not; pip install pandas") from None
+    return pandas.DataFrame(list(rows), columns=None if columns is None else list(columns))

@@ -1,0 +1,106 @@
+"""What `load_encoder` and `load_tuned` take: a run, a checkpoint, an export, an address, a hub id, a packaged name.
+
+A name of two words such as `owner/name` is the path of a run, or else an export in the local cache of the Hugging Face
+hub. Nothing is asked of the network unless the name says so, `hf://owner/name`: paths may name people.
+"""
+
+import re
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from octfm.encoder.exported import CONFIG, KEY, SEEN, WEIGHTS, is_export
+from octfm.errors import CheckpointError, ConfigError
+from octfm.io.location import Location, is_remote, location
+from octfm.layers.packaged import packaged
+
+HUB = "hf://"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+FILES = (CONFIG, WEIGHTS, SEEN, KEY)
+"""Not the ONNX graph, which is as large as the weights."""
+
+
+def find(run: str | Location, weights: Path | None = None) -> Location:
+    """The folder, file or address that a user's name stands for; `weights` is the folder of packaged encoders.
+
+    Raises CheckpointError for a hub id that is not there, ConfigError for hf:// without huggingface_hub.
+    """
+    if not isinstance(run, str):
+        return location(run)
+    if run.startswith(HUB):
+        return from_hub(run.removeprefix(HUB))
+    if is_remote(run):
+        return location(run)
+    where = location(run)
+    if where.exists():
+        return where
+    if re.fullmatch(r"[\w.-]+", run) and run == Path(run).name:
+        return _named(run, weights)
+    # With a folder of the first word, it is rather a misspelt run.
+    if _HUB_ID.fullmatch(run) and not Path(run).parent.exists():
+        return _cached(run)
+    return where
+
+
+def packaged_encoders(weights: Path | None = None) -> dict[str, Path]:
+    """Name → folder of the exports that come with octfm: folders in octfm/weights."""
+    with as_file(files("octfm.weights")) as own:
+        return {path.name: path for path in sorted((weights or own).iterdir()) if path.is_dir() and is_export(path)}
+
+
+def from_hub(name: str) -> Path:
+    """The folder of an export on the Hugging Face hub, `owner/name` or `owner/name@revision`, downloaded or from its
+    cache; with HF_HUB_OFFLINE=1 from its cache only."""
+    return _snapshot(name, offline=False)
+
+
+def _cached(name: str) -> Path:
+    try:
+        return _snapshot(name, offline=True)
+    except ConfigError:
+        raise CheckpointError(
+            f"{name}: no run, checkpoint or export here, and huggingface_hub is not installed for a hub id; give the "
+            "path of a run, or: pip install 'octfm[hub]'"
+        ) from None
+
+
+def _snapshot(name: str, offline: bool) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise ConfigError(f"{HUB}{name} needs huggingface_hub; install it with: pip install 'octfm[hub]'") from None
+    repository, _, revision = name.partition("@")
+    try:
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=list(FILES), local_files_only=offline
+            )
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        if offline:
+            sentence = "no run, checkpoint or export here, and no such export in the hub's cache"
+            way = f"check the path, or fetch it from the hub with {HUB}{name}"
+        else:
+            sentence = f"the Hugging Face hub does not give it ({type(error).__name__}), and its cache has no copy"
+            way = "check the name and the connection, or copy the export here and give its folder"
+        raise CheckpointError(f"{name}: {sentence}; {way}") from None
+    if not is_export(folder):
+        raise CheckpointError(f"{name}: not an export of octfm; expected a config.json of `octfm export` on the hub")
+    return folder
+
+
+def _named(name: str, weights: Path | None) -> Path:
+    """The folder of a packaged encoder. Raises CheckpointError that lists what there is."""
+    encoders = packaged_encoders(weights)
+    if name in encoders:
+        return encoders[name]
+    networks = [network.name for network in packaged()]
+    if name in networks:
+        raise CheckpointError(
+            f"{name}: a packaged network that segments and is no encoder; use octfm.segment(scan), or load_encoder "
+            "with a run or an export"
+        )
+    raise CheckpointError(
+        f"{name}: no run, checkpoint or export here, and no packaged encoder of this name; packaged encoders: "
+        f"{', '.join(encoders) or 'none yet'}; give the path of a run (octfm pretrain) or of an export (octfm export)"
+    )

@@ -1,0 +1,146 @@
+"""The volumes of a store as a dataset of PyTorch, with labels joined and participants kept apart as evaluation does."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from octfm.catalog.labels import LabelTable, read_labels
+from octfm.display import box, brief, counted, number
+from octfm.encoder.embeddings import of_store
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import Cases, Skip, find_targets, make_cases
+from octfm.store.selection import select
+from octfm.store.store import Store
+from octfm.volume.volume import ADMISSIBLE
+
+Item = dict[str, Any]
+
+
+class VolumeDataset(Dataset):
+    """Volumes of a store by index, for a DataLoader with any number of workers, forked or spawned.
+
+    An item is a dict, which the DataLoader stacks to a batch:
+
+    voxels  uint8 [1, D, H, W]: prepared voxels, as `encoder.network.forward_features` takes them; padding is 0
+    band    float32 [2, D, W]: upper and lower surface of the tissue band, in rows
+    valid   int16 [2, D, W]: first image row and one past the last
+    index   int: the row of the store, `store.rows[index]` with participant, eye and scanner
+    label   int64, the place of its class in `classes`; float32 for a number; absent without labels
+
+    Classes are numbered over the whole store, so that the datasets of two splits agree. Volumes without a label are not
+    in it. Nothing is augmented; `transform` may do so.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rows: np.ndarray,
+        labels: np.ndarray | None = None,
+        *,
+        target: str = "",
+        classes: tuple[str, ...] | None = None,
+        split: str | None = None,
+        transform: Callable[[Item], Any] | None = None,
+    ):
+        """`rows` int64 [N] of the store, and their labels [N], if there are any; `dataset_of` finds both."""
+        self.store, self.rows, self.labels = store, rows, labels
+        self.target, self.classes, self.split, self.transform = target, classes, split, transform
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        """Raises IndexError outside the dataset, StoreError for a damaged volume."""
+        row = int(self.rows[index])
+        arrays = self.store.read([row])
+        item: Item = {
+            "voxels": torch.from_numpy(arrays.voxels),
+            "band": torch.from_numpy(arrays.band[0]),
+            "valid": torch.from_numpy(arrays.valid[0]),
+            "index": row,
+        }
+        if self.labels is not None:
+            item["label"] = torch.as_tensor(self.labels[index])
+        return item if self.transform is None else self.transform(item)
+
+    @property
+    def participants(self) -> list[str]:
+        """The participant of each item, for scores and intervals by participant."""
+        return [self.store.rows[row].participant for row in self.rows]
+
+    def __repr__(self) -> str:
+        return brief("VolumeDataset", *self._described().values())
+
+    def _repr_html_(self) -> str:
+        return box("Dataset of a store", self._described())
+
+    def _described(self) -> dict[str, str]:
+        people = number(len(set(self.participants)), "participant")
+        label = ""
+        if self.labels is not None and self.classes is None:
+            label = f"{self.target} from {self.labels.min():g} to {self.labels.max():g}"
+        elif self.labels is not None:
+            names = [(self.classes or ())[k] for k in self.labels.tolist()]
+            label = f"{self.target}: {counted(Counter(names))}"
+        return {
+            "volumes": f"{number(len(self), 'volume')} of {people}",
+            "split": f"split {self.split}" if self.split else "all splits",
+            "label": label,
+        }
+
+
+def dataset_of(
+    store: Store,
+    labels: Any = None,
+    *,
+    target: str | None = None,
+    split: str | None = None,
+    transform: Callable[[Item], Any] | None = None,
+) -> VolumeDataset:
+    """What `Store.as_torch` returns; its docstring has the arguments and errors."""
+    # Also finds participants in two splits, whichever split is wanted.
+    rows = select(store, split, layouts=ADMISSIBLE)
+    if labels is None and target is None:
+        return VolumeDataset(store, rows, split=split, transform=transform)
+    table = read_labels(labels) if labels is not None else None
+    cases = _cases(store, table, _column(table, target))
+    kept = np.isin(cases.rows, rows)
+    if not kept.any():
+        raise EvaluationError(
+            f"{store.path}: no volume of split {split} has a label in {cases.target.column}; label some of its "
+            "participants, or take another split"
+        )
+    values = cases.label[kept].astype(np.float32 if cases.classes is None else np.int64)
+    return VolumeDataset(
+        store,
+        cases.rows[kept].astype(np.int64),
+        values,
+        target=cases.target.name,
+        classes=cases.classes,
+        split=split,
+        transform=transform,
+    )
+
+
+def _column(table: LabelTable | None, target: str | None) -> str:
+    if target is not None:
+        return target
+    columns = table.columns if table is not None else ()
+    if len(columns) != 1:
+        raise EvaluationError(f"target: name one of the label columns: {', '.join(columns) or 'there is none'}")
+    return columns[0]
+
+
+def _cases(store: Store, table: LabelTable | None, target: str) -> Cases:
+    data = of_store(store)
+    found = find_targets([target], data, table)
+    if len(found) != 1:
+        raise EvaluationError(f"target {target}: its cells hold several labels; name a column with one label per cell")
+    try:
+        return make_cases(found[0], data, table)
+    except Skip as reason:
+        raise EvaluationError(f"target {target}: {reason}") from None

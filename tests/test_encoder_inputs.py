@@ -1,0 +1,154 @@
+"""What an encoder takes: scans in every form, a network in a loop of one's own, and the names that it is loaded by."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.encoder.encoder import load_encoder
+from octfm.encoder.sources import find, packaged_encoders
+from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
+from octfm.volume.preprocessing import Preprocessing
+from support.dicom_files import write_oct_dicom
+from support.small_store import small_store
+from support.untrained import untrained_encoder, write_export
+from support.volumes import eye
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return untrained_encoder()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store"), splits=("train",) * 9)
+
+
+def test_one_scan_gives_a_vector_and_many_a_row_each(encoder, store, tmp_path):
+    volume = eye()
+    write_oct_dicom(tmp_path / "scan.dcm", volume.voxels, volume.spacing_mm)
+    by_path = encoder.embed(tmp_path / "scan.dcm")
+    assert by_path.shape == (48,) and by_path.dtype == np.float32
+    np.testing.assert_array_equal(encoder.embed(str(tmp_path / "scan.dcm")), by_path)
+    both = encoder.embed([str(tmp_path / "scan.dcm"), volume, store[3]])
+    assert both.shape == (3, 48)
+    np.testing.assert_array_equal(both[0], by_path)
+    np.testing.assert_array_equal(both[1], encoder.embed(volume))
+    np.testing.assert_array_equal(both[2], encoder.embed(store[3]))
+    assert encoder.embed([]).shape == (0, 48)
+
+
+def test_a_store_is_embedded_in_its_order_as_it_was_prepared(encoder, store):
+    everything = encoder.embed(store)
+    assert everything.shape == (18, 48)
+    # Batches of 16 and of 1 may differ in the last bits.
+    np.testing.assert_allclose(everything, encoder.embed(list(store)), atol=1e-5)
+    np.testing.assert_allclose(encoder.embed(store.part([5, 2])), everything[[5, 2]], atol=1e-5)
+
+
+def test_volumes_that_were_prepared_otherwise_are_refused(encoder, tmp_path):
+    other = Preprocessing(image_size=(8, 64, 32), target_spacing=(0.7, 0.031, 0.18))
+    store = small_store(tmp_path / "s", splits=("train",), preprocessing=other)
+    for scans in (store, store[0], [store[0]]):
+        with pytest.raises(EvaluationError, match="prepared with other settings"):
+            encoder.embed(scans)
+
+
+@pytest.mark.parametrize("scans", [np.zeros((8, 64, 32)), 7, None, {"a": 1}, [np.zeros(3)], b"scan.dcm"])
+def test_what_is_no_scan_is_named(encoder, scans):
+    with pytest.raises(TypeError, match=r"embed: expected a path, a Volume.*got \w+"):
+        encoder.embed(scans)
+
+
+def test_a_file_that_is_missing_is_a_read_error(encoder, tmp_path):
+    with pytest.raises(ReadError, match=r"nowhere\.dcm"):
+        encoder.embed(tmp_path / "nowhere.dcm")
+
+
+def test_features_of_whole_volumes_are_the_tokens_of_the_grid(encoder, store):
+    arrays = store.read([0, 1])
+    voxels, network = torch.from_numpy(arrays.voxels), encoder.network
+    with torch.no_grad():
+        tokens = network.forward_features(voxels)
+        assert tokens.shape == (2, network.grid.size, network.num_features)
+        np.testing.assert_array_equal(tokens.unflatten(1, network.grid.shape), encoder.encode_grid(arrays.voxels))
+        torch.testing.assert_close(network.forward_features(voxels.unsqueeze(1).float()), tokens)
+        image = network.feature_map(voxels)
+        assert image.shape == (2, network.num_features, *network.grid.shape)
+        torch.testing.assert_close(image.flatten(2).mT, tokens)
+        chosen, tissue = encoder.select(arrays)
+        some = network.forward_features(voxels, torch.from_numpy(chosen))
+        mean = np.stack([t[k].mean(0) for t, k in zip(some.numpy(), tissue, strict=True)])
+    np.testing.assert_allclose(mean, encoder.embed_arrays(arrays), atol=1e-5)
+
+
+def test_a_network_says_which_voxels_it_expects(encoder):
+    with pytest.raises(ConfigError, match=r"expected voxels \[B, 1, 8, 64, 32\], got \[2, 1, 8, 64, 30\]"):
+        encoder.network.forward_features(torch.zeros(2, 8, 64, 30))
+    from octfm.models.vit3d import VisionTransformer3D
+
+    bare = VisionTransformer3D(encoder.network.config, encoder.network.grid)
+    with pytest.raises(ConfigError, match=r"take the one of an octfm\.Encoder"):
+        bare.forward_features(torch.zeros(2, 8, 64, 32))
+
+
+def test_features_carry_gradients_to_every_block(store):
+    network = untrained_encoder().network.train()
+    network.feature_map(torch.from_numpy(store.read([0]).voxels)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters())
+
+
+def test_an_export_in_the_hubs_cache_is_loaded_by_its_id(encoder, store, tmp_path, monkeypatch):
+    """The cache as huggingface_hub lays it out, with the network out of reach."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+
+    repository = tmp_path / "hub" / "models--clinic--encoder"
+    write_export(repository / "snapshots" / ("a" * 40), encoder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("clinic/encoder", "hf://clinic/encoder", "hf://clinic/encoder@main"):
+        assert load_encoder(name, device="cpu").key == encoder.key
+    with pytest.raises(CheckpointError, match=r"clinic/other: no run.*fetch it from the hub with hf://clinic/other"):
+        load_encoder("clinic/other")
+    with pytest.raises(CheckpointError, match=r"clinic/other: the Hugging Face hub does not give it"):
+        load_encoder("hf://clinic/other")
+    (repository / "snapshots" / ("a" * 40) / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not an export of octfm"):
+        load_encoder("clinic/encoder")
+
+
+def test_a_misspelt_run_is_never_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert find("runs/vit_s") == Path("runs/vit_s")
+    with pytest.raises(CheckpointError, match=r"runs/vit_s") as raised:
+        load_encoder("runs/vit_s")
+    assert "hub" not in str(raised.value)
+
+
+def test_a_packaged_name_is_found_or_answered_with_what_there_is(encoder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"vit-1: no run.*packaged encoders: (none yet|[\w, -]+);"):
+        load_encoder("vit-1")
+    with pytest.raises(CheckpointError, match=r"layers-2: a packaged network that segments"):
+        load_encoder("layers-2")
+    folder = write_export(tmp_path / "weights" / "vit-1", encoder)
+    assert packaged_encoders(tmp_path / "weights") == {"vit-1": folder}
+    assert load_encoder(str(find("vit-1", tmp_path / "weights")), device="cpu").key == encoder.key
+    # A folder of that name comes first.
+    write_export(tmp_path / "layers-2", encoder)
+    assert load_encoder("layers-2", device="cpu").key == encoder.key
+
+
+def test_shown_encoders_name_no_path(encoder, tmp_path):
+    loaded = load_encoder(write_export(tmp_path / "Dr_Geheim", encoder), device="cpu")
+    shown = repr(loaded) + loaded._repr_html_()
+    assert "Geheim" not in shown and "\n" not in repr(loaded) and len(repr(loaded)) < 200
+    assert re.search(r"vectors of 48", shown)

@@ -1,0 +1,152 @@
+"""A store as a dataset of PyTorch: in a DataLoader with workers, with labels, and with participants kept apart."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from octfm.errors import ConfigError, EvaluationError, StoreError
+from octfm.store.store import Store
+from support.small_store import GRADES, darkened, edit_rows, small_store
+from support.untrained import untrained_encoder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Brightness in three grades, a label of each participant, and one eye less with a label."""
+    folder = tmp_path_factory.mktemp("store")
+    small_store(folder, darkened)
+
+    def labels(row):
+        number = int(row.participant[1:])
+        found = {"grade": GRADES[number % 3], "age": str(40 + number)}
+        return {"participant_labels": {} if number == 7 else found}
+
+    edit_rows(folder, labels)
+    return Store.open(folder)
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "labels.csv"
+    people = "".join(f"P{n:03d},{('healthy', 'dme')[n % 2]}\n" for n in range(12) if n != 2)
+    path.write_text("participant_id,diagnosis\n" + people)
+    return path
+
+
+def first(item):
+    """Of the module, because a spawned worker imports it."""
+    return item["voxels"].float().mean(), item["label"]
+
+
+def test_it_is_a_dataset_of_prepared_volumes(store):
+    data = store.as_torch(target="grade", split="train")
+    assert isinstance(data, Dataset) and len(data) == 14
+    item = data[3]
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in item.items() if name != "index"} == {
+        "voxels": (torch.uint8, (1, 8, 64, 32)),
+        "band": (torch.float32, (2, 8, 32)),
+        "valid": (torch.int16, (2, 8, 32)),
+        "label": (torch.int64, ()),
+    }
+    stored = store[item["index"]]
+    np.testing.assert_array_equal(item["voxels"][0], stored.voxels)
+    assert data.classes == tuple(sorted(GRADES)), "grades of no known order are sorted"
+    assert data.classes[item["label"]] == stored.row.participant_labels["grade"]
+    assert set(store.as_torch()[0]) == {"voxels", "band", "valid", "index"} and len(store.as_torch()) == 24
+    with pytest.raises(IndexError):
+        data[14]
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", None])
+def test_workers_give_the_same_batches_as_no_worker(store, how):
+    data = store.as_torch(target="grade", split="train")
+    data[0]  # opened in this process, whose readers a forked worker must not use
+    options = {"num_workers": 2, "multiprocessing_context": how, "timeout": 120} if how else {}
+    batches = list(DataLoader(data, batch_size=4, **options))
+    assert [len(batch["index"]) for batch in batches] == [4, 4, 4, 2]
+    index = torch.cat([batch["index"] for batch in batches])
+    assert index.tolist() == data.rows.tolist()
+    np.testing.assert_array_equal(torch.cat([b["voxels"] for b in batches])[:, 0], store.read(index).voxels)
+    assert torch.cat([batch["label"] for batch in batches]).tolist() == data.labels.tolist()
+
+
+def test_splits_keep_participants_apart_and_number_classes_alike(store, table):
+    parts = [store.as_torch(table, split=split) for split in ("train", "val", "test")]
+    people = [set(part.participants) for part in parts]
+    assert not people[0] & people[1] and not people[1] & people[2] and not people[0] & people[2]
+    assert {part.classes for part in parts} == {("healthy", "dme")}, "healthy first, as in probes"
+    assert sum(map(len, parts)) == 22 and "P002" not in set().union(*people), "no label, no item"
+
+
+def test_a_participant_in_two_splits_is_refused(tmp_path):
+    small_store(tmp_path / "s", splits=("train", "test"))
+    edit_rows(tmp_path / "s", lambda row: {"split": "test" if row.index == 0 else row.split})
+    with pytest.raises(StoreError, match="P000 is in split test and in train"):
+        Store.open(tmp_path / "s").as_torch(split="train")
+
+
+def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"participant_id": [f"P{n:03d}" for n in range(12)], "cst_um": [250.5 + n for n in range(11)] + [None]}
+    )
+    data = store.as_torch(frame, split=None)
+    assert data.classes is None and data.labels.dtype == np.float32 and len(data) == 22
+    assert data[4]["label"] == torch.tensor(252.5) and data[4]["label"].dtype == torch.float32
+    with pytest.raises(EvaluationError, match=r"DataFrame: expected a column participant_id"):
+        store.as_torch(frame[["cst_um"]])
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        ({"split": "training"}, ConfigError, "splits present: test, train, val"),
+        ({"target": "iop"}, EvaluationError, "no label column iop; columns: age, grade"),
+        ({"labels": "two"}, EvaluationError, "target: name one of the label columns: a, b"),
+        ({"labels": "two", "target": "a"}, EvaluationError, "matches the embeddings"),
+        ({"labels": "nowhere.csv"}, EvaluationError, "no such label table"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(store, tmp_path, wrong, error, says):
+    if wrong.get("labels") == "two":
+        (tmp_path / "two.csv").write_text("participant_id,a,b\nX,1,2\n")
+        wrong = {**wrong, "labels": tmp_path / "two.csv"}
+    with pytest.raises(error, match=says) as raised:
+        store.as_torch(**wrong)
+    assert "\n" not in str(raised.value)
+
+
+def test_it_pickles_as_a_path_and_transforms_in_the_worker(store):
+    data = store.as_torch(target="grade", split="val", transform=first)
+    assert len(pickle.dumps(data)) < 3000
+    (means, labels), *_ = DataLoader(pickle.loads(pickle.dumps(data)), batch_size=4)
+    assert means.shape == labels.shape == (4,)
+
+
+def test_a_part_of_a_store_gives_its_own_volumes(store):
+    part = store.part([20, 3, 4])
+    data = part.as_torch(target="grade")
+    (batch,) = DataLoader(data, batch_size=3, num_workers=1, multiprocessing_context="fork", timeout=120)
+    np.testing.assert_array_equal(batch["voxels"][:, 0], store.read([20, 3, 4]).voxels)
+
+
+def test_a_plain_loop_learns_what_is_to_be_seen(store):
+    """Three grades of brightness by the network and a linear layer on it, in a loop without octfm's."""
+    torch.manual_seed(0)
+    network = untrained_encoder().network
+    head = torch.nn.Linear(network.num_features, 3)
+    optimizer = torch.optim.AdamW([*network.parameters(), *head.parameters()], lr=3e-3)
+    for _ in range(12):
+        for batch in DataLoader(store.as_torch(target="grade", split="train"), batch_size=7, shuffle=True):
+            logits = head(network.forward_features(batch["voxels"]).mean(1))
+            loss = torch.nn.functional.cross_entropy(logits, batch["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        (test,) = DataLoader(store.as_torch(target="grade", split="test"), batch_size=4)
+        answers = head(network.forward_features(test["voxels"]).mean(1)).argmax(1)
+    assert (answers == test["label"]).float().mean() >= 0.75
