@@ -25,7 +25,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in ("octfm/configs/demo.yaml", "octfm/configs/vit_s.yaml", "octfm/cli/main.py"):
+    for needed in ("octfm/configs/demo.yaml", "octfm/configs/vit_s.yaml", "octfm/cli/main.py", "octfm/py.typed"):
         assert needed in names
     package = ROOT / "src" / "octfm"
     for path in package.rglob("*"):

@@ -91,7 +91,7 @@ def _figures(pictures: Sequence[Picture]) -> str:
         f'style="display:block;max-width:100%"><figcaption style="opacity:.75">{escape(what)}</figcaption></figure>'
         for src, what in pictures
     )
-    return f'<div style="display:flex;flex-wrap:wrap;gap:10px;align-items:flex-end;margin:6px 0">{each}</div>'
+    return f'<div style="display:flex;flex-wrap:wrap;gap:10px;align-items:flex-start;margin:6px 0">{each}</div>'
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -109,8 +109,9 @@ def picture(
     *,
     lines: Sequence[np.ndarray] = (),
     masks: Sequence[np.ndarray] = (),
+    across: int = PICTURE_WIDTH,
 ) -> Picture:
-    """A PNG of `grey` uint8 [H, W] in the proportions of `size_mm` (height, width), between 1:4 and 4:3.
+    """A PNG of `grey` uint8 [H, W], `across` pixels wide, in the proportions of `size_mm` (height, width) or near.
 
     `lines` are drawn at these rows [W], NaN where there is none; `masks` bool [H, W] are tinted.
     """
@@ -118,7 +119,7 @@ def picture(
 
     height, width = grey.shape
     share = float(np.clip(size_mm[0] / size_mm[1], 1 / 4, 4 / 3))
-    shown = (PICTURE_WIDTH, round(PICTURE_WIDTH * share))
+    shown = (across, round(across * share))
     image = Image.fromarray(np.ascontiguousarray(grey)).resize(shown, Image.Resampling.BILINEAR).convert("RGB")
     for mask, colour in zip(masks, LINES[::-1], strict=False):
         over = Image.fromarray(mask.astype(np.uint8) * 140).resize(shown, Image.Resampling.BILINEAR)

@@ -65,7 +65,7 @@ class Encoder:
 
     def __repr__(self) -> str:
         facts = self._described()
-        return brief("Encoder", facts["network"], facts["vectors"], f"for {facts['volumes']}", facts["device"])
+        return brief("Encoder", facts["network"], f"vectors of {self.vector_width}", f"volumes of {facts['volumes']}")
 
     def _repr_html_(self) -> str:
         return box("Encoder", self._described())
@@ -78,11 +78,11 @@ class Encoder:
         millions = f"{count_parameters(self.network) / 1e6:.3g} M parameters"
         return {
             "network": f"ViT of {model.depth} blocks × {model.width} channels, {millions}",
-            "vectors": f"vectors of {self.vector_width}",
+            "length of a vector": str(self.vector_width),
             "pooling": f"{self.config.objective.pool} of the tissue tokens among {kept:,} of {grid.size:,}",
             "tokens": f"grid of {times(grid.shape)}, patches of {times(model.patch_size)} voxels",
             "objective": self.config.objective.name,
-            "volumes": f"volumes of {times(size)} voxels of {spacing} mm",
+            "volumes": f"{times(size)} voxels of {spacing} mm",
             "device": f"{self.runtime.device}, {self.runtime.precision}",
         }
 

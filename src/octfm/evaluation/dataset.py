@@ -73,7 +73,8 @@ class VolumeDataset(Dataset):
         return [self.store.rows[row].participant for row in self.rows]
 
     def __repr__(self) -> str:
-        return brief("VolumeDataset", *self._described().values())
+        facts = self._described()
+        return brief("VolumeDataset", facts["volumes"], f"split {facts['split']}", facts["label"])
 
     def _repr_html_(self) -> str:
         return box("Dataset of a store", self._described())
@@ -88,7 +89,7 @@ class VolumeDataset(Dataset):
             label = f"{self.target}: {counted(Counter(names))}"
         return {
             "volumes": f"{number(len(self), 'volume')} of {people}",
-            "split": f"split {self.split}" if self.split else "all splits",
+            "split": self.split or "all",
             "label": label,
         }
 

@@ -39,7 +39,10 @@ class ScanSegmentation(Segmentation):
     """Of the network, None if it has none."""
 
     def __repr__(self) -> str:
-        return brief("ScanSegmentation", *self._described().values())
+        facts = self._described()
+        return brief(
+            "ScanSegmentation", facts["size"], f"verdict: {facts['verdict']}", f"doubtful: {facts['doubtful']}"
+        )
 
     def _repr_html_(self) -> str:
         facts, amounts = self._described(), [(name, self.volume_nl(name)) for name in self.masks]
@@ -58,9 +61,10 @@ class ScanSegmentation(Segmentation):
 
     def _described(self) -> dict[str, str]:
         reasons = "; ".join(self.verdict.reasons)
-        return super()._described() | {
+        return {
             "verdict": f"do not believe it: {reasons}" if reasons else "nothing speaks against it",
-            "doubtful": f"{self.doubtful.mean():.0%} of A-scans are doubtful",
+            "doubtful": f"{self.doubtful.mean():.0%} of A-scans",
+            **super()._described(),
         }
 
     def pictures(self) -> list[Picture]:
@@ -68,9 +72,16 @@ class ScanSegmentation(Segmentation):
         _, y, x = self.volume.extent_mm
         middle = len(self.volume.voxels) // 2
         grey = eight_bit(self.volume)[middle]
-        lines = [rows[middle] for rows in self.surfaces.values()]
-        masks = [mask[middle] for mask in self.masks.values()]
-        return [picture(grey, (y, x), "middle B-scan with surfaces and areas", lines=lines, masks=masks)]
+        lines = np.stack([rows[middle] for rows in self.surfaces.values()])
+        # The rows that hold the retina, and a fifth of it above and below.
+        seen = lines[np.isfinite(lines)]
+        first, last = (seen.min(), seen.max()) if seen.size else (0, len(grey))
+        margin = (last - first) / 5
+        rows = slice(max(0, int(first - margin)), int(last + margin) + 1)
+        shown, height_mm = grey[rows], y * len(grey[rows]) / len(grey)
+        masks = [mask[middle][rows] for mask in self.masks.values()]
+        what = "middle B-scan with surfaces and areas"
+        return [picture(shown, (height_mm, x), what, lines=list(lines - rows.start), masks=masks, across=480)]
 
     @property
     def spread_um(self) -> dict[str, np.ndarray]:

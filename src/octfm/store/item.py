@@ -54,7 +54,9 @@ class StoredVolume:
         ]  # fmt: skip
 
     def __repr__(self) -> str:
-        return brief("StoredVolume", *self._described().values())
+        facts = self._described()
+        named = (f"{name} {facts[name]}" for name in ("split", "tissue band") if facts[name])
+        return brief("StoredVolume", facts["size"], facts["extent"], facts["scanner"], facts["eye"], *named)
 
     def _repr_html_(self) -> str:
         return box(f"Volume {self.row.index} of a store", self._described(), pictures=self.pictures())
@@ -67,6 +69,6 @@ class StoredVolume:
             "extent": f"{times(extent)} mm",
             "scanner": self.row.scanner.replace("_", " "),
             "eye": eye,
-            "split": f"split {self.row.split}" if self.row.split else "",
-            "tissue band": "" if self.row.confident else "tissue band of low confidence",
+            "split": self.row.split or "",
+            "tissue band": "" if self.row.confident else "of low confidence",
         }

@@ -94,7 +94,7 @@ class Volume:
             "size": f"{number(d, 'B-scan')} of {h} × {w}, {self.voxels.dtype}",
             "extent": f"{times(self.extent_mm)} mm" if self.layout == "raster" else f"{times(self.extent_mm[1:])} mm",
             "scanner": self.scanner.replace("_", " "),
-            "eye": {"R": "right eye", "L": "left eye", None: "eye unknown"}[self.laterality],
+            "eye": {"R": "right eye", "L": "left eye", None: "unknown eye"}[self.laterality],
             "layout": self.layout if self.layout != "raster" else "",
         }
 
