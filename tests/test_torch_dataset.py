@@ -1,6 +1,7 @@
 """A store as a dataset of PyTorch: in a DataLoader with workers, with labels, and with participants kept apart."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from octfm.errors import ConfigError, EvaluationError, StoreError
 from octfm.store.store import Store
+from support import ROOT
+from support.dicom_files import write_oct_dicom
 from support.small_store import GRADES, darkened, edit_rows, small_store
-from support.untrained import untrained_encoder
+from support.untrained import untrained_encoder, write_export
+from support.volumes import eye
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +135,36 @@ def test_a_part_of_a_store_gives_its_own_volumes(store):
     data = part.as_torch(target="grade")
     (batch,) = DataLoader(data, batch_size=3, num_workers=1, multiprocessing_context="fork", timeout=120)
     np.testing.assert_array_equal(batch["voxels"][:, 0], store.read([20, 3, 4]).voxels)
+
+
+@pytest.fixture(scope="module")
+def workplace(store, tmp_path_factory):
+    """A folder as the guide's examples expect it: prepared, exported, labels.csv and scan.dcm."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "prepared").symlink_to(store.path)
+    write_export(folder / "exported", untrained_encoder())
+    people = "".join(f"P{n:03d},{('healthy', 'dme')[n % 2]}\n" for n in range(12))
+    (folder / "labels.csv").write_text("participant_id,diagnosis\n" + people)
+    volume = eye()
+    write_oct_dicom(folder / "scan.dcm", volume.voxels, volume.spacing_mm)
+    return folder
+
+
+@pytest.mark.parametrize("title", ["vectors.py", "own_loop.py", "monai_decoder.py"])
+def test_the_examples_of_the_guide_run(workplace, title, monkeypatch):
+    if title.startswith("monai"):
+        pytest.importorskip("monai", reason="MONAI is optional; pip install 'octfm[bench]'")
+    page = (ROOT / "docs" / "guide" / "notebooks.md").read_text()
+    (code,) = re.findall(rf'^```python title="{title}"\n(.*?)^```', page, re.S | re.M)
+    monkeypatch.chdir(workplace)
+    space: dict = {}
+    exec(compile(code, title, "exec"), space)
+    if title == "vectors.py":
+        assert space["one"].shape == (48,) and space["some"].shape == (2, 48) and space["all_of_them"].shape == (24, 48)
+    else:
+        assert space["loss"].isfinite()
+        network = space["network"] if title == "own_loop.py" else space["model"].network
+        assert network.norm.weight.grad.abs().sum() > 0
 
 
 def test_a_plain_loop_learns_what_is_to_be_seen(store):
