@@ -55,8 +55,13 @@ class ScanSegmentation(Segmentation):
         except EvaluationError:
             grid = None
         means = grid.mean_um if grid is not None else {}
-        zones = [(name, f"{mean:.0f} µm" if mean is not None else "not given") for name, mean in means.items()]
-        columns = ("ETDRS zone", "retina, ILM to BM")
+        ranges = self.zone_ranges() if grid is not None else {}
+        between = {name: f"{low:.0f} to {high:.0f} µm" for name, (low, high) in ranges.items()}
+        zones = [
+            (name, f"{mean:.0f} µm" if mean is not None else "not given", between.get(name, ""))
+            for name, mean in means.items()
+        ]
+        columns = ("ETDRS zone", "retina, ILM to BM", "90 % range on synthetic eyes" if between else "")
         return box("Layers of a scan", facts, pictures=self.pictures(), table=(columns, zones), note=f"{self.note}.")
 
     def _described(self) -> dict[str, str]:
