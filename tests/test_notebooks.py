@@ -68,6 +68,7 @@ def test_the_links_of_notebooks_lead_somewhere():
             assert (book.parent / target).exists(), f"{book.name}: {target}"
 
 
+@pytest.mark.slow
 def test_the_first_scan_is_measured_and_shown(capsys):
     pytest.importorskip("pandas")
     shown = execute(ROOT / "docs" / "notebooks" / "first_scan.ipynb")
@@ -77,6 +78,7 @@ def test_the_first_scan_is_measured_and_shown(capsys):
     assert "centre:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pretraining_and_ones_own_loop_run(folder, capsys):
     pytest.importorskip("pandas")
     shown = execute(ROOT / "docs" / "notebooks" / "pretrain_on_your_own.ipynb")
@@ -85,6 +87,7 @@ def test_pretraining_and_ones_own_loop_run(folder, capsys):
     assert "epoch 3: loss" in capsys.readouterr().out and (folder / "notebook" / "run" / "run.json").is_file()
 
 
+@pytest.mark.slow
 def test_what_it_is_worth_is_told_with_intervals():
     """Also by itself: what it continues is made if it is not there."""
     pytest.importorskip("pandas")

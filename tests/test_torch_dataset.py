@@ -64,7 +64,7 @@ def test_it_is_a_dataset_of_prepared_volumes(store):
         data[14]
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn", None])
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow), None])
 def test_workers_give_the_same_batches_as_no_worker(store, how):
     data = store.as_torch(target="grade", split="train")
     data[0]  # opened in this process, whose readers a forked worker must not use
