@@ -124,7 +124,7 @@ class Encoder:
             raise EvaluationError(_prepared_otherwise(str(store.path), self.source))
 
     def embed(self, scans: "Scan | Store | Iterable[Scan]") -> np.ndarray:
-        """Pooled tissue tokens (objective.pool): float32 [vector_width] of one scan, [N, vector_width] of many.
+        """The pooled tissue tokens (objective.pool): float32 [vector_width], or [N, vector_width] of several scans.
 
         scans: a file or folder that octfm.read_volume reads, a Volume in any native geometry, or `store[i]`; a list of
         these, or a Store, in its order. Volumes of a store are taken as they were prepared.
