@@ -15,7 +15,7 @@ from octfm.encoder import exported
 from octfm.encoder.sources import find
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.formats import read_volume
-from octfm.io.location import Location, location
+from octfm.io.location import Location
 from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
