@@ -24,6 +24,7 @@ WRONG = {
         "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa",
     ),
     "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected auto, cpu, cuda"),
+    "misspelt config": (["pretrain", "vit_ss"], "did you mean vit_s?"),
     "patches that do not tile": (
         ["doctor", "vit_s", "data.store={store}", "model.patch_size=[3,16,16]"],
         "FAIL  token grid",
@@ -72,6 +73,19 @@ def test_a_mistake_ends_the_process_with_1(tmp_path):
 def test_wrong_usage_is_exit_code_2(tmp_path):
     assert octfm_command("pretrain", cwd=tmp_path)[0] == 2
     assert octfm_here("fly", cwd=tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["pretran", "vit_s"], "pretrain"),
+        (["pretrain", "vit_s", "--stoer", "x"], "--store"),
+        (["doctor", "vit_s", "--model.depth=6"], "settings are written model.depth=VALUE"),
+    ],
+)
+def test_a_misspelt_verb_or_option_finds_the_one_that_was_meant(words, meant, tmp_path):
+    code, _, err = octfm_here(*words, cwd=tmp_path)
+    assert code == 2 and meant in err and err.count("\n") == 1, err
 
 
 def test_doctor_then_pretrain_then_resume(store, tmp_path):

@@ -29,6 +29,30 @@ def test_override_wins(yaml_file):
     assert (config.model.width, config.model.depth, config.steps, config.masks.budget) == (192, 6, 9, None)
 
 
+@pytest.mark.parametrize(
+    ("meant", "typed"),
+    [
+        ("model.depth", "modle.depth=6"),
+        ("model.depth", "modl.dpth=6"),
+        ("model.depth", "depth=6"),
+        ("data.store", "store=x"),
+        ("data.global_batch_size", "batch_size=8"),
+        ("schedule.base_lr", "lr=1e-4"),
+        ("epochs", "epoch=3"),
+    ],
+)
+def test_a_misspelt_key_finds_the_one_that_was_meant(meant, typed):
+    with pytest.raises(ConfigError) as caught:
+        load_config("vit_s", [typed])
+    assert str(caught.value).endswith(f"unknown key {typed.partition('=')[0]}; did you mean {meant}?")
+
+
+def test_an_unlike_key_is_answered_with_its_section_alone():
+    with pytest.raises(ConfigError) as caught:
+        load_config("vit_s", ["schedule.zzzzzz=6"])
+    assert "known keys: schedule.base_lr, " in str(caught.value) and "model" not in str(caught.value)
+
+
 def test_scientific_notation_is_a_number(yaml_file):
     assert load_config(yaml_file("schedule: {base_lr: 1e-4}")).schedule.base_lr == 1e-4
 

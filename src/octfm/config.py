@@ -127,8 +127,10 @@ def find_config(name: str | Path) -> Path:
     packaged = folder / f"{path.stem}.yaml"
     if packaged.is_file():
         return packaged
-    known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
-    raise ConfigError(f"{name}: no such config file, and no packaged config has that name; packaged configs: {known}")
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    close = get_close_matches(path.stem, known, n=1, cutoff=0.8)
+    hint = f"did you mean {close[0]}?" if close else f"packaged configs: {', '.join(known)}"
+    raise ConfigError(f"{name}: no such config file, and no packaged config has that name; {hint}")
 
 
 def dump(config: Config) -> str:
@@ -294,16 +296,37 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         known = known_keys(cls)
+        if isinstance(first["input"], dict) and len(first["input"]) == 1:  # the name of the section may be misspelt
+            key = f"{key}.{next(iter(first['input']))}"
+        nearest = _nearest(key, known)
         key = key if len(key) <= 80 else shown(key)
-        nearest = get_close_matches(key, known, n=1, cutoff=0.5) or get_close_matches(
-            key.split(".")[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.6
-        )
-        hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
+        hint = f"did you mean {nearest}?" if nearest else f"known keys: {', '.join(_beside(key, known))}"
         return f"unknown key {key}; {hint}{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{key}: {message}{more}" if key else f"{message}{more}"
     return f"{key}: {message}, got {shown(first['input'])}{more}"
+
+
+def _nearest(key: str, known: list[str]) -> str | None:
+    """The known key that was probably meant: one that differs in few letters, or one that has all words of `key`."""
+    if close := get_close_matches(key, known, n=1, cutoff=0.8):
+        return close[0]
+    last = {name: name.rpartition(".")[2] for name in known}
+    words = set(key.rpartition(".")[2].split("_"))
+    if longer := [name for name in known if words <= set(last[name].split("_"))]:
+        return min(longer, key=lambda name: len(last[name].split("_")))
+    if close := get_close_matches(key, known, n=1, cutoff=0.5):
+        return close[0]
+    close = get_close_matches(key.rpartition(".")[2], list(last.values()), n=1, cutoff=0.6)
+    return next((name for name in known if close and last[name] == close[0]), None)
+
+
+def _beside(key: str, known: list[str]) -> list[str]:
+    """The keys of the section of `key`, or the names of all sections and of keys outside of them."""
+    section = key.rpartition(".")[0]
+    inside = [name for name in known if section and name.startswith(f"{section}.")]
+    return inside or list(dict.fromkeys(f"{name.partition('.')[0]}.…" if "." in name else name for name in known))
 
 
 def _problems(error: ValidationError) -> list[dict[str, Any]]:

@@ -16,31 +16,42 @@ if TYPE_CHECKING:
 
 
 def phantom(
-    out: Annotated[Path, opt.local_argument(help="New folder for the cohort.")],
+    out: Annotated[Path, opt.local_argument(metavar="FOLDER", help="New folder for the cohort.")],
     participants: Annotated[
-        int, typer.Option(help="Number of participants; both eyes of each are scanned.", min=1, max=10**6)
+        int, typer.Option(metavar="N", help="Number of participants; both eyes of each are scanned.", min=1, max=10**6)
     ] = 20,
     seed: Annotated[
-        int, typer.Option(help="0-99 for development, 100 and above for reported results.", min=0, max=opt.MAX_SEED)
+        int,
+        typer.Option(
+            metavar="N", help="0-99 for development, 100 and above for reported results.", min=0, max=opt.MAX_SEED
+        ),
     ] = 0,
     size: Annotated[
-        str, typer.Option(help="B-scans x rows x columns, or `native` for the size each scanner writes.")
+        str,
+        typer.Option(metavar="SIZE", help="B-scans x rows x columns, or `native` for the size each scanner writes."),
     ] = "32x256x192",
-    defects: Annotated[float, typer.Option(help="Number of defective files per good one.", min=0, max=100)] = 0.0,
+    defects: Annotated[
+        float, typer.Option(metavar="N", help="Number of defective files per good one.", min=0, max=100)
+    ] = 0.0,
     zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
     diagnosis: Annotated[
-        list[str] | None, typer.Option(help="Draw only this diagnosis; repeat for several. Default: all seven.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Draw only this diagnosis; repeat for several. Default: all seven."),
     ] = None,
     scanner: Annotated[
         list[str] | None,
-        typer.Option(help="Simulate this scanner; repeat for several. Default: the four of AI-READI."),
+        typer.Option(metavar="NAME", help="Simulate this scanner; repeat for several. Default: the four of AI-READI."),
     ] = None,
     null_effect: Annotated[
         bool, typer.Option("--null-effect", help="Draw labels as usual, but render every eye as healthy.")
     ] = False,
     workers: opt.Workers = None,
 ) -> None:
-    """Write a synthetic cohort with known ground truth, in the folder layout of AI-READI."""
+    """Write a synthetic cohort with known ground truth, in the folder layout of AI-READI.
+
+    Examples:
+    octfm phantom clinic --participants 40 --seed 1
+    """
     from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
 
     path = write_phantom(
@@ -62,38 +73,53 @@ def scan(
     root: Annotated[
         str,
         opt.place_argument(
-            help="Folder, or s3:// or gs:// address, of DICOM, vendor or image files; any folder layout."
+            metavar="FOLDER",
+            help="Folder, or s3:// or gs:// address, of DICOM, vendor or image files; any folder layout.",
         ),
     ],
     out: opt.OutPlace = Path("catalog"),
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the split by participant, where the data set does not recommend one.", min=0, max=opt.MAX_SEED
+            metavar="N",
+            help="Seed of the split by participant, where the data set does not recommend one.",
+            min=0,
+            max=opt.MAX_SEED,
         ),
     ] = 0,
     table: Annotated[
-        opt.Place, typer.Option(parser=opt.place, metavar="FILE", help="Your own CSV or TSV with one row per file.")
+        opt.Place, typer.Option(parser=opt.place, metavar="TABLE", help="Your own CSV or TSV with one row per file.")
     ] = None,
     participants: Annotated[
         opt.Place,
-        typer.Option(parser=opt.place, metavar="FILE", help="Your own CSV or TSV with one row per participant."),
+        typer.Option(parser=opt.place, metavar="TABLE", help="Your own CSV or TSV with one row per participant."),
     ] = None,
     columns: Annotated[
         list[str] | None,
-        typer.Option(help="Their column names, as FIELD=COLUMN: participant=pid,file=path,laterality=eye"),
+        typer.Option(
+            metavar="FIELD=COLUMN", help="Their column names, as FIELD=COLUMN: participant=pid,file=path,laterality=eye"
+        ),
     ] = None,
     participant_from: opt.ParticipantFrom = None,
     nominal_spacing: Annotated[
         str | None,
-        typer.Option(help="dz,dy,dx in mm for images and arrays without spacing, for example 0.12,0.0039,0.0115."),
+        typer.Option(
+            metavar="DZ,DY,DX",
+            help="dz,dy,dx in mm for images and arrays without spacing, for example 0.12,0.0039,0.0115.",
+        ),
     ] = None,
     layouts: Annotated[
         str,
-        typer.Option(help="raster, or raster,radial to accept radial (star) scans too; octfm prepare resamples them."),
+        typer.Option(
+            metavar="LAYOUTS",
+            help="raster, or raster,radial to accept radial (star) scans too; octfm prepare resamples them.",
+        ),
     ] = "raster",
     extract: Annotated[
-        Path | None, opt.local_option(help="Unpack ZIP archives into this folder; default: read inside the archives.")
+        Path | None,
+        opt.local_option(
+            metavar="FOLDER", help="Unpack ZIP archives into this folder; default: read inside the archives."
+        ),
     ] = None,
     pixels: Annotated[
         bool,
@@ -104,29 +130,39 @@ def scan(
     ] = False,
     keep_upside_down: opt.KeepUpsideDown = False,
     follow_links: Annotated[
-        bool, typer.Option(help="Follow symbolic links below ROOT, including links that lead out of it.")
+        bool, typer.Option(help="Follow symbolic links below FOLDER, including links that lead out of it.")
     ] = True,
     max_reject: Annotated[
         float | None,
-        typer.Option(help="Exit with 1 if more than this share is rejected, for example 0.2.", min=0, max=1),
+        typer.Option(
+            metavar="SHARE", help="Exit with 1 if more than this share is rejected, for example 0.2.", min=0, max=1
+        ),
     ] = None,
     images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
     pseudonymise: Annotated[
         Path | None,
         opt.local_option(
+            metavar="FILE",
             help="Key file, created if missing: hash ids, UIDs and paths with it, shift dates, and keep only those "
-            "table values that are known to identify nobody."
+            "table values that are known to identify nobody.",
         ),
     ] = None,
     keep_columns: Annotated[
         list[str] | None,
-        typer.Option(help="With --pseudonymise: participant columns to keep unchanged: visus,lens_type"),
+        typer.Option(
+            metavar="COLUMNS", help="With --pseudonymise: participant columns to keep unchanged: visus,lens_type"
+        ),
     ] = None,
     workers: opt.Workers = None,
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
-    """List every OCT acquisition in a catalog, and every unusable file with a reason; data_health.html shows both."""
+    """List every OCT acquisition in a catalog, and every unusable file with a reason; data_health.html shows both.
+
+    Examples:
+    octfm scan my_scans/ --out catalog
+    octfm scan my_scans/ --participant-from '{participant}/{eye}/*' --pixels
+    """
     from octfm.catalog.catalog import NothingAccepted
     from octfm.catalog.catalog import scan as scan_root
     from octfm.catalog.columns import Columns
@@ -196,19 +232,25 @@ def prepare(
     ],
     out: opt.OutPlace = Path("prepared"),
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Preprocessing settings, for example image_size=[64,384,384].")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Preprocessing settings, for example image_size=[64,384,384]."),
     ] = None,
     like: Annotated[
-        Path | None, opt.local_option(help="Use the preprocessing settings of this run, checkpoint or export.")
+        Path | None,
+        opt.local_option(metavar="RUN", help="Use the preprocessing settings of this run, checkpoint or export."),
     ] = None,
     compression: Annotated[
         str | None,
-        typer.Option(help="none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."),
+        typer.Option(
+            metavar="CODEC", help="none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."
+        ),
     ] = None,
-    key: Annotated[Path | None, opt.local_option(help="Key file of a pseudonymised catalog; requires --root.")] = None,
+    key: Annotated[
+        Path | None, opt.local_option(metavar="FILE", help="Key file of a pseudonymised catalog; requires --root.")
+    ] = None,
     root: Annotated[
         opt.Place,
-        typer.Option(parser=opt.place, metavar="PLACE", help="ROOT from which a pseudonymised catalog was scanned."),
+        typer.Option(parser=opt.place, metavar="FOLDER", help="Folder from which a pseudonymised catalog was scanned."),
     ] = None,
     keep_upside_down: opt.KeepUpsideDown = False,
     exclude: opt.Exclude = None,
@@ -216,7 +258,8 @@ def prepare(
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
     dask: Annotated[
-        str | None, typer.Option(help="Address of a dask cluster (tcp://host:port) that sees the same paths.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address of a dask cluster (tcp://host:port) that sees the same paths."),
     ] = None,
     verify: Annotated[
         bool,
@@ -226,7 +269,12 @@ def prepare(
         ),
     ] = False,
 ) -> None:
-    """Convert the volumes of a catalog to one size and spacing; run it again to add only what is missing."""
+    """Convert the volumes of a catalog to one size and spacing; run it again to add only what is missing.
+
+    Examples:
+    octfm prepare catalog --out prepared
+    octfm prepare catalog --out prepared --verify
+    """
     from octfm.catalog.catalog import Catalog
     from octfm.config import load
     from octfm.errors import ConfigError

@@ -26,34 +26,54 @@ def probe(
         opt.place_argument(metavar="RUN", help="Folder or address of a run that has embeddings (see `octfm embed`)."),
     ],
     labels: Annotated[
-        Path | None, opt.local_option(help="CSV or TSV with participant_id (and laterality) and one column per target.")
+        Path | None,
+        opt.local_option(
+            metavar="TABLE", help="CSV or TSV with participant_id (and laterality) and one column per target."
+        ),
     ] = None,
     target: opt.Targets = None,
     exclude: opt.Exclude = None,
     allow_seen: opt.AllowSeen = False,
-    readout: Annotated[str, typer.Option(help="linear (logistic, ridge) or knn (nearest neighbours).")] = "linear",
+    readout: Annotated[
+        str, typer.Option(metavar="READOUT", help="linear (logistic, ridge) or knn (nearest neighbours).")
+    ] = "linear",
     order: opt.Order = None,
     embeddings: Annotated[
         str | None,
-        opt.place_option(help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings."),
+        opt.place_option(
+            metavar="FOLDER",
+            help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, opt.local_option("--out", help="Folder for probe.json; default: --embeddings if given, else RUN.")
+        Path | None,
+        opt.local_option(
+            "--out", metavar="FOLDER", help="Folder for probe.json; default: --embeddings if given, else RUN."
+        ),
     ] = None,
     design: Annotated[
         str,
         typer.Option(
+            metavar="DESIGN",
             help="recommended_split (fit on train and val, test on test), k-fold (test every participant that "
-            "pretraining has not seen), or auto."
+            "pretraining has not seen), or auto.",
         ),
     ] = "auto",
-    folds: Annotated[int | None, typer.Option(help="Number of folds for k-fold; default: 5.", min=2, max=1000)] = None,
-    seeds: Annotated[int, typer.Option(help="Repeat folds and subsets with this many seeds.", min=1, max=1000)] = 1,
+    folds: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of folds for k-fold; default: 5.", min=2, max=1000)
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", help="Repeat folds and subsets with this many seeds.", min=1, max=1000)
+    ] = 1,
     label_efficiency: Annotated[
         bool, typer.Option(help="Also fit on 1, 5, 10, 25, 50 and 100 % of the training participants.")
     ] = False,
 ) -> None:
-    """Fit probes on frozen embeddings; confidence intervals resample participants."""
+    """Fit probes on frozen embeddings; confidence intervals resample participants.
+
+    Examples:
+    octfm probe runs/vit_s --labels labels.tsv --target diagnosis
+    """
     from octfm.encoder.embed import embedding_files
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
     from octfm.encoder.encoder import seen_by
@@ -103,23 +123,35 @@ def finetune(
     config: Annotated[
         str,
         typer.Argument(
-            help="YAML file, or packaged config: study_group_linear, study_group_attentive or study_group_finetune."
+            metavar="CONFIG",
+            help="YAML file, or packaged config: study_group_linear, study_group_attentive or study_group_finetune.",
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis"
+        ),
     ] = None,
+    store: opt.Store = None,
+    epochs: opt.Epochs = None,
     out: opt.OutPlace = Path("runs/finetune"),
     device: opt.Device = None,
     allow_seen: opt.AllowSeen = False,
 ) -> None:
-    """Train for one label: a head on a frozen encoder, or the head and then the encoder; the same command resumes."""
+    """Train for one label: a head on a frozen encoder, or the head and then the encoder; the same command resumes.
+
+    Examples:
+    octfm finetune study_group_linear encoder=runs/vit_s --store prepared target=diagnosis
+    octfm finetune study_group_finetune encoder=runs/vit_s --store prepared --epochs 10 --out runs/tuned
+    """
     from octfm.config import load
     from octfm.tasks.finetune import finetune as tune
     from octfm.tasks.finetune import summary
     from octfm.tasks.finetune_settings import FinetuneConfig
 
-    run = tune(load(FinetuneConfig, config, overrides or []), out, device, allow_seen=allow_seen, echo=typer.echo)
+    settings = load(FinetuneConfig, config, opt.with_options(overrides, {"store": store, "epochs": epochs}))
+    run = tune(settings, out, device, allow_seen=allow_seen, echo=typer.echo)
     # Every rank runs this command; only the first one prints the result.
     if os.environ.get("RANK", "0") != "0":
         return
@@ -132,20 +164,26 @@ def leaderboard(
     entries: Annotated[
         list[Path],
         opt.local_argument(
-            help="Runs of pretraining or fine-tuning, and checkpoints; the others are compared with the first."
+            metavar="RUN",
+            help="Runs of pretraining or fine-tuning, and checkpoints; the others are compared with the first.",
         ),
     ],
     store: Annotated[
-        list[str], opt.place_option(help="Prepared store, also s3:// or gs://; repeat, one per preprocessing.")
+        list[str],
+        opt.place_option(metavar="STORE", help="Prepared store, also s3:// or gs://; repeat, one per preprocessing."),
     ],
-    target: Annotated[str, typer.Option(help="Label column.")] = "study_group",
+    target: Annotated[str, typer.Option(metavar="COLUMN", help="Label column.")] = "study_group",
     labels: opt.StoreLabels = None,
     order: opt.Order = None,
     exclude: opt.Exclude = None,
     allow_seen: opt.AllowSeen = False,
     out: opt.Out = Path("leaderboard"),
 ) -> None:
-    """Compare checkpoints, fine-tuned models and baselines on identical data and splits: CSV, Markdown, HTML."""
+    """Compare checkpoints, fine-tuned models and baselines on identical data and splits: CSV, Markdown, HTML.
+
+    Examples:
+    octfm leaderboard runs/vit_s runs/mae --store prepared --target diagnosis
+    """
     from octfm.evaluation.probe import write_probe
     from octfm.io.location import write_whole
     from octfm.report.leaderboard import write_leaderboard
@@ -175,30 +213,44 @@ def leaderboard(
 def trust(
     run: Annotated[Path, opt.local_argument(metavar="RUN", help="Pretraining run or checkpoint.")],
     store: Annotated[
-        list[str], opt.place_option(help="Prepared store of RUN, also s3:// or gs://; repeat, one per preprocessing.")
+        list[str],
+        opt.place_option(
+            metavar="STORE", help="Prepared store of RUN, also s3:// or gs://; repeat, one per preprocessing."
+        ),
     ],
     labels: opt.StoreLabels = None,
     target: opt.Targets = None,
     order: opt.Order = None,
     other: Annotated[
         list[Path] | None,
-        opt.local_option(help="Another run for paired comparison, for example one pretrained on a single scanner."),
+        opt.local_option(
+            metavar="RUN", help="Another run for paired comparison, for example one pretrained on a single scanner."
+        ),
     ] = None,
     external: Annotated[
         list[str] | None,
         typer.Option(
-            help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code is executed (docs/guide/evaluate.md)."
+            metavar="FUNCTION",
+            help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code is executed.",
         ),
     ] = None,
     group: Annotated[
         list[str] | None,
-        typer.Option(help="Column of subgroups to compare, besides site, age, eye and scanner; repeat for several."),
+        typer.Option(
+            metavar="COLUMN",
+            help="Column of subgroups to compare, besides site, age, eye and scanner; repeat for several.",
+        ),
     ] = None,
-    age_bands: Annotated[str, typer.Option(help="Boundaries between age bands, in years.")] = "50,60,70,80",
+    age_bands: Annotated[
+        str, typer.Option(metavar="YEARS", help="Boundaries between age bands, in years.")
+    ] = "50,60,70,80",
     from_scratch_epochs: Annotated[
         float,
         typer.Option(
-            help="Epochs of the supervised baseline trained for every target; 0: no such baseline.", min=0, max=100_000
+            metavar="N",
+            help="Epochs of the supervised baseline trained for every target; 0: no such baseline.",
+            min=0,
+            max=100_000,
         ),
     ] = 60,
     images: Annotated[bool, typer.Option(help="Show B-scans on the page.")] = True,
@@ -206,7 +258,11 @@ def trust(
     allow_seen: opt.AllowSeen = False,
     out: opt.Out = Path("trust"),
 ) -> None:
-    """Evaluate an encoder against every baseline, by subgroup and scanner, with intervals: trust.html, trust.json."""
+    """Evaluate an encoder against every baseline, by subgroup and scanner, with intervals: trust.html, trust.json.
+
+    Examples:
+    octfm trust runs/vit_s --store prepared --labels labels.tsv --target diagnosis
+    """
     from octfm.errors import ConfigError
     from octfm.evaluation.probe import write_probe
     from octfm.report.trust.page import summary_lines, write_trust
@@ -246,15 +302,19 @@ def segment(
     words: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="FILE|KEY=VALUE",
             help="Files or folders to segment with the packaged network; or settings of a training, such as "
-            "encoder=runs/a store=prepared/ truth=clinic/ground_truth; with --apply: files."
+            "encoder=runs/a store=prepared/ truth=clinic/ground_truth; with --apply: files.",
         ),
     ] = None,
+    store: opt.Store = None,
+    steps: opt.Steps = None,
     out: opt.OutPlace = DEFAULT_SEGMENT,
     apply: Annotated[
         str | None,
         opt.place_option(
-            help="Apply this finished segmentation run to the given files; results go to the folder --out."
+            metavar="RUN",
+            help="Apply this finished segmentation run to the given files; results go to the folder --out.",
         ),
     ] = None,
     dicom: Annotated[
@@ -266,8 +326,9 @@ def segment(
     calibrate: Annotated[
         Path | None,
         opt.local_option(
+            metavar="TABLE",
             help="CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants: "
-            "turns the ranges of the table --out into 90 % intervals for their scanner."
+            "turns the ranges of the table --out into 90 % intervals for their scanner.",
         ),
     ] = None,
     sample: Annotated[
@@ -288,6 +349,11 @@ def segment(
 
     octfm segment scan.e2e prints thickness and fluid; --out table.csv writes a row per scan and resumes; --out FOLDER
     writes NIfTI (and, with --dicom, DICOM SEG and height maps).
+
+    Examples:
+    octfm segment scan.e2e
+    octfm segment my_scans/ --out eyes.csv
+    octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
     from octfm.config import load
     from octfm.errors import ConfigError
@@ -306,14 +372,19 @@ def segment(
             )
         _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb), None, device)
         return
-    if apply is None and words and all("=" not in word or Path(word).exists() for word in words):
+    is_training = store is not None or steps is not None
+    if is_training and (apply is not None or any("=" not in word or Path(word).exists() for word in words or [])):
+        raise ConfigError(
+            "--store and --steps: settings of a training; with --apply or files to segment leave them out"
+        )
+    if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
         _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate, device)
         return
     if calibrate is not None:
         raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
     if apply is None:
-        config = load(SegmentConfig, {}, words or [])
+        config = load(SegmentConfig, {}, opt.with_options(words, {"store": store, "steps": steps}))
         result = run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
         for line in summary_lines(result):
             typer.echo(line)

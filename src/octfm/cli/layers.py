@@ -10,10 +10,16 @@ from octfm.cli import options as opt
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="Print the model card of this network, in Markdown; default: list all.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Print the model card of this network, in Markdown; default: list all."),
     ] = None,
 ) -> None:
-    """List the packaged networks: size, hash, licence, what they find, what they are not for; or print a model card."""
+    """List the packaged networks: size, hash, licence, what they find, what they are not for; or print a model card.
+
+    Examples:
+    octfm models
+    octfm models layers-2
+    """
     from octfm.layers.card import model_card
     from octfm.layers.packaged import CURRENT, NOTE, find_packaged, packaged
 
@@ -30,17 +36,22 @@ def models(
 
 
 def agree(
-    table: Annotated[Path, opt.local_argument(metavar="FILE", help="Table of octfm segment --out FILE.")],
+    table: Annotated[Path, opt.local_argument(metavar="TABLE", help="Table of octfm segment --out FILE.")],
     device: Annotated[
         Path | None,
         opt.local_option(
+            metavar="TABLE",
             help="CSV with the device's zones (device_centre_um or centre_um …), matched by source, else by "
-            "participant and laterality; default: the device's columns of that table."
+            "participant and laterality; default: the device's columns of that table.",
         ),
     ] = None,
-    out: Annotated[Path, opt.local_option("--out", help="HTML file.")] = Path("agree.html"),
+    out: Annotated[Path, opt.local_option("--out", metavar="FILE", help="HTML file.")] = Path("agree.html"),
 ) -> None:
-    """Compare octfm segment with the device over many eyes: Bland-Altman plots, bias and limits of every ETDRS zone."""
+    """Compare octfm segment with the device over many eyes: Bland-Altman plots, bias and limits of every ETDRS zone.
+
+    Examples:
+    octfm agree eyes.csv --out agree.html
+    """
     from octfm.report.segmented.agreement import summary_lines, write_agreement
     from octfm.trust.device_agreement import device_agreement
 

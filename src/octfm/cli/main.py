@@ -2,9 +2,10 @@
 
 import io
 import os
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,11 +13,12 @@ from octfm.addresses import mask
 from octfm.cli.data import phantom, prepare, scan
 from octfm.cli.evaluation import finetune, leaderboard, probe, segment, trust
 from octfm.cli.layers import agree, models
-from octfm.cli.options import Verbs
+from octfm.cli.options import Verb, Verbs
 from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, pretrain, watch
 from octfm.cli.use import embed, export
 from octfm.errors import OctfmError, Preempted, one_line, shown
+from octfm.version import __version__
 
 # Some versions of typer contain a copy of click, others import click; the base class of BadParameter is right for both.
 UsageError: Any = typer.BadParameter.__bases__[0]
@@ -25,7 +27,6 @@ app = typer.Typer(
     name="octfm",
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Self-supervised pretraining on 3-D retinal OCT: from DICOM, vendor and image files to an evaluated encoder.",
@@ -39,7 +40,22 @@ VERBS = (
     *(report, compare, view, card),
 )
 for verb in VERBS:
-    app.command()(verb)
+    app.command(cls=Verb)(verb)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"octfm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -78,6 +94,8 @@ def _run() -> tuple[int, str]:
             return 2, ""
         verb = sys.argv[1] if sys.argv[1] in {verb.__name__ for verb in VERBS} else ""
         reason = error.format_message().rstrip(".")
+        if setting := re.match(r"No such option:? '?--(\w+(\.\w+)+)", reason):
+            reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"
         return 2, f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"
     except Preempted as error:
         return 75, str(error) if os.environ.get("RANK", "0") == "0" else ""

@@ -1,11 +1,12 @@
 """Options shared by several verbs, and the parsers of their values."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from octfm.addresses import expect_place, refuse_credentials
 from octfm.errors import one_line
@@ -23,6 +24,47 @@ class Verbs(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+class Verb(TyperCommand):
+    """A verb. Its help names arguments by their metavar alone, and ends with the examples of the docstring."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        about, _, examples = (settings.pop("help", None) or "").partition("\n\nExamples:\n")
+        super().__init__(*args, help=about, **settings)
+        self.examples = [line.strip() for line in examples.splitlines() if line.strip()]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
+        names = [param.metavar + ("..." if param.nargs != 1 else "") for param in arguments]
+        return [
+            "[OPTIONS]",
+            *(name if param.required else f"[{name}]" for name, param in zip(names, arguments, strict=True)),
+        ]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        # Not typer's: it adds Python's name of the type to arguments, in words that differ between its versions.
+        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            name, about = param.get_help_record(ctx)
+            rows[param.param_type_name].append((name if param.param_type_name == "option" else param.metavar, about))
+        for title, found in (("Arguments", rows["argument"]), ("Options", rows["option"])):
+            if found:
+                with formatter.section(title):
+                    formatter.write_dl(found)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Examples" if len(self.examples) > 1 else "Example"):
+            for example in self.examples:
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+def _packaged_configs(incomplete: str) -> list[str]:
+    """Completions of CONFIG. Where none fits, the shell completes names of files."""
+    from importlib.resources import files
+
+    names = (file.name.removesuffix(".yaml") for file in (files("octfm") / "configs").iterdir())
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 # The parsers import inside the function: `octfm --help` must not wait for libraries of buckets and archives.
 def _local(text: Any) -> Any:
     from octfm.io.location import local_path
@@ -37,22 +79,22 @@ def place(text: Any) -> Any:
     return location(text) if text is not None else None
 
 
-def local_option(*names: str, metavar: str = "PATH", **settings: Any) -> Any:
+def local_option(*names: str, metavar: str, **settings: Any) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
     return typer.Option(*names, parser=_local, metavar=metavar, **settings)
 
 
-def local_argument(metavar: str = "PATH", **settings: Any) -> Any:
+def local_argument(metavar: str, **settings: Any) -> Any:
     """An argument for a path on disk; see local_option."""
     return typer.Argument(parser=_local, metavar=metavar, **settings)
 
 
-def place_option(*names: str, metavar: str = "PLACE", **settings: Any) -> Any:
+def place_option(*names: str, metavar: str, **settings: Any) -> Any:
     """An option for a path on disk or an address in a bucket; the verb receives the checked text."""
     return typer.Option(*names, parser=expect_place, metavar=metavar, **settings)
 
 
-def place_argument(metavar: str = "PLACE", **settings: Any) -> Any:
+def place_argument(metavar: str, **settings: Any) -> Any:
     """An argument for a path on disk or an address in a bucket; the verb receives the checked text."""
     return typer.Argument(parser=expect_place, metavar=metavar, **settings)
 
@@ -62,14 +104,26 @@ Place = Any
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy, PyTorch and scikit-learn all accept."""
 
-Config = Annotated[str, typer.Argument(help="YAML file, or name of a packaged config such as vit_s or demo.")]
-Out = Annotated[Path, local_option("--out", help="Output folder.")]
-OutPlace = Annotated[
-    Place, typer.Option("--out", parser=place, metavar="PLACE", help="Output folder, or s3:// or gs:// address.")
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML file, or name of a packaged config such as vit_s or demo.",
+        autocompletion=_packaged_configs,
+    ),
 ]
-Workers = Annotated[int | None, typer.Option(help="Parallel processes; default: one per CPU core.", min=0, max=1024)]
+Out = Annotated[Path, local_option("--out", metavar="FOLDER", help="Output folder.")]
+OutPlace = Annotated[
+    Place, typer.Option("--out", parser=place, metavar="FOLDER", help="Output folder, or s3:// or gs:// address.")
+]
+Workers = Annotated[
+    int | None, typer.Option(metavar="N", help="Parallel processes; default: one per CPU core.", min=0, max=1024)
+]
 Device = Annotated[
-    str | None, typer.Option(help="auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu."
+    ),
 ]
 ParticipantFrom = Annotated[
     list[str] | None,
@@ -84,9 +138,14 @@ KeepUpsideDown = Annotated[
 ]
 FileSeconds = Annotated[
     float,
-    typer.Option(help="Time limit for reading one file, in s; one second is added per megabyte.", min=0.1, max=1e6),
+    typer.Option(
+        metavar="SECONDS",
+        help="Time limit for reading one file; one second is added per megabyte.",
+        min=0.1,
+        max=1e6,
+    ),
 ]
-FileGB = Annotated[float, typer.Option(help="Memory limit for reading one file, in GB.", min=0.3, max=1e5)]
+FileGB = Annotated[float, typer.Option(metavar="GB", help="Memory limit for reading one file.", min=0.3, max=1e5)]
 Exclude = Annotated[
     Path | None,
     local_option(
@@ -95,18 +154,72 @@ Exclude = Annotated[
     ),
 ]
 Targets = Annotated[
-    list[str] | None, typer.Option(help="Label column; repeat for several. Default: every known one that is present.")
+    list[str] | None,
+    typer.Option(metavar="COLUMN", help="Label column; repeat for several. Default: every known one that is present."),
 ]
 Order = Annotated[
     list[str] | None,
-    typer.Option(help="Grades of an ordinal label column, lowest first: severity=none,mild,severe."),
+    typer.Option(
+        metavar="COLUMN=GRADES", help="Grades of an ordinal label column, lowest first: severity=none,mild,severe."
+    ),
 ]
 StoreLabels = Annotated[
-    Path | None, local_option(help="Label table (CSV or TSV); default: the participant data in the store.")
+    Path | None, local_option(metavar="TABLE", help="Labels (CSV or TSV); default: the participant data in the store.")
+]
+Store = Annotated[
+    str | None,
+    place_option("--store", metavar="STORE", help="Prepared store, also s3:// or gs://; the same as the setting."),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", metavar="N", help="Length in optimizer steps; the same as the setting.", min=1, max=10_000_000
+    ),
+]
+Epochs = Annotated[
+    float | None,
+    typer.Option(
+        "--epochs",
+        metavar="N",
+        help="Length in passes over the training volumes; the same as the setting.",
+        min=1e-6,
+        max=1e6,
+    ),
 ]
 AllowSeen = Annotated[
     bool, typer.Option(help="If test participants were used in training, flag them in the result instead of stopping.")
 ]
+
+
+def with_options(overrides: list[str] | None, options: dict[str, str | float | None]) -> list[str]:
+    """The KEY=VALUE words of a command line, then options that set a key (None: not given).
+
+    Raises ConfigError if a setting is given both ways.
+    """
+    from octfm.errors import ConfigError
+
+    words = overrides or []
+    given = {key: value for key, value in options.items() if value is not None}
+    for key in given:
+        if any(word.partition("=")[0] == key for word in words):
+            raise ConfigError(f"--{key.rpartition('.')[2]} and {key}= are the same setting; give one of them")
+    # Overrides are YAML, and JSON is YAML.
+    return [*words, *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())]
+
+
+def pretraining_words(
+    overrides: list[str] | None, store: str | None, steps: int | None, epochs: float | None
+) -> list[str]:
+    """Overrides of a pretraining config with the options --store, --steps and --epochs. Raises ConfigError."""
+    from octfm.errors import ConfigError
+    from octfm.pretraining.settings import DEFAULT_STEPS
+
+    if steps is not None and epochs is not None:
+        raise ConfigError("--steps and --epochs both say how long the run is; give one of them")
+    words = with_options(overrides, {"data.store": store, "steps": steps, "epochs": epochs})
+    # The length in the config gives way to the option.
+    other = {"epochs=null": steps, f"steps={DEFAULT_STEPS}": epochs}
+    return [*(word for word, option in other.items() if option is not None), *words]
 
 
 def echo_line(line: str) -> None:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from octfm.volume.volume import Spacing3, Surfaces, Volume
 
 CatalogOption = Annotated[
-    opt.Place, typer.Option("--catalog", parser=opt.place, metavar="PLACE", help="Folder written by `octfm scan`.")
+    opt.Place, typer.Option("--catalog", parser=opt.place, metavar="CATALOG", help="Folder written by `octfm scan`.")
 ]
 StoreOption = Annotated[
-    opt.Place, typer.Option("--store", parser=opt.place, metavar="PLACE", help="Prepared store, also s3:// or gs://.")
+    opt.Place, typer.Option("--store", parser=opt.place, metavar="STORE", help="Prepared store, also s3:// or gs://.")
 ]
 
 
@@ -25,7 +25,7 @@ def report(
     store: StoreOption = None,
     out: Annotated[
         opt.Place,
-        typer.Option(parser=opt.place, metavar="PLACE", help="HTML file, also in a bucket; default: RUN/report.html."),
+        typer.Option(parser=opt.place, metavar="FILE", help="HTML file, also in a bucket; default: RUN/report.html."),
     ] = None,
     images: Annotated[
         bool,
@@ -34,7 +34,12 @@ def report(
         ),
     ] = True,
 ) -> None:
-    """Write one self-contained HTML page about a run: settings, data and results."""
+    """Write one self-contained HTML page about a run: settings, data and results.
+
+    Examples:
+    octfm report runs/vit_s
+    octfm report runs/vit_s --no-images --out shareable.html
+    """
     from octfm.report.html import write_report
 
     page = run / "report.html" if out is None else out
@@ -43,13 +48,15 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path], opt.local_argument(help="Two or more run folders; the others are compared with the first.")
+        list[Path],
+        opt.local_argument(metavar="RUN", help="Two or more run folders; the others are compared with the first."),
     ],
     labels: Annotated[
-        Path | None, opt.local_option(help="Label table (CSV or TSV); default: the one the runs were probed with.")
+        Path | None,
+        opt.local_option(metavar="TABLE", help="Label table (CSV or TSV); default: the one the runs were probed with."),
     ] = None,
     target: opt.Targets = None,
-    out: Annotated[Path, opt.local_option("--out", help="HTML file.")] = Path("compare.html"),
+    out: Annotated[Path, opt.local_option("--out", metavar="FILE", help="HTML file.")] = Path("compare.html"),
     pairs: Annotated[
         bool, typer.Option(help="Probe all runs again, on identical participants and resamples, for paired intervals.")
     ] = True,
@@ -60,7 +67,11 @@ def compare(
         ),
     ] = False,
 ) -> None:
-    """Compare runs on one page: settings that differ, curves, probes, and paired intervals where possible."""
+    """Compare runs on one page: settings that differ, curves, probes, and paired intervals where possible.
+
+    Examples:
+    octfm compare runs/vit_s runs/mae --labels labels.tsv --target diagnosis
+    """
     from octfm.errors import ConfigError, EvaluationError
     from octfm.report.compare import labels_of, names_of, write_compare
 
@@ -91,15 +102,20 @@ def view(
     ] = None,
     out: Annotated[
         Path | None,
-        opt.local_option("--out", help="HTML file; default: the file's name with .html, in the current folder."),
+        opt.local_option(
+            "--out", metavar="FILE", help="HTML file; default: the file's name with .html, in the current folder."
+        ),
     ] = None,
     run: Annotated[
         Path | None,
         opt.local_option(
-            help="Pretraining or fine-tuning run, checkpoint or export: adds maps of its encoder (and head)."
+            metavar="RUN",
+            help="Pretraining or fine-tuning run, checkpoint or export: adds maps of its encoder (and head).",
         ),
     ] = None,
-    segment: Annotated[Path | None, opt.local_option(help="Run of octfm segment: adds its layers and areas.")] = None,
+    segment: Annotated[
+        Path | None, opt.local_option(metavar="RUN", help="Run of octfm segment: adds its layers and areas.")
+    ] = None,
     layers: Annotated[
         bool,
         typer.Option(help="Add surfaces, fluid and the map of thickness that the packaged network of segment finds."),
@@ -107,12 +123,19 @@ def view(
     sample: Annotated[
         bool, typer.Option("--sample", help="Show a synthetic scan with its layers, to try octfm without data.")
     ] = False,
-    spacing: Annotated[str | None, typer.Option(help="dz,dy,dx in mm, for a file without spacing.")] = None,
+    spacing: Annotated[
+        str | None, typer.Option(metavar="DZ,DY,DX", help="dz,dy,dx in mm, for a file without spacing.")
+    ] = None,
     device: opt.Device = None,
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
-    """Show an OCT file as one offline HTML page (under 25 MB); it contains the scan, so protect it like the file."""
+    """Show an OCT file as one offline HTML page (under 25 MB); it contains the scan, so protect it like the file.
+
+    Examples:
+    octfm view scan.dcm --layers
+    octfm view --sample
+    """
     from octfm.errors import ConfigError
     from octfm.report.viewer import view_facts, write_view
     from octfm.tasks.view import scene_of
@@ -182,19 +205,32 @@ def card(
     catalog: CatalogOption = None,
     store: StoreOption = None,
     licence: Annotated[
-        str | None, typer.Option("--licence", "--license", help="Licence of the weights: apache-2.0, cc-by-nc-4.0, ...")
+        str | None,
+        typer.Option(
+            "--licence", "--license", metavar="LICENCE", help="Licence of the weights: apache-2.0, cc-by-nc-4.0, ..."
+        ),
     ] = None,
     data_agreement: Annotated[
-        str | None, typer.Option(help="Terms of the pretraining data, and whether the weights may be redistributed.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Terms of the pretraining data, and whether the weights may be redistributed."
+        ),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="Name of the data set.")] = None,
-    contact: Annotated[str | None, typer.Option(help="Contact for questions.")] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the data set.")] = None,
+    contact: Annotated[str | None, typer.Option(metavar="CONTACT", help="Contact for questions.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the model; the folder's name is not used, as it may be private.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the model; the folder's name is not used, as it may be private."),
     ] = None,
-    out: Annotated[Path | None, opt.local_option("--out", help="Output folder; default: the run folder.")] = None,
+    out: Annotated[
+        Path | None, opt.local_option("--out", metavar="FOLDER", help="Output folder; default: the run folder.")
+    ] = None,
 ) -> None:
-    """Write a model card for the hub, and drafts for a paper: methods, participant flow, CLAIM checklist, BibTeX."""
+    """Write a model card for the hub, and drafts for a paper: methods, participant flow, CLAIM checklist, BibTeX.
+
+    Examples:
+    octfm card runs/vit_s --licence apache-2.0
+    """
     from octfm.report.card.model_card import Statements, write_model_card
     from octfm.report.card.paper import write_paper
 

@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 def demo(
     out: opt.Out = Path("demo"),
     data: Annotated[
-        Path | None, opt.local_option(help="Your own folder of OCT files instead of the phantom cohort.")
+        Path | None,
+        opt.local_option(metavar="FOLDER", help="Your own folder of OCT files instead of the phantom cohort."),
     ] = None,
     max_samples: Annotated[
-        int | None, typer.Option(help="Use at most this many acquisitions of --data.", min=1, max=10**9)
+        int | None, typer.Option(metavar="N", help="Use at most this many acquisitions of --data.", min=1, max=10**9)
     ] = None,
     participant_from: opt.ParticipantFrom = None,
     seed: Annotated[
         int,
         typer.Option(
+            metavar="N",
             help="Seed of the phantom cohort and of training; reported results use 100 and above.",
             min=0,
             max=opt.MAX_SEED,
@@ -35,15 +37,23 @@ def demo(
     quick: Annotated[
         bool, typer.Option(help="Few participants and steps, in a minute; the results mean nothing.")
     ] = False,
-    objective: Annotated[str, typer.Option(help="Pretraining objective: mae (best within minutes) or vjepa2.")] = "mae",
+    objective: Annotated[
+        str, typer.Option(metavar="NAME", help="Pretraining objective: mae (best within minutes) or vjepa2.")
+    ] = "mae",
     sabotage: Annotated[
         str | None,
         typer.Option(
-            help="Plant a fault and see it detected: teacher-frozen, context-unmasked, lr-restart or nan-volume."
+            metavar="FAULT",
+            help="Plant a fault and see it detected: teacher-frozen, context-unmasked, lr-restart or nan-volume.",
         ),
     ] = None,
 ) -> None:
-    """Run everything in ten minutes: cohort, catalog, store, pretraining, probe, report."""
+    """Run everything in ten minutes: cohort, catalog, store, pretraining, probe, report.
+
+    Examples:
+    octfm demo --quick
+    octfm demo --data my_scans/ --out demo
+    """
     from octfm.demo import run_demo, run_sabotage
     from octfm.errors import ConfigError
 
@@ -70,25 +80,37 @@ def demo(
 def doctor(
     context: typer.Context,
     config: opt.Config,
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="section.key=value")] = None,
+    store: opt.Store = None,
+    steps: opt.Steps = None,
+    epochs: opt.Epochs = None,
     out: opt.OutPlace = Path("runs/run"),
     device: opt.Device = None,
     plot: Annotated[
-        Path | None, opt.local_option(help="Also draw the schedules and the mask coverage into this PNG file.")
+        Path | None,
+        opt.local_option(metavar="FILE", help="Also draw the schedules and the mask coverage into this PNG file."),
     ] = None,
     ranks: Annotated[
         int,
-        typer.Option(min=1, max=100_000, help="Check for a job of this many ranks, each on a device like this one."),
+        typer.Option(
+            min=1, max=100_000, metavar="N", help="Check for a job of this many ranks, each on a device like this one."
+        ),
     ] = 1,
     tpu: Annotated[
         str | None,
         typer.Option(
+            metavar="SLICE",
             help="Instead: compile the step for this TPU slice (v4-32), without a TPU, and print the memory per "
-            "device. Takes minutes."
+            "device. Takes minutes.",
         ),
     ] = None,
 ) -> None:
-    """Check a config before step 0: PASS, WARN or FAIL, what was measured and what to do."""
+    """Check a config before step 0: PASS, WARN or FAIL, what was measured and what to do.
+
+    Examples:
+    octfm doctor vit_s --store prepared
+    octfm doctor vit_s --store prepared --epochs 300 --plot curves.png
+    """
     from octfm.errors import ConfigError, one_line
     from octfm.pretraining.preflight import examine, examine_tpu
     from octfm.pretraining.settings import load_config
@@ -100,7 +122,7 @@ def doctor(
         raise ConfigError(
             f"--tpu compiles the step for a slice and does nothing with {', '.join(given)}; leave out one or the other"
         )
-    settings = load_config(config, overrides or [])
+    settings = load_config(config, opt.pretraining_words(overrides, store, steps, epochs))
     checks = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -118,8 +140,12 @@ def doctor(
 def pretrain(
     config: opt.Config,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, for example data.store=prepared/ model.depth=6")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="section.key=value, for example data.store=prepared/ model.depth=6"),
     ] = None,
+    store: opt.Store = None,
+    steps: opt.Steps = None,
+    epochs: opt.Epochs = None,
     out: opt.OutPlace = Path("runs/run"),
     device: opt.Device = None,
     override: Annotated[
@@ -132,13 +158,19 @@ def pretrain(
         ),
     ] = False,
 ) -> None:
-    """Pretrain an encoder; the same command resumes an interrupted run."""
+    """Pretrain an encoder; the same command resumes an interrupted run.
+
+    Examples:
+    octfm pretrain vit_s --store prepared --out runs/vit_s
+    octfm pretrain vit_s --store prepared --steps 20000 model.depth=6 --out runs/small
+    octfm pretrain vit_s --smoke
+    """
     from octfm.errors import ConfigError
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config
     from octfm.pretraining.settings import smoke as shrink
 
-    settings, store = load_config(config, overrides or []), None
+    settings, prepared = load_config(config, opt.pretraining_words(overrides, store, steps, epochs)), None
     if smoke:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and settings.data.store is None:
             raise ConfigError(
@@ -148,15 +180,15 @@ def pretrain(
         if settings.data.store is None:
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)
-            store = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
+            prepared = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
     # A progress bar needs a terminal, and only rank 0 prints.
     if not sys.stdout.isatty() or os.environ.get("RANK", "0") != "0":
-        train(settings, store, out, device, echo=opt.echo_line, override=override)
+        train(settings, prepared, out, device, echo=opt.echo_line, override=override)
         return
     # With epochs, the number of steps is known only when the store is open.
     bar = ProgressBar(settings.steps if settings.epochs is None else None)
     try:
-        train(settings, store, out, device, echo=bar.echo, override=override, listeners=[bar])
+        train(settings, prepared, out, device, echo=bar.echo, override=override, listeners=[bar])
     finally:
         bar.close()
 
@@ -164,21 +196,27 @@ def pretrain(
 def bench(
     config: opt.Config,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value; without data.store, random volumes are used.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="section.key=value; without data.store, random volumes are used."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps per trial.", min=1, max=10_000)] = 3,
+    store: opt.Store = None,
+    steps: Annotated[int, typer.Option(metavar="N", help="Timed steps per trial.", min=1, max=10_000)] = 3,
     device: opt.Device = None,
 ) -> None:
-    """Measure a config on this machine: volumes/s, MFU, data wait, memory, hours, and what to change first."""
+    """Measure a config on this machine: volumes/s, MFU, data wait, memory, hours, and what to change first.
+
+    Examples:
+    octfm bench vit_s --store prepared
+    """
     from octfm.pretraining.bench import bench as measure
     from octfm.pretraining.settings import load_config
     from octfm.store.exclusion import without_excluded
     from octfm.store.store import Store
 
-    settings, store = load_config(config, overrides or []), None
+    settings, prepared = load_config(config, opt.with_options(overrides, {"data.store": store})), None
     if settings.data.store is not None:
-        store = without_excluded(Store.open(settings.data.store), settings.data.exclude)
-    for line in measure(settings, store, device, steps, echo=typer.echo).lines():
+        prepared = without_excluded(Store.open(settings.data.store), settings.data.exclude)
+    for line in measure(settings, prepared, device, steps, echo=typer.echo).lines():
         typer.echo(line)
 
 
@@ -188,9 +226,15 @@ def watch(
         typer.Argument(parser=opt.place, metavar="RUN", help="Folder or address of a run, in progress or finished."),
     ],
     once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and exit, for scripts.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between updates.", min=0.05, max=86_400)] = 2.0,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds between updates.", min=0.05, max=86_400)
+    ] = 2.0,
 ) -> None:
-    """Show a run live in the terminal: curves, verdicts, events, time left."""
+    """Show a run live in the terminal: curves, verdicts, events, time left.
+
+    Examples:
+    octfm watch runs/vit_s
+    """
     from octfm.report.watch import watch as follow
 
     follow(run, once=once, every_s=every)

@@ -10,22 +10,30 @@ from octfm.cli import options as opt
 
 def embed(
     run: Annotated[
-        str, opt.place_argument(help="Pretraining or fine-tuning run, checkpoint or export; also s3:// or gs://.")
+        str,
+        opt.place_argument(
+            metavar="RUN", help="Pretraining or fine-tuning run, checkpoint or export; also s3:// or gs://."
+        ),
     ],
     store: Annotated[
-        str | None, opt.place_option(help="Prepared store to embed, also s3:// or gs://; default: prepared.")
+        str | None,
+        opt.place_option(metavar="STORE", help="Prepared store to embed, also s3:// or gs://; default: prepared."),
     ] = None,
     files: Annotated[
         str | None,
-        opt.place_option(help="Instead of --store: folder or address of OCT files, read directly; requires --out."),
+        opt.place_option(
+            metavar="FOLDER", help="Instead of --store: folder or address of OCT files, read directly; requires --out."
+        ),
     ] = None,
     catalog: Annotated[
-        str | None, opt.place_option(help="Instead of --store: catalog of files (octfm scan); requires --out.")
+        str | None,
+        opt.place_option(metavar="CATALOG", help="Instead of --store: catalog of files (octfm scan); requires --out."),
     ] = None,
     out: Annotated[
         str | None,
         opt.place_option(
             "--out",
+            metavar="FOLDER",
             help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings. Required if "
             "RUN is an export.",
         ),
@@ -39,17 +47,22 @@ def embed(
     head: Annotated[
         Path | None,
         opt.local_option(
-            help="Run of octfm finetune on this encoder, frozen: adds its attention and occlusion maps to the report."
+            metavar="RUN",
+            help="Run of octfm finetune on this encoder, frozen: adds its attention and occlusion maps to the report.",
         ),
     ] = None,
     segment: Annotated[
-        Path | None, opt.local_option(help="Run of octfm segment: adds its layers and areas to the report.")
+        Path | None,
+        opt.local_option(metavar="RUN", help="Run of octfm segment: adds its layers and areas to the report."),
     ] = None,
     exclude: opt.Exclude = None,
     pool: Annotated[
-        str | None, typer.Option(help="Pooling over tokens, mean or extremes; default: the run's objective.pool.")
+        str | None,
+        typer.Option(metavar="POOL", help="Pooling over tokens, mean or extremes; default: the run's objective.pool."),
     ] = None,
-    precision: Annotated[str, typer.Option(help="With --files or --catalog: fp32 or bf16.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(metavar="PRECISION", help="With --files or --catalog: fp32 or bf16.")
+    ] = "fp32",
     retry: Annotated[
         bool, typer.Option("--retry", help="With --files or --catalog: retry files that could not be read.")
     ] = False,
@@ -59,7 +72,12 @@ def embed(
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
-    """Write one vector per acquisition, of a store or directly of files; after an interruption, run it again."""
+    """Write one vector per acquisition, of a store or directly of files; after an interruption, run it again.
+
+    Examples:
+    octfm embed runs/vit_s --store prepared
+    octfm embed runs/vit_s --files my_scans/ --out vectors
+    """
     from octfm.errors import ConfigError
 
     sources = {"--store": store, "--files": files, "--catalog": catalog}
@@ -123,23 +141,26 @@ def embed(
 
 def export(
     run: Annotated[
-        str, opt.place_argument(help="Pretraining or fine-tuning run (also s3:// or gs://), or checkpoint.")
+        str,
+        opt.place_argument(metavar="RUN", help="Pretraining or fine-tuning run (also s3:// or gs://), or checkpoint."),
     ],
-    out: Annotated[Path, opt.local_option("--out", help="New folder.")],
+    out: Annotated[Path, opt.local_option("--out", metavar="FOLDER", help="New folder.")],
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Also write octfm.onnx; fails unless onnxruntime and torch agree.")
     ] = False,
     card: Annotated[
         Path | None,
         opt.local_option(
-            help="Model card with your licence (octfm card writes one); default: made from the run, without a licence."
+            metavar="FILE",
+            help="Model card with your licence (octfm card writes one); default: made from the run, without a licence.",
         ),
     ] = None,
     keep_key: Annotated[
         Path | None,
         opt.local_option(
+            metavar="FILE",
             help="Write the key of the participants' hashes to this file, not into the export: whoever has both can "
-            "test which participants were trained on."
+            "test which participants were trained on.",
         ),
     ] = None,
     keep_names: Annotated[
@@ -149,7 +170,11 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Export the encoder (and head) for the Hugging Face hub or offline use: safetensors, config, model card."""
+    """Export the encoder (and head) for the Hugging Face hub or offline use: safetensors, config, model card.
+
+    Examples:
+    octfm export runs/vit_s --out exported
+    """
     from octfm.encoder.export import export as write_export
     from octfm.encoder.export import usage
     from octfm.io.location import location
