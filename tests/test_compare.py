@@ -15,7 +15,9 @@ from octfm.evaluation.compare import probe_together
 from octfm.evaluation.probe import probe, write_probe
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
+from octfm.trust.leaderboard import leaderboard
 from support.browser import assert_renders, needs_chromium
+from support.command_line import octfm_here
 from support.run_folder import probe_result, write_run
 from support.small_store import darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -146,3 +148,36 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     folded = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=200)
     assert (folded["settings"]["design"], folded["settings"]["folds"]) == ("k-fold", 3)
     assert {r["n_test_participants"] for r in folded["results"]} == {14}
+
+
+def test_the_page_says_why_without_paths_or_ids(runs, tmp_path):
+    """The reason of an error is on the page, which may be passed around; what it names stays on the terminal."""
+    with pytest.raises(EvaluationError) as missing:
+        probe_together(runs)
+    assert "a has no embeddings: octfm embed makes them" in missing.value.public
+    code, _, err = octfm_here("compare", *runs.values(), "--out", tmp_path / "c.html", cwd=tmp_path)
+    assert code == 0 and str(runs["a"]) in err
+    assert "has no embeddings: octfm embed makes them" in words(tmp_path / "c.html")
+    assert str(runs["a"].parent) not in (tmp_path / "c.html").read_text()
+
+
+def test_a_wrong_label_table_stops_the_comparison(runs, tmp_path):
+    code, _, err = octfm_here("compare", *runs.values(), "--labels", "nowhere.tsv", cwd=tmp_path)
+    assert code == 1 and "nowhere.tsv: no such label table" in err and not list(tmp_path.iterdir())
+
+
+def test_the_leaderboard_checks_labels_before_it_embeds(tmp_path):
+    store = small_store(tmp_path / "prepared", splits=("train",) * 6 + ("val",) * 2 + ("test",) * 4)
+    run = quick_pretrain(config(steps=1), store, tmp_path / "a", echo=quiet)
+    labels = tmp_path / "labels.tsv"
+    rows = {
+        "No acquisition has a label in column grade.*labels.tsv": ["P{i:03d}\t"],
+        "test participants have fewer than two classes": ["P{i:03d}\t{grade}"],
+        "no participant_id matches": ["Q{i:03d}\t{grade}"],
+    }
+    for message, (row,) in rows.items():
+        text = "".join(row.format(i=i, grade="high" if i < 8 and i % 2 else "low") + "\n" for i in range(12))
+        labels.write_text("participant_id\tgrade\n" + text)
+        with pytest.raises(EvaluationError, match=message):
+            leaderboard([run], [store.path], "grade", tmp_path / "out", labels=labels, echo=quiet)
+        assert not (tmp_path / "out").exists(), "nothing embedded, nothing written"

@@ -316,10 +316,13 @@ def _nearest(key: str, known: list[str]) -> str | None:
     words = set(key.rpartition(".")[2].split("_"))
     if longer := [name for name in known if words <= set(last[name].split("_"))]:
         return min(longer, key=lambda name: len(last[name].split("_")))
-    if close := get_close_matches(key, known, n=1, cutoff=0.5):
+    section, _, name = key.rpartition(".")
+    # A section that exists says nothing about which of its keys was meant.
+    inside = [other for other in known if section and other.startswith(f"{section}.")]
+    if not inside and (close := get_close_matches(key, known, n=1, cutoff=0.6)):
         return close[0]
-    close = get_close_matches(key.rpartition(".")[2], list(last.values()), n=1, cutoff=0.6)
-    return next((name for name in known if close and last[name] == close[0]), None)
+    close = get_close_matches(name, [last[other] for other in inside or known], n=1, cutoff=0.6)
+    return next((other for other in inside or known if close and last[other] == close[0]), None)
 
 
 def _beside(key: str, known: list[str]) -> list[str]:

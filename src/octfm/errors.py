@@ -59,7 +59,15 @@ class CheckpointError(OctfmError):
 
 
 class EvaluationError(OctfmError):
-    """An evaluation whose result would be misleading (leakage, too few participants, no labels)."""
+    """An evaluation whose result would be misleading (leakage, too few participants, no labels).
+
+    `public` is the reason in a sentence without paths, ids and values, for pages that may be passed around; may be
+    empty.
+    """
+
+    def __init__(self, message: str, public: str = ""):
+        super().__init__(message)
+        self.public = public
 
 
 class TrainingError(OctfmError):

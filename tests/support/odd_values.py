@@ -100,6 +100,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "phantom": ("{out}", "--participants=1", "--size=8x64x48", "--workers=0"),
     "scan": ("{clinic}", "--participant-from={{participant}}_{{eye}}", "--out={out}", "--workers=0", "--no-images"),
     "prepare": ("{catalog}", "image_size=[8,32,32]", "--out={out}", "--workers=0"),
+    "plan": ("{store}", "--device=cpu"),
     "doctor": ("vit_s", "--store={store}", *TINY, "--out={out}", "--device=cpu"),
     "pretrain": ("vit_s", "--store={store}", *TINY, "--out={out}", "--device=cpu"),
     "bench": ("vit_s", "--store={store}", *TINY, "--steps=1", "--device=cpu"),

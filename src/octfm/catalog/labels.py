@@ -91,7 +91,8 @@ class LabelTable:
             example = next(iter(sorted(known)), "nothing")
             raise EvaluationError(
                 f"{self.path}: no {column} matches the embeddings (table: {example} …, embeddings: {min(wanted)} …); "
-                "is this the label table of the same cohort?"
+                "is this the label table of the same cohort?",
+                public="No row of the label table is about a participant of these embeddings.",
             )
 
 

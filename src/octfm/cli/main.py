@@ -15,7 +15,7 @@ from octfm.cli.evaluation import finetune, leaderboard, probe, segment, trust
 from octfm.cli.layers import agree, models
 from octfm.cli.options import Verb, Verbs
 from octfm.cli.report import card, compare, report, view
-from octfm.cli.training import bench, demo, doctor, pretrain, watch
+from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
 from octfm.cli.use import embed, export
 from octfm.errors import OctfmError, Preempted, one_line, shown
 from octfm.version import __version__
@@ -34,7 +34,7 @@ app = typer.Typer(
 # In the order of `octfm --help`. Verbs import what they call inside the function, so that the help appears at once.
 VERBS = (
     *(demo, phantom, scan, prepare),
-    *(doctor, pretrain, bench, watch),
+    *(plan, doctor, pretrain, bench, watch),
     *(embed, export),
     *(probe, finetune, leaderboard, trust, segment, models, agree),
     *(report, compare, view, card),

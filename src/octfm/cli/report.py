@@ -72,11 +72,14 @@ def compare(
     Examples:
     octfm compare runs/vit_s runs/mae --labels labels.tsv --target diagnosis
     """
+    from octfm.catalog.labels import read_labels
     from octfm.errors import ConfigError, EvaluationError
     from octfm.report.compare import labels_of, names_of, write_compare
 
     if len(runs) < 2:
         raise ConfigError("compare: expected two or more run folders; for one run there is octfm report")
+    if labels is not None:
+        read_labels(labels)  # a wrong table stops here and not as a page without intervals
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
     table = labels or labels_of(named)
     if pairs:
@@ -85,8 +88,8 @@ def compare(
         try:
             result, reason = probe_together(named, table, targets=target, allow_seen=allow_seen), ""
         except EvaluationError as error:
-            # Not on the page, which may be passed around: the error names paths and acquisitions.
-            reason = "The runs could not be probed together; octfm compare said why when it made this page."
+            # The whole error is not for the page, which may be passed around: it names paths and acquisitions.
+            reason = error.public or "The runs could not be probed together."
             typer.echo(f"without paired intervals: {error}", err=True)
     typer.echo(write_compare(named, out, result, reason))
 

@@ -1,4 +1,4 @@
-"""The verbs that train: demo, doctor, pretrain, bench, watch."""
+"""The verbs that train: demo, plan, doctor, pretrain, bench, watch."""
 
 import os
 import sys
@@ -75,6 +75,24 @@ def demo(
             "--objective out"
         )
     run_sabotage(sabotage, out, echo=opt.echo_line)
+
+
+def plan(
+    store: Annotated[str, opt.place_argument(metavar="STORE", help="Prepared store, also s3:// or gs://.")],
+    hours: Annotated[float, typer.Option(metavar="HOURS", help="Time that the run may take.", min=0.01, max=1e5)] = 24,
+    device: opt.Device = None,
+) -> None:
+    """Propose preset, batch, steps and hours of a pretraining run for this store and machine.
+
+    Examples:
+    octfm plan prepared
+    octfm plan prepared --hours 8 --device cpu
+    """
+    from octfm.pretraining.preflight.plan import plan as propose
+    from octfm.store.store import Store
+
+    for line in propose(Store.open(store), device, hours).lines():
+        opt.echo_line(line)
 
 
 def doctor(

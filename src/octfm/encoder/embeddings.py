@@ -58,8 +58,13 @@ def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Ech
     """The vectors whose acquisition or participant `file` does not list; uris in it match nothing in embeddings."""
     names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
     kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))
-    columns = {name: getattr(embeddings, name)[kept] for name in (*TEXTS, "vectors")}
-    columns |= {name: tuple(getattr(embeddings, name)[i] for i in kept) for name in OTHERS}
+    return take_rows(embeddings, kept)
+
+
+def take_rows(embeddings: Embeddings, rows: np.ndarray) -> Embeddings:
+    """These rows alone, in this order."""
+    columns = {name: getattr(embeddings, name)[rows] for name in (*TEXTS, "vectors")}
+    columns |= {name: tuple(getattr(embeddings, name)[i] for i in rows) for name in OTHERS}
     return replace(embeddings, **columns)
 
 
@@ -154,11 +159,13 @@ def align(encoders: list[Embeddings]) -> list[Embeddings]:
             odd = sorted(set(first.acquisition.tolist()) ^ set(other.acquisition.tolist()))
             raise EvaluationError(
                 f"{other.path}: expected the acquisitions of {first.path}, but {len(odd)} are in only one of the two "
-                f"({odd[0]} …); embed both from the same store"
+                f"({odd[0]} …); embed both from the same store",
+                public="The embeddings are not of the same acquisitions: embed all runs from the same store.",
             )
         if not np.array_equal(first.participant, other.participant):
             raise EvaluationError(
                 f"{other.path}: participants differ from {first.path} for the same acquisitions; "
-                "embed both from the same store"
+                "embed both from the same store",
+                public="The embeddings name other participants for the same acquisitions: use one store.",
             )
     return encoders

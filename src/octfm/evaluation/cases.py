@@ -34,6 +34,9 @@ ORDERS: dict[str, tuple[str, ...]] = {
 diabetes status of the participant, not a diagnosis of the eye."""
 
 
+SEEN = "Test participants were in the pretraining of one of the encoders, so the result would be too good."
+
+
 @dataclass(frozen=True)
 class Target:
     """A label column to predict, and the unit at which it is scored."""
@@ -128,7 +131,8 @@ def find_targets(
     for target in targets:
         if target.column not in columns:
             raise EvaluationError(
-                f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}"
+                f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}",
+                public="The labels lack a column that was named as a target.",
             )
         target = replace(target, order=grades.get(target.column, ()))
         cells = [cell for cell in column_values(target.column, data, table) if cell]
@@ -221,7 +225,8 @@ def make_rounds(
         if not tested.any():
             raise EvaluationError(
                 f"k-fold: all {len(np.unique(cases.participant))} participants were in the encoder's pretraining; "
-                "embed participants that were not, or pass --allow-seen to get the result flagged"
+                "embed participants that were not, or pass --allow-seen to get the result flagged",
+                public=SEEN,
             )
     # Every round needs participants of a class to train on; rarer classes are excluded and listed in the result.
     if cases.classes is not None:
@@ -294,14 +299,16 @@ def _refuse_leakage(
     if crossing:
         raise EvaluationError(
             f"participant {min(crossing)} is both in the test split and in train or val; split by participant and "
-            "embed again"
+            "embed again",
+            public="A participant is both in the test split and in train or val.",
         )
     leaked = set(participant[tested & seen].tolist())
     if leaked and not allow_seen:
         raise EvaluationError(
             f"{len(leaked)} of {len(np.unique(participant[tested]))} test participants were in the encoder's "
             f"pretraining ({min(leaked)} …), so the result would be too good; hold them out of pretraining, or pass "
-            "--allow-seen to get the result flagged"
+            "--allow-seen to get the result flagged",
+            public=SEEN,
         )
 
 

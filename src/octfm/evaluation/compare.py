@@ -32,7 +32,8 @@ def probe_together(
         if not path.is_file():
             raise EvaluationError(
                 f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, "
-                "the same store for all runs"
+                "the same store for all runs",
+                public=f"{name} has no embeddings: octfm embed makes them, from the same store for all runs.",
             )
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]

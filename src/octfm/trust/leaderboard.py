@@ -12,10 +12,10 @@ import numpy as np
 from octfm.catalog.labels import LabelTable, as_number, read_labels
 from octfm.config import load
 from octfm.encoder.embed import embed_store, histogram_baseline
-from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
+from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import Echo, EvaluationError
-from octfm.evaluation.cases import Skip, Target, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
 from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, score
 from octfm.io.location import local_path
@@ -75,29 +75,14 @@ def leaderboard(
         raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
     # Check all inputs before hours of embedding, and before anything is written.
     table = read_labels(labels) if labels is not None else None
-    seen = [seen_by(path) for path in paths]
-    _one_target(target, of_store(opened[0]), table, orders)
+    volumes = of_store(opened[0])
+    volumes = take_rows(volumes, np.argsort(volumes.acquisition))  # in the order of embeddings
+    cases, rounds, seen_rows = _tested(target, volumes, table, orders, paths, allow_seen, seed)
     base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
     # Behind the vectors of the checkpoints are those of the first one's random initialisation.
     baselines = [*vectors[len(frozen) :], base, metadata(base, without=target)]
-    align([base, *vectors])
-    seen_rows = np.zeros(len(base.acquisition), bool)
-    for path, is_seen in zip(paths, seen, strict=True):
-        own = rows_seen(base, is_seen)
-        tested = np.array([split == "test" for split in base.split])
-        if (own & tested).any() and not allow_seen:
-            who = base.participant[own & tested]
-            raise EvaluationError(
-                f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); "
-                "hold them out of training, or pass --allow-seen"
-            )
-        seen_rows |= own
-    try:
-        cases = make_cases(_one_target(target, base, table, orders), base, table)
-        cases, rounds = make_rounds(cases, base, "recommended_split", seen_rows, allow_seen, 1, seed)
-    except Skip as reason:
-        raise EvaluationError(f"target {target}: {reason}") from None
+    align([volumes, base, *vectors])
     facts = describe(cases, rounds, "recommended_split", seen_rows)
     runs: dict[str, tuple[str, list[Predictions]]] = {}
     for e in vectors[: len(frozen)]:
@@ -133,6 +118,38 @@ def leaderboard(
         "labels": table.path if table else None,
         "commands": list(commands),
     }
+
+
+def _tested(
+    target: str,
+    data: Embeddings,
+    table: LabelTable | None,
+    orders: Mapping[str, tuple[str, ...]] | None,
+    paths: Sequence[Path],
+    allow_seen: bool,
+    seed: int,
+) -> tuple[Cases, list[Round], np.ndarray]:
+    """The cases of a target, the one fit on them, and bool [N] of rows whose participants an entry was trained on.
+
+    Needs no vectors. Raises EvaluationError if labels are missing or too few, or if a test participant was seen.
+    """
+    seen_rows = np.zeros(len(data.acquisition), bool)
+    for path in paths:
+        own = rows_seen(data, seen_by(path))
+        tested = np.array([split == "test" for split in data.split])
+        if (own & tested).any() and not allow_seen:
+            who = data.participant[own & tested]
+            raise EvaluationError(
+                f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); "
+                "hold them out of training, or pass --allow-seen"
+            )
+        seen_rows |= own
+    try:
+        cases = make_cases(_one_target(target, data, table, orders), data, table)
+        return *make_rounds(cases, data, "recommended_split", seen_rows, allow_seen, 1, seed), seen_rows
+    except Skip as reason:
+        source = table.path if table is not None else f"{data.path} (its own labels; --labels TABLE names others)"
+        raise EvaluationError(f"target {target}: {reason} Labels: {source}") from None
 
 
 def _one_target(

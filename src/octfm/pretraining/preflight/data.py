@@ -22,6 +22,9 @@ AT_ONCE = 4
 """Sampled volumes in memory at a time; a volume may be 9 MB."""
 MOST_STEPS = 4096
 """Most steps whose order of volumes is checked."""
+MOST_EPOCHS = 1600
+"""Passes over the volumes above which the doctor warns: the longest schedule of masked autoencoders on ImageNet
+(arXiv:2111.06377)."""
 CHECKSUMS = 8
 """Volumes whose checksum is verified."""
 
@@ -100,7 +103,17 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
             "free",
             "lower data.prefetch, or data.global_batch_size (F7)",
         )
-    return passed("batch arithmetic", f"{measured}, {config.steps * data.global_batch_size / volumes:.1f} epochs")
+    epochs = config.steps * data.global_batch_size / volumes
+    measured = f"{measured}, {config.steps:,} steps = {epochs:,.1f} epochs"
+    if epochs > MOST_EPOCHS:
+        fewer = max(1, round(MOST_EPOCHS * volumes / data.global_batch_size))
+        return warn(
+            "batch arithmetic",
+            measured,
+            f"each volume would be seen {epochs:,.0f} times: choose --steps {fewer} or fewer, or prepare more volumes; "
+            "octfm plan STORE proposes a length",
+        )
+    return passed("batch arithmetic", measured)
 
 
 def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: int) -> Check:

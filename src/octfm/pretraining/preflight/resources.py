@@ -7,6 +7,7 @@ from pathlib import Path
 
 from octfm.errors import BucketError
 from octfm.io.location import BucketPath, Location, write_whole
+from octfm.models.token_map import token_grid
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
@@ -18,6 +19,7 @@ from octfm.run.bucket import mirror_of
 from octfm.run.runtime import Runtime
 from octfm.store.batch_sizes import accumulation
 from octfm.store.store import Store
+from octfm.volume.preprocessing import Preprocessing
 
 ACCURACY = 0.2
 """Relative error of the memory estimate; within it a run is warned and not stopped."""
@@ -31,8 +33,8 @@ def parameters(config: PretrainConfig, store: Store) -> Check:
     return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
 
 
-def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
-    """Compare a step's peak memory with what is free, and name the largest micro-batch that fits (F7)."""
+def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[Cost, list[int]]:
+    """The cost of a step as configured, and the micro-batches that fit this device's free memory, ascending."""
     per_rank = config.data.global_batch_size // runtime.world
     chosen = config.data.per_device_batch_size
     # Any second point of the line below.
@@ -40,14 +42,20 @@ def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
 
     def cost(micro_batch: int) -> Cost:
         micro_steps = max(1, per_rank // micro_batch)
-        return step_cost(config, store.preprocessing, micro_batch, micro_steps, runtime.world, runtime.sharded)
+        return step_cost(config, preprocessing, micro_batch, micro_steps, runtime.world, runtime.sharded)
 
-    estimate, free = cost(chosen), runtime.free_memory_gb() * GB
-    needed = estimate.peak_bytes
+    estimate = cost(chosen)
     # Memory grows linearly with the micro-batch: two estimates give the line.
-    slope = max(1.0, (needed - cost(other).peak_bytes) / (chosen - other))
-    room = (1 - ACCURACY) * free
-    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and needed + slope * (n - chosen) <= room]
+    slope = max(1.0, (estimate.peak_bytes - cost(other).peak_bytes) / (chosen - other))
+    room = (1 - ACCURACY) * runtime.free_memory_gb() * GB
+    sizes = range(1, per_rank + 1)
+    return estimate, [n for n in sizes if per_rank % n == 0 and estimate.peak_bytes + slope * (n - chosen) <= room]
+
+
+def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
+    """Compare a step's peak memory with what is free, and name the largest micro-batch that fits (F7)."""
+    estimate, sizes = micro_batches(config, store.preprocessing, runtime)
+    free, needed = runtime.free_memory_gb() * GB, estimate.peak_bytes
     fitting = f"per_device_batch_size {max(sizes)} would fit" if sizes else "not even one volume at a time would fit"
     held = "a share of weights and optimizer" if runtime.sharded else "weights and optimizer"
     each = " on each rank" if runtime.world > 1 else ""
@@ -59,24 +67,29 @@ def memory(config: PretrainConfig, store: Store, runtime: Runtime) -> Check:
     advice = f"choose {smaller}; the global batch stays (F7)"
     if needed > (1 + ACCURACY) * free:
         return fail("memory", measured, advice)
-    if needed > room:
+    if needed > (1 - ACCURACY) * free:
         return warn("memory", measured, advice)
     return passed("memory", measured)
 
 
-def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
-    """Forecast the time of a step and of the run, and warn if reading the store is the bottleneck (F8)."""
+def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[float, Cost]:
+    """Forecast of the seconds of one step on this device, without reading volumes; and the cost of the step."""
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
-    cost = step_cost(
-        config, store.preprocessing, data.per_device_batch_size, micro_steps, runtime.world, runtime.sharded
-    )
-    tokens = config.masks.counts(sample.tokens.shape[1:])[0] * data.per_device_batch_size
-    step_s = measure_speed(runtime, config.model.width, tokens).seconds(cost)
-    needs = data.global_batch_size / step_s
+    cost = step_cost(config, preprocessing, data.per_device_batch_size, micro_steps, runtime.world, runtime.sharded)
+    grid = token_grid(preprocessing.image_size, config.model.patch_size)
+    tokens = config.masks.counts(grid)[0] * data.per_device_batch_size
+    return measure_speed(runtime, config.model.width, tokens).seconds(cost), cost
+
+
+def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
+    """Forecast the time of a step and of the run, and warn if reading the store is the bottleneck (F8)."""
+    batch = config.data.global_batch_size
+    step_s, cost = step_time(config, store.preprocessing, runtime)
+    needs = batch / step_s
     # Every rank reads with a process of its own.
     reads = sample.volumes_per_s * runtime.world
-    slowest = max(step_s, data.global_batch_size / reads)
+    slowest = max(step_s, batch / reads)
     measured = (
         f"about {duration(step_s)} per step ({cost.flops / 1e12:.2f} TFLOP), which needs {needs:.3g} volumes/s, and "
         f"reading the store gives {reads:.3g}; {config.steps:,} steps take about {duration(config.steps * slowest)}"

@@ -1,0 +1,71 @@
+"""octfm plan proposes a run that the doctor accepts, within the hours given; the doctor warns of far too long ones."""
+
+import shlex
+
+import pytest
+
+from octfm.pretraining.preflight import data
+from octfm.pretraining.preflight.plan import EPOCHS, Candidate, Plan, plan
+from octfm.pretraining.settings import load_config
+from support.command_line import octfm_here
+from support.odd_values import verbs
+from support.small_store import small_store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+def candidate(preset: str, steps: int, step_s: float) -> Candidate:
+    return Candidate(preset, (), load_config(preset, [f"steps={steps}"]), step_s)
+
+
+def made(hours: float, *candidates: Candidate) -> Plan:
+    return Plan("prepared", 320, 160, 10, "cpu", hours, candidates)
+
+
+def test_the_command_it_proposes_fits_store_and_length(store):
+    found = plan(store, "cpu")
+    assert found.volumes == sum(row.split == "train" for row in store.rows) and found.participants == 8
+    chosen = found.chosen
+    assert chosen is not None and chosen.config is not None and chosen.hours <= 24
+    assert found.epochs(chosen) == pytest.approx(EPOCHS, rel=0.02)
+    assert chosen.config.data.global_batch_size == 4, "an epoch of 32 volumes has 8 steps"
+    *_, run = found.lines()
+    words = shlex.split(run.partition("octfm pretrain ")[2])
+    parsed = verbs()["pretrain"].make_context("pretrain", words).params
+    settings = load_config(parsed["config"], [*parsed["overrides"], f"steps={parsed['steps']}"])
+    assert settings == chosen.config and parsed["store"] == str(store.path)
+    assert data.arithmetic(settings, store, 1, found.volumes).status == "PASS"
+
+
+def test_the_preferred_preset_that_fits_the_hours_is_chosen():
+    slow, quick = candidate("mae", 3000, 60.0), candidate("demo", 3000, 1.0)
+    assert made(100, slow, quick).chosen is slow
+    assert made(2, slow, quick).chosen is quick
+    assert made(2, Candidate("mae", trouble="does not fit"), quick).chosen is quick
+    assert made(2, Candidate("mae", trouble="does not fit")).chosen is None
+
+
+def test_too_few_hours_shorten_the_run_and_are_said():
+    found = made(0.5, candidate("mae", 3000, 60.0), candidate("demo", 3600, 1.0))
+    assert found.chosen is not None and found.chosen.preset == "demo" and found.chosen.config is not None
+    assert found.chosen.config.steps == 1800 and found.chosen.hours == 0.5
+    text = "\n".join(found.lines())
+    assert "no preset makes its whole length in 0.5 hours" in text and "--steps 1800" in text
+
+
+def test_plan_prints_volumes_machine_and_commands(store, tmp_path):
+    code, out, err = octfm_here("plan", store.path, "--device=cpu", cwd=tmp_path)
+    assert (code, err) == (0, ""), err
+    assert "32 training volumes of 8 participants" in out and "8 participants are few to learn from" in out
+    assert f"octfm doctor mae --store {store.path} --steps 2400" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_warns_of_96_000_epochs_on_20_volumes(store):
+    found = data.arithmetic(load_config("vit_s"), store, 1, 20)
+    assert found.status == "WARN" and "60,000 steps = 96,000.0 epochs" in found.measured
+    assert "--steps 1000 or fewer" in found.advice
+    assert data.arithmetic(load_config("vit_s", ["steps=1000"]), store, 1, 20).status == "PASS"
